@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tomllib
-from contextlib import closing
+from codecs import BOM_UTF8
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,10 +77,7 @@ def patch(option: BatchSizeOption, size: int) -> str:
 def check_patch(path: Path, option: BatchSizeOption) -> None:
     """Like ``write_patch``, but only checks that it would work, because trials take long."""
     path = path.resolve()
-    try:
-        _with_value(path.read_text(encoding="utf-8-sig"), option, 1)
-    except (OSError, UnicodeDecodeError, TOMLKitError) as error:
-        raise JobError(f"{path}: can't be changed: {error}") from error
+    _edited(path, option, 1)
     if not os.access(path.parent, os.W_OK):
         raise JobError(f"{path}: can't be changed: no leave to write in its folder")
 
@@ -91,19 +89,26 @@ def write_patch(path: Path, option: BatchSizeOption, size: int) -> None:
         JobError: it can't be read, written, or changed in this one key alone.
     """
     path = path.resolve()  # keep a symbolic link
+    changed = _edited(path, option, size)
+    try:
+        mode = path.stat().st_mode
+        write_atomically(path, changed)
+        path.chmod(mode)
+    except OSError as error:
+        raise JobError(
+            f"{path}: can't be changed: {error}; write\n{patch(option, size)}"
+        ) from error
+
+
+def _edited(path: Path, option: BatchSizeOption, size: int) -> bytes:
     try:
         before = path.read_bytes()
-        mode = path.stat().st_mode
-        text = before.decode("utf-8-sig")
-        changed = _with_value(text, option, size)
-        if before.startswith(b"\xef\xbb\xbf"):
-            changed = "\ufeff" + changed
-        write_atomically(path, changed.encode())
-        path.chmod(mode)
+        changed = _with_value(before.decode("utf-8-sig"), option, size).encode()
     except (OSError, UnicodeDecodeError, TOMLKitError) as error:
         raise JobError(
             f"{path}: can't be changed: {error}; write\n{patch(option, size)}"
         ) from error
+    return BOM_UTF8 + changed if before.startswith(BOM_UTF8) else changed
 
 
 def _with_value(text: str, option: BatchSizeOption, size: int) -> str:
@@ -123,13 +128,11 @@ def _with_value(text: str, option: BatchSizeOption, size: int) -> str:
     for part in tables:
         inner = inner.setdefault(part, {})
     inner[name] = size
-    try:
-        is_as_wanted = tomllib.loads(changed) == wanted
-    except tomllib.TOMLDecodeError:
-        is_as_wanted = False
-    if not is_as_wanted:  # tomlkit can't edit every form of a table
-        raise TOMLKitError(f"{option.key} can't be set without touching other keys")
-    return changed
+    with suppress(tomllib.TOMLDecodeError):
+        if tomllib.loads(changed) == wanted:
+            return changed
+    # tomlkit can't edit every form of a table
+    raise TOMLKitError(f"{option.key} can't be set without touching other keys")
 
 
 def _max_num_seqs(job: JobConfig) -> int:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from batchkit.commands.trial import Say
-from batchkit.commands.tuning.batch_size_option import BatchSizeOption
 from batchkit.commands.tuning.rounds import Budget
 from batchkit.commands.tuning.table import SizeResult, SizeTable
 from batchkit.commands.tuning.trial import Trials, trials_of, with_one_prompt
@@ -16,33 +13,6 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 
 FEW_ROUNDS = 3  # with fewer, the spread means little
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """The table over all rounds; ``signum`` of the signal that ended it early, if any."""
-
-    name: str
-    model: str
-    option: BatchSizeOption
-    table: SizeTable
-    signum: int | None
-
-    @property
-    def exit_code(self) -> int:
-        return self.table.exit_code(self.signum)
-
-    def to_text(self) -> str:
-        return self.table.to_text()
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **self.table.to_json(),
-            "name": self.name,
-            "model": self.model,
-            "option": self.option.key,
-            "interrupted": self.signum is not None,
-        }
 
 
 def sizes_in(text: str) -> list[int]:
@@ -65,7 +35,7 @@ def bench(
     rows: int | None,
     seconds: float,
     say: Say = lambda text: None,
-) -> Bench:
+) -> SizeTable:
     """Measure each of ``batch_sizes`` for ``rounds`` rounds of at most ``seconds`` s.
 
     Each round has its own engine, and the sizes take turns, so that a disturbance of the machine
@@ -81,9 +51,7 @@ def bench(
         for doubt in few_rounds(rounds):
             say(doubt)
         _measure(trials, batch_sizes, rounds, seconds, say)
-    table = SizeTable.of(trials.done)
-    model = job.engine.model or job.engine.kind
-    return Bench(job.name, model, trials.option, table, trials.signum)
+    return trials.table
 
 
 def few_rounds(rounds: int) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from batchkit.commands.tuning.bench import FEW_ROUNDS, Bench, few_rounds
-from batchkit.commands.tuning.table import SizeResult
+from batchkit.commands.tuning.bench import FEW_ROUNDS, few_rounds
+from batchkit.commands.tuning.table import SizeResult, SizeTable
 from batchkit.commands.view.page import policy, style
 from batchkit.config.numbers import nice, number
 from batchkit.errors import JobError
@@ -19,11 +19,11 @@ WIDTH, HEIGHT = 720.0, 330.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 28.0, 52.0
 
 
-def write_curve(found: Bench, path: Path) -> None:
+def write_curve(table: SizeTable, path: Path) -> None:
     """Raises:
     JobError: ``path`` can't be written.
     """
-    lines = found.table.lines
+    lines = table.lines
     top = nice(max((found.rows_per_s for line in lines for found in line.rounds), default=1.0))
     rounds = [len(line.rounds) for line in lines if line.rounds]
     step = (WIDTH - _LEFT - _RIGHT) / max(1, len(lines))
@@ -39,10 +39,10 @@ def write_curve(found: Bench, path: Path) -> None:
     pieces = environment.get_template("curve.html.j2").generate(
         policy=Markup(policy(style())),
         style=Markup(style()),
-        bench=found,
+        bench=table,
         lines=lines,
         points=points,
-        doubts=[*found.table.doubts(), *few_rounds(min(rounds, default=FEW_ROUNDS))],
+        doubts=[*table.doubts(), *few_rounds(min(rounds, default=FEW_ROUNDS))],
         path=" ".join(f"{p['x']:.1f},{p['y']:.1f}" for p in points if p["y"] is not None),
         ticks=[(_y(top * part / 4, top), number(top * part / 4)) for part in range(5)],
         width=WIDTH,

@@ -16,7 +16,7 @@ from batchkit.commands.tuning.batch_size_option import (
 )
 from batchkit.commands.tuning.bottleneck import Bottleneck, Rendered, bottleneck_of
 from batchkit.commands.tuning.rounds import ENOUGH_ROWS, Budget
-from batchkit.commands.tuning.table import OOM, SizeResult, SizeTable, header
+from batchkit.commands.tuning.table import HEADER, OOM, SizeResult, SizeTable
 from batchkit.commands.tuning.trial import Trials, trials_of, with_one_prompt
 from batchkit.config.numbers import duration, number
 from batchkit.config.tables import JobConfig
@@ -28,17 +28,14 @@ LEAST_GAIN = 0.03
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """The result so far. ``rows``: of the whole job. ``high``: the largest size that could be
-    tried. ``signum``: of the signal that ended the search early, if any. ``written``: the job file
-    that has the best size now."""
+    tried. ``written``: the job file that has the best size now."""
 
-    name: str
     option: BatchSizeOption
     table: SizeTable
     rows: int
     high: int
     has_flattened: bool
     rendered: Rendered | None
-    signum: int | None
     written: Path | None
 
     @property
@@ -59,17 +56,14 @@ class SearchResult:
 
     @property
     def exit_code(self) -> int:
-        return self.table.exit_code(self.signum)
+        return self.table.exit_code
 
     def to_json(self) -> dict[str, Any]:
         best, bottleneck = self.table.best, self.bottleneck
         estimate = self.estimate_s
         return {
             **self.table.to_json(),
-            "name": self.name,
-            "option": self.option.key,
             "stopped_early": self.has_flattened,
-            "interrupted": self.signum is not None,
             "rows": self.rows,
             "estimated_seconds": None if estimate is None else round(estimate, 1),
             "render_rows_per_s": None if self.rendered is None else round(self.rendered.per_s, 3),
@@ -104,7 +98,7 @@ class SearchResult:
 
     def _largest(self, largest: SizeResult) -> str:
         size = f"{largest.batch_size:,}"
-        if self.signum is not None:
+        if self.table.signum is not None:
             return f"{size} so far; the search was interrupted"
         if self.has_flattened:
             return f"{size} or more; the search stopped as twice the size gained under {LEAST_GAIN:.0%}"
@@ -162,21 +156,19 @@ def find_batch_size(
         def rate_of(size: int) -> Rate | None:
             line = trials.run(size, Budget(seconds))
             if len(trials.done) == 1:
-                show(header(with_spread=False))
-            show(line.to_text(with_spread=False))
+                show(HEADER)
+            show(line.to_text())
             if line.rows_per_s is None:
                 return None
             return Rate(line.rows_per_s, line.is_typical and line.rows >= ENOUGH_ROWS)
 
         rendered = Rendered(trials.rendered_per_s(seconds), bool(job.prompt.images))
         flattened = search(low, high, rate_of)
-    table, option = SizeTable.of(trials.done), trials.option
-    if write_to is not None and table.best is not None and trials.signum is None:
+    table, option = trials.table, trials.option
+    if write_to is not None and table.best is not None and table.signum is None:
         write_patch(write_to, option, table.best.batch_size)
         written = write_to
-    return SearchResult(
-        job.name, option, table, trials.total, high, flattened, rendered, trials.signum, written
-    )
+    return SearchResult(option, table, trials.total, high, flattened, rendered, written)
 
 
 def _highest(trials: Trials, low: int, high: int, say: Say) -> int:

@@ -154,7 +154,7 @@ class SizeResult:
             ],
         }
 
-    def to_text(self, *, with_spread: bool) -> str:
+    def to_text(self) -> str:
         # The status without its reason, which is shown below the table: the column is narrow.
         status = self.status.partition(":")[0]
         cells = [f"{self.batch_size:,}", status, f"{self.seconds:.1f} s"]
@@ -166,7 +166,7 @@ class SizeResult:
         else:
             cells += [""] * 6
         cells.append("" if self.memory is None else f"{self.memory.gb:.2f} GiB {self.memory.of}")
-        return _joined(cells, with_spread=with_spread)
+        return _joined(cells)
 
 
 _OUTPUT = "completion_tokens_per_s"
@@ -175,16 +175,21 @@ _RATES = ("rows_per_s", "prompt_tokens_per_s", _OUTPUT, "p50_ms", "p99_ms")
 
 @dataclass(frozen=True, slots=True)
 class SizeTable:
-    """One line per batch size, the smallest first."""
+    """One line per batch size, the smallest first; ``signum``: of the signal that ended the trials early, if
+    any."""
 
     lines: tuple[SizeResult, ...]
+    name: str = ""
+    model: str = ""
+    option: str = ""
+    signum: int | None = None
 
     @classmethod
-    def of(cls, trials: Iterable[SizeResult]) -> SizeTable:
+    def of(cls, trials: Iterable[SizeResult], **about: Any) -> SizeTable:
         by_size: dict[int, list[SizeResult]] = {}
         for trial in trials:
             by_size.setdefault(trial.batch_size, []).append(trial)
-        return cls(tuple(SizeResult.of(by_size[size]) for size in sorted(by_size)))
+        return cls(tuple(SizeResult.of(by_size[size]) for size in sorted(by_size)), **about)
 
     @property
     def best(self) -> SizeResult | None:
@@ -202,19 +207,17 @@ class SizeTable:
         """The smallest size that ran out of memory."""
         return next((line for line in self.lines if line.status == OOM), None)
 
-    def exit_code(self, signum: int | None) -> int:
-        """``signum``: of the signal that ended the command early, if any."""
-        if signum is not None:
-            return 128 + signum
+    @property
+    def exit_code(self) -> int:
+        if self.signum is not None:
+            return 128 + self.signum
         return 0 if self.best is not None else 1
 
     def to_text(self) -> str:
-        """The whole table; a line may cover several rounds."""
-        lines = [line.to_text(with_spread=True) for line in self.lines]
         bad = [
             f"batch size {ln.batch_size:,}: {ln.status_text}" for ln in self.lines if not ln.rounds
         ]
-        return "\n".join([header(with_spread=True), *lines, *bad, *self.doubts()])
+        return "\n".join([HEADER, *(line.to_text() for line in self.lines), *bad, *self.doubts()])
 
     def doubts(self) -> list[str]:
         """Which figures are unreliable, and what would help."""
@@ -229,21 +232,19 @@ class SizeTable:
             "batch_sizes": [line.to_json() for line in self.lines],
             "best": None if self.best is None else self.best.batch_size,
             "largest": None if self.largest is None else self.largest.batch_size,
+            "name": self.name,
+            "model": self.model,
+            "option": self.option,
+            "interrupted": self.signum is not None,
         }
 
 
-def header(*, with_spread: bool) -> str:
-    """The first line; the spread is over several rounds."""
-    return _joined(list(_WIDTHS), with_spread=with_spread)
-
-
-def _joined(cells: Sequence[str], *, with_spread: bool) -> str:
-    padded = (
-        cell.rjust(width)
-        for cell, (head, width) in zip(cells, _WIDTHS.items(), strict=True)
-        if with_spread or head != "spread"
-    )
+def _joined(cells: Iterable[str]) -> str:
+    padded = (cell.rjust(width) for cell, width in zip(cells, _WIDTHS.values(), strict=True))
     return "  ".join(padded).rstrip()
+
+
+HEADER = _joined(_WIDTHS)
 
 
 def _time(ms: float | None) -> str:

@@ -15,7 +15,7 @@ from batchkit.commands.trial import Say, answers_in, scratch_folder, seconds_at,
 from batchkit.commands.tuning.batch_size_option import batch_size_option, with_size
 from batchkit.commands.tuning.bottleneck import idle_of
 from batchkit.commands.tuning.rounds import Budget, Rounds
-from batchkit.commands.tuning.table import OK, OOM, Memory, SizeResult
+from batchkit.commands.tuning.table import OK, OOM, Memory, SizeResult, SizeTable
 from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.engines.faults import EngineDied, StartFailed
 from batchkit.engines.memory import family_bytes, gpu_bytes
@@ -100,6 +100,17 @@ class Trials:
         self._say = say
         self.done: list[SizeResult] = []
         self.signum: int | None = None
+
+    @property
+    def table(self) -> SizeTable:
+        engine = self._job.engine
+        return SizeTable.of(
+            self.done,
+            name=self._job.name,
+            model=engine.model or engine.kind,
+            option=self.option.key,
+            signum=self.signum,
+        )
 
     def run(self, batch_size: int, budget: Budget) -> SizeResult:
         """Raises:
