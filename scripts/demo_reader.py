@@ -17,11 +17,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from batchkit.commands.demo_model import (
-    CHAT_TEMPLATE,
-    PIECES,
-    SPECIAL_TOKENS,
-    tokenizer_config,
+from batchkit.commands.demo_model import FILES
+
+SPECIAL_TOKENS = (  # Qwen's, in Qwen's order
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+# Qwen's own pattern, with the sample's words and single digits as pieces.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 HIDDEN, LAYERS, MLP = 160, 5, 416
@@ -226,12 +244,15 @@ def write_folder(folder: Path, tokenizer: Tokenizer, model: DemoReader) -> None:
     files = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": stop, "pad_token_id": stop[1]},
-        "tokenizer_config.json": tokenizer_config(config["text_config"]),
+        "tokenizer_config.json": json.loads((FILES / "tokenizer_config.json").read_text()),
         "preprocessor_config.json": _processor(image_processor_type="Qwen2VLImageProcessorFast"),
         "video_preprocessor_config.json": _processor(video_processor_type="Qwen3VLVideoProcessor"),
     }
     texts = {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
-    texts |= {"tokenizer.json": tokenizer.to_str(), "chat_template.jinja": CHAT_TEMPLATE}
+    texts |= {
+        "tokenizer.json": tokenizer.to_str(),
+        "chat_template.jinja": (FILES / "chat_template.jinja").read_text(),
+    }
     contents = {name: text.encode() for name, text in texts.items()}
     contents["model.safetensors"] = save(model.weights(), {"format": "pt"})
     folder.mkdir(parents=True, exist_ok=True)
