@@ -363,7 +363,7 @@ def test_find_bs_json_and_write(folder: Path) -> None:
 
 def test_find_bs_of_a_window_that_binds(folder: Path) -> None:
     ended = batchkit("find-bs", "job.toml", "--set", "run.max_in_flight=4", "--high", "64",
-                     "--low", "4", "--seconds", "0.3", "--json", "--write", cwd=folder)  # fmt: skip
+                     "--low", "4", "--seconds", "1", "--json", "--write", cwd=folder)  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found["option"] == "run.max_in_flight"
