@@ -22,7 +22,7 @@ from batchkit.execution.summary import RunSummary
 from batchkit.rendering.constant_files import constant_files
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, identity
-from batchkit.storage.job_toml import in_order_of, job_of_run, with_secrets_of, without_masked
+from batchkit.storage.job_toml import job_of_run, with_secrets_of, without_masked
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
@@ -90,8 +90,8 @@ def retry_failed(
             f" {'; '.join(changes)}. To use the change, give it with --set, or `batchkit run"
             f" {job_file} --on-change requeue`"
         )
-    begun = in_order_of(then, job_of_run(folder))
-    job = in_order_of(then, job_of_run(folder, overrides))
+    begun = job_of_run(folder)
+    job = job_of_run(folder, overrides)
     _check_answerable(job, begun, folder)
     options = Options(
         attempts=due.attempts,

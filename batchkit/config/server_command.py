@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
 from batchkit.config.masking import MASK, is_secret, masked, masked_text
@@ -16,7 +15,6 @@ from batchkit.config.suggest import nearest
 PLACEHOLDERS = ("port", "host")
 HOST = "127.0.0.1"
 _PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")  # not JSON, and not Jinja
-_SLOTS = ("-np", "--parallel")  # llama-server gives each an equal part of the context
 # Options of llama-server and `vllm serve` that change where and how fast a server answers, not what.
 _SPEED_ONLY = frozenset(
     [
@@ -24,7 +22,6 @@ _SPEED_ONLY = frozenset(
         "--port",
         *("-t", "--threads", "-tb", "--threads-batch", "--threads-http"),
         *("-b", "--batch-size", "-ub", "--ubatch-size"),
-        *_SLOTS,  # compared apart: earlier versions left them out
         *("-ngl", "--gpu-layers", "--n-gpu-layers", "-ts", "--tensor-split", "-dev", "--device"),
         "--cache-ram",
         *("--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization"),
@@ -114,16 +111,6 @@ def llama_server(
 def what_decides_answers(command: str) -> list[str]:
     """The command's words, without the options that only change where and how fast it answers."""
     return list(_without_speed(shlex.split(command)))
-
-
-def slots(command: str) -> str:
-    """How many requests llama-server runs at once; the more, the sooner a long answer is cut."""
-    words = [*shlex.split(command), ""]
-    for word, following in pairwise(words):
-        name, equals, value = word.partition("=")
-        if name in _SLOTS:
-            return value if equals else following
-    return "auto"
 
 
 def files_named(command: str) -> Iterator[str]:

@@ -18,8 +18,8 @@ import orjson
 
 from batchkit.config.masking import FINGERPRINT, MASK, home_of, masked, secrets_in
 from batchkit.config.regular_file import exists, is_file, read_text
-from batchkit.config.server_command import files_named, slots, what_decides_answers
-from batchkit.config.tables import EngineTable, JobConfig, MediaTable, StepTable, Table
+from batchkit.config.server_command import files_named, what_decides_answers
+from batchkit.config.tables import EngineTable, JobConfig, StepTable, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
 from batchkit.config.tool_definitions import is_template, tools_in
@@ -62,13 +62,9 @@ _SPEED_ONLY = frozenset(
 _FILE_OPTIONS = ("tokenizer", "generation_config", "hf_config_path")
 # They make weights of their own; other formats only read the model's in another way.
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
-# What was found behind names, by name. It is compared if both sides have found something: a newly
-# named file shows in the key that names it, and an older version looked at fewer of them.
+# What was found behind names, by name; compared where both sides have found something.
 _LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
-_FOUND = (
-    *_LEARNED,
-    *("engine.files", "engine.blocks", "server.slots", "engine.server.slots", "prompt.files"),
-)
+_FOUND = (*_LEARNED, "prompt.files")
 # Here the order of keys is part of a prompt, or of what a schema enforces.
 _ORDERED = (
     "vars.",
@@ -79,18 +75,6 @@ _ORDERED = (
     "prompt.tools",
 )
 _MODEL = ("kind", "model", "lora", "options.revision", "server.command")  # of [engine]: its names
-_ABSENT_IF_NOT_SET = (  # manifests of older versions lack them
-    "input.shard",
-    "output.parse",
-    "prompt.tools",
-    "prompt.tool_choice",
-    "engine.reasoning_parser",
-    "engine.tool_call_parser",
-    "output.choices",
-    "select.by",
-    "select.scorer",
-    "select.step",
-)
 _READ_TO_SELECT = {
     *("extract", "pattern", "key", "choices", "reference", "reference_run"),
     *("mode", "tolerance", "default_reward", "rules"),
@@ -108,7 +92,6 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         del found[name]
     found |= {f"vars.{name}": value for name, value in found.pop("vars").items()}
     found |= {"prompt.texts": job.prompt.texts or None, **_of_texts(job), **_of_engine(job, found)}
-    # These are absent if not set: manifests of older versions lack them.
     for step in job.steps:
         found |= _of_step(job, step)
     for name, engine in job.engines.items():
@@ -122,12 +105,6 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         found |= {"rollout.function": f"{Path(place).name}:{name}", **of_function(job)}
     if prompt_files:
         found["prompt.files"] = prompt_files
-    for key in _ABSENT_IF_NOT_SET:
-        if found[key] is None:
-            del found[key]
-    found = {key: value for key, value in found.items() if not _is_of_another_task(key, value, job)}
-    if job.media.pdf_dpi == MediaTable.model_fields["pdf_dpi"].default:
-        del found["media.pdf_dpi"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
     return _without_secrets(plain)
 
@@ -158,7 +135,6 @@ def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
     }
     if (command := found.pop("engine.server.command", None)) is not None:
         its["engine.server.command"] = what_decides_answers(command)
-        its["server.slots"] = {"-np": slots(command)}
     if files := [*_files(job)]:
         its["engine.files"] = {name: model_fingerprint(name) for name in files}
     models = {job.engine.model_source, job.engine.lora or "", *files}
@@ -175,7 +151,7 @@ def _of_named_engine(name: str, engine: EngineTable) -> dict[str, Any]:
     return {
         f"engines.{name}.{key.removeprefix('engine.')}": value
         for key, value in its.items()
-        if key.startswith(("engine.", "server.")) and value is not None
+        if key.startswith("engine.") and value is not None
     }
 
 
@@ -204,15 +180,6 @@ def of_function(job: JobConfig) -> dict[str, str | None]:
     except (OSError, ImportError, ValueError):  # what loads the function reports it
         source = None
     return {"rollout.source": source}
-
-
-def _is_of_another_task(key: str, value: Any, job: JobConfig) -> bool:
-    """Whether a key is about pooling tasks and not set: manifests of older versions lack it."""
-    if key == "output.vector_dtype":
-        return job.task != "embed"
-    return (key == "task" and value == "generate") or (
-        key.startswith(("pair.", "pooling.")) and value in (None, [])
-    )
 
 
 def _files(job: JobConfig) -> Iterator[str]:
@@ -323,11 +290,10 @@ def scoring_of(job: JobConfig) -> str:
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: key, what it was, what it is.
 
-    A secret that was masked, its value unknown, differs from nothing. ``then`` may have been
-    written by a version that masked less, or that looked at fewer files. A file that changed while
+    A secret that was masked, its value unknown, differs from nothing. A file that changed while
     a run used it differs from every file, as some rows had one and some the other.
     """
-    then, now = _without_secrets(then), dict(now)
+    then, now = dict(then), dict(now)
     for key in _found_in(then, now):
         old, new = then.pop(key, {}), now.pop(key, {})
         names = [name for name in old if name in new and CHANGING in (old[name], new[name])]

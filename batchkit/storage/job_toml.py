@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -85,26 +83,6 @@ def check_secrets(job: JobConfig) -> None:
             f"{', '.join(keys)}: a secret, of which a run folder keeps only {MASK}; name the job file"
             " that has it, or give the whole value with --set"
         )
-
-
-def in_order_of(identity: Mapping[str, Any], job: JobConfig) -> JobConfig:
-    """``job`` with the keys of its tables in the order that they have in a manifest's identity:
-    older versions wrote a ``job.toml`` with plain values before tables."""
-    found = job.model_dump()
-    for name in ("vars", "sampling", "prompt", "engine.options"):
-        table = reduce(getitem, name.split("."), found)
-        for key, value in table.items():
-            table[key] = _in_order_of(identity.get(f"{name}.{key}"), value)
-    return JobConfig.model_validate(found)
-
-
-def _in_order_of(then: Any, value: Any) -> Any:
-    if isinstance(then, dict) and isinstance(value, dict):
-        names = [*(name for name in then if name in value), *value]
-        return {name: _in_order_of(then.get(name), value[name]) for name in names}
-    if isinstance(then, list) and isinstance(value, list) and len(then) == len(value):
-        return [*map(_in_order_of, then, value)]
-    return value
 
 
 def _sections(table: Any, values: Mapping[str, Any]) -> dict[str, Any]:

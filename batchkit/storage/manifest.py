@@ -26,7 +26,6 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.files import write_atomically
 from batchkit.storage.identity import continued, hash_of, identity, known_of, scoring_of
-from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.runfolder import MANIFEST
 from batchkit.types import utc_now
 
@@ -77,7 +76,7 @@ class StartNote(_Part):
     as of the last checkpoint if the job has a price for them, else of the last end. ``engine``: what the engine reports
     about itself; ``engines``: what others report, by name. ``run``: in a merged
     run, the folder of the run that this start belongs to. ``engine_event_times``: when each of
-    ``engine_events`` happened; older versions did not note it.
+    ``engine_events`` happened.
     """
 
     command: str = ""
@@ -278,7 +277,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         with open_regular(path) as file:
             content = file.readall()
-        manifest = Manifest.model_validate_json(content)
+        return Manifest.model_validate_json(content)
     except FileNotFoundError:
         raise StoreError(f"{folder}: not a run folder (no {MANIFEST})") from None
     except OSError as error:
@@ -287,9 +286,6 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
     except ValidationError as error:
         raise StoreError(f"{path}: {_problem(error)}") from error
-    if "scoring" not in manifest.model_fields_set:  # older versions did not note it
-        manifest.scoring = _scoring_of_run(folder)
-    return manifest
 
 
 def latest_run(output: Path) -> Path:
@@ -322,13 +318,6 @@ def _problem(error: ValidationError) -> str:
         f"damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; put a copy of it back, or"
         " start a new run with --fresh (the old folder is kept)"
     )
-
-
-def _scoring_of_run(folder: Path) -> str | None:
-    try:
-        return scoring_of(job_of_run(folder))
-    except JobError:
-        return None
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:

@@ -45,7 +45,6 @@ class ScoreLine:
 
 
 _NAMES = [field.name for field in fields(ScoreLine)]
-_ALWAYS = set(_NAMES) - {"unscored"}  # older lines lack it
 
 
 def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
@@ -156,7 +155,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, raw in enumerate(file, start=1):
             try:
                 line: dict[str, Any] = orjson.loads(raw)
-                if not all(name in line for name in _ALWAYS):
+                if not all(name in line for name in _NAMES):
                     raise ValueError("not a line of scores")
                 if not is_count(line["index"]) or not isinstance(line["scores"], dict):
                     raise ValueError("index or scores is not what a line of scores has")

@@ -1,68 +1,24 @@
-"""Which keys of the job file decide a run's answers, and runs of earlier versions."""
+"""Which keys of the job file decide a run's answers."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tomlkit
 from pydantic.fields import FieldInfo
 
-from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
-from batchkit.errors import ChangedError, EngineError
-from batchkit.execution.resume import open_run
-from batchkit.execution.start import Options, Start
-from batchkit.sources.input import from_job
+from batchkit.errors import EngineError
 from batchkit.storage.identity import (
     CHANGING,
     check_found,
     differences,
     hub_commits,
     identity,
-    scoring_of,
 )
-from batchkit.storage.job_toml import write_job
-from tests.support.dry_runs import LOG, RUN
-
-RECORD = {"index": 0, "id": "no-id:0", "status": "failed", "error": {"kind": "other"}}
-EARLIER = sorted((Path(__file__).parent / "earlier_runs").glob("*.json"))
-
-
-@pytest.fixture(params=EARLIER, ids=lambda path: path.stem)
-def earlier(request: pytest.FixtureRequest, in_tmp_path: Path) -> dict[str, Any]:
-    """A run that an earlier version began: its files, its job and its manifest."""
-    found: dict[str, Any] = json.loads(request.param.read_text())
-    for name, text in found["files"].items():
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_text(text)
-    write_toml(found["job"])
-    RUN.mkdir(parents=True)
-    (RUN / "manifest.json").write_text(json.dumps(found["manifest"]))
-    LOG.write_text(json.dumps(RECORD) + "\n")
-    return found
-
-
-@pytest.fixture
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def write_toml(job: dict[str, Any]) -> None:
-    Path("job.toml").write_text(tomlkit.dumps({"name": "a", **job}))
-
-
-def go_on() -> None:
-    job = load_job(Path("job.toml"))
-    options: dict[str, Any] = {"fresh": False, "on_change": "fail", "overrides": []}
-    with open_run(Start.of(job, Options(command="run", **options)), from_job(job)):
-        pass
 
 
 def fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -88,41 +44,6 @@ def marks(field: FieldInfo) -> list[Mark]:
 )
 def test_every_key_is_marked_once(key: str, field: FieldInfo) -> None:
     assert len(marks(field)) == 1, f"{key}: mark it Identity[…] or Free[…]"
-
-
-def without_newer(found: dict[str, Any]) -> dict[str, Any]:
-    """``found`` without what that version did not look at; it is compared once a run has it."""
-    return {key: value for key, value in found.items() if key != "server.slots"}
-
-
-def test_identity_is_what_an_earlier_version_wrote(earlier: dict[str, Any]) -> None:
-    job = load_job(Path("job.toml"))
-    assert without_newer(identity(job)) == earlier["manifest"]["identity"]
-    assert scoring_of(job) == earlier["manifest"]["scoring"]
-
-
-def test_run_of_an_earlier_version_goes_on(earlier: dict[str, Any]) -> None:
-    go_on()
-    manifest = json.loads((RUN / "manifest.json").read_text())
-    manifest["identity"] = without_newer(manifest["identity"])
-    unchanged = "name", "batchkit", "created_at", "identity", "fingerprints", "model", "seed"
-    for key in (*unchanged, "version", "total", "skipped_elsewhere", "engine_steps", "scoring"):
-        assert manifest[key] == earlier["manifest"][key]
-    assert manifest["starts"][:-1] == earlier["manifest"]["starts"]
-
-
-def test_run_goes_on_from_its_own_job_toml(earlier: dict[str, Any]) -> None:
-    """Also with the secrets that are masked there."""
-    write_job(RUN, load_job(Path("job.toml")))
-    (RUN / "job.toml").rename("job.toml")
-    go_on()
-
-
-def test_change_of_an_earlier_run_is_noticed(earlier: dict[str, Any]) -> None:
-    job = earlier["job"]
-    write_toml(job | {"sampling": job.get("sampling", {}) | {"top_k": 3}})
-    with pytest.raises(ChangedError, match=r"sampling.top_k: null → 3"):
-        go_on()
 
 
 @pytest.mark.parametrize(
@@ -172,17 +93,15 @@ def test_weights_that_differ_only_in_the_middle_are_another_model(
         file.truncate(size)
     job = JobConfig.model_validate({"engine": {"model": "m", key: str(tmp_path)}})
     begun = identity(job)
-    earlier = {name: value for name, value in begun.items() if name != "engine.blocks"}
     with weights.open("r+b") as file:
         file.seek(int(size * 0.45))
         file.write(b"x" * (size // 10))
     (message,) = differences(begun, identity(job))
     assert message.startswith("engine.blocks: ")
-    assert differences(earlier, identity(job)) == []  # it noted the ends alone
     with weights.open("r+b") as file:
         file.write(b"x")
-    (message,) = differences(earlier, identity(job))
-    assert message.startswith(f"engine.{key}_files: ")
+    messages = differences(begun, identity(job))
+    assert messages[-1].startswith(f"engine.{key}_files: ")
 
 
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
@@ -205,7 +124,7 @@ def test_name_on_the_hub_that_moved_to_another_commit_is_another_model(
     assert message.startswith('engine.commits: {"acme/tiny":"aaa')
     with pytest.raises(EngineError, match=r"engine\.commits: "):
         check_found(noted, {"engine.commits": hub_commits(job)})
-    assert differences(unknown, identity(job)) == []  # nor do runs of earlier versions know it
+    assert differences(unknown, identity(job)) == []
 
 
 def check_that_a_new_commit_is_noticed(job: JobConfig, ref: Path, name: str) -> None:
