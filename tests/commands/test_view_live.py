@@ -106,7 +106,8 @@ def test_records_of_other_programs_are_rows(view: Viewed) -> None:
     """Old and odd ones that the readers of the log accept, and lines that no reader accepts."""
     prepare(3)
     run()
-    plain = {"id": "x", "status": "ok", "text": "yes"}
+    whole = json.loads(LOG.read_bytes().splitlines()[0])
+    plain = {**whole, "id": "x", "status": "ok", "text": "yes"}
     deep: Any = 1
     for _ in range(600):
         deep = [deep]
@@ -118,8 +119,14 @@ def test_records_of_other_programs_are_rows(view: Viewed) -> None:
             "latency_s": 1e300,
             "scores": {"f1": 1e300, "em": None},
         },
-        {**plain, "index": 4, "fields": {"deep": deep}, "finish_reason": {"any": 1}},
-        {**plain, "index": 5, "status": "failed", "text": None, "error": {"kind": ""}},
+        {**plain, "index": 4, "fields": {"deep": deep}},
+        {
+            **plain,
+            "index": 5,
+            "status": "failed",
+            "text": None,
+            "error": {"kind": "", "type": "", "message": "", "retryable": False},
+        },
         {**plain, "index": 6, "choices": [{"text": "a"}, {"text": "b"}], "tool_calls": None},
         {**plain, "index": 7, "text": " \n"},
         {**plain, "index": -1},
@@ -145,7 +152,12 @@ def test_a_newer_record_takes_the_place_of_an_older(view: Viewed) -> None:
     prepare(5)
     run()
     assert view.indexes(status="failed") == []
-    error = {"kind": "oom", "type": "RowOutOfMemoryError", "message": "too large"}
+    error = {
+        "kind": "oom",
+        "type": "RowOutOfMemoryError",
+        "message": "too large",
+        "retryable": False,
+    }
     with LOG.open("a") as log:
         record = json.loads(LOG.read_bytes().splitlines()[2])
         log.write(json.dumps({**record, "status": "failed", "text": None, "error": error}) + "\n")

@@ -159,7 +159,7 @@ def test_number_that_json_lacks_is_refused_in_vars(number: str) -> None:
     prepare(3, vars={"limits": {"most": float(number)}})
     found = run()
     assert found.exit_code == 2
-    assert f"vars.limits.most: found {number}; write it as a text" in found.stderr
+    assert f"vars.limits.most: found {number}, expected a finite number, or a text" in found.stderr
     write_job(vars={"limits": {"most": number}})
     assert run().exit_code == 0
 
@@ -183,7 +183,7 @@ def test_numbers_that_json_makes_one_are_refused_where_they_decide_answers(
     prepare(3, **{table: made})
     found = run()
     assert found.exit_code == 2
-    assert f"{key}: found {number}; " in found.stderr
+    assert f"{key}: found {number}, expected a finite number" in found.stderr
 
 
 @pytest.mark.parametrize("root", ["media", "memory://media"])

@@ -242,7 +242,7 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(
 
     def answer(enough: Callable[[], object]) -> None:
         while not enough():
-            answered.extend(line.record["index"] for line in pool.fill(taking=True) + pool.poll())
+            answered.extend(line.record.index for line in pool.fill(taking=True) + pool.poll())
 
     with closing(pool):
         answer(lambda: answered)

@@ -50,9 +50,7 @@ def test_value_is_read_back_with_the_order_of_its_keys(value: Any) -> None:
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")
-@pytest.mark.parametrize("version", ["this", "earlier"])
-def test_retry_sends_the_prompt_of_the_run(version: str) -> None:
-    """Earlier versions wrote ``job.toml`` with plain values before tables."""
+def test_retry_sends_the_prompt_of_the_run() -> None:
     is_down = True
 
     def before(text: str, body: dict[str, Any]) -> None:
@@ -69,10 +67,6 @@ def test_retry_sends_the_prompt_of_the_run(version: str) -> None:
             + f"[vars]\nlabels = {{{labels.replace(':', ' =')}}}\n"
         )
         assert batchkit("run", "job.toml").exit_code == 3
-        if version == "earlier":
-            kept = RUN / "job.toml"
-            kept.write_text(tomlkit.dumps(tomlkit.parse(kept.read_text()).unwrap()))
-            assert kept.read_text().index("other") < kept.read_text().index("good")
         is_down = False
         found = batchkit("retry-failed", str(RUN))
         assert found.exit_code == 0, found.stderr

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from batchkit.config.loading import make_job
 from batchkit.config.masking import learn_secret
 from batchkit.errors import StoreError
-from batchkit.storage.identity import scoring_of
-from batchkit.storage.job_toml import write_job
 from batchkit.storage.manifest import (
     MOST_EVENTS,
     Manifest,
@@ -120,13 +117,6 @@ def test_manifest_of_the_first_version_is_read(tmp_path: Path) -> None:
     assert (found.input[0].ctime_ns, found.input[0].read_as) == (0, "")
     assert (found.skipped_elsewhere, found.suspects.groups) == (0, [])
     assert (found.last_start.engine_restarts, found.last_start.seconds) == (0, None)
-
-
-def test_run_that_did_not_note_its_scoring_is_scored_as_its_job_says(tmp_path: Path) -> None:
-    job = make_job({"engine": {"kind": "dry-run"}, "scoring": {"extract": "number"}}, "the test")
-    write_job(tmp_path, job)
-    put(tmp_path, {key: EVERYTHING[key] for key in OLDEST})
-    assert read_manifest(tmp_path).scoring == scoring_of(job)
 
 
 def test_key_that_nothing_has_set_is_not_written(tmp_path: Path) -> None:
