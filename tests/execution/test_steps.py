@@ -171,7 +171,7 @@ def test_a_resumed_step_has_its_json_again() -> None:
 
 
 def test_an_interrupted_run_keeps_rows_whose_last_answer_came_and_loses_no_generation() -> None:
-    with serving(latency_s=0.05) as server:
+    with serving(latency_s=0.15) as server:
         write(None, 300, server, steps=THREE)
         with begin("run", "job.toml", cwd=Path.cwd()) as process:
             until(lambda: (RUN / "results.jsonl").exists() and len(records()) > 10)
