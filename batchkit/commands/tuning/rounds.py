@@ -141,15 +141,13 @@ class Rounds:
         if is_open and self._rows_when_full - self._rows_at_bound >= self._least_rows:
             bounds.append(self._full_until)
         is_whole = not self._left and not is_sample
-        parts = [between(answers, since, until) for since, until in pairwise(bounds)]
-        # Times of records are whole milliseconds: a very short round may have no answer.
-        if not parts or not all(parts) or (is_whole and self._budget.rounds == 1):
+        if len(bounds) < 2 or (is_whole and self._budget.rounds == 1):
             end = ended if self._left else answers[-1].ended
             seconds = end - min(answer.began for answer in answers)
             return [Round.of(answers, seconds, is_typical=is_whole)]
         return [
-            Round.of(part, until - since, is_typical=True)
-            for part, (since, until) in zip(parts, pairwise(bounds), strict=True)
+            Round.of(between(answers, since, until), until - since, is_typical=True)
+            for since, until in pairwise(bounds)
         ]
 
     @property
