@@ -118,6 +118,12 @@ def test_few_rows_are_measured_and_said_to_be_few() -> None:
     assert found.rows == 5
 
 
+def test_rows_that_end_within_one_millisecond_are_a_round() -> None:
+    (found,) = rounds_of(answers(*[1.0] * 40), 8, Budget(60), rows=40).cut(1.0, is_sample=True)
+    assert found.rows == 24, "after the first eight, until eight are left"
+    assert found.rows_per_s == 24_000, "in one millisecond"
+
+
 def test_nothing_answered_is_no_round() -> None:
     assert not Rounds(4, Budget(1), total=9, first=range(4)).cut(1.0, is_sample=False)
 

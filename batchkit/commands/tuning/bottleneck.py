@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from batchkit.commands.trial import seconds_at
-from batchkit.commands.tuning.rounds import Rounds, between
+from batchkit.commands.tuning.rounds import Rounds
 from batchkit.commands.tuning.table import Idle, SizeResult
 from batchkit.config.numbers import number
 from batchkit.execution.window import KV_CACHE_FULL
@@ -35,15 +35,14 @@ class Rendered(NamedTuple):
 def idle_of(rounds: Rounds, metrics: Sequence[Metrics]) -> Idle | None:
     """What kept places of the engine empty; None if it was steady for too short a time to judge."""
     steady = rounds.steady
-    if steady is None or steady.until - steady.since < _LEAST_STEADY_S:
+    if steady is None or steady.seconds < _LEAST_STEADY_S:
         return None
-    lines = [line for line in metrics if steady.since <= seconds_at(line.at) <= steady.until]
+    lines = [line for line in metrics if steady.since.at <= seconds_at(line.at) <= steady.until.at]
     if not lines:
         return None
-    answers = between(rounds.answers, *steady)
-    seconds, places = steady.until - steady.since, rounds.batch_size
+    places = rounds.batch_size
     # By Little's law, in its queue or running; the others in flight are being prepared for that.
-    held = sum(answer.latency_s for answer in answers) / seconds
+    held = sum(answer.latency_s for answer in steady.of(rounds.answers)) / steady.seconds
     preparing = sum(line.in_flight for line in lines) / len(lines) - held
     empty = max(0.0, places - held)
     preparing = min(empty, max(0.0, preparing))

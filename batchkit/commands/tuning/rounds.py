@@ -15,13 +15,14 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import NamedTuple
 
 from batchkit.commands.trial import Answer
 
 ENOUGH_S, ENOUGH_ROWS, ENOUGH_WAVES = 5.0, 32, 4
 _LEAST_ROWS = 4
+_CLOCK_S = 0.001  # the times of records are no finer
 
 
 class Budget(NamedTuple):
@@ -34,9 +35,24 @@ class Budget(NamedTuple):
     rounds: int = 1
 
 
+class Bound(NamedTuple):
+    """A moment ``at`` which ``rows`` had been answered."""
+
+    at: float
+    rows: int
+
+
 class Period(NamedTuple):
-    since: float
-    until: float
+    since: Bound
+    until: Bound
+
+    @property
+    def seconds(self) -> float:
+        return self.until.at - self.since.at
+
+    def of(self, answers: Sequence[Answer]) -> Sequence[Answer]:
+        """Those that came in it; by their number, since many may end within one millisecond."""
+        return answers[self.since.rows : self.until.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +70,7 @@ class Round:
 
     @classmethod
     def of(cls, answers: Sequence[Answer], seconds: float, *, is_typical: bool) -> Round:
-        seconds = max(seconds, 1e-6)
+        seconds = max(seconds, _CLOCK_S)
         latencies = sorted(answer.latency_s for answer in answers)
         return cls(
             seconds=seconds,
@@ -90,10 +106,8 @@ class Rounds:
         self._budget = budget
         self._left = total
         self._first = set(first)
-        self._bounds: list[float] = []
-        self._rows_at_bound = 0
-        self._full_until = 0.0
-        self._rows_when_full = 0
+        self._bounds: list[Bound] = []
+        self._full_until = Bound(0.0, 0)
         self.answers: list[Answer] = []
         self.failed = Counter[str]()
         self.first_error = ""
@@ -109,11 +123,9 @@ class Rounds:
             self.answers.append(answer)
         if self._left < self.batch_size:
             return
-        now, rows = answer.ended, len(self.answers)
-        self._full_until, self._rows_when_full = now, rows
-        if self._is_at_bound(now, rows) if self._bounds else not self._first:
-            self._bounds.append(now)
-            self._rows_at_bound = rows
+        self._full_until = Bound(answer.ended, len(self.answers))
+        if self._is_at_bound(self._full_until) if self._bounds else not self._first:
+            self._bounds.append(self._full_until)
 
     def is_over(self, began: float, now: float) -> bool:
         """True if the trial, whose engine ``began`` then, may stop ``now``."""
@@ -121,13 +133,13 @@ class Rounds:
             return True
         seconds = self._budget.seconds
         return now >= (
-            self._bounds[0] + seconds * self._budget.rounds if self._bounds else began + seconds
+            self._bounds[0].at + seconds * self._budget.rounds if self._bounds else began + seconds
         )
 
     @property
     def steady(self) -> Period | None:
         """From the begin of the first round on, as long as the engine was full; None if it never was."""
-        if not self._bounds or self._full_until <= self._bounds[0]:
+        if not self._bounds:
             return None
         return Period(self._bounds[0], self._full_until)
 
@@ -138,7 +150,7 @@ class Rounds:
         if not answers:
             return []
         is_open = 0 < len(bounds) <= self._budget.rounds
-        if is_open and self._rows_when_full - self._rows_at_bound >= self._least_rows:
+        if is_open and self._full_until.rows - bounds[-1].rows >= self._least_rows:
             bounds.append(self._full_until)
         is_whole = not self._left and not is_sample
         if len(bounds) < 2 or (is_whole and self._budget.rounds == 1):
@@ -146,28 +158,23 @@ class Rounds:
             seconds = end - min(answer.began for answer in answers)
             return [Round.of(answers, seconds, is_typical=is_whole)]
         return [
-            Round.of(between(answers, since, until), until - since, is_typical=True)
-            for since, until in pairwise(bounds)
+            Round.of(period.of(answers), period.seconds, is_typical=True)
+            for period in starmap(Period, pairwise(bounds))
         ]
 
     @property
     def _least_rows(self) -> int:
         return max(_LEAST_ROWS, self.batch_size)
 
-    def _is_at_bound(self, now: float, rows: int) -> bool:
+    def _is_at_bound(self, now: Bound) -> bool:
         """True if a round ends now and the next one begins."""
         if len(self._bounds) > self._budget.rounds:
             return False
-        took_s, more = now - self._bounds[-1], rows - self._rows_at_bound
+        took_s, more = now.at - self._bounds[-1].at, now.rows - self._bounds[-1].rows
         enough = max(ENOUGH_ROWS, ENOUGH_WAVES * self.batch_size)
         if took_s >= ENOUGH_S and more >= enough:
             return True
         return took_s >= self._budget.seconds and more >= self._least_rows
-
-
-def between(answers: Sequence[Answer], since: float, until: float) -> list[Answer]:
-    """Those that ended then."""
-    return [answer for answer in answers if since < answer.ended <= until]
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
