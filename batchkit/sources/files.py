@@ -18,6 +18,7 @@ from batchkit.errors import InputError
 
 BLOCK_BYTES = 2**20
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # decompressed on the fly, by name, as fsspec does
+_XZ_BLOCK_BYTES = 2**14  # small: what is left of one is copied for each stream that ends in it
 
 # fsspec's own, each of which may keep its copies in a folder that outlives a start.
 _CACHES = ("simplecache", "filecache", "blockcache", "cached")
@@ -134,10 +135,50 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
 def _unpacked(packed: Any, suffix: str) -> Any:
     """By Arrow where it can: it takes no cut or damaged stream for the end, as Python's bz2 does."""
     if suffix == ".xz":
-        return lzma.LZMAFile(packed)
+        return nullcontext(_XzStreams(packed))
     import pyarrow as pa
 
     return pa.CompressedInputStream(packed, {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}[suffix])
+
+
+class _XzStreams:
+    """The unpacked bytes of ``packed``: one xz stream, or several one after the other.
+
+    ``lzma.LZMAFile`` takes a later stream whose beginning is damaged for the end of the file: its rows,
+    and all rows after it, would be missing without a word.
+    """
+
+    def __init__(self, packed: Any) -> None:
+        self._packed = packed
+        self._stream = lzma.LZMADecompressor()
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, size: int) -> bytes:
+        """Up to ``size`` bytes, at least one; none at the end.
+
+        Raises:
+            lzma.LZMAError: a stream is damaged.
+            EOFError: the last stream is incomplete.
+        """
+        while True:
+            block = b""
+            if self._stream.eof:
+                if not (block := self._next_stream()):
+                    return b""
+                self._stream = lzma.LZMADecompressor()
+            elif self._stream.needs_input and not (block := self._packed.read(_XZ_BLOCK_BYTES)):
+                raise EOFError("the packed data ended before the end of its stream")
+            if unpacked := self._stream.decompress(block, size):
+                return unpacked
+
+    def _next_stream(self) -> bytes:
+        """The beginning of what follows the stream; zeros are padding (xz's file format, 2.2)."""
+        rest = self._stream.unused_data.lstrip(b"\0")
+        while not rest and (block := self._packed.read(_XZ_BLOCK_BYTES)):
+            rest = block.lstrip(b"\0")
+        return rest
 
 
 class _Foreign(io.RawIOBase):

@@ -402,11 +402,15 @@ def test_zstd_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
         rows_of(path)
 
 
-@pytest.mark.parametrize("pack", SUFFIX)
-def test_packed_streams_are_one_file(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize(
+    ("pack", "between"), [*((pack, b"") for pack in SUFFIX), (lzma.compress, b"\0" * 8)]
+)
+def test_packed_streams_are_one_file(
+    tmp_path: Path, pack: Callable[[bytes], bytes], between: bytes
+) -> None:
     name = f"x.jsonl.{SUFFIX[pack]}"
     streams = [pack(b'{"a": %d}\n' % n * 30_000) for n in range(3)]
-    path = write(tmp_path, name, b"".join(streams))
+    path = write(tmp_path, name, between.join(streams) + between)
     assert [row.fields["a"] for row in rows_of(path)] == [
         n for n in range(3) for _ in range(30_000)
     ]
@@ -460,12 +464,12 @@ def test_packed_file_is_read_by_its_name_in_a_signed_url(
     assert row.fields == {"a": 1}
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress])
+@pytest.mark.parametrize("pack", SUFFIX)
 @pytest.mark.parametrize("scheme", ["", "memory://"])
 def test_damaged_beginning_of_a_later_packed_stream_is_refused(
     tmp_path: Path, pack: Callable[[bytes], bytes], scheme: str
 ) -> None:
-    """Python's own reader of bz2 takes it for the end: all rows after it would be missing."""
+    """Python's own readers of bz2 and xz take it for the end: all rows after it would be missing."""
     first, second = pack(b'{"a": 1}\n'), pack(b'{"a": 2}\n')
     content, name = first + b"X" + second[1:], f"x.jsonl.{SUFFIX[pack]}"
     path = write(tmp_path, name, content)
