@@ -85,12 +85,13 @@ def test_a_run_that_is_killed_over_two_workers_goes_on_from_its_ledger_over_thre
     assert not psutil.wait_procs(workers, timeout=30)[1], "the dead driver's workers are gone"
 
 
+@pytest.mark.parametrize("first", ["import ray; ", ""], ids=["imported before", "not imported"])
 def test_a_ray_of_the_run_listens_on_this_machine_alone_and_ends_with_it(
-    tmp_path: Path, one_row: list[str]
+    first: str, tmp_path: Path, one_row: list[str]
 ) -> None:
     write_jsonl(Path("rows.jsonl"), question_rows({}))
     options = "engine.options={latency_s = 0.5, max_num_seqs = 2}"
-    program = "import sys; from batchkit.cli import cli; cli(sys.argv[1:])"
+    program = f"import sys; {first}from batchkit.cli import cli; cli(sys.argv[1:])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     del environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], environment["RAY_AUTH_TOKEN"]
     with subprocess.Popen(

@@ -7,11 +7,14 @@ import logging
 import math
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 from batchkit.config.tables import JobConfig
@@ -40,14 +43,22 @@ def begin(job: JobConfig, folder: Path) -> None:
     )
 
 
-def on_this_machine_alone() -> AbstractContextManager[None]:
+@contextmanager
+def on_this_machine_alone() -> Iterator[None]:
     """Ray started inside listens on 127.0.0.1 and requires a token of this process for every call.
 
     Ray has no argument for the first, and reads its variable when it is imported. If the program has
-    imported it before, Ray listens on the machine's address, and the token alone keeps others out.
+    imported it before, what it has read is private: the one name of Ray's own that is set here.
     """
     token = os.environ.get("RAY_AUTH_TOKEN") or _token()  # else one is written to ~
-    return _environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_TOKEN": token})
+    constants: Any = sys.modules.get("ray._private.ray_constants", SimpleNamespace())
+    reachable = getattr(constants, "ENABLE_RAY_CLUSTER", False)
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with _environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_TOKEN": token}):
+            yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = reachable
 
 
 @cache
