@@ -73,10 +73,6 @@ class Attempts:
         """A request that is due for another attempt, if there is one."""
         return self._waiting.pop_due()
 
-    def put_back(self, request: Request) -> None:
-        """Hold a request that was not submitted yet; it is due at once."""
-        self._waiting.add(request, wait_s=0)
-
     def settle(self, completion: Completion) -> Completion | None:
         """The completion that settles the row, or None if the row is tried again."""
         is_tried_again = self._tries or self._asked or self._spent or self._retry.reask

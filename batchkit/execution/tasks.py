@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import chain, islice
 from typing import Any
 
@@ -205,14 +206,11 @@ def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, in
     due = dict(attempts or {})
     if not due:
         return due
-    newest = NewestLog(run.folder / RESULTS)
-    try:
+    with closing(NewestLog(run.folder / RESULTS)) as newest:
         for index, start, end in newest:
             if index in due:
                 record = record_of(newest.view[start:end]) or {"status": "failed"}
                 is_other = (record.get("attempt") or 1) != due[index]
                 if is_other or failure_kind(record) is None:
                     del due[index]
-    finally:
-        newest.close()
     return due

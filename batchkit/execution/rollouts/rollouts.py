@@ -1,4 +1,4 @@
-"""The rows that are begun: coroutines on one event loop, whose generations a Feeder submits."""
+"""The rows that are begun: coroutines on one event loop, whose generations lanes submit."""
 
 from __future__ import annotations
 
