@@ -150,10 +150,10 @@ def child(mode: str, interval_s: float) -> None:
     """Run the job in the working directory with the ledger changed as ``mode`` says.
 
     batchkit has no such switch on purpose: a run without a ledger can't be resumed. So this script
-    replaces the store's functions.
+    replaces the ledger's functions.
     """
     from batchkit.config.loading import load_job
-    from batchkit.execution import worker
+    from batchkit.execution import settle
     from batchkit.execution.processor import ProductionBatchProcessor
     from batchkit.storage.checkpoint import check_log
     from batchkit.storage.ledger import RESULTS, Ledger
@@ -170,7 +170,7 @@ def child(mode: str, interval_s: float) -> None:
         ledger.write = ledger.flush = nothing
     if mode == TIMED:
         os.fsync = clock.around("fsync", os.fsync)
-        worker.line_of = clock.around("encode", worker.line_of)  # type: ignore[assignment]
+        settle.line_of = clock.around("encode", settle.line_of)  # type: ignore[assignment]
         ledger.flush = clock.around("flush", ledger.flush)
         ledger.checkpoint = clock.around("checkpoint", ledger.checkpoint)
     job = load_job(Path("job.toml"), [f"run.checkpoint_interval_s={interval_s}"])

@@ -40,7 +40,8 @@ from batchkit.commands.plan.answers import strata_of, stratified
 from batchkit.commands.plan.forecast import Engines, Prices, Rest, rest_of
 from batchkit.commands.plan.lengths import Lengths
 from batchkit.commands.plan.sample import Sample, waves_of
-from batchkit.commands.plan.throughput import Observed, Wave
+from batchkit.commands.plan.throughput import Wave
+from batchkit.commands.trial import Answer
 
 SAMPLED = 64
 WANTED = 0.85
@@ -101,7 +102,7 @@ def simulated_job(number: int) -> SimulatedJob:
 
 def event_simulation(
     job: SimulatedJob, rows: Sequence[int], window: int, rng: np.random.Generator
-) -> Iterator[Observed]:
+) -> Iterator[Answer]:
     """``rows`` in their order, at most ``window`` at a time: each gets a token a step. Steps between two
     events are alike, and each such stretch is a few per cent faster or slower than it should be."""
     waiting, running = (
@@ -123,7 +124,7 @@ def event_simulation(
         while running and running[0][0] == step:
             _, row, began = heapq.heappop(running)
             answer = int(job.answers[row])
-            yield Observed(row, int(job.prompts[row]), answer, answer, 1, began, now)
+            yield Answer(row, began, now, int(job.prompts[row]), answer, answer)
 
 
 def answered(job: SimulatedJob, rows: Sequence[int], window: int, rng: np.random.Generator) -> Wave:

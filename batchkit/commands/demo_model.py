@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MARKER = "batchkit_demo_model.json"  # a folder that holds it may be replaced
 DTYPES = ("float32", "bfloat16", "float16")
-PACKAGES = ("torch", "transformers", "safetensors")
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers")  # transformers imports the last
 FILES = files("batchkit") / "random_model"
 
 HIDDEN, VISION_HIDDEN = 64, 16

@@ -78,12 +78,12 @@ def retry_failed(
     nothing else is taken from ``job_file``, and if it differs, ``say`` gets that.
     """
     _check_overrides(overrides, folder)
+    then = read_manifest(folder).identity
     check_log(folder)
     due = _due(folder, kinds)
     if not due.attempts:
         return Retry(kinds)
     given = None if job_file is None else load_job(job_file)
-    then = read_manifest(folder).identity
     if given is not None and (changes := differences(then, identity(given, constant_files(given)))):
         say(
             f"{job_file} has changed since the run began, and a retry keeps to the run's own job:"

@@ -105,6 +105,8 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         found |= {"rollout.function": f"{Path(place).name}:{name}", **of_function(job)}
     if prompt_files:
         found["prompt.files"] = prompt_files
+    if job.task != "embed":  # it decides nothing
+        del found["output.vector_dtype"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
     return _without_secrets(plain)
 

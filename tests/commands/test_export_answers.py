@@ -26,7 +26,11 @@ OK: dict[str, Any] = {
     "text": "yes",
     "finish_reason": "stop",
     "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+    "latency_s": 0.5,
+    "finished_at": "2026-11-21T01:02:03.456Z",
+    "error": None,
     "fields": {},
+    "input_hash": "",
 }
 THOUGHT = {"reasoning": "I\nthink", "usage": {**OK["usage"], "reasoning_tokens": 1}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}

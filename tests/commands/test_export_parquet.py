@@ -285,7 +285,10 @@ def test_scores_of_the_records_are_columns() -> None:
 def test_later_scores_lie_over_those_of_the_records() -> None:
     scored_run()
     keys = {"finished_at": OK["finished_at"], "prediction": "late"}
-    made = [keys | {"index": n, "input_hash": f"{n}", "scores": {"numeric": 0.75}} for n in (1, 3)]
+    made = [
+        keys | {"index": n, "input_hash": f"{n}", "scores": {"numeric": 0.75}, "unscored": None}
+        for n in (1, 3)
+    ]
     made[1]["input_hash"] = "another record's"
     (RUN / SCORES).write_bytes(b"".join(map(line, made)))
     found = assert_same()

@@ -70,7 +70,9 @@ def test_csv_has_the_same_columns() -> None:
     make_run()
     lines = LOG.read_bytes().splitlines()
     failed = orjson.loads(lines[1]) | {"status": "failed", "text": None}
-    failed |= {"error": {"kind": "server", "type": "ServerError", "message": "x"}}
+    failed |= {
+        "error": {"kind": "server", "type": "ServerError", "message": "x", "retryable": True}
+    }
     del failed["steps"]["end"]
     lines[1] = orjson.dumps(failed)
     LOG.write_bytes(b"\n".join(lines) + b"\n")

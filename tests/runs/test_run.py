@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pyarrow.parquet as pq
 import pytest
 import tomlkit
@@ -101,7 +102,7 @@ def test_a_record_has_its_newest_scores_and_follows_the_log() -> None:
     write_scores(run.folder, [line], before=lambda: None)
     assert run.record("r1")["scores"] == {"em": 0.25}
     with (run.folder / "results.jsonl").open("ab") as log:
-        log.write(b'{"index":20,"id":"r20","status":"ok","attempt":1,"text":"new"}\n')
+        log.write(orjson.dumps({**before, "index": 20, "id": "r20", "text": "new"}) + b"\n")
     assert run.record("r20")["text"] == "new"
     assert run.status().ok == 20
 

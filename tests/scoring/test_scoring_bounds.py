@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
@@ -25,7 +24,7 @@ from batchkit.scoring.extract import extracted
 from batchkit.scoring.overlap import overlap, pair
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
-from batchkit.storage.score_store import SCORES, read_scored
+from batchkit.storage.score_store import read_scored
 
 ENDLESS = r"(\w+\s?)+$"
 ANSWER = "never any end " * 400 + "!"
@@ -151,25 +150,6 @@ def test_why_a_row_is_unscored_is_in_its_record_and_in_the_table(tmp_path: Path)
         assert table.to_json()["overall"]["unscored_because"] == {reason: 1}
         assert f"unscored, 1 rows: {reason}" in table.to_text()
     assert [record.get("unscored") for record in read_scored(folder)] == [None, reason]
-
-
-def test_scores_of_an_earlier_version_are_read(tmp_path: Path) -> None:
-    job = make_job(
-        {
-            "name": "older",
-            "engine": {"kind": "dry-run"},
-            "output": {"dir": str(tmp_path)},
-            "scoring": {"reference": "a", "scorers": ["em"]},
-        },
-        "test",
-    )
-    ProductionBatchProcessor(job, quiet=True).process([{"prompt": "short", "a": "b"}])
-    score_run(tmp_path / "older", job, say=lambda line: None)
-    scores = tmp_path / "older" / SCORES
-    line = json.loads(scores.read_text())
-    del line["unscored"]
-    scores.write_text(json.dumps(line) + "\n")
-    assert table_of(tmp_path / "older").to_json()["scored"] == 1
 
 
 @pytest.mark.parametrize(

@@ -382,11 +382,7 @@ def test_manifest_that_is_a_pipe_hangs_nobody(command: list[str]) -> None:
     ],
     ids=["version alone", "input is a number", "wrong types"],
 )
-@pytest.mark.parametrize(
-    "command",
-    [*(command for command in READERS if command != ["retry-failed"]), ["status"], ["verify"]],
-    ids=str,
-)
+@pytest.mark.parametrize("command", [*READERS, ["status"], ["verify"]], ids=str)
 def test_damaged_manifest_is_one_message(content: dict[str, Any], command: list[str]) -> None:
     prepare(3)
     run()
