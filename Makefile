@@ -1,7 +1,7 @@
 # Everything from an empty clone: make quickstart. PYTHON and BUILD: see scripts/setup.sh.
 export PYTHON BUILD
 
-.PHONY: setup llama-server quickstart test test-quick check bench docs dist clean
+.PHONY: setup llama-server quickstart test test-quick test-release check bench docs dist clean
 
 setup:
 	@scripts/setup.sh
@@ -13,13 +13,19 @@ quickstart: setup
 	.venv/bin/batchkit run jobs/quickstart.toml
 	@.venv/bin/python scripts/show_quickstart.py
 
-# All tests: real engines, real Ray, kills.
-test: setup llama-server
-	.venv/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder
+pytest = .venv/bin/pytest --dist loadgroup --no-loadscope-reorder
 
-# What needs no engine and no Ray, in two minutes: after every edit.
+# Real engines, real Ray, kills: all tests but those of test-release.
+test: setup
+	$(pytest) -n 3 -m "not release"
+
+# What needs no engine and no Ray, in a minute: after every edit.
 test-quick: setup
-	.venv/bin/pytest -n 2 --dist loadfile -m "not slow"
+	$(pytest) -n 2 -m "not slow"
+
+# What builds or installs something, the cookbook's jobs and the benchmarks.
+test-release: setup llama-server
+	$(pytest) -n 2 -m release
 
 check: setup
 	.venv/bin/ruff check .

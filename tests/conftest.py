@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,136 +39,36 @@ hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same")
 
-# These start first: pytest-xdist gives whole files to its processes, and a long one at the end
-# would keep one of them busy while the other has nothing left.
-LONGEST = (
-    "test_cluster",
-    "test_cluster_in_process",
-    "test_own_ray",
-    "test_vllm_faults",
-    "test_benchmarks",
-    "test_vllm_engine",
-    "test_storms",
-    "test_process_engine",
-    "test_engine_contract",
-    "test_transformers_engine",
-    "test_transformers_faults",
-    "test_vllm_equality",
-    "test_vllm_parsers",
-    "test_vllm_pooling",
-    "test_vllm_pooling_server",
-    "test_vllm_pooling_faults",
-    "test_tuning_vllm",
-    "test_vllm_server",
-    "test_tuning",
-    "test_parity",
-    "test_setup",
-    "test_own_server",
-    "test_server_mixups",
-    "test_chart_sandbox",
-)
-# Files that start an engine, Ray, a browser, or many processes. `make test-quick` leaves them out.
-SLOW = {
-    *LONGEST,
-    "test_bad_rows",
-    "test_changed_input",
-    "test_changed_job",
-    "test_cluster_steps",
-    "test_cookbook",
-    "test_damage",
-    "test_demo_model",
-    "test_demo_training",
-    "test_distribution",
-    "test_export_hub",
-    "test_export_parquet",
-    "test_export_realhit",
-    "test_failed_rows",
-    "test_hostile_answers",
-    "test_interrupt",
-    "test_jobs",
-    "test_judge",
-    "test_kept_engine",
-    "test_llama_build",
-    "test_llama_pooling",
-    "test_llama_server",
-    "test_media",
-    "test_media_pixels",
-    "test_media_urls",
-    "test_merge",
-    "test_merge_refusals",
-    "test_merge_scores",
-    "test_missing_packages",
-    "test_openai_server",
-    "test_page_browser",
-    "test_parquet_memory",
-    "test_parsed_answers",
-    "test_pdf",
-    "test_plan_vllm",
-    "test_quickstart",
-    "test_reask",
-    "test_rollout_faults",
-    "test_rollouts_vllm",
-    "test_steps",
-    "test_progress",
-    "test_report",
-    "test_report_steps",
-    "test_requeue",
-    "test_select",
-    "test_select_engines",
-    "test_resume",
-    "test_run_files",
-    "test_run_folder",
-    "test_score",
-    "test_score_predictions",
-    "test_scoring_bounds",
-    "test_secrets",
-    "test_server_outages",
-    "test_show",
-    "test_server_refusals",
-    "test_signals",
-    "test_startup",
-    "test_replay_property",
-    "test_steps_ledger",
-    "test_steps_log",
-    "test_templates",
-    "test_terminal",
-    "test_engine_tools",
-    "test_verify",
-    "test_view",
-    "test_view_browser",
-    "test_view_live",
-    "test_view_rows",
-    "test_embed_runs",
-    "test_step_engines_vllm",
-    "test_tool_loop",
-    "test_vllm_stepper",
-    "test_vllm_truncation",
-}
+NEEDS = ("vllm", "ray", "release", "browser", "slow")  # what takes longest begins first
 QUICK = "not slow"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     Launcher.start = Fork  # for the engines that a test opens itself
+    if not hasattr(config, "workerinput"):  # the process that starts pytest-xdist's
+        folder = tempfile.mkdtemp(prefix="batchkit-tests-")
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the slow ones, and sorts: the longest first."""
-
-    def order(item: pytest.Item) -> int:
-        name = item.path.stem
-        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
+    """A file stays together in one of pytest-xdist's processes, and so do all tests that run vLLM, or Ray:
+    each process that imports them takes ten seconds. Whatever a test needs, it counts as slow."""
+    order: dict[pytest.Item, int] = {}
     for item in items:
-        name = item.path.stem
-        if name in SLOW:
+        own = [need for need in NEEDS if item.get_closest_marker(need)]
+        group = own[0] if own and own[0] in ("vllm", "ray") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+        if own:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=order)
+        order[item] = NEEDS.index(own[0]) if own else len(NEEDS)
+    items.sort(key=order.__getitem__)
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     if item.config.option.markexpr == QUICK:
         heavy = {"ray", "vllm"} & sys.modules.keys()
-        assert not heavy, f"imported {heavy}: add {item.path.stem} to SLOW in tests/conftest.py"
+        assert not heavy, f"imported {heavy}: mark {item.path.stem} with what it needs"
 
 
 @pytest.fixture(scope="session")

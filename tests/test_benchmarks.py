@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.forks import Fork
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[1]
 CALLED = ("sides", "ray_script")  # by other scripts, not by hand
 SCRIPTS = sorted(

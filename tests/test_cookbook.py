@@ -17,6 +17,8 @@ import tomlkit
 from tests.support.chat_server import serving
 from tests.support.command_line import batchkit
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)

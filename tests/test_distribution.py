@@ -18,6 +18,8 @@ import pytest
 from batchkit.config.installation import DISTRIBUTION
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.release
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 ADDRESS = "https://git.example/team/batchkit"
 JOB = """

@@ -34,6 +34,8 @@ from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl
 
+pytestmark = pytest.mark.vllm
+
 JOBS = Path(__file__).parent.parent / "jobs"
 REWARD = JOBS / "data" / "reward"
 REALHIT = Path(__file__).parents[2] / "shared/realhit"

@@ -17,6 +17,8 @@ import pytest
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 WITHOUT = """

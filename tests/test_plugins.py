@@ -15,6 +15,8 @@ import pytest
 from tests.support.paths import ROOT
 from tests.support.rows import read_jsonl
 
+pytestmark = pytest.mark.release
+
 PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
 PROJECT, MODULE, JOB = re.findall(r"```(?:toml|python)\n(.*?)```", PAGE, re.DOTALL)
 

@@ -24,6 +24,8 @@ from tests.support.own_process import batchkit, begin
 from tests.support.paths import ROOT
 from tests.support.rows import read_jsonl
 
+pytestmark = pytest.mark.vllm
+
 JOB = ROOT / "jobs" / "quickstart.toml"
 DATA = ROOT / "jobs" / "data" / "quickstart"
 QUESTIONS = read_jsonl(DATA / "questions.jsonl")

@@ -21,6 +21,8 @@ from batchkit.commands.doctor import VLLM_RANGE, Diagnosis, Finding, diagnose, t
 from batchkit.commands.doctor.machine import Facts, Folder, Probe
 from batchkit.engines.memory import Gpu
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parent.parent
 CPU = Facts(
     python=(3, 11, 7),

@@ -16,6 +16,8 @@ from batchkit.errors import JobError
 from tests.support.digests import digests
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -16,7 +16,7 @@ from tests.support.dry_runs import RUN, run, write_job, write_rows
 from tests.support.hub_server import COMMIT, HubServer, hub
 from tests.support.own_process import batchkit
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 def make_run() -> None:

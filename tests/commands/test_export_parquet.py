@@ -26,6 +26,8 @@ from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, run, write_job
 from tests.support.tables import expected_table
 
+pytestmark = pytest.mark.slow
+
 KEPT = ["kind", "n", "id", "a.b"]
 SCORING = {"extract": "final-answer", "scorers": ["numeric"], "reference": "n"}
 REQUIRED = {field.name for field in msgspec.structs.fields(Record) if field.required}

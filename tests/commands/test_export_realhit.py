@@ -16,6 +16,8 @@ from tests.support.chat_server import serving
 from tests.support.own_process import batchkit
 from tests.support.scored_runs import echo, engine, job, quiet, run
 
+pytestmark = pytest.mark.slow
+
 REALHIT = [
     {
         "id": n,

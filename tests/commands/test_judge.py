@@ -35,6 +35,8 @@ from tests.support.scored_runs import (
 )
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 NO_MODEL = {"kind": "openai-server", "model": "typo"}
 
 

@@ -41,7 +41,7 @@ from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 def failure(record: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from tests.support.command_line import batchkit
 from tests.support.dry_runs import manifest, prepare, run, shard, write_job, write_rows
 from tests.support.merges import MERGED, files, merge, run_shards
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.support.merges import MERGED, SCORING, merge, rewrite, run_shards
 from tests.support.scored_runs import counted
 from tests.support.scored_runs import run as run_scored
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 def prepare_scored() -> None:

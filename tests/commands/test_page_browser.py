@@ -26,6 +26,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+pytestmark = pytest.mark.browser
+
 HOSTILE = (
     '<script>window.hacked=1</script><img src=x onerror="window.hacked=2"></script><!-- \u2028'
     " javascript:window.hacked=3\n[Final Answer]: <img src=x onerror='window.hacked=4'>"

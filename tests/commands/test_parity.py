@@ -27,6 +27,8 @@ from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 
+pytestmark = pytest.mark.vllm
+
 N_ROWS, TIE = 32, 0.01
 JOB = """
 name = "trial"

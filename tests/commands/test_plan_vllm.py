@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomlkit
 
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.small_vllm import SMALL
+
+pytestmark = pytest.mark.vllm
 
 N_ROWS, SAMPLED = 90, 24
 

@@ -32,6 +32,8 @@ from tests.support.pages import data_in
 from tests.support.paths import ROOT
 from tests.support.view_server import viewing
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = (
     "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'></script><!-- \u2028"
     ' "><svg onload=alert(1)> javascript:alert(1) {{ 7 * 7 }} [Final Answer]: <b>value</b>'

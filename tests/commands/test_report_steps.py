@@ -14,7 +14,7 @@ from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import RUN, write_rows
 from tests.support.pages import data_in
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.browser]
 STEPS: list[dict[str, Any]] = [
     {
         "name": "draft",

@@ -47,6 +47,8 @@ from tests.support.scored_runs import (
     table,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def answered(tmp_path: Path) -> Path:

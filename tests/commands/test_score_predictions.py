@@ -21,6 +21,8 @@ from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.scored_runs import ROWS, completion, counted, job, quiet, run, scored, table
 
+pytestmark = pytest.mark.slow
+
 # Predictions that were made elsewhere
 
 HARNESS = {

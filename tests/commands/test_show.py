@@ -18,7 +18,7 @@ from tests.support.own_process import begin
 from tests.support.terminals import on_a_terminal
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 def run_with_pictures(n: int = 8) -> None:

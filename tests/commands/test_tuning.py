@@ -40,6 +40,8 @@ from tests.support.chat_server import serving
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 
+pytestmark = pytest.mark.slow
+
 SEQS = BatchSizeOption("engine.options.max_num_seqs", "")
 JOB = """# a job
 name = "tried"   # its name

@@ -15,6 +15,8 @@ from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 
+pytestmark = pytest.mark.vllm
+
 JOB = """
 name = "tried"
 [input]

@@ -15,7 +15,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, prepare, rows_that_fail, run, status, write_job
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 STATUS_KEYS = {

@@ -11,7 +11,7 @@ from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, manifest, prepare, records, rows_that_fail, run
 from tests.support.view_server import viewing
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 def test_the_list_has_all_runs_and_a_run_says_what_status_says(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.support.own_process import begin
 from tests.support.view_server import Viewed, viewing
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 SAVED = RUN / ".view/index"
 SLOW = {"options": {"latency_s": 0.1, "max_num_seqs": 4}}  # 40 rows a second

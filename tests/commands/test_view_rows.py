@@ -20,6 +20,8 @@ from tests.support.pages import data_in
 from tests.support.rows import write_jsonl
 from tests.support.view_server import Viewed, viewing
 
+pytestmark = pytest.mark.slow
+
 N = 61
 TABLE = rows(N, 4)
 TABLE[7]["FileName"] = "gone"

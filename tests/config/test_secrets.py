@@ -20,6 +20,8 @@ from tests.support.chat_server import MODEL, Refused, error, serving
 from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
 
+pytestmark = pytest.mark.slow
+
 CANARY = "c4nary-Xy7-of-a-coal-mine"
 URL = f"https://me:{CANARY}@127.0.0.1:9/a.jsonl?X-Amz-Signature={CANARY}&sig={CANARY}&v=1"
 RUN = Path("output/a")

@@ -18,7 +18,7 @@ from tests.support.dry_runs import write_job
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 INPUT = {"path": "rows.jsonl", "id": "id"}
 
 

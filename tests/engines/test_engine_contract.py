@@ -20,6 +20,8 @@ from tests.support.engine_requests import collect, request
 from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 
+pytestmark = pytest.mark.vllm
+
 IN_PROCESS = [*ENGINES]
 KINDS = [
     *IN_PROCESS,

@@ -27,6 +27,8 @@ from tests.support.server_engine import ask, job, opened
 from tests.support.small_vllm import SMALL
 from tests.support.transformers_jobs import make_job
 
+pytestmark = pytest.mark.vllm
+
 CLOCK = {"type": "function", "function": {"name": "clock", "description": "Now", "parameters": {}}}
 CALL = {
     "id": "a",

@@ -18,9 +18,11 @@ import pytest
 from tests.support.paths import ROOT
 
 NINJA = shutil.which("ninja", path=Path(sys.executable).parent)
-pytestmark = pytest.mark.skipif(
-    not (NINJA and shutil.which("cmake") and shutil.which("c++")), reason="no cmake, c++ or ninja"
-)
+HAS_TOOLS = bool(NINJA and shutil.which("cmake") and shutil.which("c++"))
+pytestmark = [
+    pytest.mark.skipif(not HAS_TOOLS, reason="no cmake, c++ or ninja"),
+    pytest.mark.release,
+]
 
 TARGETS = """
 option(GGML_NATIVE "as ggml has it" ON)

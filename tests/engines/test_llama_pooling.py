@@ -16,7 +16,7 @@ from tests.support.own_process import batchkit, begin
 from tests.support.rows import read_jsonl, write_jsonl
 
 LLAMA_SERVER = llama_server()
-pytestmark = pytest.mark.skipif(LLAMA_SERVER is None, reason=NONE_FOUND)
+pytestmark = [pytest.mark.skipif(LLAMA_SERVER is None, reason=NONE_FOUND), pytest.mark.release]
 TOO_LONG = "tea " * 900
 
 

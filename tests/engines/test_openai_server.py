@@ -26,6 +26,8 @@ from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.server_engine import KEY, ask, job, opened, request, table, texts
 
+pytestmark = pytest.mark.slow
+
 # --- what is sent, and what is made of the answer
 
 

@@ -33,6 +33,8 @@ from tests.support.paths import ROOT
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 # -S: it needs no package, and starts sooner.
 SERVER = f"{shlex.quote(sys.executable)} -S -m tests.support.chat_server --port {{port}}"
 

@@ -34,6 +34,8 @@ from tests.support.forks import Fork
 from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 
+pytestmark = pytest.mark.vllm
+
 OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 
 # In a process of its own, whose modules are counted.

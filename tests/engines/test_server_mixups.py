@@ -20,7 +20,7 @@ from tests.support.dry_runs import RUN
 from tests.support.server_engine import ask, opened, request, texts
 from tests.support.server_runs import answering, records, said, write_job
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder", "short_pauses"), pytest.mark.slow]
 
 
 # --- the answer to another request

@@ -25,7 +25,7 @@ from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error,
 from tests.support.server_engine import KEY, ask, job, opened, request
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("short_pauses")
+pytestmark = [pytest.mark.usefixtures("short_pauses"), pytest.mark.slow]
 
 
 def _poll_for(engine: Engine, within_s: float, done: list[Completion] | None = None) -> None:

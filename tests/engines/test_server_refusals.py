@@ -17,7 +17,7 @@ from tests.support.rows import write_jsonl
 from tests.support.server_engine import ask, opened, request, texts
 from tests.support.server_runs import records, write_job
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder", "short_pauses"), pytest.mark.slow]
 
 REFUSALS = {
     "403": Refused(403, error("your input was flagged")),

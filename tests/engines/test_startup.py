@@ -15,6 +15,8 @@ from batchkit.engines.process.startup import explain
 from batchkit.engines.registry import load_engine
 from batchkit.errors import BatchkitError, EngineError, JobError
 
+pytestmark = pytest.mark.vllm
+
 SMALL = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512}
 
 

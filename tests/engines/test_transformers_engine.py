@@ -36,6 +36,8 @@ from tests.support.small_vllm import SMALL
 from tests.support.transformers_jobs import N_ROWS, make_job, write_job
 from tests.support.vllm_reference import reference
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def engine(demo_model: Path) -> Iterator[Engine]:

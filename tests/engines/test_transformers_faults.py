@@ -25,6 +25,8 @@ from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.transformers_jobs import N_ROWS, make_job, write_job
 
+pytestmark = pytest.mark.slow
+
 OpenFaulty = Callable[..., closing[Any]]
 
 

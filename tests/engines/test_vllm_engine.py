@@ -22,6 +22,8 @@ from batchkit.types import Request, Row
 from tests.support.engine_requests import ask, plain, request, with_image
 from tests.support.small_vllm import SMALL
 
+pytestmark = pytest.mark.vllm
+
 GOOD = 1000
 
 

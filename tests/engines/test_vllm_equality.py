@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image
 
 from batchkit.storage.log import RESULTS
@@ -16,6 +17,8 @@ from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 from tests.support.vllm_reference import reference
+
+pytestmark = pytest.mark.vllm
 
 JOBS = ROOT / "jobs"
 N_TEXT, N_IMAGES, MAX_TOKENS = 60, 24, 24

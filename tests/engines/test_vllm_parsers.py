@@ -22,6 +22,8 @@ from tests.support.small_vllm import SMALL
 from tests.support.taught_model import LESSONS, TOOLS, build_taught_model
 from tests.support.vllm_chat_reference import chat_reference
 
+pytestmark = pytest.mark.vllm
+
 OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 PARSERS = [
     ("qwen3", "hermes"),

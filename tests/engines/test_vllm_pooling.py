@@ -29,6 +29,8 @@ from tests.support.pooling_reference import pooled
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 
+pytestmark = pytest.mark.vllm
+
 TEXT_ONLY = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 TEXTS = [f"question {n} " + "about tea and coffee " * (n * 7 % 23) for n in range(20)]
 TOO_LONG = "word " * 600

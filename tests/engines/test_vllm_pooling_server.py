@@ -21,6 +21,8 @@ from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.small_vllm import SMALL
 from tests.support.vllm_server import run_batch, serving
 
+pytestmark = pytest.mark.vllm
+
 TEXT_ONLY = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 SERVED = {**TEXT_ONLY, "runner": "pooling"}
 NEAR = {"rel": 1e-5, "abs": 1e-5}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import tomlkit
 from PIL import Image
 
@@ -18,6 +19,8 @@ from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
+
+pytestmark = pytest.mark.vllm
 
 ROWS = 64
 CHOICES = ["yes", "no", "the picture has no colour"]

@@ -7,6 +7,8 @@ from contextlib import closing
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import pytest
+
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine
 from batchkit.engines.vllm.stepper import Stepper
@@ -15,6 +17,8 @@ from tests.support.small_vllm import SMALL
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+pytestmark = pytest.mark.vllm
 
 
 class NumberedSteps:

@@ -24,6 +24,8 @@ from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 
+pytestmark = pytest.mark.vllm
+
 LIMIT: int = SMALL["max_model_len"]
 MAX_TOKENS = 16
 # ``pad`` makes the instructions themselves long: they stand in no field, and are never cut.

@@ -17,6 +17,8 @@ from batchkit.storage.newest import read_newest
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 
+pytestmark = pytest.mark.vllm
+
 GOOD: dict[str, Any] = {"q": "what is it?", "file": "good.png"}
 
 

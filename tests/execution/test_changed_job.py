@@ -25,7 +25,7 @@ from tests.support.dry_runs import (
 )
 from tests.support.images import BLUE, png
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 # What changed since

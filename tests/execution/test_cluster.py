@@ -35,6 +35,8 @@ from tests.support.own_process import is_stopped_by
 from tests.support.ray_head import CPUS, RayHead
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.ray
+
 ASKS = """
 name = "faulty"
 input.path = "rows.jsonl"

@@ -38,6 +38,8 @@ from tests.support.ray_head import CPUS, RayHead
 from tests.support.rows import write_jsonl
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.fixture(scope="module")
 def ray_here(ray_head: RayHead) -> Iterator[Any]:

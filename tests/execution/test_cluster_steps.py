@@ -22,6 +22,8 @@ from tests.support.faulty_runs import question_rows, running, start
 from tests.support.ray_head import RayHead
 from tests.support.rows import read_jsonl
 
+pytestmark = pytest.mark.ray
+
 STEPS_JOB = """
 name = "faulty"
 input.path = "rows.jsonl"

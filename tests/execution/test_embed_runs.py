@@ -24,7 +24,7 @@ from tests.support.mounts import small_disk
 from tests.support.records import vector, with_vector
 from tests.support.rows import read_jsonl, write_jsonl
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 def rows() -> list[dict[str, str]]:

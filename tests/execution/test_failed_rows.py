@@ -27,7 +27,7 @@ from tests.support.dry_runs import (
 )
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 # Failures

@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = ROOT
 DOORS = {
     "module": [sys.executable, "-m", "batchkit"],

@@ -18,6 +18,8 @@ from batchkit.execution.summary import RunSummary
 from tests.support.dry_runs import job
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.vllm
+
 PROMPTS = [f"Tell me about tea number {n}." for n in range(6)]
 KEPT = "is loaded already"
 

@@ -39,6 +39,8 @@ from tests.support.ray_head import RayHead, actors_below
 from tests.support.rows import write_jsonl
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.ray
+
 # Eight rows at once in each worker, a step of them in half a second.
 DRY_RUN = """
 name = "faulty"

@@ -16,7 +16,7 @@ from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.server_runs import records, said, write_job
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 SCHEMA = {
     "type": "object",
     "required": ["topic", "urgency"],

@@ -13,7 +13,7 @@ from tests.support.own_process import batchkit
 from tests.support.small_vllm import SMALL
 from tests.support.terminals import on_a_terminal
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 LOG_LINE = re.compile(
     r"(?P<failed>[\d,]+) failed, (?P<rows>[\d,]+)( of [\d,]+)? rows,( \d+ \w+ left,)?"
     r" (?P<tokens>[\d,]+) output tok/s, [\d.]+ rows/s, (?P<in_flight>\d+) in flight,"

@@ -25,6 +25,8 @@ from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
 NOTE = "Mind the form."
 FOUND = "so [Final Answer]: 7"

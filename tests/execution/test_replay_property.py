@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,8 @@ from batchkit.storage.log import STEPS
 from tests.support.chat_server import serving
 from tests.support.rollouts import RUN, records, run, write
 from tests.support.several import calls, cut_back
+
+pytestmark = pytest.mark.slow
 
 # A program is a word, which is asked with what was answered before it, or parts: one after another, or side
 # by side.

@@ -38,7 +38,7 @@ from tests.support.dry_runs import (
 from tests.support.forks import LightFork
 from tests.support.rows import read_jsonl
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("undone", [False, True], ids=["carried on", "change undone"])

@@ -27,7 +27,7 @@ from tests.support.dry_runs import (
     write_rows,
 )
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 def test_resume_runs_only_what_is_missing() -> None:

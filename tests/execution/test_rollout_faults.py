@@ -13,7 +13,7 @@ from tests.support.own_process import batchkit
 from tests.support.rollouts import RUN, errors, generations, records, run, write
 from tests.support.rows import read_jsonl
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 # Each is the body of the function; row 1 of 3 does it, the others only ask once.
 HEAD = """

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.faulty_runs import JOB
 from tests.support.forks import Fork
 from tests.support.rows import read_jsonl, write_jsonl
+
+pytestmark = pytest.mark.vllm
 
 SOLVE = """
 import asyncio

@@ -19,7 +19,7 @@ from tests.support.dry_runs import (
     write_rows,
 )
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 KEYS_OF_THE_LAST_LINE = {

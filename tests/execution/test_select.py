@@ -16,7 +16,7 @@ from tests.support.dry_runs import LOG, RUN
 from tests.support.jobs import with_tables
 from tests.support.rows import read_jsonl, write_jsonl
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 NUMBER = {"extract": "number", "reference": "a", "scorers": ["em"]}
 Said = str | dict[str, Any]

@@ -14,6 +14,8 @@ from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.small_vllm import SMALL
 
+pytestmark = pytest.mark.vllm
+
 
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
 def test_what_an_engine_sampled_is_counted(kind: str, text_model: Path, tmp_path: Path) -> None:

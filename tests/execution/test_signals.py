@@ -29,7 +29,7 @@ from tests.support.dry_runs import (
 from tests.support.mounts import small_disk
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 def test_second_process_is_refused_and_the_holder_of_the_run_is_named(start: Any) -> None:

@@ -22,6 +22,8 @@ from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.several import THREE, calls, each_once
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.vllm
+
 N_ROWS = 40
 OPTIONS = {
     "dtype": "float32",

@@ -17,7 +17,7 @@ from tests.support.own_process import begin
 from tests.support.rollouts import RUN, errors, generations, records, run, write
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 DRAFT: dict[str, Any] = {"name": "draft", "prompt": {"user": "draft {{ q }}"}}
 JUDGE = {"name": "judge", "prompt": {"user": "judge {{ steps.draft.text }}"}}

@@ -21,7 +21,7 @@ from tests.support.rollouts import RUN, generations, records, run, write
 from tests.support.rows import read_jsonl
 from tests.support.several import SOLVE, THREE, calls, cut_back
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 N_ROWS = 6
 ROWS = [{"key": f"k{n}", "q": f"q{n}"} for n in range(N_ROWS)]

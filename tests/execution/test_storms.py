@@ -30,6 +30,8 @@ from tests.support.several import CALLS, SOLVE, THREE, calls, each_once
 from tests.support.small_vllm import SMALL
 from tests.support.storm import strike
 
+pytestmark = pytest.mark.vllm
+
 N_KILLS = 30
 KINDS: dict[str, dict[str, Any]] = {
     "records": {"prompt": {"user": "{{ q }}"}, "output": {"keep": ["q"]}},

@@ -15,7 +15,7 @@ from tests.support.own_process import batchkit
 from tests.support.rollouts import errors, generations, records, run, write
 from tests.support.small_vllm import SMALL
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.vllm]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cookbook.md").read_text(encoding="utf-8")
 FOUND = re.search(r'^```python title="calculator.py"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)

@@ -25,6 +25,8 @@ from tests.support.faulty_runs import (
 )
 from tests.support.rows import read_jsonl
 
+pytestmark = pytest.mark.vllm
+
 Run = Callable[..., Ended]
 
 

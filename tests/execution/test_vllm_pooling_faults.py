@@ -10,6 +10,8 @@ from batchkit.storage.vectors import Vectors
 from tests.support.faulty_runs import JOB, OWN, Ended, start
 from tests.support.pooling_models import build_classifier, build_embedding_model
 
+pytestmark = pytest.mark.vllm
+
 PLAIN = JOB.split("[sampling]")[0] + "[run]\nstall_timeout_s = 6\n"
 EMBED = f'task = "embed"\n{PLAIN}'
 SCORE = f'task = "score"\n{PLAIN}'.replace(

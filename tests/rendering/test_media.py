@@ -25,6 +25,8 @@ from batchkit.errors import MediaError
 from batchkit.rendering.media import SharedImages, load_image, load_text
 from tests.support.images import JPEG, PNG, RED, encoded, gradient, media_table, refused
 
+pytestmark = pytest.mark.slow
+
 # Where images come from
 
 

@@ -25,6 +25,8 @@ from batchkit.rendering.media.pixels import LARGEST_ASPECT, smart_size
 from tests.support.images import JPEG, PNG, RED, WHITE, encoded, gradient, media_table, refused
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def near(pixel: Any, expected: tuple[int, int, int], by: int = 4) -> bool:
     return all(abs(a - b) <= by for a, b in zip(pixel, expected, strict=True))

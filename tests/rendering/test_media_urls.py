@@ -18,6 +18,8 @@ from batchkit.rendering.media import load_image
 from batchkit.rendering.media.download import fetch
 from tests.support.images import PNG, media_table, refused
 
+pytestmark = pytest.mark.slow
+
 Answer = Callable[[BaseHTTPRequestHandler], object]
 
 

@@ -34,6 +34,8 @@ from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 FIELDS = {
     "text": "some text",
     "xs": [{"a": "x", "b": ["p", "q"]}, {"a": "y", "b": []}],

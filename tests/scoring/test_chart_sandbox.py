@@ -25,6 +25,8 @@ from batchkit.scoring.chart import (
     score_charts,
 )
 
+pytestmark = pytest.mark.slow
+
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 pytest.importorskip("openpyxl")

@@ -26,6 +26,8 @@ from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.score_store import read_scored
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = r"(\w+\s?)+$"
 ANSWER = "never any end " * 400 + "!"
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.release
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 

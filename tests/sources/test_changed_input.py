@@ -32,7 +32,7 @@ from tests.support.dry_runs import LOG
 from tests.support.images import BLUE, png
 from tests.support.rows import read_jsonl
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 N = 1500

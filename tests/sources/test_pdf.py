@@ -25,7 +25,7 @@ from tests.support.paths import ROOT
 from tests.support.pdfs import encrypted, of_streams, pdf, write_pdfs
 from tests.support.sources import rows_of, table
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 PAGE = {"images": ["{{ image }}"], "user": "{{ page }} of {{ pages }}: {{ page_text }}"}
 

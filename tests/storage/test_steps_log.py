@@ -25,7 +25,7 @@ from tests.support.rollouts import RUN, generations, records, run, write
 from tests.support.several import SOLVE, THREE, calls, cut_back
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 LEDGER = RUN / STEPS
 CHECKPOINT = RUN / "checkpoint.json"
