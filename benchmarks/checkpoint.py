@@ -20,7 +20,7 @@ import numpy as np
 from figures import Figure
 
 from batchkit.storage.checkpoint import CHECKPOINT, read_checkpoint
-from batchkit.storage.index_set import IndexSet
+from batchkit.storage.index_set import IndexSet, ranges_of
 from batchkit.storage.ledger import Ledger
 
 ROUNDS = 3
@@ -74,7 +74,7 @@ def measure(completed: IndexSet) -> dict[str, float]:
         size = (folder / CHECKPOINT).stat().st_size
         ledger.close()
     return {
-        "ranges": len(completed.ranges()),
+        "ranges": len(ranges_of(completed)),
         "bytes": size,
         "write_s": write_s,
         "read_s": read_s,

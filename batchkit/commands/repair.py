@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
 from batchkit.errors import StoreError
 from batchkit.execution.requeue import finish_requeue
-from batchkit.runs.steps_audit import audit_steps, each_once, whole_lines
-from batchkit.runs.verify import compare, read_log
+from batchkit.runs.audit import Calls, Records
+from batchkit.runs.verify import compare
 from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, damage_in, read_checkpoint
 from batchkit.storage.files import free_name, write_atomically
+from batchkit.storage.index_set import IndexSet
 from batchkit.storage.ledger import Ledger, RecordLine, rewritten
-from batchkit.storage.lines import RECORD_HEAD, record_in
-from batchkit.storage.log import RESULTS, STEPS, log_of, read_lines
+from batchkit.storage.lines import Generation, generation_in, record_in
+from batchkit.storage.log import (
+    RESULTS,
+    STEPS,
+    LogLine,
+    log_of,
+    read_generations,
+    read_lines,
+    with_pieces,
+)
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import claim
-from batchkit.storage.steps import GenerationLine
+from batchkit.storage.steps import GenerationLine, fresh_line
 from batchkit.storage.vectors import Vectors
-from batchkit.types import COUNT_LIMIT
+from batchkit.types import COUNT_LIMIT, Record
 
 
 class Repair(NamedTuple):
@@ -66,94 +74,77 @@ def repair(folder: Path) -> Repair:
         finish_requeue(folder)
         path, manifest = log_of(folder), read_manifest(folder)
         damage = damage_in(folder, read_checkpoint(folder) or Checkpoint.none())
+        records = Records.of(_lines(folder), Vectors(folder), 0)
+        calls = Calls.of(_calls(folder), 0)
+        compared = compare(folder, manifest, records)
+        keep = records.kept(compared.unknown, compared.mixed)
+        settled = IndexSet(row for row, kept in zip(records.rows, keep, strict=True) if kept)
+        too_few = {row: there for row, (_, there) in calls.too_few(records).items()}
+        removed, removed_calls = list[bytes](), list[bytes]()
         scratch = folder / ".repair.tmp"
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
-        whole, known = scratch / "whole", scratch / "known"
         try:
-            removed, removed_steps = list[bytes](), list[bytes]()
-            _copy(
-                path,
-                whole,
-                lambda record, offset: True,
-                removed,
-                whole_lines(folder, removed_steps),
-            )
-            log, steps = read_log(whole / RESULTS, 0), audit_steps(whole)
-            too_few = steps.too_few(log.indexes, log.generations)
-            rows, vectors = compare(folder, whole / RESULTS, manifest, log), Vectors(folder)
-
-            def is_kept(record: dict[str, Any]) -> bool:
-                return rows.fits(record) and vectors.fault_in(record) is None
-
-            # Another row's answer must not supersede this row's own.
-            fitting = read_log(whole / RESULTS, 0, is_kept)
-            _copy(
-                whole / RESULTS,
-                known,
-                lambda record, offset: (
-                    is_kept(record) and not fitting.is_superseded(record, offset)
-                ),
-                removed,
-                each_once(whole, steps, removed_steps, fitting.totals.is_settled),
-                {row: n for row, (_, n) in too_few.items()},
-            )
-            kept = sum(1 for _ in read_lines(known / RESULTS))
+            scratch.mkdir()
+            with closing(Ledger(scratch)) as ledger:
+                ledger.write(_kept(_lines(folder), keep, too_few, removed))
+                ledger.write(_kept_calls(_calls(folder), calls, settled, removed_calls))
             lock.check()
             aside = {}
-            for log_path, lines in ((path, removed), (folder / STEPS, removed_steps)):
+            for log_path, lines in ((path, removed), (folder / STEPS, removed_calls)):
                 if lines:
                     aside[free := free_name(log_path, ".broken-")] = len(lines)
                     write_atomically(free, b"".join(lines))
             (folder / CHECKPOINT).unlink(missing_ok=True)
-            (known / RESULTS).replace(path)
+            (scratch / RESULTS).replace(path)
             if os.path.lexists(folder / STEPS):
-                (known / STEPS).touch()
-                (known / STEPS).replace(folder / STEPS)
-            (known / CHECKPOINT).replace(folder / CHECKPOINT)
+                (scratch / STEPS).touch()
+                (scratch / STEPS).replace(folder / STEPS)
+            (scratch / CHECKPOINT).replace(folder / CHECKPOINT)
         except OSError as error:
             raise StoreError(f"{folder}: can't be repaired: {error.strerror}") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        return Repair(kept, aside, None if aside else damage, len(too_few))
+        return Repair(ledger.totals.records, aside, None if aside else damage, len(too_few))
 
 
-def _copy(
-    log: Path,
-    into: Path,
-    keep: Callable[[dict[str, Any], int], bool],
+def _lines(folder: Path) -> Iterator[LogLine[Record]]:
+    return with_pieces(read_lines(folder / RESULTS), record_in)
+
+
+def _calls(folder: Path) -> Iterator[LogLine[Generation]]:
+    return with_pieces(read_generations(folder), generation_in)
+
+
+def _kept(
+    lines: Iterator[LogLine[Record]],
+    keep: list[bool],
+    too_few: Mapping[int, int],
     removed: list[bytes],
-    steps: Iterator[GenerationLine],
-    generations: Mapping[int, int] = MappingProxyType({}),
-) -> None:
-    """Write the whole records in ``log`` for which ``keep`` is true, and ``steps``; ``removed`` gets the
-    other lines. Records of the rows in ``generations`` count no more than these."""
-    into.mkdir(parents=True)
-
-    def to_keep() -> Iterator[RecordLine]:
-        for line in read_lines(log):
-            raw, record = line.raw, line.record
-            if record is None:
-                removed.append(raw)
-                yield from _records_within(raw)
-            elif not keep(orjson.loads(raw), line.offset):
-                removed.append(raw)
-            elif (record.generations or 0) > (left := generations.get(record.index, COUNT_LIMIT)):
-                removed.append(raw)
-                yield rewritten(orjson.loads(raw) | {"generations": left})
-            else:
-                yield RecordLine(raw, record)
-
-    with closing(Ledger(into)) as ledger:
-        ledger.write(to_keep())
-        ledger.write(steps)
+) -> Iterator[RecordLine]:
+    """The records to ``keep``, which has an entry for each; ``removed`` gets the other lines. Records of the
+    rows in ``too_few`` count no more generations than these."""
+    is_kept = iter(keep)
+    for line in lines:
+        raw, record = line.raw, line.record
+        if record is None or not next(is_kept):
+            removed.append(raw)
+        elif (record.generations or 0) > (left := too_few.get(record.index, COUNT_LIMIT)):
+            removed.append(raw)
+            yield rewritten(orjson.loads(raw) | {"generations": left})
+        else:
+            yield RecordLine(raw, record)
 
 
-def _records_within(raw: bytes) -> Iterator[RecordLine]:
-    """The whole records in a broken line, for example if a newline between two was lost.
-
-    A record's first bytes never occur inside a JSON string, because quotes are escaped there.
-    """
-    for piece in raw.split(RECORD_HEAD)[1:]:
-        line = RECORD_HEAD + piece.strip() + b"\n"
-        if (record := record_in(line)) is not None:
-            yield RecordLine(line, record)
+def _kept_calls(
+    lines: Iterator[LogLine[Generation]], calls: Calls, settled: IndexSet, removed: list[bytes]
+) -> Iterator[GenerationLine]:
+    """Each generation once; ``removed`` gets the other lines. If some were damaged, what is left of rows that are
+    not ``settled`` may not be all, so these may ask for something else (``replay``)."""
+    is_again = iter(calls.is_again().tolist())
+    for line in lines:
+        if line.record is None or next(is_again):
+            removed.append(line.raw)
+        elif calls.torn_bytes and line.record.index not in settled:
+            yield fresh_line(line.record)
+        else:
+            yield GenerationLine(line.raw, line.record)

@@ -17,9 +17,9 @@ from batchkit.rendering.messages import as_text, short
 from batchkit.runs.inputs import InputRows
 from batchkit.storage.answers import answers_in_words, call_in_words, choice_in_words
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.generations import Generations
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.lines import failure_kind
+from batchkit.storage.newest import Generations
 from batchkit.storage.score_store import read_scored
 
 if TYPE_CHECKING:

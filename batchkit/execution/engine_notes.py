@@ -26,7 +26,7 @@ class EngineNotes:
         manifest, ledger = run.manifest, run.ledger
         self._is_runs_own = names_same_model(manifest.identity, start.identity)
         """False if ``--set`` gives a retry another model."""
-        has_answers = ledger.totals.records > 0 or ledger.steps.count > 0
+        has_answers = ledger.totals.records > 0 or ledger.steps.spent.generations > 0
         is_bound = self._is_runs_own and has_answers
         self._found: Mapping[str, Any] = manifest.identity if is_bound else {}
         self._restarts = Counter[tuple[int, str]]()

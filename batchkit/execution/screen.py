@@ -75,5 +75,5 @@ class Screen:
             prompt_tokens=now.prompt_tokens - before.prompt_tokens,
             completion_tokens=now.completion_tokens - before.completion_tokens,
             unfinished_tokens=0 if pool is None else pool.unfinished_tokens,
-            generations=self._run.ledger.steps.count,
+            generations=self._run.ledger.steps.spent.generations,
         )

@@ -38,7 +38,7 @@ class WatchedInput:
             ChangedInputError: the input has changed.
         """
         ledger = self._run.ledger
-        begun = ledger.totals.records > 0 or ledger.steps.count > 0
+        begun = ledger.totals.records > 0 or ledger.steps.spent.generations > 0
         try:
             for row in watched(rows, self.source):
                 begun = True

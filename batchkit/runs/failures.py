@@ -53,9 +53,7 @@ def failures_of(log: Path, totals: Totals, job: JobConfig) -> list[Failure]:
     with closing(NewestLog(log)) as newest:
         for kind, rows in by_kind.items():
             index = next(iter(rows))
-            place = int(newest.rows.searchsorted(index))
-            raw = newest.view[newest.starts[place] : newest.ends[place]]
-            record = record_of(raw) or {}
+            record = record_of(newest.of(index)[0]) or {}
             message = shortened(str((record.get("error") or {}).get("message")), _LONGEST)
             name = str(record.get("id"))
             found.append(Failure(kind, len(rows), index, name, message, kind in may_pass))

@@ -28,6 +28,7 @@ from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import whole_record
 from batchkit.storage.log import RESULTS, log_of
+from batchkit.storage.newest import last_of_each
 from batchkit.storage.score_store import SCORES
 
 _BLOCK_BYTES = 1 << 20
@@ -209,10 +210,7 @@ def _newest(columns: Columns) -> Table:
     rows = columns.entries["row"][: columns.n]
     if len(rows) < 2 or (rows[1:] > rows[:-1]).all():
         return np.arange(len(rows))
-    order = np.argsort(rows, kind="stable")  # stable: the newest of a row stays the last
-    ordered = rows[order]
-    newest: Table = order[np.append(ordered[1:] != ordered[:-1], True)]
-    return newest
+    return last_of_each(rows)
 
 
 def _opened(path: Path) -> FileIO:

@@ -103,9 +103,9 @@ class Run:
     def steps(self, row: str | int) -> list[dict[str, Any]]:
         """What each generation of a row of ``[[steps]]`` or ``[rollout]`` answered, in the order in which
         they ended; empty for a row with one. Raises as ``record``."""
-        from batchkit.storage.generations import of_row
+        from batchkit.storage.newest import Generations
 
-        return [*of_row(self.folder, self.record(row)["index"])]
+        return Generations(self.folder).of(self.record(row)["index"])
 
     def vectors(self) -> Iterator[RowVector]:
         """Those of an embed run's rows, in the order of the input; failed rows have none."""

@@ -13,12 +13,13 @@ from batchkit.config.numbers import duration
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import BatchkitError, CutOffReasoningError
 from batchkit.sources import count_rows
-from batchkit.storage.checkpoint import Checkpoint, StepsPoint, Totals, read_checkpoint
+from batchkit.storage.checkpoint import Checkpoint, Totals, read_checkpoint
 from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.lines import Spent
 from batchkit.storage.log import log_of, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.runfolder import held_by, named
-from batchkit.storage.steps import counted
+from batchkit.storage.steps import spent_in
 from batchkit.types import Usage
 
 _RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
@@ -155,7 +156,7 @@ class Counts(NamedTuple):
     """``totals`` of a run's log, and ``steps`` of its generations if its rows have several."""
 
     totals: Totals
-    steps: StepsPoint
+    steps: Spent
 
     @property
     def tokens(self) -> Usage:
@@ -175,7 +176,7 @@ def counts_of(folder: Path, reading: Reading | None = None) -> Counts:
         checkpoint = None
     totals = _read_on(log, checkpoint, reading or Reading())
     point = (checkpoint or Checkpoint.none()).steps
-    return Counts(totals, counted(folder, point))
+    return Counts(totals, spent_in(folder, point))
 
 
 def _read_on(log: Path, checkpoint: Checkpoint | None, reading: Reading) -> Totals:

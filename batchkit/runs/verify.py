@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from batchkit.errors import BatchkitError
+from batchkit.runs.audit import Calls, Records, key_of
 from batchkit.runs.status import pending_rows, total_rows
-from batchkit.runs.steps_audit import audit_steps, rows_again
-from batchkit.sources.input import Input, from_job, input_changes
+from batchkit.sources.input import from_job, input_changes
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, Totals, damage_in, read_checkpoint
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.lines import failure_kind, record_of
-from batchkit.storage.log import RESULTS, log_of, read_lines
+from batchkit.storage.log import log_of, read_generations, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.vectors import Vectors
 
@@ -98,50 +95,18 @@ class Verification:
 
 
 @dataclass
-class _Log:
-    """The result of a pass over the log; ``indexes``, ``offsets`` and ``generations`` (how many the record
-    counts) have an entry for each record.
+class Compared:
+    """The result of comparing the newest record of each row with the input.
 
-    ``last_answers``: offsets of the newest answer, for rows that have several.
-    """
-
-    totals: Totals = field(default_factory=Totals)
-    at_checkpoint: Totals = field(default_factory=Totals)
-    once: IndexSet = field(default_factory=IndexSet)
-    last_answers: dict[int, int] = field(default_factory=dict)
-    bad_vectors: IndexSet = field(default_factory=IndexSet)
-    vector_fault: str | None = None
-    torn_bytes: int = 0
-    indexes: array[int] = field(default_factory=lambda: array("q"))
-    offsets: array[int] = field(default_factory=lambda: array("q"))
-    generations: array[int] = field(default_factory=lambda: array("q"))
-
-    def is_superseded(self, record: Mapping[str, Any], offset: int) -> bool:
-        """True if ``record``, at ``offset``, is an answer and its row has a newer one."""
-        if failure_kind(record) is not None:
-            return False
-        return self.last_answers.get(record["index"], offset) != offset
-
-
-@dataclass
-class _Rows:
-    """The result of comparing the records with the input.
-
-    ``n_pending``: rows without a record; None if the input could not be read. ``mixed``: for each
-    such row, the id and the ``input_hash`` that its record must have.
+    ``n_pending``: rows without a record; None if the input could not be read. ``mixed``: rows whose record is of
+    another row, with the ``key_of`` that it must have.
     """
 
     n_pending: int | None = None
     pending: list[int] = field(default_factory=list)
     unknown: IndexSet = field(default_factory=IndexSet)
-    mixed: dict[int, tuple[str, str]] = field(default_factory=dict)
+    mixed: Mapping[int, int] = field(default_factory=dict)
     not_compared: str | None = None
-
-    def fits(self, record: Mapping[str, Any]) -> bool:
-        """True if ``record`` may be kept."""
-        index = record["index"]
-        wanted = self.mixed.get(index)
-        return index not in self.unknown and (wanted is None or _is_of(record, *wanted))
 
 
 def verify(folder: Path) -> Verification:
@@ -153,162 +118,87 @@ def verify(folder: Path) -> Verification:
     manifest = read_manifest(folder)
     checkpoint = read_checkpoint(folder)  # before the log, which grows
     known = checkpoint or Checkpoint.none()
-    log = read_log(log_of(folder), known.checksum.end, vectors=Vectors(folder))
-    rows = compare(folder, folder / RESULTS, manifest, log)
-    lost = IndexSet()
-    if checkpoint is not None:
-        claimed = checkpoint.totals.completed | checkpoint.totals.failed_rows
-        lost = claimed - (log.totals.completed | log.totals.failed_rows)
-    total = total_rows(folder, manifest)
-    steps = audit_steps(folder, known.steps.checksum.end)
-    too_few = steps.too_few(log.indexes, log.generations)
+    records = Records.of(read_lines(log_of(folder)), Vectors(folder), known.checksum.end)
+    calls = Calls.of(read_generations(folder), known.steps.checksum.end)
+    compared, totals, total = (
+        compare(folder, manifest, records),
+        records.totals,
+        total_rows(folder, manifest),
+    )
+    claimed = known.totals.completed | known.totals.failed_rows
+    pending = pending_rows(total, totals, manifest)
+    if compared.n_pending is not None:
+        pending = max(0, compared.n_pending - manifest.skipped_elsewhere)
+    too_few = calls.too_few(records)
+    matches = (_says(known.totals), known.steps.spent.generations) == (
+        _says(records.at_checkpoint),
+        calls.at_checkpoint,
+    )
     return Verification(
         rows=total,
-        records=log.totals.records,
-        ok=log.totals.ok,
-        failed=log.totals.failed,
-        pending=_pending(rows, total, log.totals, manifest),
-        pending_rows=[] if manifest.skipped_elsewhere else rows.pending,
-        lost=len(lost),
-        lost_rows=list(islice(lost, NAMED)),
-        duplicates=len(log.last_answers),
-        duplicate_rows=list(islice(log.last_answers, NAMED)),
-        unknown=len(rows.unknown),
-        unknown_rows=list(islice(rows.unknown, NAMED)),
-        mixed=len(rows.mixed),
-        mixed_rows=list(islice(rows.mixed, NAMED)),
-        checkpoint_matches=not (folder / CHECKPOINT).exists()
-        or (
-            checkpoint is not None
-            and _says(checkpoint.totals) == _says(log.at_checkpoint)
-            and known.steps.generations == steps.at_checkpoint
-        ),
+        records=totals.records,
+        ok=totals.ok,
+        failed=totals.failed,
+        pending=pending,
+        pending_rows=[] if manifest.skipped_elsewhere else compared.pending,
+        **_named("lost", claimed - (totals.completed | totals.failed_rows)),
+        **_named("duplicates", records.answered_again()),
+        **_named("unknown", compared.unknown),
+        **_named("mixed", compared.mixed),
+        checkpoint_matches=matches if checkpoint else not (folder / CHECKPOINT).exists(),
         damage=damage_in(folder, known),
-        bad_vectors=len(log.bad_vectors),
-        bad_vector_rows=list(islice(log.bad_vectors, NAMED)),
-        vector_fault=log.vector_fault,
-        generations=steps.generations,
+        **_named("bad_vectors", records.without_vector()),
+        vector_fault=records.vector_fault,
+        generations=len(calls.rows),
         generations_lost=sum(count - there for count, there in too_few.values()),
         generations_lost_rows=list(too_few)[:NAMED],
-        generations_duplicate=int(steps.is_again.sum()),
-        generations_duplicate_rows=list(islice(rows_again(steps), NAMED)),
-        torn_bytes=log.torn_bytes + steps.torn_bytes,
-        not_compared=rows.not_compared,
+        **_named("generations_duplicate", calls.again()),
+        torn_bytes=records.torn_bytes + calls.torn_bytes,
+        not_compared=compared.not_compared,
     )
 
 
-def read_log(
-    path: Path,
-    offset: int,
-    keep: Callable[[dict[str, Any]], bool] = lambda record: True,
-    vectors: Vectors | None = None,
-) -> _Log:
-    """One pass over the records for which ``keep`` is true; ``at_checkpoint`` counts those before
-    ``offset``. Their ``vectors`` are checked, if they are given."""
-    found = _Log()
-    for line in read_lines(path):
-        if line.record is None:
-            found.torn_bytes += line.end - line.offset
-            continue
-        record = orjson.loads(line.raw)
-        if not keep(record):
-            continue
-        found.totals.add(line.record)
-        if line.end <= offset:
-            found.at_checkpoint.add(line.record)
-        index = line.record.index
-        if vectors is not None and (fault := vectors.fault_in(record)) is not None:
-            found.bad_vectors.add(index)
-            found.vector_fault = found.vector_fault or fault
-        found.indexes.append(index)
-        found.offsets.append(line.offset)
-        found.generations.append(line.record.generations or 0)
-        if failure_kind(record) is None:
-            if index in found.once:
-                found.last_answers[index] = line.offset
-            found.once.add(index)
-    return found
-
-
-def compare(folder: Path, path: Path, manifest: Manifest, log: _Log) -> _Rows:
-    """Compare the newest record of each row in the log at ``path`` with the row of the input."""
-    found = _Rows()
+def compare(folder: Path, manifest: Manifest, records: Records) -> Compared:
+    """Compare the records with the rows of the input that the filter and the shard leave, whatever the limit.
+    Holds 12 bytes for each row."""
+    totals = records.totals
     try:
         job = job_of_run(folder)
         if job.input.path is None:
-            _compare_indexes(manifest, log, found)
-            return found
+            return _compare_indexes(manifest, totals)
         source = from_job(job)
         if changes := input_changes(manifest.input, source.files or []):
-            found.not_compared = f"the input has changed since: {'; '.join(changes)}"
-            return found
-        _compare_rows(source, _newest(path, log), found)
-        _find_pending(source, log, found)
+            return Compared(not_compared=f"the input has changed since: {'; '.join(changes)}")
+        rows, keys = array("I"), array("q")
+        for row in source.everything(lambda index: not totals.is_settled(index)):
+            rows.append(row.index)
+            keys.append(key_of(row.id, input_hash(row.fields)))
+        unknown = (totals.completed | totals.failed_rows) - IndexSet(rows)
+        n_pending, pending = 0, list[int]()
+        for row in source.read(totals.is_settled):
+            n_pending += 1
+            pending += [row.index][: NAMED - len(pending)]
     except BatchkitError as error:
-        found = _Rows(not_compared=f"the input can't be read: {error}")
-    return found
+        return Compared(not_compared=f"the input can't be read: {error}")
+    return Compared(n_pending, pending, unknown, records.others(rows, keys))
 
 
-def _compare_rows(source: Input, records: Iterator[dict[str, Any]], found: _Rows) -> None:
-    """Compares all rows that the filter and the shard leave, ignoring the limit."""
-    record = next(records, None)
-    for row in source.everything(lambda index: False):
-        while record is not None and record["index"] < row.index:
-            found.unknown.add(record["index"])
-            record = next(records, None)
-        if record is not None and record["index"] == row.index:
-            known = input_hash(row.fields)
-            if not _is_of(record, row.id, known):
-                found.mixed[row.index] = row.id, known
-            record = next(records, None)
-    while record is not None:
-        found.unknown.add(record["index"])
-        record = next(records, None)
-
-
-def _find_pending(source: Input, log: _Log, found: _Rows) -> None:
-    """Finds the rows that the run is to answer and that have no record."""
-    found.n_pending = 0
-    for row in source.read(log.totals.is_settled):
-        found.n_pending += 1
-        found.pending += [row.index][: NAMED - len(found.pending)]
-
-
-def _compare_indexes(manifest: Manifest, log: _Log, found: _Rows) -> None:
+def _compare_indexes(manifest: Manifest, totals: Totals) -> Compared:
     """Only the number of rows is known if they were given from Python."""
     if not manifest.input:
-        found.not_compared = "its rows came from an iterator"
-        return
-    found.not_compared = "its rows were given from Python; only their number is known"
-    size, settled = manifest.input[0].size, log.totals.completed | log.totals.failed_rows
-    found.unknown = IndexSet(index for index in settled if index >= size)
-    found.pending = list(islice((i for i in range(size) if i not in settled), NAMED))
+        return Compared(not_compared="its rows came from an iterator")
+    size, settled = manifest.input[0].size, totals.completed | totals.failed_rows
+    return Compared(
+        pending=[*islice((index for index in range(size) if index not in settled), NAMED)],
+        unknown=IndexSet(index for index in settled if index >= size),
+        not_compared="its rows were given from Python; only their number is known",
+    )
 
 
-def _pending(rows: _Rows, total: int | None, totals: Totals, manifest: Manifest) -> int | None:
-    """Rows without a record, those that ``--skip-from`` left to another run not counted."""
-    if rows.n_pending is None:
-        return pending_rows(total, totals, manifest)
-    return max(0, rows.n_pending - manifest.skipped_elsewhere)
-
-
-def _is_of(record: Mapping[str, Any], row_id: str, known: str) -> bool:
-    """True if the record belongs to the row with this id and this ``input_hash``."""
-    return (record["id"], record.get("input_hash")) == (row_id, known)
-
-
-def _newest(path: Path, log: _Log) -> Iterator[dict[str, Any]]:
-    """The newest record of each row, indexes ascending."""
-    import numpy as np
-
-    indexes = np.frombuffer(log.indexes, np.int64)
-    order = np.argsort(indexes, kind="stable")  # stable: the newest record of a row stays last
-    is_newest = np.append(np.diff(indexes[order]) != 0, True)[: len(order)]
-    with path.open("rb") as file:
-        for offset in np.frombuffer(log.offsets, np.int64)[order[is_newest]].tolist():
-            file.seek(offset)
-            if (record := record_of(file.readline())) is not None:
-                yield record
+def _named(name: str, rows: Iterable[int]) -> dict[str, Any]:
+    """The count of ``rows`` and the first few of them, under the names that a Verification has for them."""
+    found = [*rows]
+    return {name: len(found), f"{name.removesuffix('s')}_rows": [*dict.fromkeys(found)][:NAMED]}
 
 
 def _says(totals: Totals) -> tuple[object, ...]:

@@ -17,8 +17,8 @@ import orjson
 from batchkit.config.regular_file import open_regular
 from batchkit.errors import CutOffReasoningError, StoreError
 from batchkit.storage.files import write_atomically
-from batchkit.storage.index_set import IndexSet
-from batchkit.storage.lines import tokens_in
+from batchkit.storage.index_set import IndexSet, of_ranges, ranges_of
+from batchkit.storage.lines import Spent, tokens_in
 from batchkit.storage.log import RESULTS, STEPS, Checksum, damage_of, log_of
 from batchkit.types import Counted
 
@@ -26,7 +26,6 @@ CHECKPOINT = "checkpoint.json"
 VERSION = 1
 COUNTS = ("records", "prompt_tokens", "completion_tokens")
 _SEAL = b',"seal":'
-_OF_STEPS = ("first", "generations", "prompt_tokens", "completion_tokens")
 
 
 @dataclass
@@ -53,10 +52,7 @@ class Totals:
 
     @property
     def failed_rows(self) -> IndexSet:
-        rows = IndexSet()
-        for kind_rows in self.failed_by_kind.values():
-            rows = rows | kind_rows
-        return rows
+        return IndexSet.union(IndexSet(), *self.failed_by_kind.values())
 
     def count_by_kind(self) -> dict[str, int]:
         return {kind: len(rows) for kind, rows in self.failed_by_kind.items() if len(rows)}
@@ -88,14 +84,12 @@ class Totals:
 
 
 class StepsPoint(NamedTuple):
-    """What ``steps.jsonl`` says up to ``checksum.end``: ``generations``, and their tokens. ``first``: where
-    the first line of a row without a record begins, or the end."""
+    """What ``steps.jsonl`` says up to ``checksum.end``. ``first``: where the first line of a row without a
+    record begins, or the end."""
 
     checksum: Checksum
     first: int = 0
-    generations: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    spent: Spent = Spent()
 
 
 class Checkpoint(NamedTuple):
@@ -122,12 +116,12 @@ class Checkpoint(NamedTuple):
         table = {
             "version": VERSION,
             "offset": self.checksum.end,
-            "completed": totals.completed.ranges(),
-            "failed": totals.failed_rows.ranges(),
+            "completed": ranges_of(totals.completed),
+            "failed": ranges_of(totals.failed_rows),
             "failed_by_kind": {
-                kind: rows.ranges() for kind, rows in totals.failed_by_kind.items() if len(rows)
+                kind: ranges_of(rows) for kind, rows in totals.failed_by_kind.items() if len(rows)
             },
-            "cut_off_in_reasoning": totals.cut_off_in_reasoning.ranges(),
+            "cut_off_in_reasoning": ranges_of(totals.cut_off_in_reasoning),
             "counts": {
                 "records": totals.records,
                 "ok": totals.ok,
@@ -137,7 +131,8 @@ class Checkpoint(NamedTuple):
             },
             "crc32": self.checksum.segments,
             "steps": {
-                **{name: getattr(steps, name) for name in _OF_STEPS},
+                **steps.spent._asdict(),
+                "first": steps.first,
                 "end": steps.checksum.end,
                 "crc32": steps.checksum.segments,
             },
@@ -157,22 +152,20 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
         if found["version"] != VERSION or content != _sealed(content.rpartition(_SEAL)[0] + b"}"):
             return None
         totals = Totals(
-            completed=IndexSet.from_ranges(found["completed"]),
+            completed=of_ranges(found["completed"]),
             failed_by_kind={
-                kind: IndexSet.from_ranges(ranges)
-                for kind, ranges in found["failed_by_kind"].items()
+                kind: of_ranges(ranges) for kind, ranges in found["failed_by_kind"].items()
             },
-            cut_off_in_reasoning=IndexSet.from_ranges(found["cut_off_in_reasoning"]),
+            cut_off_in_reasoning=of_ranges(found["cut_off_in_reasoning"]),
             **{name: found["counts"][name] for name in COUNTS},
         )
         steps = found["steps"]
-        point = StepsPoint(
-            Checksum(steps["crc32"], steps["end"]), *(steps[name] for name in _OF_STEPS)
-        )
+        spent = Spent(*(steps[name] for name in Spent._fields))
+        point = StepsPoint(Checksum(steps["crc32"], steps["end"]), steps["first"], spent)
         return Checkpoint(
             totals, Checksum(found["crc32"], found["offset"]), point, found["vectors"]
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 

@@ -118,10 +118,8 @@ class Ledger:
     def usage(self) -> Usage:
         """The tokens of all that is in the folder. A generation that a row got again, after a failure
         or a restart, counts once, though each record of the row has it."""
-        totals = self.totals
-        if self.steps.count:
-            return self.steps.usage
-        return Usage(totals.prompt_tokens, totals.completion_tokens)
+        of = self.steps.spent if self.steps.spent.generations else self.totals
+        return Usage(of.prompt_tokens, of.completion_tokens)
 
     def write(self, lines: Iterable[RecordLine | GenerationLine]) -> None:
         """Write ``lines``, in their order in each log, generations first. Of many, a thousand are in memory

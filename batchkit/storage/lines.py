@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import orjson
@@ -16,7 +16,7 @@ from batchkit.errors import StoreError
 from batchkit.storage.plain_json import valid
 from batchkit.types import ChoiceLine, Count, Counted, ErrorInfo, Record, ToolCall, Usage
 
-RECORD_HEAD = b'{"index":'
+LINE_HEAD = b'{"index":'
 POOLED = ("embedding", "label", "score")  # what answers a row of a pooling task
 
 
@@ -115,6 +115,24 @@ def tokens_in(line: Counted | Generation) -> tuple[int, int]:
             prompt_tokens += usage.prompt_tokens
             completion_tokens += usage.completion_tokens
     return prompt_tokens, completion_tokens
+
+
+class Spent(NamedTuple):
+    """How many generations, how many of them failed, and their tokens."""
+
+    generations: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def with_one(self, generation: Generation) -> Spent:
+        prompt_tokens, completion_tokens = tokens_in(generation)
+        return Spent(
+            self.generations + 1,
+            self.failed + (generation.status == "failed"),
+            self.prompt_tokens + prompt_tokens,
+            self.completion_tokens + completion_tokens,
+        )
 
 
 def _decoded(decoder: msgspec.json.Decoder[Sound], raw: bytes) -> Sound | None:

@@ -22,7 +22,7 @@ from batchkit.storage.files import (
     write_all,
     write_atomically,
 )
-from batchkit.storage.lines import Generation, generation_in, record_in
+from batchkit.storage.lines import LINE_HEAD, Generation, generation_in, record_in
 from batchkit.types import Record
 
 RESULTS = "results.jsonl"
@@ -68,6 +68,21 @@ def _lines(
             end = offset + len(raw)
             yield LogLine(offset, end, raw, parse(raw))
             offset = end
+
+
+def with_pieces(
+    lines: Iterable[LogLine[Parsed]], parse: Callable[[bytes], Parsed | None]
+) -> Iterator[LogLine[Parsed]]:
+    """``lines``, and behind one that is not sound the sound ones within it: a newline between two may be lost.
+
+    The first bytes of a line never occur inside a JSON string, because quotes are escaped there.
+    """
+    for line in lines:
+        yield line
+        for piece in line.raw.split(LINE_HEAD)[1:] if line.record is None else ():
+            raw = LINE_HEAD + piece.strip() + b"\n"
+            if (found := parse(raw)) is not None:
+                yield LogLine(line.offset, line.end, raw, found)
 
 
 def log_of(folder: Path) -> Path:

@@ -1,22 +1,27 @@
-"""The newest record of each row of ``results.jsonl``, found without parsing every line."""
+"""Where each row's lines are in a log: its newest record, or all of its generations."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from batchkit.storage.index_set import INDEX_LIMIT
-from batchkit.storage.lines import RECORD_HEAD, record_in, whole_record
+import msgspec
+import orjson
+
+from batchkit.storage.lines import generation_in, whole_record
+from batchkit.storage.log import STEPS
+from batchkit.types import Count
 
 if TYPE_CHECKING:
     import numpy as np
 
-_LONGEST_START = len(RECORD_HEAD) + len(f"{INDEX_LIMIT},")
-_BLOCK_BYTES = 1 << 20
+    Numbers = np.ndarray[Any, Any]
+
 _AT_ONCE = 4096  # rows
 
 
@@ -29,38 +34,35 @@ class NewestLine(NamedTuple):
 
 
 class NewestLog:
-    """The newest line of each row of a log, ordered by row index. A missing log has none.
+    """The newest line of each row of a log, or with ``every`` all of them, in the order of the rows. A missing log
+    has none; what is not a line of a row is left out, and so is a torn end.
 
     ``view`` is the log as it was when this was made, even if a requeue replaces it meanwhile; only
-    the parts that are read are in memory. ``rows``, ``starts`` and ``ends`` have an entry for each
-    row. Line n of the log goes from byte ``bounds[n]`` to ``bounds[n + 1]``, and ``lines`` holds the
-    number of each row's line. All are int64 arrays.
+    the parts that are read are in memory. ``rows``, ``starts`` and ``ends`` (bytes) have an entry for each
+    line: int64 arrays.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, every: bool = False) -> None:
         with path.open("rb") if path.exists() else BytesIO() as file:
-            self.bounds, self.lines, self.rows = _newest(file)
-            has_lines = len(self.bounds) > 1
+            bounds, rows = _lines(file)
             self.view: mmap.mmap | bytes = (
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if has_lines else b""
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if len(rows) else b""
             )
+        lines = rows.argsort(kind="stable") if every else last_of_each(rows)
+        lines = lines[rows[lines] >= 0]
+        self.rows, self.starts, self.ends = rows[lines], bounds[lines], bounds[lines + 1]
 
     def __iter__(self) -> Iterator[NewestLine]:
         for at in range(0, len(self.rows), _AT_ONCE):
-            here = slice(at, at + _AT_ONCE)
-            lines = self.lines[here]
-            columns = self.rows[here], self.bounds[lines], self.bounds[lines + 1]
-            yield from map(NewestLine, *(column.tolist() for column in columns))
+            columns = (
+                of[at : at + _AT_ONCE].tolist() for of in (self.rows, self.starts, self.ends)
+            )
+            yield from map(NewestLine, *columns)
 
-    @property
-    def starts(self) -> np.ndarray[Any, Any]:
-        starts: np.ndarray[Any, Any] = self.bounds[self.lines]
-        return starts
-
-    @property
-    def ends(self) -> np.ndarray[Any, Any]:
-        ends: np.ndarray[Any, Any] = self.bounds[self.lines + 1]
-        return ends
+    def of(self, row: int) -> list[bytes]:
+        """The row's lines, in the order of the log."""
+        here = slice(*self.rows.searchsorted([row, row + 1]))
+        return [self.view[a:b] for a, b in zip(self.starts[here], self.ends[here], strict=True)]
 
     def release(self) -> None:
         """Let the kernel drop the pages that were read."""
@@ -83,84 +85,67 @@ def read_newest(path: Path) -> Iterator[dict[str, Any]]:
             yield whole_record(log.view[line.start : line.end], path, line.start)
 
 
-def _newest(log: BinaryIO) -> tuple[np.ndarray[Any, Any], ...]:
-    """``bounds``, ``lines`` and ``rows`` of a NewestLog, in one pass."""
-    import numpy as np
+class Generations:
+    """What the ``steps.jsonl`` of ``folder`` has of each row; nothing, if there is none.
 
-    bounds, by_row = line_rows(log)
-    order = np.argsort(by_row, kind="stable")  # stable: the newest of a row stays the last
-    by_row = by_row[order]
-    is_newest = np.append(by_row[1:] != by_row[:-1], True)[: len(by_row)] & (by_row >= 0)
-    return bounds, order[is_newest], by_row[is_newest]
-
-
-def line_rows(log: BinaryIO) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The byte positions at which lines begin, and the last one's end; and the row index of each
-    line, -1 if it is broken. A torn last line is left out."""
-    import numpy as np
-
-    offset, ends, indexes = 0, [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
-    for block in _blocks(log):
-        ends_here = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
-        found = _plain_indexes(block, ends_here)
-        if found is None:
-            found = np.array([_index(raw) for raw in BytesIO(block)], np.int64)
-        ends.append(ends_here + offset)
-        indexes.append(found)
-        offset += len(block)
-    return np.concatenate(ends), np.concatenate(indexes)
-
-
-def _blocks(log: BinaryIO) -> Iterator[bytes]:
-    """The log in blocks of whole lines, without a torn last line."""
-    while block := log.read(_BLOCK_BYTES) + log.readline():
-        whole = block[: block.rfind(b"\n") + 1]
-        if whole:
-            yield whole
-        if len(whole) < len(block):
-            return
-
-
-def _plain_indexes(block: bytes, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-    """The row index of each line; None if a line does not look as the store writes it.
-
-    Such a line starts with an index, has no second start of a line and no NUL, and ends in "}".
+    From the first question on it holds 24 bytes for each line, and it reads only lines that are asked
+    for. A line that is not a generation is left out.
     """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / STEPS
+        self._log: NewestLog | None = None
+
+    def of(self, index: int) -> list[dict[str, Any]]:
+        """The row's, in the order in which they ended."""
+        if self._log is None:
+            self._log = NewestLog(self._path, every=True)
+        lines = self._log.of(index)
+        return [orjson.loads(raw) for raw in lines if generation_in(raw) is not None]
+
+    def of_record(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Of a row with several: what its record has of each of ``[[steps]]``, or else its generations."""
+        if (steps := record.get("steps")) is not None:
+            return [{"step": name, **step} for name, step in steps.items()]
+        return self.of(record["index"]) if "generations" in record else []
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+
+def last_of_each(rows: Numbers) -> Numbers:
+    """The places of the last of equal ``rows``, in the order of the rows."""
     import numpy as np
 
-    text, starts = np.frombuffer(block, np.uint8), np.append(0, ends[:-1])
-    n_head = len(RECORD_HEAD)
-    if (
-        b"\0" in block
-        or block.count(RECORD_HEAD) != len(ends)
-        or (ends - starts).min() < _LONGEST_START
-    ):
-        return None
-    first = text[starts[:, None] + np.arange(_LONGEST_START)]
-    digits = first[:, n_head:].astype(np.int64) - ord("0")
-    n_digits = ((digits < 0) | (digits > 9)).argmax(axis=1)  # 0 also if all are digits
-    looks_whole = (
-        (first[:, :n_head] == np.frombuffer(RECORD_HEAD, np.uint8)).all()
-        and n_digits.all()
-        and (first[np.arange(len(first)), n_head + n_digits] == ord(",")).all()
-        and (text[ends - 2] == ord("}")).all()
-    )
-    if not looks_whole:
-        return None
-    powers = n_digits[:, None] - 1 - np.arange(digits.shape[1])
-    indexes: np.ndarray[Any, Any] = (digits * 10 ** powers.clip(0) * (powers >= 0)).sum(axis=1)
-    return indexes
+    order = np.argsort(rows, kind="stable")  # stable: the newest of a row stays the last
+    in_order = rows[order]
+    last: Numbers = order[np.append(in_order[1:] != in_order[:-1], True)[: len(rows)]]
+    return last
 
 
-def _index(raw: bytes) -> int:
-    """The row index of a line, -1 if it is not a record.
+class _Line(msgspec.Struct):
+    index: Count
 
-    A line that looks as the store writes it is not parsed completely.
-    """
-    looks_whole = raw.startswith(RECORD_HEAD) and raw.endswith(b"}\n")
-    if looks_whole and raw.find(RECORD_HEAD, 1) < 0 and b"\0" not in raw:
-        digits = raw[len(RECORD_HEAD) : raw.find(b",", len(RECORD_HEAD))]
-        if digits.isdigit():
-            return int(digits)
-    record = record_in(raw)
-    return -1 if record is None else record.index
+
+_decoder = msgspec.json.Decoder(_Line)
+
+
+def _lines(log: BinaryIO) -> tuple[Numbers, Numbers]:
+    """The byte positions at which lines begin, and the last one's end; and the row of each line, -1 if it is
+    broken."""
+    import numpy as np
+
+    bounds, rows = array("q", [0]), array("q")
+    for raw in log:
+        if raw.endswith(b"\n"):
+            bounds.append(bounds[-1] + len(raw))
+            rows.append(_row_of(raw))
+    return np.frombuffer(bounds, np.int64), np.frombuffer(rows, np.int64)
+
+
+def _row_of(raw: bytes) -> int:
+    try:
+        return _decoder.decode(raw).index
+    except msgspec.MsgspecError:
+        return -1

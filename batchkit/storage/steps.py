@@ -15,13 +15,14 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import orjson
 from msgspec.structs import replace
 
 import batchkit.errors
 from batchkit.errors import RowError, ServerError, StoreError
 from batchkit.storage.checkpoint import StepsPoint, Totals
-from batchkit.storage.lines import Generation, encoded, generation_in, tokens_in
+from batchkit.storage.lines import Generation, Spent, encoded, generation_in
 from batchkit.storage.log import STEPS, Log, LogLine, Span, read_generations
 from batchkit.storage.schema import error_of, possible, seconds_of
 from batchkit.types import Choice, Completion, Request, Usage, line_of_choice, utc_now
@@ -84,10 +85,10 @@ def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
     return Completion(
         request,
         choices,
-        _usage(line.get("usage")),
+        msgspec.convert(line.get("usage"), Usage | None),
         line.get("latency_s", 0.0),
         _error(line.get("error") or {}) if line["status"] == "failed" else None,
-        earlier_usage=_usage(line.get("earlier_usage")),
+        earlier_usage=msgspec.convert(line.get("earlier_usage"), Usage | None),
     )
 
 
@@ -95,8 +96,7 @@ class StepsLog:
     """The generations of one run folder, open for appending. ``totals`` say which rows have a record, and ``point``
     is that of the last checkpoint.
 
-    Used by one process and one thread, as the Ledger that owns it, but for ``known``. ``count`` is the number of
-    generations, and ``usage`` are their tokens.
+    Used by one process and one thread, as the Ledger that owns it, but for ``known``. ``spent``: on all generations.
 
     Raises:
         StoreError: the disk refuses, or the file is not what it was at the last checkpoint.
@@ -104,8 +104,7 @@ class StepsLog:
 
     def __init__(self, folder: Path, totals: Totals, point: StepsPoint) -> None:
         self._totals = totals
-        self.count = point.generations
-        self.usage = Usage(point.prompt_tokens, point.completion_tokens)
+        self.spent = point.spent
         # Where the lines of a row begin and end, by turns: of rows without a record, in the order of their
         # first lines, and of those that were recalled.
         self._places: dict[int, array[int]] = {}
@@ -116,7 +115,7 @@ class StepsLog:
         def take(line: LogLine[Generation]) -> None:
             assert line.record is not None
             if line.end > counted_end:
-                self._count(line.record)
+                self.spent = self.spent.with_one(line.record)
             if not totals.is_settled(line.record.index):
                 self._hold(line.record.index, line.offset, line.end)
 
@@ -157,7 +156,7 @@ class StepsLog:
         self.log.append(b"".join(line.raw for line in lines))
         for line in lines:
             start, end = end, end + len(line.raw)
-            self._count(line.generation)
+            self.spent = self.spent.with_one(line.generation)
             index = line.generation.index
             if index in self._recalled or not self._totals.is_settled(index):
                 self._hold(index, start, end)
@@ -172,14 +171,7 @@ class StepsLog:
         settled = self._totals.is_settled
         open_rows = (places for row, places in self._places.items() if not settled(row))
         first = next((places[0] for places in open_rows), self.log.end)
-        usage = self.usage
-        return StepsPoint(
-            self.log.checksum, first, self.count, usage.prompt_tokens, usage.completion_tokens
-        )
-
-    def _count(self, generation: Generation) -> None:
-        self.count += 1
-        self.usage = _added(self.usage, generation)
+        return StepsPoint(self.log.checksum, first, self.spent)
 
     def _hold(self, index: int, start: int, end: int) -> None:
         self._places.setdefault(index, array("q")).extend((start, end))
@@ -189,29 +181,22 @@ class StepsLog:
         return line if span.end > self._recalled_end else {**line, "earlier": True}
 
 
-def counted(folder: Path, point: StepsPoint) -> StepsPoint:
-    """``point``, with what was written since then. Safe while a run writes."""
-    generations, usage = point.generations, Usage(point.prompt_tokens, point.completion_tokens)
+def spent_in(folder: Path, point: StepsPoint) -> Spent:
+    """What was spent at ``point``, and on what was written since then. Safe while a run writes."""
+    spent = point.spent
     for line in read_generations(folder, point.checksum.end):
         if line.record is not None:
-            generations, usage = generations + 1, _added(usage, line.record)
-    return point._replace(
-        generations=generations,
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-    )
+            spent = spent.with_one(line.record)
+    return spent
 
 
-def _added(usage: Usage, generation: Generation) -> Usage:
-    """``usage`` with the tokens of ``generation``."""
-    prompt_tokens, completion_tokens = tokens_in(generation)
-    return Usage(usage.prompt_tokens + prompt_tokens, usage.completion_tokens + completion_tokens)
-
-
-def _usage(found: Mapping[str, Any] | None) -> Usage | None:
-    if found is None:
-        return None
-    return Usage(found["prompt_tokens"], found["completion_tokens"], found.get("reasoning_tokens"))
+def totals_by_step(folder: Path) -> dict[str, Spent]:
+    """Of all of ``steps.jsonl``, by the step's name, in the order in which they first ended."""
+    found: dict[str, Spent] = {}
+    for line in read_generations(folder):
+        if (generation := line.record) is not None:
+            found[generation.step] = found.get(generation.step, Spent()).with_one(generation)
+    return found
 
 
 def _choice(line: Mapping[str, Any]) -> Choice:

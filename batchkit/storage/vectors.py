@@ -216,21 +216,19 @@ class Vectors:
                 opened.release()
         return vector
 
-    def fault_in(self, record: Mapping[str, Any]) -> str | None:
-        """What is wrong with the vector of ``record``; None if nothing is, or it has none.
+    def fault_at(self, index: int, place: VectorPlace) -> str | None:
+        """What is wrong with the vector at ``place`` of the row ``index``; None if nothing is.
 
         Raises:
             StoreError: its file can't be read, which says nothing about the vector.
         """
         import numpy as np
 
-        if record.get("embedding") is None:
-            return None
         try:
-            is_finite = np.isfinite(self.of(record)).all()
+            is_finite = np.isfinite(self.read(index, place)).all()
         except _BadVectorError as error:
             return str(error)
-        return None if is_finite else f"the vector of row {record['index']} is not finite"
+        return None if is_finite else f"the vector of row {index} is not finite"
 
     def type_of(self, number: int) -> VectorType | None:
         """The type of the vectors in a segment; None if there are none."""

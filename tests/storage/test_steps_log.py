@@ -324,7 +324,7 @@ def test_a_generation_that_ends_after_its_row_is_not_kept_in_memory() -> None:
     with closing(Ledger(RUN)) as ledger:
         there = [*read_generations(RUN)]
         ledger.write(line_with(line.record) for line in there if line.record is not None)
-        assert ledger.steps.count == 2 * 3 * N_ROWS
+        assert ledger.steps.spent.generations == 2 * 3 * N_ROWS
         assert [ledger.steps.known(index) for index in range(N_ROWS)] == [[]] * N_ROWS
 
 

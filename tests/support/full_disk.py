@@ -35,7 +35,7 @@ def main() -> None:
             ledger.flush()
             flushed = first + 7
     except StoreError as error:
-        print(flushed, ledger.steps.count or ledger.totals.ok, error)
+        print(flushed, ledger.steps.spent.generations or ledger.totals.ok, error)
         sys.exit(error.exit_code)
 
 

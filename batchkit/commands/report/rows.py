@@ -18,7 +18,7 @@ from batchkit.runs.columns import Table
 from batchkit.runs.index import Index, Snapshot
 from batchkit.runs.inputs import with_group
 from batchkit.scoring import Scoring, kept_fields
-from batchkit.storage.generations import Generations
+from batchkit.storage.newest import Generations
 from batchkit.storage.score_store import references_of
 
 MAX_ROWS = 20_000

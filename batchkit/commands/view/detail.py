@@ -22,8 +22,8 @@ from batchkit.runs.index import Index
 from batchkit.runs.inputs import InputRows
 from batchkit.scoring import Scoring
 from batchkit.storage.answers import answers_in_words
-from batchkit.storage.generations import of_row
 from batchkit.storage.job_toml import job_of_run, without_masked
+from batchkit.storage.newest import Generations
 from batchkit.storage.plain_json import encoded
 from batchkit.types import Request
 
@@ -112,7 +112,7 @@ class Details:
             sources.append(source)
             return f"{url}/images/{n}"
 
-        reader, steps = _reader(index.folder, number), of_row(index.folder, number)
+        reader, steps = _reader(index.folder, number), Generations(index.folder).of(number)
         found = reader.read(records, steps, picture)
         self._keep((index.folder, number), sources)
         return found

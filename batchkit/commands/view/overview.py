@@ -20,10 +20,10 @@ from batchkit.config.terminal import cut_in_the_middle
 from batchkit.runs.columns import Table
 from batchkit.runs.index import Index, Snapshot
 from batchkit.scoring.metrics import OUT_OF_TEN, Group, ScoreTable, head, in_order
-from batchkit.storage.generations import totals_by_step
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.runfolder import JOB
+from batchkit.storage.steps import totals_by_step
 
 _MOST_GROUPS = 1_000
 _FORECAST = ("at", "left", "seconds", "prompt_tokens", "completion_tokens", "gpu_hours", "price")
