@@ -17,7 +17,7 @@ from batchkit.config.terminal import shortened
 from batchkit.engines.base import Preflight, RenderedPrompt
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import JobError, PromptTooLongError, RowError
-from batchkit.execution.hints import hints
+from batchkit.execution.first_rows import hints
 from batchkit.execution.rollouts.function import loaded_function
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.steps import Renderer, renderer_of

@@ -11,7 +11,8 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -22,6 +23,8 @@ from batchkit.errors import (
     PromptTooLongError,
     RowOutOfMemoryError,
 )
+from batchkit.execution.settle import lacks_answer
+from batchkit.execution.start import Start
 from batchkit.rendering.messages import loaded, with_note, with_parts
 from batchkit.rendering.sampling import with_temperature
 from batchkit.types import Completion, Key, Request, Usage
@@ -32,37 +35,29 @@ if TYPE_CHECKING:
 _MOST_DOUBLINGS = 60  # longer than any run; a float overflows past 1023
 
 
-class _Asked(NamedTuple):
-    """A row that was asked again: how often, and its last answer, used if no other follows.
+@dataclass
+class _Further:
+    """The further attempts of one row: ``tries`` that failed, in a row; how often it was ``asked`` for a
+    missing answer, and the ``answer`` that it has, or the failure if no answer was what is asked for;
+    and what was ``spent``."""
 
-    ``answer`` is a failure if no answer was what is asked for.
-    """
-
-    times: int
-    answer: Completion
+    tries: int = 0
+    asked: int = 0
+    answer: Completion | None = None
+    spent: list[Usage] = field(default_factory=list)
 
 
 class Attempts:
     """Decides for each completion whether its row is settled, and holds the requests to retry.
 
-    ``shorter`` makes a request with a shorter prompt, or returns None if none helps.
-    ``finds_nothing`` returns True if an answer lacks what the scoring looks for in it. Used by one
-    thread only; ``retried`` counts all further attempts except those with shorter prompts.
+    Used by one thread; ``retried`` counts all further attempts except those with shorter prompts.
     """
 
-    def __init__(
-        self,
-        retry: RetryTable,
-        shorter: Callable[[Request, PromptTooLongError], Request | None],
-        finds_nothing: Callable[[Completion], bool] | None,
-    ) -> None:
-        self._retry = retry
-        self._shorter = shorter
-        self._finds_nothing = finds_nothing if retry.reask else None
-        self._waiting = Waiting()
-        self._tries: dict[Key, int] = {}
-        self._asked: dict[Key, _Asked] = {}
-        self._spent: dict[Key, list[Usage]] = {}
+    def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:
+        self._start, self._retry, self._clock = start, start.job.retry, clock
+        self._waiting: list[tuple[float, int, Request]] = []  # a heap
+        self._numbers = itertools.count()
+        self._rows: dict[Key, _Further] = {}
         self.retried = 0
 
     def __len__(self) -> int:
@@ -70,105 +65,79 @@ class Attempts:
         return len(self._waiting)
 
     def pop_due(self) -> Request | None:
-        """A request that is due for another attempt, if there is one."""
-        return self._waiting.pop_due()
+        """The request that has been due the longest, if one is."""
+        if not self._waiting or self._waiting[0][0] > self._clock():
+            return None
+        return heapq.heappop(self._waiting)[2]
 
     def settle(self, completion: Completion) -> Completion | None:
         """The completion that settles the row, or None if the row is tried again."""
-        is_tried_again = self._tries or self._asked or self._spent or self._retry.reask
-        if completion.error is None and not is_tried_again:  # as nearly all are
+        if completion.error is None and not (self._rows or self._retry.reask):  # as nearly all are
             return completion
-        key, settled = completion.request.key, self._settled(completion)
-        if settled is None:
-            if completion.usage is not None:
-                self._spent.setdefault(key, []).append(completion.usage)
-            return None
-        spent = self._spent.pop(key, None)
-        if spent is None:
-            return settled
-        if settled is not completion and settled.usage is not None:  # an earlier answer is kept
-            spent.remove(settled.usage)
-            spent += filter(None, [completion.usage])
-        return replace(settled, earlier_usage=_sum(spent))
-
-    def _settled(self, completion: Completion) -> Completion | None:
-        if self._is_shortened(completion) or self._is_retried(completion):
-            return None
         key = completion.request.key
-        asked = self._asked.pop(key, None)
-        best, times = completion, 0 if asked is None else asked.times
-        if completion.error is not None and asked is not None and asked.answer.error is None:
-            best = asked.answer
-        return None if self._is_asked_again(completion, best, times) else best
+        row = self._rows.pop(key, None) or _Further()
+        if self._is_tried_again(completion, row):
+            if completion.usage is not None:
+                row.spent.append(completion.usage)
+            self._rows[key] = row
+            return None
+        settled = _best(completion, row)
+        if settled is not completion and settled.usage is not None:  # an earlier answer is kept
+            row.spent.remove(settled.usage)
+            row.spent += filter(None, [completion.usage])
+        return replace(settled, earlier_usage=_sum(row.spent)) if row.spent else settled
 
-    def _is_shortened(self, completion: Completion) -> bool:
-        if not isinstance(completion.error, PromptTooLongError):
-            return False
-        shorter = self._shorter(completion.request, completion.error)
+    def _is_tried_again(self, completion: Completion, row: _Further) -> bool:
+        if isinstance(completion.error, PromptTooLongError):
+            return self._is_shortened(completion.request, completion.error, row)
+        is_asked_again = self._retry.reask and isinstance(completion.error, InvalidOutputError)
+        again = None if is_asked_again else next_attempt(completion, row.tries + 1, self._retry)
+        if again is not None:
+            row.tries += 1
+            self._submit(again, wait_s(row.tries, self._retry))
+            return True
+        return self._is_asked_again(completion, row)
+
+    def _is_shortened(self, request: Request, error: PromptTooLongError, row: _Further) -> bool:
+        shorter = self._start.renderer.shortened(request, error)
         if shorter is None:
             return False
-        if shorter.key in self._asked:  # rendered again, without the note
+        if row.asked:  # rendered again, without the note
             shorter = with_note(shorter) or shorter
-        self._waiting.add(shorter, wait_s=0)
+        self._wait(shorter, 0)
         return True
 
-    def _is_retried(self, completion: Completion) -> bool:
-        key = completion.request.key
-        tries = self._tries.pop(key, 0) + 1
-        if self._retry.reask and isinstance(completion.error, InvalidOutputError):
-            return False  # it is asked again, with the note
-        again = next_attempt(completion, tries, self._retry)
+    def _is_asked_again(self, completion: Completion, row: _Further) -> bool:
+        if row.asked >= self._retry.reask or not self._lacks_answer(completion):
+            return False
+        again = completion.request if row.asked else with_note(completion.request)
         if again is None:
             return False
-        self._tries[key] = tries
-        self._submit(again, wait_s(tries, self._retry))
-        return True
-
-    def _is_asked_again(self, completion: Completion, best: Completion, times: int) -> bool:
-        if times >= self._retry.reask or not self._lacks_answer(completion):
-            return False
-        again = with_note(completion.request) if times == 0 else completion.request
-        if again is None:
-            return False
-        self._asked[completion.request.key] = _Asked(times + 1, best)
+        row.answer = _best(completion, row)
+        row.asked, row.tries = row.asked + 1, 0
         self._submit(next_sampling(again, self._retry), 0)
         return True
 
     def _lacks_answer(self, completion: Completion) -> bool:
         if completion.error is not None:
             return isinstance(completion.error, InvalidOutputError)
-        return self._finds_nothing is not None and self._finds_nothing(completion)
+        return lacks_answer(self._start, completion)
 
     def _submit(self, request: Request, wait_s: float) -> None:
         self.retried += 1
-        self._waiting.add(request, wait_s)
+        self._wait(request, wait_s)
+
+    def _wait(self, request: Request, wait_s: float) -> None:
+        heapq.heappush(self._waiting, (self._clock() + wait_s, next(self._numbers), request))
 
 
-class Waiting:
-    """Requests to be submitted again, each when it is due."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._heap: list[tuple[float, int, Request]] = []
-        self._numbers = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(self, request: Request, wait_s: float) -> None:
-        """Hold ``request`` for ``wait_s`` seconds."""
-        heapq.heappush(self._heap, (self._clock() + wait_s, next(self._numbers), request))
-
-    def pop_due(self) -> Request | None:
-        """The request that has been due the longest, if one is."""
-        if not self._heap or self._heap[0][0] > self._clock():
-            return None
-        return heapq.heappop(self._heap)[2]
+def _best(completion: Completion, row: _Further) -> Completion:
+    """An earlier answer, if this attempt failed."""
+    had = row.answer
+    return completion if completion.error is None or had is None or had.error else had
 
 
-def _sum(spent: Sequence[Usage]) -> Usage | None:
-    if not spent:
-        return None
+def _sum(spent: Sequence[Usage]) -> Usage:
     return Usage(
         sum(usage.prompt_tokens for usage in spent),
         sum(usage.completion_tokens for usage in spent),

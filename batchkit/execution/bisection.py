@@ -16,61 +16,16 @@ answered. Large groups go first: their answers show early that the engine works.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from batchkit.storage.manifest import SuspectGroup
+from batchkit.storage.manifest import Suspicion
 from batchkit.types import Key
 
 PROOF, PROOF_AMONG_ACCIDENTS = 2, 3
 
 T = TypeVar("T")
-
-
-class Suspicion(NamedTuple):
-    """A group of rows that have yet to be replayed together, as stored for the next start.
-
-    ``rows`` maps the key of each request to its ``input_hash``, which shows whether it still asks the
-    same. ``deaths`` and ``is_quarantined`` as in Group.
-    """
-
-    rows: Mapping[Key, str]
-    deaths: Sequence[str] = ()
-    is_quarantined: bool = False
-
-    def noted(self) -> SuspectGroup:
-        """As it is noted in the manifest."""
-        rows = {_text_of(key): input_hash for key, input_hash in self.rows.items()}
-        return SuspectGroup(rows=rows, deaths=list(self.deaths), is_quarantined=self.is_quarantined)
-
-    @classmethod
-    def known(cls, group: SuspectGroup) -> Suspicion:
-        rows = {_key_of(text): input_hash for text, input_hash in group.rows.items()}
-        return cls(rows, tuple(group.deaths), group.is_quarantined)
-
-    def only(self, may_come: Callable[[int], bool]) -> Suspicion:
-        """The same group without the rows that are not read again."""
-        may = {key: known for key, known in self.rows.items() if may_come(index_of(key))}
-        return self._replace(rows=may)
-
-
-def index_of(key: Key) -> int:
-    """Of the row that a request of this key belongs to."""
-    return key if isinstance(key, int) else key[0]
-
-
-def _text_of(key: Key) -> str:
-    """``17``, or ``17/revise/0`` for one of several generations of a row."""
-    return str(key) if isinstance(key, int) else "/".join(map(str, key))
-
-
-def _key_of(text: str) -> Key:
-    index, slash, call = text.partition("/")
-    if not slash:
-        return int(index)
-    step, _, number = call.rpartition("/")
-    return int(index), step, int(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,24 +136,29 @@ class Recalled(NamedTuple):
 class Expected:
     """What an earlier start suspected, until those rows are read again."""
 
-    def __init__(self, suspicions: Iterable[Suspicion]) -> None:
+    def __init__(self, suspicions: Sequence[Suspicion]) -> None:
+        self._suspicions = suspicions
         self._rows = {
-            key: Recalled(group, suspicion)
+            key: (group, input_hash)
             for group, suspicion in enumerate(suspicions)
-            for key in suspicion.rows
+            for key, input_hash in suspicion.rows
         }
 
     def pop(self, key: Key, input_hash: str) -> Recalled | None:
         """What was known of this request; None if nothing was, or if it has changed since."""
-        known = self._rows.pop(key, None)
-        return known if known and known.suspicion.rows[key] == input_hash else None
+        group, known_hash = self._rows.pop(key, (0, None))
+        return Recalled(group, self._suspicions[group]) if known_hash == input_hash else None
 
     def suspicions(self) -> list[Suspicion]:
         """Those of the requests that have not come yet."""
-        groups = {known.group: known.suspicion for known in self._rows.values()}
-        return [
-            suspicion._replace(
-                rows={key: known for key, known in suspicion.rows.items() if key in self._rows}
-            )
-            for _, suspicion in sorted(groups.items())
-        ]
+        return narrowed(self._suspicions, self._rows.__contains__)
+
+
+def narrowed(suspicions: Sequence[Suspicion], may_come: Callable[[Key], bool]) -> list[Suspicion]:
+    """The same groups without the requests that do not come."""
+    rows = [[row for row in suspicion.rows if may_come(row[0])] for suspicion in suspicions]
+    return [
+        suspicion.model_copy(update={"rows": left})
+        for suspicion, left in zip(suspicions, rows, strict=True)
+        if left
+    ]

@@ -7,22 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from batchkit.config.tables import JobConfig
-from batchkit.execution.bisection import Suspicion
+from batchkit.execution.bisection import narrowed
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
-from batchkit.execution.progress import Progress
 from batchkit.execution.resume import OpenRun
+from batchkit.execution.screen import Screen
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import check_found, is_learned, names_same_model
 from batchkit.storage.manifest import Manifest, Suspects, forget_other_steps
+from batchkit.types import Key
 
 
 class EngineNotes:
     """Hears what happens to the engines of one start."""
 
-    def __init__(self, start: Start, run: OpenRun, tasks: Tasks, progress: Progress) -> None:
-        self._job, self._run, self._tasks, self._progress = start.job, run, tasks, progress
+    def __init__(self, start: Start, run: OpenRun, tasks: Tasks, screen: Screen) -> None:
+        self._job, self._run, self._tasks, self._screen = start.job, run, tasks, screen
         manifest, ledger = run.manifest, run.ledger
         self._is_runs_own = names_same_model(manifest.identity, start.identity)
         """False if ``--set`` gives a retry another model."""
@@ -34,12 +35,12 @@ class EngineNotes:
     def hear(self, event: Event) -> None:
         match event:
             case Line(text):
-                self._progress.event(text)
+                self._screen.say(text)
             case EngineLine(text):
-                self._progress.event(text)
+                self._screen.say(text)
                 self._run.manifest.last_start.note_event(text)
             case Note(text):
-                self._progress.note(text)
+                self._screen.note(text)
             case Found(found):
                 self._found = check_found(self._found, found)
                 if self._is_runs_own:
@@ -58,7 +59,7 @@ class EngineNotes:
         """Report which engines are loaded, or taken again from those that were ``kept``."""
         for name in names:
             for text in _announced(self._job, name, is_kept=name in kept):
-                self._progress.event(text)
+                self._screen.say(text)
 
     def note_versions(self, versions: Mapping[str, Mapping[str, str]]) -> None:
         """Note what engines, by name, report about themselves."""
@@ -77,29 +78,26 @@ class EngineNotes:
         # Where the search for a poison row was when an earlier start was killed.
         is_current = noted.suspects.of == _suspects_of(options, manifest)
         groups = noted.suspects.groups if is_current else []
-        suspicions = [Suspicion.known(group).only(self._tasks.may_come) for group in groups]
-        suspicions = [found for found in suspicions if found.rows]
-        if suspicions:
-            n = sum(len(suspicion.rows) for suspicion in suspicions)
-            self.hear(
-                Line(
-                    f"the search for a row that kills the engine continues: {n} rows are suspected"
-                )
-            )
+        suspicions = narrowed(groups, self._may_come)
+        if n := sum(len(suspicion.rows) for suspicion in suspicions):
+            searches = "the search for a row that kills the engine continues"
+            self.hear(Line(f"{searches}: {n} rows are suspected"))
         return EngineHistory(0, list(noted.engine_steps), noted.engine_accidents, suspicions, name)
 
     def _remember(self, history: EngineHistory) -> None:
         """Note what an engine's death taught."""
         manifest = self._run.manifest
-        self._restarts[self._tasks.turn, history.engine] = history.restarts
+        self._restarts[self._tasks.turns.number, history.engine] = history.restarts
         manifest.last_start.engine_restarts = self._restarts.total()
         noted = manifest.notes_of(history.engine)
         noted.engine_steps = [dict(step) for step in history.steps]
         noted.engine_accidents = history.among_accidents
-        groups = [suspicion.noted() for suspicion in history.suspicions]
         noted.suspects = Suspects(
-            of=_suspects_of(self._options(history.engine), manifest), groups=groups
+            of=_suspects_of(self._options(history.engine), manifest), groups=[*history.suspicions]
         )
+
+    def _may_come(self, key: Key) -> bool:
+        return self._tasks.may_come(key if isinstance(key, int) else key[0])
 
     def _options(self, name: str) -> Mapping[str, Any]:
         return self._job.with_engine(name).engine.options

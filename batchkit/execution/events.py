@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from batchkit.execution.bisection import Suspicion
+from batchkit.storage.manifest import Suspicion
 
 
 class Line(NamedTuple):
@@ -47,20 +47,24 @@ class Found(NamedTuple):
     found: Mapping[str, Mapping[str, Any]]
 
 
-class PoolLoad(NamedTuple):
-    """How busy the engines are: summed over all of them, but for ``kv_cache_usage``, the fullest
-    one's. ``preemptions`` are counted since the start."""
+class Load(NamedTuple):
+    """How busy engines are, as of their last poll: summed over several, but for ``kv_cache_usage``, the
+    fullest one's. ``preemptions`` are counted since the start, and so are ``retried``, further attempts
+    of rows. ``unfinished_tokens`` are of answers that have not ended."""
 
     window: int = 0
+    in_flight: int = 0
     running: int = 0
     waiting: int = 0
     kv_cache_usage: float = 0.0
     preemptions: int = 0
+    unfinished_tokens: int = 0
+    retried: int = 0
 
-    def __add__(self, other: PoolLoad) -> PoolLoad:  # type: ignore[override]
+    def __add__(self, other: Load) -> Load:  # type: ignore[override]
         fullest = max(self.kv_cache_usage, other.kv_cache_usage)
         summed = (mine + its for mine, its in zip(self, other, strict=True))
-        return PoolLoad(*summed)._replace(kv_cache_usage=fullest)  # type: ignore[arg-type]
+        return Load(*summed)._replace(kv_cache_usage=fullest)  # type: ignore[arg-type]
 
 
 Event = Line | EngineLine | Note | EngineHistory | Found

@@ -26,75 +26,60 @@ _OPERATIONS = {"embed": "embeddings"}  # gen_ai.operation.name has none for the 
 
 
 class Family(NamedTuple):
-    """One metric; ``values`` are by the value of its ``label``, the empty one if it has none."""
+    """One metric: the value of ``field`` of Metrics, or by the values of its ``label``."""
 
     kind: Literal["counter", "gauge"]
     text: str
-    values: Callable[[Metrics], Mapping[str, float | None]]
+    field: str
     label: str = ""
 
-
-def _one(name: str) -> Callable[[Metrics], Mapping[str, float | None]]:
-    return lambda metrics: {"": getattr(metrics, name)}
-
-
-def _by_gpu(name: str) -> Callable[[Metrics], Mapping[str, float | None]]:
-    return lambda metrics: {str(n): getattr(gpu, name) for n, gpu in enumerate(metrics.gpus)}
+    def values(self, metrics: Metrics) -> Mapping[str, float | None]:
+        """By the value of its label, the empty one if it has none."""
+        if self.label == "gpu":
+            return {str(n): getattr(gpu, self.field) for n, gpu in enumerate(metrics.gpus)}
+        if self.label == "status":
+            return {"ok": metrics.rows_ok, "failed": metrics.rows_failed}
+        return {"": getattr(metrics, self.field)}
 
 
 # A retry makes failed rows fewer, so rows are gauges.
 FAMILIES = {
-    "batchkit_rows": Family(
-        "gauge",
-        "Rows that have a record.",
-        lambda metrics: {"ok": metrics.rows_ok, "failed": metrics.rows_failed},
-        "status",
-    ),
-    "batchkit_rows_expected": Family("gauge", "Rows of the job.", _one("rows_total")),
+    "batchkit_rows": Family("gauge", "Rows that have a record.", "", "status"),
+    "batchkit_rows_expected": Family("gauge", "Rows of the job.", "rows_total"),
     "batchkit_rows_retried_total": Family(
-        "counter", "Further attempts of rows in this start.", _one("retried")
+        "counter", "Further attempts of rows in this start.", "retried"
     ),
     "batchkit_run_seconds_total": Family(
-        "counter", "For how long the run's starts have run.", _one("seconds")
+        "counter", "For how long the run's starts have run.", "seconds"
     ),
     "batchkit_prompt_tokens_total": Family(
-        "counter", "Tokens of prompts of all records.", _one("prompt_tokens")
+        "counter", "Tokens of answered prompts.", "prompt_tokens"
     ),
     "batchkit_generation_tokens_total": Family(
-        "counter", "Tokens of answers of all records.", _one("completion_tokens")
+        "counter", "Tokens of answers.", "completion_tokens"
     ),
     "batchkit_generations_total": Family(
-        "counter", "Recorded generations of rows with several.", _one("generations")
+        "counter", "Generations of rows with several.", "generations"
     ),
     "batchkit_num_requests_in_flight": Family(
-        "gauge", "Requests handed to the engines.", _one("in_flight")
+        "gauge", "Requests handed to the engines.", "in_flight"
     ),
-    "batchkit_num_requests_allowed": Family(
-        "gauge", "The window: how many may be in flight.", _one("window")
-    ),
-    "batchkit_num_requests_running": Family(
-        "gauge", "Requests that the engines run.", _one("running")
-    ),
-    "batchkit_num_requests_waiting": Family(
-        "gauge", "Requests in the engines' queues.", _one("waiting")
-    ),
+    "batchkit_num_requests_allowed": Family("gauge", "How many may be in flight.", "window"),
+    "batchkit_num_requests_running": Family("gauge", "Requests that the engines run.", "running"),
+    "batchkit_num_requests_waiting": Family("gauge", "Requests in the engines' queues.", "waiting"),
     "batchkit_kv_cache_usage_ratio": Family(
-        "gauge", "KV cache in use, of the fullest engine.", _one("kv_cache_usage")
+        "gauge", "KV cache in use: the fullest.", "kv_cache_usage"
     ),
     "batchkit_num_preemptions_total": Family(
-        "counter", "Requests preempted in this start.", _one("preemptions")
+        "counter", "Preemptions in this start.", "preemptions"
     ),
     "batchkit_engine_restarts_total": Family(
-        "counter", "Engines started again in this start.", _one("engine_restarts")
+        "counter", "Engines started again.", "engine_restarts"
     ),
-    "batchkit_host_memory_bytes": Family(
-        "gauge", "Resident memory of the run's processes on this machine.", _one("host_bytes")
-    ),
-    "batchkit_gpu_memory_bytes": Family(
-        "gauge", "Memory in use on each GPU of this machine.", _by_gpu("memory_bytes"), "gpu"
-    ),
+    "batchkit_host_memory_bytes": Family("gauge", "Memory of the run's processes.", "host_bytes"),
+    "batchkit_gpu_memory_bytes": Family("gauge", "Memory in use on a GPU.", "memory_bytes", "gpu"),
     "batchkit_gpu_utilization_ratio": Family(
-        "gauge", "Share of the time that a kernel ran.", _by_gpu("utilization"), "gpu"
+        "gauge", "Share of time in kernels.", "utilization", "gpu"
     ),
 }
 

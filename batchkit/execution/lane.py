@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,10 +14,10 @@ from batchkit.engines.memory_ladder import Ladder
 from batchkit.engines.registry import open_engine
 from batchkit.errors import EngineError
 from batchkit.execution.attempts import Attempts
-from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Hear, Line, PoolLoad
+from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Hear, Line, Load
 from batchkit.execution.kept_engine import KeptEngine, Loaded
 from batchkit.execution.requests import Requests
-from batchkit.execution.settle import lacks_answer, resolved
+from batchkit.execution.settle import resolved
 from batchkit.execution.start import Start
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.execution.window import Window
@@ -56,19 +55,16 @@ class Lane:
     def __init__(self, start: Start, name: str, requests: Requests, opening: Opening) -> None:
         self.name = name
         self.in_flight: dict[Key, Request] = {}
-        self.unfinished_tokens = 0
         self._start, self._requests, self._opening = start, requests, opening
         self._job = start.job.with_engine(name)
         self._hear = _named(opening.hear, name) if name else opening.hear
-        self._attempts = Attempts(
-            start.job.retry, start.renderer.shortened, partial(lacks_answer, start)
-        )
+        self._attempts = Attempts(start)
         self._loaded: Loaded
-        self._served: Mapping[str, Any] = {}
+        self._seen = EngineLoad(0, 0, 0.0, 0)
         self._engine = self._supervised()
         fixed = start.job.run.max_in_flight
         self._window = Window(self._engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
-        self.load = PoolLoad(self._window.size)
+        self._preemptions = 0
 
     def fill(self) -> list[Completion]:
         """Submit requests while there is room; wait only if the engine has nothing to do.
@@ -111,13 +107,18 @@ class Lane:
         return not self.in_flight and not self._attempts and self._requests.exhausted
 
     @property
-    def retried(self) -> int:
-        """Further attempts so far."""
-        return self._attempts.retried
-
-    @property
-    def window(self) -> int:
-        return self._window.size
+    def load(self) -> Load:
+        seen = self._seen
+        return Load(
+            self._window.size,
+            len(self.in_flight),
+            seen.running,
+            seen.waiting,
+            seen.kv_cache_usage,
+            self._preemptions,
+            seen.unfinished_tokens,
+            self._attempts.retried,
+        )
 
     @property
     def max_num_seqs(self) -> int:
@@ -153,22 +154,16 @@ class Lane:
         return [settled]
 
     def _adapt(self) -> None:
-        window, load = self._window, self._look(self._engine)
-        change = window.fit(self._engine.max_num_seqs)
-        change = change or window.adapt(load, len(self.in_flight))
-        self.unfinished_tokens = load.unfinished_tokens
-        preemptions = self.load.preemptions + load.preempted
-        self.load = PoolLoad(
-            window.size, load.running, load.waiting, load.kv_cache_usage, preemptions
-        )
-        if change is not None:
-            self._hear(Line(f"window {change.old} → {change.new}: {change.reason}"))
+        load = self._look(self._engine)
+        self._preemptions += load.preempted
+        if change := self._window.adapt(load, len(self.in_flight), self._engine.max_num_seqs):
+            self._hear(Line(change))
 
     def _look(self, engine: Engine) -> EngineLoad:
         load = engine.load()
-        if load.served != self._served:
-            self._served = load.served
+        if load.served != self._seen.served:
             self._hear(Found({"engine.served": load.served}))
+        self._seen = load
         return load
 
     def _supervised(self) -> SupervisedEngine:

@@ -10,7 +10,7 @@ from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, Interrupted
 from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.engine_notes import EngineNotes
-from batchkit.execution.hints import hints
+from batchkit.execution.first_rows import hints
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.lane import Opening
 from batchkit.execution.requests import requests_of
@@ -49,7 +49,8 @@ class Loop:
     ) -> None:
         self._start, self._run, self._tasks = start, run, tasks
         self._stop, self._screen, self._kept = stop, screen, kept
-        self._notes = EngineNotes(start, run, tasks, screen.progress)
+        self._notes = EngineNotes(start, run, tasks, screen)
+        self._tokens_before = run.ledger.usage
         self._loads_s: list[float] = []
         self._seconds = 0.0
         self._retried = 0
@@ -63,18 +64,18 @@ class Loop:
             if row.error is None:
                 for hint in hints(self._start.job, row.fields):
                     self._screen.say(hint)
-            self._screen.begin(self._tasks)
-            if self._stop.is_asked(self._screen.tokens()):  # before the model is loaded
+            self._announce()
+            if self._stop.is_asked():  # before the model is loaded
                 return self._stopped()
             return self._settle_all()
         finally:
-            self._screen.note_gpus()  # also of a start that a signal ends while the model loads
+            self._stop.note_gpus()  # also of a start that a signal ends while the model loads
             self._tasks.input.note_changes()
 
     def _settle_all(self) -> Outcome:
         try:
             self._tasks.check_first_rows()
-            for engines in self._tasks.turns():
+            for engines in self._tasks.of_each_turn():
                 with self._opened_pool(engines) as pool:
                     self._generate(pool)
                     if self._is_cut_short(pool):
@@ -96,9 +97,9 @@ class Loop:
         try:
             with self._stop.request.deferred():
                 while not pool.is_done:
-                    is_stopping = self._stop.is_asked(self._screen.tokens(pool.unfinished_tokens))
+                    is_stopping = self._stop.is_asked(pool.load.unfinished_tokens)
                     self._write(pool.fill(taking=not is_stopping), pool)
-                    if is_stopping and self._stop.is_over(pool.in_flight):
+                    if is_stopping and self._stop.is_over(pool.load.in_flight):
                         break
                     self._write(pool.poll(), pool)
                     self._housekeeping(pool)
@@ -106,10 +107,10 @@ class Loop:
             pass
         finally:
             self._seconds += time.monotonic() - began
-            self._retried += pool.retried
+            self._retried += pool.load.retried
             self._run.ledger.flush()
-            self._screen.note_workers(pool)
-            self._screen.show(self._tasks, pool, force=True)
+            self._note_workers(pool)
+            self._screen.show(self._tasks, pool.load, force=True)
 
     def _write(self, lines: Sequence[Returned], pool: WorkerPool) -> None:
         """Write settled rows and generations to their logs; rows that wait for another engine are noted."""
@@ -118,10 +119,11 @@ class Loop:
             if isinstance(line, RecordLine):
                 tasks.settle(line.record.index, is_ok=line.record.status == "ok")
             elif isinstance(line, PausedRow):
-                tasks.pause(line)
+                tasks.turns.pause(line)
         self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))
         pool.written()
-        self._stop.check_failures(tasks, pool.in_flight)
+        if tasks.failed:
+            self._stop.check_failures(tasks, pool.load.in_flight)
 
     def _housekeeping(self, pool: WorkerPool) -> None:
         """Update the screen at every call; write a checkpoint when its interval is over.
@@ -129,19 +131,43 @@ class Loop:
         The interval grows if checkpoints are slow, so that they cost at most a fiftieth of the
         time: the checkpoint is a cache, and an old one only makes a resume read more of the log.
         """
-        self._screen.show(self._tasks, pool)
+        if self._screen.is_due:
+            self._screen.show(self._tasks, pool.load)
         if (now := time.monotonic()) >= self._next_sync:
             took = self._run.ledger.sync()
             interval = max(self._start.job.run.checkpoint_interval_s, 50 * took)
             self._next_sync = now + took + interval
-            self._screen.note(pool)
+            if self._note_workers(pool) | self._stop.note_gpus() | self._note_total():
+                self._run.save()
+
+    def _announce(self) -> None:
+        """Report what earlier starts have done, and what this one may cost."""
+        if resumed := self._tasks.resumed:
+            of = "" if (total := self._tasks.total(timeout_s=1)) is None else f" of {total:,}"
+            self._screen.say(f"resumed {resumed:,}{of} rows")
+        if budgets := self._stop.announced():
+            self._screen.say(budgets)
+
+    def _note_workers(self, pool: WorkerPool) -> bool:
+        """Have the manifest say what ``status`` shows of workers. False if there is only one."""
+        if workers := pool.workers():
+            self._run.manifest.last_start.workers = workers
+        return bool(workers)
+
+    def _note_total(self) -> bool:
+        """Have the manifest say it as soon as it is known: then ``status`` need not count the rows."""
+        manifest = self._run.manifest
+        if manifest.total is not None or (total := self._tasks.total()) is None:
+            return False
+        manifest.total = self._tasks.input.source.sample_of or total
+        return True
 
     @contextmanager
     def _opened_pool(self, engines: Sequence[str]) -> Iterator[WorkerPool]:
         """The workers, once the models of ``engines`` are loaded; the first rows are rendered meanwhile."""
         started, start, tasks = time.monotonic(), self._start, self._tasks
         with ExitStack() as held:
-            kept = None if tasks.takes_turns else self._kept
+            kept = None if tasks.turns.are_several else self._kept
             if kept is None:
                 kept = held.enter_context(closing(KeptEngine(self._run.folder / LOG)))
             self._notes.announce(engines, kept=kept.idle)
@@ -150,25 +176,19 @@ class Loop:
                 kept,
                 self._notes.known(engines),
                 self._stop.request.immediate,  # nothing is in flight: a signal stops it at once
-                tasks.environments,
+                tasks.turns.environments,
             )
             pool: WorkerPool
             if start.job.run.workers is not None:
-                self._screen.progress.start_clock("waiting for a worker")
-                pool = RayPool(start, tasks, engines, opening)
+                with self._screen.waiting("waiting for a worker"):
+                    pool = RayPool(start, tasks, engines, opening)
             else:
-                self._screen.progress.start_clock("loading the model")
-                requests = requests_of(
-                    start,
-                    tasks.of_turn(),
-                    engines,
-                    may_wait=tasks.may_wait,
-                    rendered=tasks.rendered,
-                )
+                due = tasks.of_turn()
+                requests = requests_of(start, due, engines, may_wait=tasks.may_wait)
                 held.enter_context(closing(requests))
-                pool = Worker(start, requests, engines, opening)
+                with self._screen.waiting("loading the model"):
+                    pool = Worker(start, requests, engines, opening)
             held.enter_context(closing(pool))
-            self._screen.progress.stop_clock()
             self._loads_s.append(time.monotonic() - started)
             yield pool
 
@@ -179,7 +199,7 @@ class Loop:
             return True
         if self._stop.by is None:
             return False
-        return self._tasks.n_paused > 0 or (not pool.is_done and self._tasks.some_are_left())
+        return self._tasks.turns.n_paused > 0 or (not pool.is_done and self._tasks.some_are_left())
 
     def _nothing_due(self) -> Outcome:
         self._tasks.check_complete()
@@ -204,34 +224,35 @@ class Loop:
             failures = failures_of(run.folder / RESULTS, run.ledger.totals, job)
             some_remain = self._start.is_retry and tasks.some_remain()
             code = 1 if some_remain else 3 if run.ledger.totals.failed else 0
-        state = self._screen.state(tasks, None)
-        run.manifest.total = self._tasks.input.source.sample_of or total
+        totals, usage, before = run.ledger.totals, run.ledger.usage, self._tokens_before
+        completion_tokens = usage.completion_tokens - before.completion_tokens
+        run.manifest.total = tasks.input.source.sample_of or total
         run.manifest.skipped_elsewhere = tasks.elsewhere
         run.manifest.last_start.exit = code
         run.manifest.last_start.seconds = round(self._seconds, 3)
-        price = self._stop.budgets.price(self._screen.tokens())
+        price = self._stop.price()
         per_s = 1 / self._seconds if self._seconds else 0.0
         return RunSummary(
             name=job.name,
             folder=str(run.folder),
-            total=max(state.settled + tasks.elsewhere, total or 0),
-            ok=state.ok,
-            failed=state.failed,
+            total=max(totals.ok + totals.failed + tasks.elsewhere, total or 0),
+            ok=totals.ok,
+            failed=totals.failed,
             skipped=tasks.resumed + tasks.elsewhere,
             retried=self._retried,
             seconds=round(self._seconds, 3),
             load_seconds=round(sum(self._loads_s), 3),
-            prompt_tokens=state.prompt_tokens,
-            completion_tokens=state.completion_tokens,
-            generations=state.generations,
+            prompt_tokens=usage.prompt_tokens - before.prompt_tokens,
+            completion_tokens=completion_tokens,
+            generations=run.ledger.steps.spent.generations,
             rows_per_s=round(tasks.settled * per_s, 3),
-            completion_tokens_per_s=round(state.completion_tokens * per_s, 3),
+            completion_tokens_per_s=round(completion_tokens * per_s, 3),
             exit=code,
             stopped_by=self._stop.by,
             price=None if price is None else round(price, 6),
-            failed_by_kind=run.ledger.totals.count_by_kind(),
+            failed_by_kind=totals.count_by_kind(),
             failures=failures,
-            source=self._tasks.input.source,
+            source=tasks.input.source,
             run=run.manifest.created_at,
             generates=job.task == "generate",
         )

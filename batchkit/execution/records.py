@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -104,9 +103,9 @@ def failed_unless_whole(completion: Completion, vector_dtype: str = "float32") -
     if completion.error is not None:
         return completion
     if completion.pooled is not None:
-        if not _is_finite(completion.pooled):
-            return _not_finite(completion)
-        return _unless_too_large(completion, completion.pooled.vector, vector_dtype)
+        if (fault := _fault_of(completion.pooled, vector_dtype)) is None:
+            return completion
+        return replace(completion, error=InvalidOutputError(fault), pooled=None)
     if completion.selected is not None:  # among those that are whole
         return completion
     for choice in completion.choices:
@@ -129,35 +128,26 @@ def _empty(choices: Sequence[Choice]) -> EmptyTextError:
     return EmptyTextError(f"the model answered with no text (finish_reason {reason})")
 
 
-def _is_finite(pooled: Pooled) -> bool:
-    if pooled.vector is not None:
-        import numpy as np
-
-        return bool(np.isfinite(np.frombuffer(pooled.vector, "<f4")).all())
-    return all(map(math.isfinite, [*(pooled.probabilities or ()), *(pooled.scores or ())]))
-
-
-def _not_finite(completion: Completion) -> Completion:
-    error = InvalidOutputError(
-        "the model's answer has a number that is not finite (NaN or infinite); a dtype with a larger"
-        ' range may help: engine.options.dtype = "bfloat16" or "float32"'
-    )
-    return replace(completion, error=error, pooled=None)
-
-
-def _unless_too_large(completion: Completion, vector: bytes | None, dtype: str) -> Completion:
-    if vector is None or dtype == "float32":
-        return completion
+def _fault_of(pooled: Pooled, vector_dtype: str) -> str | None:
+    """Why its numbers can't be stored; None if they can."""
     import numpy as np
 
-    largest = np.abs(np.frombuffer(vector, "<f4")).max(initial=0)
-    if largest <= np.finfo(dtype).max:
-        return completion
-    error = InvalidOutputError(
-        f'the vector has {largest:,.0f}, which {dtype} can\'t hold; set output.vector_dtype = "float32"'
-        " (or pooling.normalize = true)"
+    if pooled.vector is None:
+        numbers = np.array([*(pooled.probabilities or ()), *(pooled.scores or ())])
+    else:
+        numbers = np.frombuffer(pooled.vector, "<f4")
+    if not np.isfinite(numbers).all():
+        return (
+            "the model's answer has a number that is not finite (NaN or infinite); a dtype with a larger"
+            ' range may help: engine.options.dtype = "bfloat16" or "float32"'
+        )
+    largest = np.abs(numbers).max(initial=0)
+    if pooled.vector is None or largest <= np.finfo(vector_dtype).max:
+        return None
+    return (
+        f"the vector has {largest:,.0f}, which {vector_dtype} can't hold; set output.vector_dtype ="
+        ' "float32" (or pooling.normalize = true)'
     )
-    return replace(completion, error=error, pooled=None)
 
 
 def parsed_or_failed(completion: Completion) -> Completion:

@@ -8,12 +8,9 @@ from dataclasses import replace
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import BatchkitError
-from batchkit.execution.budgets import Budgets
 from batchkit.execution.exporter import exporting
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.loop import Loop
-from batchkit.execution.progress import Progress
-from batchkit.execution.recorder import Recorder
 from batchkit.execution.resume import OpenRun, open_run
 from batchkit.execution.screen import Screen
 from batchkit.execution.signals import StopRequest
@@ -22,7 +19,6 @@ from batchkit.execution.start import Options, Start
 from batchkit.execution.stop import Stop
 from batchkit.execution.summary import Outcome
 from batchkit.execution.tasks import Tasks
-from batchkit.execution.watched_input import WatchedInput
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.sample import check_countable, sampled
 from batchkit.storage.job_toml import check_secrets
@@ -77,26 +73,16 @@ def _settled(
     start: Start, source: Input, signals: StopRequest, kept: KeptEngine | None, held: ExitStack
 ) -> Outcome:
     job = start.job
-    show = held.enter_context(exporting(job))
+    export = held.enter_context(exporting(job))
     run = held.enter_context(open_run(start, source))
     rows = _sampled(source, run, job)
     start.renderer.check_files()  # the manifest must describe the same templates
-    progress = Progress(
-        job.folder,
-        interval_s=job.run.checkpoint_interval_s,
-        quiet=start.options.quiet,
-        generates=job.task == "generate",
-    )
-    held.enter_context(closing(progress))
-    recorder = Recorder(run, signals.began, progress.event, show)
-    held.enter_context(closing(recorder))
+    screen = Screen(start, run, signals.began, export)
+    held.enter_context(closing(screen))
     for text in filter(None, [source.left_out, *run.messages, _sample_of(rows, job)]):
-        progress.event(text)
-    gpu_seconds = sum(earlier.gpu_seconds for earlier in run.manifest.starts)
-    budgets = Budgets(job, signals.began, gpu_seconds)
-    tasks = Tasks(start, run, WatchedInput(start, run, rows), progress.event)
-    stop = Stop(start, signals, budgets, progress.event)
-    screen = Screen(run, progress, recorder, budgets)
+        screen.say(text)
+    tasks = Tasks(start, run, rows, screen.say)
+    stop = Stop(start, run, signals, screen.say)
     outcome = Loop(start, run, tasks, stop, screen, kept).run()
     if rows is source:
         return outcome

@@ -1,79 +1,104 @@
-"""What people and programs see of a run while it works: lines, a bar, metrics, and the manifest's notes."""
+"""What people and programs see of a run while it works: lines, a bar, ``metrics.jsonl`` and Prometheus."""
 
 from __future__ import annotations
 
-from batchkit.execution.budgets import Budgets
-from batchkit.execution.progress import Progress, State
-from batchkit.execution.recorder import Pool, Recorder
+import os
+import threading
+import time
+
+from batchkit.engines.memory import family_bytes, gpu_loads
+from batchkit.execution.events import Load
+from batchkit.execution.exporter import Show
+from batchkit.execution.progress import Progress
 from batchkit.execution.resume import OpenRun
+from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
-from batchkit.types import Usage
+from batchkit.storage.metrics import GpuLoad, Metrics, MetricsLog
+from batchkit.types import utc_now
+
+_LOOK_S = 0.25
+_RECORD_S = 1.0
+_MACHINE_S = 5.0  # reading the processes of the host may take some milliseconds
 
 
 class Screen:
-    """Told once a turn how far the run is; nothing depends on it. Used by the run's thread."""
+    """Told once a turn how far the run is; nothing depends on it. Used by the run's thread.
 
-    def __init__(
-        self, run: OpenRun, progress: Progress, recorder: Recorder, budgets: Budgets
-    ) -> None:
-        self.progress = progress
-        self._run, self._recorder, self._budgets = run, recorder, budgets
-        self._tokens_before = self.tokens()
+    ``began``: when the command did. ``export`` gets each line of the metrics.
+    """
 
-    def say(self, text: str) -> None:
-        """Write one line to run.log and to stderr."""
-        self.progress.event(text)
-
-    def begin(self, tasks: Tasks) -> None:
-        """Report what earlier starts have done, and what this one may cost."""
-        if tasks.resumed:
-            of = "" if (total := tasks.total(timeout_s=1)) is None else f" of {total:,}"
-            self.say(f"resumed {tasks.resumed:,}{of} rows")
-        if announced := self._budgets.announced(self._tokens_before):
-            self.say(announced)
-
-    def show(self, tasks: Tasks, pool: Pool, *, force: bool = False) -> None:
-        """Update what is shown, where an update is due; very cheap otherwise."""
-        state, manifest = self.state(tasks, pool), self._run.manifest
-        self.progress.update(state, force=force)
-        self._recorder.update(state, pool, force=force)
-        if manifest.total is None and (total := tasks.total()) is not None:
-            manifest.total = tasks.input.source.sample_of or total  # status need not count the rows
-            self._run.save()
-
-    def note(self, pool: Pool) -> None:
-        """Have the manifest say what ``status`` shows of the workers, and what GPUs cost."""
-        has_changed = self.note_workers(pool)
-        if self.note_gpus() or has_changed:
-            self._run.save()
-
-    def note_workers(self, pool: Pool) -> bool:
-        """False if there is only one worker."""
-        if workers := pool.workers():
-            self._run.manifest.last_start.workers = workers
-        return bool(workers)
-
-    def note_gpus(self) -> bool:
-        """Note for how long GPUs were held; True if it has to be on disk: the job has a price for them."""
-        self._run.manifest.last_start.gpu_seconds = round(self._budgets.gpu_seconds, 3)
-        return self._budgets.count_gpus
-
-    def tokens(self, unfinished: int = 0) -> Usage:
-        """Of the run, over all starts, with those of answers that have not ended."""
-        usage = self._run.ledger.usage
-        return Usage(usage.prompt_tokens, usage.completion_tokens + unfinished)
-
-    def state(self, tasks: Tasks, pool: Pool | None) -> State:
-        totals, before, now = self._run.ledger.totals, self._tokens_before, self.tokens()
-        total = tasks.total()
-        return State(
-            total=None if total is None else total - tasks.elsewhere,
-            ok=totals.ok,
-            failed=totals.failed,
-            resumed=tasks.resumed,
-            in_flight=0 if pool is None else pool.in_flight,
-            prompt_tokens=now.prompt_tokens - before.prompt_tokens,
-            completion_tokens=now.completion_tokens - before.completion_tokens,
-            unfinished_tokens=0 if pool is None else pool.unfinished_tokens,
-            generations=self._run.ledger.steps.spent.generations,
+    def __init__(self, start: Start, run: OpenRun, began: float, export: Show) -> None:
+        job = start.job
+        self._run, self._began, self._export = run, began, export
+        self._progress = Progress(
+            job.folder,
+            interval_s=job.run.checkpoint_interval_s,
+            quiet=start.options.quiet,
+            generates=job.task == "generate",
         )
+        self.say, self.note = self._progress.event, self._progress.note
+        self.waiting = self._progress.waiting
+        self._log = MetricsLog(run.folder, is_lost=lambda: run.lock.is_lost, say=self.say)
+        self._machine = _MachineWatch()
+        self._look_s = min(_LOOK_S, job.run.checkpoint_interval_s)
+        self._next_look = self._next_record = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Very cheap."""
+        return time.monotonic() >= self._next_look
+
+    def show(self, tasks: Tasks, load: Load, *, force: bool = False) -> None:
+        """Update what is shown; with ``force`` also what is not due yet."""
+        now = time.monotonic()
+        self._next_look = now + self._look_s
+        metrics = self._metrics(tasks, load, now)
+        self._progress.update(metrics, force=force)
+        if now >= self._next_record or force:
+            self._next_record = now + _RECORD_S
+            self._log.append(metrics)
+            self._export(metrics)
+
+    def close(self) -> None:
+        self._machine.close()
+        self._log.close()
+        self._progress.close()
+
+    def _metrics(self, tasks: Tasks, load: Load, now: float) -> Metrics:
+        ledger, manifest, total = self._run.ledger, self._run.manifest, tasks.total()
+        return Metrics(
+            at=utc_now(),
+            start=len(manifest.starts),
+            seconds=round(self._log.seconds_before + now - self._began, 3),
+            rows_ok=ledger.totals.ok,
+            rows_failed=ledger.totals.failed,
+            rows_total=None if total is None else total - tasks.elsewhere,
+            prompt_tokens=ledger.usage.prompt_tokens,
+            completion_tokens=ledger.usage.completion_tokens,
+            generations=ledger.steps.spent.generations,
+            engine_restarts=manifest.last_start.engine_restarts,
+            host_bytes=self._machine.host_bytes,
+            gpus=self._machine.gpus,
+            **load._replace(kv_cache_usage=round(load.kv_cache_usage, 4))._asdict(),
+        )
+
+
+class _MachineWatch:
+    """Reads memory and GPUs on a thread of its own, since a driver may take its time; the run's
+    thread reads the two attributes, each of which is replaced as a whole."""
+
+    def __init__(self) -> None:
+        self.host_bytes: int | None = None
+        self.gpus: list[GpuLoad] = []
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="machine-watch", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while True:
+            self.host_bytes = family_bytes(os.getpid()) or None
+            self.gpus = gpu_loads()
+            if self._closed.wait(_MACHINE_S):
+                return

@@ -1,17 +1,25 @@
-"""Why a start ends before its rows do: a signal, a used-up budget, or too many failures."""
+"""Why a start ends before its rows do: a signal, a used-up budget, or too many failures.
+
+Seconds are those of one start: a slot on a machine ends for each start anew. Tokens and price are
+those of the run: what earlier starts have spent is spent.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
+from batchkit.config.numbers import number
+from batchkit.config.tables import RunTable
 from batchkit.errors import TooManyFailuresError
-from batchkit.execution.budgets import Budgets
+from batchkit.execution.resume import OpenRun
 from batchkit.execution.signals import DRAIN_S, StopRequest
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.types import Usage
 
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
+_HOUR_S = 3600.0
 
 
 class Stop:
@@ -19,23 +27,48 @@ class Stop:
     ``run.max_seconds = 60``; None if none does. ``say`` gets lines for the log."""
 
     def __init__(
-        self, start: Start, request: StopRequest, budgets: Budgets, say: Callable[[str], None]
+        self, start: Start, run: OpenRun, request: StopRequest, say: Callable[[str], None]
     ) -> None:
         self.request = request
-        self.budgets = budgets
         self.by: str | None = None
-        self._start, self._say = start, say
+        self._job, self._run, self._say = start.job, run, say
+        self._gpu_seconds_before = sum(earlier.gpu_seconds for earlier in run.manifest.starts)
         self._is_announced = False
 
-    def is_asked(self, tokens: Usage) -> bool:
-        """No new row begins. ``tokens``: of the whole run, with those of answers that have not ended."""
+    def announced(self) -> str:
+        """Every budget, and what is left of it; empty if there is none."""
+        run, parts = self._job.run, list[str]()
+        if run.max_seconds is not None:
+            parts.append(f"run.max_seconds = {run.max_seconds:g} for this start")
+        if (most := run.max_completion_tokens) is not None:
+            left = max(0, most - self._run.ledger.usage.completion_tokens)
+            parts.append(f"run.max_completion_tokens = {most:,}, {left:,} left")
+        if run.max_price is not None:
+            left_of_price = max(0.0, run.max_price - (self.price() or 0.0))
+            parts.append(f"run.max_price = {run.max_price:g}, {number(left_of_price)} left")
+        return f"budget: {'; '.join(parts)}" if parts else ""
+
+    def price(self, unfinished_tokens: int = 0) -> float | None:
+        """Of the run so far, over all starts; None if the job has no price."""
+        gpu_seconds = self._gpu_seconds_before + self._job.gpus * self._seconds
+        return price_of(self._job.run, self._tokens(unfinished_tokens), gpu_seconds)
+
+    def note_gpus(self) -> bool:
+        """Note in the manifest for how long GPUs were held; True if it has to be on disk: the job has a
+        price for them."""
+        self._run.manifest.last_start.gpu_seconds = round(self._job.gpus * self._seconds, 3)
+        return self._job.run.price_per_gpu_hour is not None
+
+    def is_asked(self, unfinished_tokens: int = 0) -> bool:
+        """No new row begins. ``unfinished_tokens``: of answers that have not ended, which are paid for,
+        too."""
         if self.by is None:
-            self.by = self.budgets.used_up(tokens)
+            self.by = self._used_up(unfinished_tokens)
         return self.request.signum is not None or self.by is not None
 
     def is_over(self, in_flight: int) -> bool:
         """After ``is_asked``: whether what is in flight must be waited for no longer."""
-        drain_s = DRAIN_S if self.request.signum is not None else self.budgets.drain_s
+        drain_s = DRAIN_S if self.request.signum is not None else self._drain_s
         is_due = self.request.is_due or drain_s == 0
         if in_flight and not is_due and not self._is_announced:
             self._is_announced = True
@@ -49,13 +82,51 @@ class Stop:
 
     def check_failures(self, tasks: Tasks, in_flight: int) -> None:
         """Raises TooManyFailuresError if more rows failed than ``run.fail_on_error`` permits."""
-        limit = self._start.job.run.fail_on_error
-        if tasks.failed and _is_too_many(tasks, limit, in_flight):
+        limit = self._job.run.fail_on_error
+        if _is_too_many(tasks, limit, in_flight):
             raise TooManyFailuresError(
                 f"{tasks.failed} of {tasks.settled} rows failed; run.fail_on_error ="
                 f" {str(limit).lower()} stops the run. What is finished is on disk: see"
-                f" `batchkit status {self._start.job.folder}`"
+                f" `batchkit status {self._job.folder}`"
             )
+
+    def _used_up(self, unfinished_tokens: int) -> str | None:
+        """The first budget that is used up; None if none is."""
+        run = self._job.run
+        if run.max_seconds is not None and self._seconds >= run.max_seconds:
+            return f"run.max_seconds = {run.max_seconds:g}"
+        most = run.max_completion_tokens
+        if most is not None and self._tokens(unfinished_tokens).completion_tokens >= most:
+            return f"run.max_completion_tokens = {most:,}"
+        if run.max_price is not None and (self.price(unfinished_tokens) or 0.0) >= run.max_price:
+            return f"run.max_price = {run.max_price:g}"
+        return None
+
+    @property
+    def _drain_s(self) -> float | None:
+        """Seconds that rows in flight still get; None: until they end."""
+        most = self._job.run.max_seconds
+        if most is None or self._seconds < most:
+            return None
+        return max(0.0, most + DRAIN_S - self._seconds)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self.request.began
+
+    def _tokens(self, unfinished: int) -> Usage:
+        """Of the whole run, over all starts."""
+        usage = self._run.ledger.usage
+        return Usage(usage.prompt_tokens, usage.completion_tokens + unfinished)
+
+
+def price_of(run: RunTable, tokens: Usage, gpu_seconds: float) -> float | None:
+    """What ``tokens`` and the seconds of GPUs cost; None if the job has no price."""
+    if run.price_per_gpu_hour is None and run.price_per_million_tokens is None:
+        return None
+    of_prompts, of_answers = run.price_per_million_tokens or (0.0, 0.0)
+    millions = tokens.prompt_tokens * of_prompts + tokens.completion_tokens * of_answers
+    return millions / 1e6 + gpu_seconds / _HOUR_S * (run.price_per_gpu_hour or 0.0)
 
 
 def _is_too_many(tasks: Tasks, limit: bool | float, in_flight: int) -> bool:

@@ -29,8 +29,9 @@ from batchkit.errors import (
     RowOutOfMemoryError,
     RowTimeoutError,
 )
-from batchkit.execution.bisection import Expected, Group, Suspects, Suspicion
+from batchkit.execution.bisection import Expected, Group, Suspects
 from batchkit.execution.events import EngineHistory, EngineLine, Hear, Note
+from batchkit.storage.manifest import Suspicion
 from batchkit.types import Completion, Key, Request
 
 GROWTH_SHARE = 0.05
@@ -394,24 +395,23 @@ class SupervisedEngine:
         groups = list(self._suspects.groups)
         if quarantined is not None:
             groups.append(Group([quarantined], is_quarantined=True))
-        suspicions = [
-            Suspicion(
-                {request.key: request.input_hash for request in group.requests},
-                group.deaths,
-                group.is_quarantined,
-            )
-            for group in groups
-        ] + self._expected.suspicions()
+        suspicions = [*map(_suspicion, groups), *self._expected.suspicions()]
         if not proves:
-            suspicions = [suspicion._replace(deaths=()) for suspicion in suspicions]
+            suspicions = [one.model_copy(update={"deaths": []}) for one in suspicions]
         self._is_search_remembered = bool(groups)
         among_accidents = self._suspects.among_accidents
-        self._hear(
-            EngineHistory(self.restarts, self.ladder.steps, among_accidents, tuple(suspicions))
-        )
+        self._hear(EngineHistory(self.restarts, self.ladder.steps, among_accidents, suspicions))
 
     def _say(self, text: str) -> None:
         self._hear(EngineLine(text))
+
+
+def _suspicion(group: Group[Request]) -> Suspicion:
+    return Suspicion(
+        rows=[(request.key, request.input_hash) for request in group.requests],
+        deaths=[*group.deaths],
+        is_quarantined=group.is_quarantined,
+    )
 
 
 def _row_error(fault: Fault) -> RowError:

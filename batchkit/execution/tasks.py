@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain, islice
 from typing import Any
 
-from batchkit.errors import BrokenInputError
-from batchkit.execution.first_rows import checked
+from batchkit.errors import BrokenInputError, ChangedInputError, InputError
+from batchkit.execution.first_rows import check_first_rows
 from batchkit.execution.resume import OpenRun
-from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.skip import done_in
 from batchkit.execution.start import Start
 from batchkit.execution.turns import Turns
-from batchkit.execution.watched_input import WatchedInput
+from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.ordering import well_ordered
-from batchkit.sources.input import Total
+from batchkit.sources.formats import ROWS_ARE_FILES
+from batchkit.sources.input import Input, Total, check_unchanged, distrusted, watched
+from batchkit.storage.identity import CHANGING
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.lines import failure_kind, record_of
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import NewestLog
-from batchkit.types import Completion, Request, Row, Task
+from batchkit.types import Row, Task
 
 
 class Tasks:
@@ -29,16 +30,15 @@ class Tasks:
     asked for; and what has become of them. ``say`` gets lines for the log.
 
     ``elsewhere`` counts the rows that another run has done, ``settled`` and ``failed`` those that this
-    start has settled, and of them those that failed. ``rendered``: rows that were rendered before a
-    worker asked for them, by index.
+    start has settled, and of them those that failed.
     """
 
     def __init__(
-        self, start: Start, run: OpenRun, rows: WatchedInput, say: Callable[[str], None]
+        self, start: Start, run: OpenRun, source: Input, say: Callable[[str], None]
     ) -> None:
-        self._start, self._run, self.input = start, run, rows
-        self._total = Total(rows.source)
-        self._turns = Turns(start.job, say, keeps_rows=rows.may_wait)
+        self._start, self._run, self.input = start, run, WatchedInput(start, run, source)
+        self._total = Total(source)
+        self.turns = Turns(start.job, say, keeps_rows=self.may_wait)
         self._attempts = _still_due(run, start.options.attempts)
         totals = run.ledger.totals
         again = sum(map(totals.is_settled, self._attempts))
@@ -46,7 +46,6 @@ class Tasks:
         self._rows: Iterator[Row] = iter(())
         self.elsewhere = run.manifest.skipped_elsewhere if start.is_retry else 0
         self.settled = self.failed = 0
-        self.rendered: dict[int, Request | Completion] = {}
 
     def first(self) -> Row | None:
         """The first row that is due, which stays due; None if there is none."""
@@ -65,11 +64,12 @@ class Tasks:
     def check_first_rows(self) -> None:
         """Render the first rows of a run without answers. Raises JobError if all of them fail alike."""
         if not (self.may_wait or self._start.is_retry or self._run.ledger.totals.ok):
-            self._rows, self.rendered = checked(self._rows, self._start.job, self._start.renderer)
+            looked_at = check_first_rows(self._rows, self._start.job, self._start.renderer)
+            self._rows = chain(looked_at, self._rows)
 
-    def turns(self) -> Iterator[Sequence[str]]:
+    def of_each_turn(self) -> Iterator[Sequence[str]]:
         """The engines to load next, until no row waits for another."""
-        manifest, turns = self._run.manifest, self._turns
+        manifest, turns = self._run.manifest, self.turns
         engines = turns.first(None if self._start.is_retry else manifest.turn)
         while True:
             if turns.are_several:
@@ -80,7 +80,6 @@ class Tasks:
                 break
             engines, due = turns.next()
             self._rows = turns.again(due) if self.may_wait else self._only(due)
-            self.rendered = {}
         manifest.turn = None
 
     def of_turn(self) -> Iterator[Task]:
@@ -102,35 +101,13 @@ class Tasks:
     @property
     def may_wait(self) -> bool:
         """Whether reading the next row may take long, and can be done only once."""
-        return self.input.may_wait
-
-    @property
-    def environments(self) -> Mapping[str, Mapping[str, str]]:
-        """Of the engines' processes, by name."""
-        return self._turns.environments
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether engines are loaded one after another."""
-        return self._turns.are_several
-
-    @property
-    def turn(self) -> int:
-        return self._turns.number
-
-    @property
-    def n_paused(self) -> int:
-        return self._turns.n_paused
-
-    def pause(self, row: PausedRow) -> None:
-        """It has to wait for another engine."""
-        self._turns.pause(row)
+        return self.input.source.files is None
 
     def settle(self, index: int, *, is_ok: bool) -> None:
         """The row has its record."""
         self.settled += 1
         self.failed += not is_ok
-        self._turns.settle(index)
+        self.turns.settle(index)
 
     def may_come(self, index: int) -> bool:
         """Whether this start reads the row of that index."""
@@ -147,7 +124,7 @@ class Tasks:
         if self._start.is_retry:
             return len(self._attempts) - self.settled
         total = self._total.now()
-        done = self.elsewhere + self.resumed + self.settled + self.n_paused
+        done = self.elsewhere + self.resumed + self.settled + self.turns.n_paused
         return None if total is None else total - done
 
     def some_remain(self) -> bool:
@@ -195,7 +172,81 @@ class Tasks:
         return self._kept(self.input.source.everything(lambda index: index not in indexes))
 
     def _kept(self, rows: Iterator[Row]) -> Iterator[Row]:
-        return self._turns.kept(self.input.watched(rows))
+        return self.turns.kept(self.input.watched(rows))
+
+
+class WatchedInput:
+    """``source``, and the files that all prompts include. What changes while the run reads it is noted in
+    the manifest, so that the next start compares rows."""
+
+    def __init__(self, start: Start, run: OpenRun, source: Input) -> None:
+        self._start, self._run = start, run
+        self.source = source._replace(
+            changes=lambda thorough: {**source.changes(thorough), **self._changed_prompts()}
+        )
+        self._all_read = False
+
+    def watched(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """``rows`` of it. If reading fails, a run that has begun can continue once the input is fixed.
+
+        Raises:
+            InputError: the rows can't be read; BrokenInputError, if some were answered.
+            ChangedInputError: the input has changed.
+        """
+        ledger = self._run.ledger
+        begun = ledger.totals.records > 0 or ledger.steps.spent.generations > 0
+        try:
+            for row in watched(rows, self.source):
+                begun = True
+                yield row
+            self._all_read = True
+        except ChangedInputError as error:
+            self._distrust(error.paths)
+            raise
+        except InputError as error:
+            if not begun:
+                raise
+            raise BrokenInputError(str(error)) from error
+
+    def check_late_files(self) -> None:
+        """Raises ChangedInputError if files that are opened after the last row was read have changed:
+        those that all prompts include, and those that are rows."""
+        changed = self._changed_prompts()
+        if files := self._files_that_are_rows():
+            try:
+                found = self.source.changes(True)
+            except InputError as error:
+                raise BrokenInputError(str(error)) from error
+            changed |= {path: how for path, how in found.items() if path in files}  # not new ones
+        self._distrust(changed.keys())
+        check_unchanged(changed)
+
+    def note_changes(self) -> None:
+        """At the end: have the next start look at what has changed."""
+        is_over = self._all_read and not self._files_that_are_rows()
+        changed = self._changed_prompts() if is_over else self.source.changes(False)
+        self._distrust(changed.keys())
+
+    def _files_that_are_rows(self) -> set[str]:
+        """Or whose pages are. They are opened again when their row is rendered."""
+        files = self.source.files or ()
+        return {file.path for file in files if file.read_as.partition(": ")[0] in ROWS_ARE_FILES}
+
+    def _changed_prompts(self) -> dict[str, str]:
+        """How files that all prompts include differ, by key. Some rows are rendered after the last
+        one was read, so these are compared at the end, too."""
+        now, then = constant_files(self._start.job), self._start.prompt_files.items()
+        return {key: "its content" for key, was in then if now.get(key, was) != was}
+
+    def _distrust(self, changed: Collection[str]) -> None:
+        """Make the next start compare the answered rows with those in the input, or refuse the
+        prompts, even if all was changed back."""
+        manifest = self._run.manifest
+        if prompts := {*changed} & {*self._start.prompt_files}:
+            files = manifest.identity.get("prompt.files", {})
+            manifest.identity["prompt.files"] = files | dict.fromkeys(prompts, CHANGING)
+        if paths := {*changed} - prompts:
+            manifest.input = distrusted(manifest.input, paths)
 
 
 def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, int]:

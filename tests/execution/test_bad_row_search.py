@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from batchkit.config.tables import JobConfig
 from batchkit.engines.faults import EngineDied, Fault, FaultKind
 from batchkit.errors import EngineError
-from batchkit.execution.bisection import PROOF, Suspicion
+from batchkit.execution.bisection import PROOF
 from batchkit.execution.events import EngineHistory
 from batchkit.execution.supervisor import SupervisedEngine
+from batchkit.storage.manifest import Suspicion
 from batchkit.types import Completion, Request
 from tests.support.counted_engines import (
     KINDS,
@@ -87,7 +88,8 @@ def test_a_search_that_is_killed_again_and_again_goes_on_where_it_was(
 
 
 def test_rows_that_have_changed_since_are_not_suspected() -> None:
-    known = [Suspicion({0: "old", 1: ""}), Suspicion({2: ""}, ("engine_crash RuntimeError",))]
+    died = ["engine_crash RuntimeError"]
+    known = [Suspicion(rows=[(0, "old"), (1, "")]), Suspicion(rows=[(2, "")], deaths=died)]
     world = World()
     with closing(world.supervise(suspicions=known)) as engine:
         answer_all(engine, requests(0, 6))
@@ -101,14 +103,12 @@ def test_a_search_that_has_ended_leaves_nothing_to_remember() -> None:
     with closing(world.supervise(remember=history.append)) as engine:
         answer_all(engine, requests(0, 8))
         assert {len(entry.suspicions) for entry in history[:-1]} > {0} or history[0].suspicions
-        assert history[-1].suspicions == ()
+        assert not history[-1].suspicions
 
 
 def test_a_row_that_was_quarantined_before_a_kill_is_not_searched_for_again() -> None:
-    world = World(poison={2: "oom"})
-    with closing(
-        world.supervise(suspicions=[Suspicion({2: ""}, (), is_quarantined=True)])
-    ) as engine:
+    world, known = World(poison={2: "oom"}), Suspicion(rows=[(2, "")], is_quarantined=True)
+    with closing(world.supervise(suspicions=[known])) as engine:
         assert kinds_of(answer_all(engine, requests(0, 8))) == {2: "oom"}
         assert engine.restarts == 1
 

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchkit.execution.bisection import (
-    PROOF,
-    PROOF_AMONG_ACCIDENTS,
-    Expected,
-    Suspects,
-    Suspicion,
-)
-from batchkit.storage.manifest import SuspectGroup
-from batchkit.types import Request, Row
+from batchkit.execution.bisection import PROOF, Expected, Suspects
+from batchkit.storage.manifest import Suspicion
 
 
 class Search(NamedTuple):
     blamed: list[int]
     answered: list[int]
     deaths: int
-
-
-def request(index: int) -> Request:
-    return Request(Row(index, str(index), {}), None, "tea", {}, "")
 
 
 def search(
@@ -38,19 +27,19 @@ def search(
 
     Up to ``answered_before_death(most)`` of a group's good rows are answered before it dies.
     """
-    suspects = Suspects()
-    in_flight: Sequence[Request] = [request(index) for index in range(n)]
+    suspects = Suspects[int]()
+    in_flight: Sequence[int] = range(n)
     blamed: list[int] = []
     answered: list[int] = []
     deaths = 0
     while in_flight:
-        good = [r.row.index for r in in_flight if r.row.index not in poison]
+        good = [row for row in in_flight if row not in poison]
         if len(good) < len(in_flight):
             deaths += 1
             gone = good[: answered_before_death(len(good))]
             answered += gone
-            found = suspects.died([r for r in in_flight if r.row.index not in gone], "oom")
-            blamed += [found.row.index] if found is not None else []
+            found = suspects.died([row for row in in_flight if row not in gone], "oom")
+            blamed += [] if found is None else [found]
         else:
             answered += good
         in_flight = suspects.next_group()
@@ -97,186 +86,114 @@ def test_what_was_answered_before_a_death_is_no_suspect(
     assert found.deaths <= most_deaths(n, len(poison))
 
 
-def test_a_lone_request_is_named_when_two_replays_have_died() -> None:
-    suspects, lone = Suspects(), request(7)
-    for _ in range(2):
-        assert suspects.died([lone], "oom") is None
-        assert suspects.next_group() == [lone]
-    assert suspects.died([lone], "oom") is lone
-    assert not suspects
+def died(*rows: int, cause: str = "oom", named: int | None = None) -> Step:
+    """With these rows in flight: which of them is named as poison."""
+
+    def step(suspects: Suspects[int]) -> None:
+        assert suspects.died(rows, cause) == named
+
+    return step
 
 
-def test_where_accidents_happen_it_takes_one_death_more() -> None:
-    suspects, lone = Suspects(), request(7)
-    suspects.died([request(1), request(2)], "oom")
-    while suspects.next_group():
-        pass  # each is answered: it was an accident
-    assert suspects.died([lone], "oom") is None
-    for _ in range(PROOF_AMONG_ACCIDENTS - 1):
-        assert suspects.next_group() == [lone]
-        assert suspects.died([lone], "oom") is None
-    assert suspects.next_group() == [lone]
-    assert suspects.died([lone], "oom") is lone
+def replays(*rows: int) -> Step:
+    """The next group; none if the search is over."""
+
+    def step(suspects: Suspects[int]) -> None:
+        assert [*suspects.next_group()] == [*rows]
+        assert bool(suspects) == bool(rows), "new requests wait for the end of the search"
+
+    return step
 
 
-def test_where_accidents_are_known_of_the_first_row_takes_one_death_more() -> None:
-    suspects, lone = Suspects(among_accidents=True), request(7)
-    for _ in range(PROOF_AMONG_ACCIDENTS):
-        assert suspects.died([lone], "oom") is None
-        assert suspects.next_group() == [lone]
-    assert suspects.died([lone], "oom") is lone
+def does(method: str, *args: Any) -> Step:
+    return lambda suspects: getattr(suspects, method)(*args)
 
 
-def test_deaths_in_different_ways_are_no_proof() -> None:
-    suspects, lone = Suspects(), request(7)
-    for cause in ("oom", "stall", "oom", "error"):
-        assert suspects.died([lone], cause) is None
-        assert suspects.next_group() == [lone]
-    assert suspects.died([lone], "stall") is lone
+Step = Callable[[Suspects[int]], None]
+LONE = (died(7), replays(7))
+SCRIPTS: dict[str, Sequence[Step]] = {
+    "a lone row is named once two replays have died": [*LONE, *LONE, died(7, named=7), replays()],
+    "where accidents happen it takes one death more": [
+        *(died(1, 2), replays(1), replays(2), replays()),  # both were answered: it was an accident
+        *(*LONE, *LONE, *LONE, died(7, named=7)),
+    ],
+    "deaths in different ways are no proof": [
+        *(*LONE, died(7, cause="stall"), replays(7), *LONE, died(7, cause="error"), replays(7)),
+        died(7, cause="stall", named=7),
+    ],
+    "a search that found a row was no accident": [
+        *(died(7, 8), replays(7), died(7), replays(8), replays(7), died(7, named=7), replays()),
+        *(died(6, 8), replays(6), died(6), replays(8), replays(6), died(6, named=6), replays()),
+    ],
+    "a lone row that survives its replay begins with a clean slate": [
+        *LONE,
+        replays(),
+        *LONE,
+        *LONE,
+    ],
+    "so does one that survives the second": [*LONE, *LONE, replays(), *LONE, *LONE],
+    "large groups go first and in their order": [
+        *(died(0, 1, 2, 3, 4, 5, 6), replays(0, 1, 2, 3), died(0, 1, 2, 3), replays(4, 5, 6)),
+        *(died(4, 5, 6), replays(0, 1), died(0, 1), replays(2, 3), replays(4, 5), replays(6)),
+        *(replays(0), replays(1), replays()),
+    ],
+    "a quarantined row comes last and alone, and one death names it": [
+        *(died(0, 1), does("suspect", 9), replays(0), replays(1), replays(9), died(9, named=9)),
+        replays(),
+    ],
+    "a quarantined row is suspect without any death": [does("suspect", 9), replays(9), replays()],
+    "interposed rows go next together, and the search goes on behind them": [
+        *(died(0, 1), does("interpose", [5, 6]), replays(5, 6), replays(0), replays(1), replays()),
+    ],
+    "one death makes an interposed row a suspect, behind the others": [
+        *(does("suspect", 0), does("interpose", [5]), replays(5), died(5), replays(0)),
+        *(replays(5), died(5, named=5)),
+    ],
+    "a death with nothing in flight names nobody": [died(), replays()],
+    "a death between two groups leaves the groups that wait": [
+        *(died(0, 1), replays(0), died(), replays(1), replays()),
+    ],
+    "rows of an earlier start are replayed in its groups": [
+        *(does("recall", row, group, ()) for row, group in enumerate([0, 1, 0, 1, 2])),
+        *(replays(0, 2), replays(1, 3), replays(4), replays()),
+        *(*LONE, *LONE, *LONE, died(7, named=7)),  # what made them suspects was an accident
+    ],
+    "a row that comes while its group is replayed gets a group of its own": [
+        *(does("recall", 0, 0, ()), replays(0), does("recall", 1, 0, ()), died(0), replays(1)),
+    ],
+    "the deaths of a lone row count in the next start": [
+        *(does("recall", 7, 3, ("oom",)), replays(7), died(7, named=7)),
+    ],
+}
 
 
-def test_a_search_that_found_someone_was_no_accident() -> None:
-    suspects, lone, good = Suspects(), request(7), request(8)
-    for _ in range(2):
-        suspects.died([lone, good], "oom")
-        assert suspects.next_group() == [lone]
-        assert suspects.died([lone], "oom") is None
-        assert suspects.next_group() == [good]
-        assert suspects.next_group() == [lone]
-        assert suspects.died([lone], "oom") is lone
-        assert not suspects.next_group()
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_search_goes_as_written(script: Sequence[Step]) -> None:
+    suspects = Suspects[int]()
+    for step in script:
+        step(suspects)
 
 
-@pytest.mark.parametrize("deaths", [1, 2])
-def test_a_lone_request_that_survives_its_replay_begins_with_a_clean_slate(deaths: int) -> None:
-    suspects, lone = Suspects(), request(7)
-    for _ in range(deaths):
-        suspects.died([lone], "oom")
-        suspects.next_group()
-    assert not suspects.next_group(), "it was answered"
-    assert not suspects
-    assert suspects.died([lone], "oom") is None
-    suspects.next_group()
-    assert suspects.died([lone], "oom") is None
-
-
-def test_large_groups_go_first_and_in_their_order() -> None:
-    suspects, all_eight = Suspects(), [request(index) for index in range(8)]
-    suspects.died(all_eight, "oom")
-    sizes = []
-    while group := suspects.next_group():
-        sizes.append([r.row.index for r in group])
-        if len(group) > 1:
-            suspects.died(group, "oom")
-    assert sizes == [
-        [0, 1, 2, 3], [4, 5, 6, 7],
-        [0, 1], [2, 3], [4, 5], [6, 7],
-        [0], [1], [2], [3], [4], [5], [6], [7],
-    ]  # fmt: skip
-
-
-def test_a_quarantined_row_comes_last_and_alone_and_one_death_names_it() -> None:
-    suspects, again = Suspects(), request(9)
-    suspects.died([request(0), request(1)], "oom")
-    suspects.suspect(again)
-    assert [len(suspects.next_group()) for _ in range(2)] == [1, 1]
-    assert suspects.next_group() == [again]
-    assert suspects.died([again], "oom") is again
-    assert not suspects
-
-
-def test_a_quarantined_row_is_suspect_without_any_death() -> None:
-    suspects, again = Suspects(), request(9)
-    suspects.suspect(again)
-    assert suspects, "new requests are to wait"
-    assert suspects.next_group() == [again]
-    assert not suspects.next_group(), "it was answered"
-    assert not suspects
-
-
-def test_interposed_requests_go_next_together_and_the_search_goes_on_behind_them() -> None:
-    suspects, sound = Suspects(), [request(5), request(6)]
-    suspects.died([request(0), request(1)], "oom")
-    suspects.interpose(sound)
-    assert suspects.next_group() == sound
-    assert suspects
-    assert [[r.row.index for r in suspects.next_group()] for _ in range(2)] == [[0], [1]]
-
-
-def test_interposed_requests_are_under_no_suspicion() -> None:
-    suspects, again, sound = Suspects(), request(0), request(5)
-    suspects.suspect(again)
-    suspects.interpose([sound])
-    assert suspects.next_group() == [sound]
-    assert suspects.died([sound], "oom") is None
-    assert suspects.next_group() == [again]
-    assert suspects.next_group() == [sound], "one death makes it a suspect, behind the others"
-    assert suspects.died([sound], "oom") is sound
-
-
-def test_a_death_with_nothing_in_flight_names_nobody() -> None:
-    suspects = Suspects()
-    assert suspects.died([], "oom") is None
-    assert not suspects
-    assert not suspects.next_group()
-
-
-def test_a_death_between_two_groups_leaves_the_groups_that_wait() -> None:
-    suspects, first, second = Suspects(), request(0), request(1)
-    suspects.died([first, second], "oom")
-    assert suspects.next_group() == [first]
-    assert suspects.died([], "oom") is None, "it was answered just before"
-    assert suspects.next_group() == [second]
-
-
-def test_rows_of_an_earlier_start_are_replayed_in_its_groups() -> None:
-    suspects, rows = Suspects(), [request(n) for n in range(5)]
-    for row, group in zip(rows, [0, 1, 0, 1, 2], strict=True):
-        suspects.recall(row, group, ())
-    assert [suspects.next_group() for _ in range(4)] == [
-        [rows[0], rows[2]], [rows[1], rows[3]], [rows[4]], (),
-    ]  # fmt: skip
-    assert suspects.among_accidents, "the death was an accident"
-
-
-def test_a_row_that_comes_while_its_group_is_replayed_gets_a_group_of_its_own() -> None:
-    suspects, first, late = Suspects(), request(0), request(1)
-    suspects.recall(first, 0, ())
-    assert suspects.next_group() == [first]
-    suspects.recall(late, 0, ())
-    assert suspects.died([first], "oom") is None
-    assert suspects.next_group() == [late]
-
-
-def test_the_deaths_of_a_lone_row_count_in_the_next_start() -> None:
-    suspects, lone = Suspects(), request(7)
-    suspects.recall(lone, 3, ("oom",))
-    assert suspects.next_group() == [lone]
-    assert suspects.died([lone], "oom") is lone
-
-
-def test_what_is_suspected_survives_its_way_through_json() -> None:
-    suspicion = Suspicion({7: "ab", 9: "cd"}, ("oom MemoryError",), is_quarantined=True)
-    noted = suspicion.noted().model_dump_json()
-    assert Suspicion.known(SuspectGroup.model_validate_json(noted)) == suspicion
+def test_accidents_that_an_earlier_start_has_seen_count() -> None:
+    suspects = Suspects[int](among_accidents=True)
+    for step in (*LONE, *LONE, *LONE, died(7, named=7)):
+        step(suspects)
 
 
 def test_what_was_suspected_of_rows_that_have_not_come_is_kept() -> None:
-    expected = Expected([Suspicion({1: "a", 2: "b"}), Suspicion({3: "c"}, ("oom",))])
+    first, second = Suspicion(rows=[(1, "a"), (2, "b")]), Suspicion(rows=[(3, "c")], deaths=["oom"])
+    expected = Expected([first, second])
     assert expected.pop(9, "a") is None
     assert expected.pop(1, "another row by now") is None
-    found = expected.pop(3, "c")
-    assert found is not None
-    assert (found.group, found.suspicion.deaths) == (1, ("oom",))
-    assert expected.suspicions() == [Suspicion({2: "b"})]
+    assert expected.pop(3, "c") == (1, second)
+    assert expected.suspicions() == [Suspicion(rows=[(2, "b")])]
 
 
 @given(st.integers(0, 300))
 def test_a_death_that_does_not_repeat_blames_nobody(n: int) -> None:
-    suspects = Suspects()
-    in_flight = [request(index) for index in range(n)]
+    suspects, in_flight = Suspects[int](), [*range(n)]
     assert suspects.died(in_flight, "oom") is None
-    replayed: list[Request] = []
+    replayed: list[int] = []
     while group := suspects.next_group():
         assert suspects, "new requests are to wait"
         replayed += group

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchkit.config.loading import make_job
 from batchkit.errors import JobError
-from batchkit.execution.budgets import Budgets
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.stop import price_of
 from batchkit.types import Usage
 from tests.support.chat_server import Refused, serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     RUN,
+    job,
     manifest,
     prepare,
     records,
@@ -133,11 +132,7 @@ def test_tokens_of_attempts_that_were_not_the_last_are_paid_for() -> None:
 
 
 def test_seconds_are_a_budget_of_each_start() -> None:
-    prepare(
-        200,
-        engine={"options": {"latency_s": 0.05}},
-        run=ONE_AT_A_TIME | {"max_seconds": 2},
-    )
+    prepare(200, engine={"options": {"latency_s": 0.05}}, run=ONE_AT_A_TIME | {"max_seconds": 2})
     done = 0
     for _ in range(2):
         found = run()
@@ -184,12 +179,9 @@ def test_price_of_gpus_is_that_of_all_starts() -> None:
     ],
 )
 def test_each_gpu_of_the_job_is_paid_for(tables: dict[str, Any], gpus: float) -> None:
-    job: dict[str, Any] = {"engine": {"kind": "vllm", "model": "m"}, "run": {}}
-    for name, table in tables.items():
-        job[name] |= table
-    job["run"] |= {"price_per_gpu_hour": 2.0}
-    budgets = Budgets(make_job(job, "the test"), 0.0, 1800.0, clock=lambda: 3600.0)
-    assert budgets.price(Usage(0, 0)) == 2.0 * (0.5 + gpus)
+    engine = {"kind": "vllm", "model": "m"} | tables.get("engine", {})
+    made = job(engine=engine, run=tables.get("run", {}) | {"price_per_gpu_hour": 2.0})
+    assert price_of(made.run, Usage(0, 0), 1800.0 + made.gpus * 3600.0) == 2.0 * (0.5 + gpus)
 
 
 def test_retry_has_the_budget_of_the_run() -> None:
@@ -205,33 +197,32 @@ def test_retry_has_the_budget_of_the_run() -> None:
     assert len(records()) == 18
 
 
-def test_max_price_without_a_price_is_refused() -> None:
-    prepare(3, run={"max_price": 5})
-    found = run()
-    assert found.exit_code == 2
-    assert (
-        "max_price needs a price: price_per_gpu_hour, or price_per_million_tokens" in found.stderr
-    )
+SERVER = {"kind": "openai-server", "model": "m", "base_url": "http://localhost:1/v1"}
 
 
-def test_gpus_of_a_server_elsewhere_have_no_known_price() -> None:
-    prepare(
-        3,
-        engine={"kind": "openai-server", "model": "m", "base_url": "http://localhost:1/v1"},
-        run={"price_per_gpu_hour": 2},
-    )
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            {"run": {"max_price": 5}},
+            "max_price needs a price: price_per_gpu_hour, or price_per_million_tokens",
+        ),
+        (
+            {"engine": SERVER, "run": {"price_per_gpu_hour": 2}},
+            "give run.price_per_million_tokens",
+        ),
+    ],
+    ids=["no price", "GPUs elsewhere"],
+)
+def test_a_price_that_is_not_known_is_refused(tables: dict[str, Any], message: str) -> None:
+    prepare(3, **tables)
     found = run()
-    assert found.exit_code == 2
-    assert "give run.price_per_million_tokens" in found.stderr
+    assert (found.exit_code, message in found.stderr) == (2, True)
 
 
 def test_python_gets_the_summary_of_a_stopped_run() -> None:
-    job = {
-        "name": "a",
-        "engine": {"kind": "dry-run"},
-        "run": ONE_AT_A_TIME | {"max_completion_tokens": TOKENS},
-    }
-    summary = ProductionBatchProcessor(make_job(job, "the test"), quiet=True).process(["x", "y"])
+    made = job(run=ONE_AT_A_TIME | {"max_completion_tokens": TOKENS})
+    summary = ProductionBatchProcessor(made, quiet=True).process(["x", "y"])
     assert (summary.exit, summary.ok, summary.total) == (1, 1, 2)
     assert summary.stopped_by == "run.max_completion_tokens = 6"
 
@@ -259,17 +250,10 @@ def test_a_sample_is_random_and_a_later_start_runs_the_rest() -> None:
     assert (more["ok"], more["skipped"], more["total"]) == (50, 20, 50)
     assert chosen < set(settled())
 
-    whole = sample_of("--set", "run.sample=1_000")
-    assert (whole["ok"], whole["total"]) == (200, 200)
-    assert settled() == dict.fromkeys(range(200), "ok")
-
-
-def test_the_rest_of_a_sample_needs_no_key() -> None:
-    prepare(40, run={"sample": 5})
-    run()
-    Path("job.toml").write_text(Path("job.toml").read_text().replace("sample = 5", ""))
+    write_job()
     rest = sample_of()
-    assert (rest["ok"], rest["skipped"], rest["total"]) == (40, 5, 40)
+    assert (rest["ok"], rest["skipped"], rest["total"]) == (200, 50, 200)
+    assert settled() == dict.fromkeys(range(200), "ok")
 
 
 def test_another_seed_draws_other_rows() -> None:
@@ -313,25 +297,16 @@ def test_retry_of_a_sample_is_complete_without_the_other_rows() -> None:
 def test_a_sample_of_a_table_keeps_its_index() -> None:
     pd = pytest.importorskip("pandas")
     frame = pd.DataFrame({"prompt": [f"q{n}" for n in range(50)]}, index=range(100, 150))
-    job = make_job(
-        {
-            "name": "a",
-            "engine": {"kind": "dry-run"},
-            "prompt": {"user": "{{ prompt }}"},
-            "run": {"sample": 10},
-        },
-        "the test",
-    )
-    summary = ProductionBatchProcessor(job, quiet=True).process(frame)
+    made = job(prompt={"user": "{{ prompt }}"}, run={"sample": 10})
+    summary = ProductionBatchProcessor(made, quiet=True).process(frame)
     answers = summary.to_pandas()
     assert list(answers.index) == list(range(100, 150))
     assert answers["text"].notna().sum() == 10
 
 
 def test_a_sample_of_an_iterator_is_refused_before_the_earlier_run_is_moved() -> None:
-    job = make_job({"name": "a", "engine": {"kind": "dry-run"}, "run": {"sample": 2}}, "the test")
-    processor = ProductionBatchProcessor(job, quiet=True)
+    processor = ProductionBatchProcessor(job(run={"sample": 2}), quiet=True)
     processor.process(["a", "b", "c"])
     with pytest.raises(JobError, match=r"run\.sample: rows that come from an iterator"):
         processor.process(iter(["a", "b", "c"]))
-    assert json.loads((RUN / "manifest.json").read_text())["total"] == 3
+    assert manifest()["total"] == 3

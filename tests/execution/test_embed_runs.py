@@ -112,28 +112,6 @@ def test_requeue_of_a_run_whose_vectors_are_gone_leaves_it_as_it_was() -> None:
     assert LOG.read_bytes() == before
 
 
-@pytest.mark.parametrize("stop_at", ["Path.replace", "Path.rename", "Path.mkdir"])
-def test_requeue_killed_at_any_instant_mixes_no_vectors(stop_at: str) -> None:
-    number, killed = 0, True
-    while killed:
-        number += 1
-        shutil.rmtree("output", ignore_errors=True)
-        prepare(12)
-        assert run().exit_code == 0
-        write_jsonl(Path("in.jsonl"), [{"key": "new", "q": "first"}, *rows()[:10]])
-        command = [sys.executable, "-m", "tests.support.killed_requeue", stop_at, str(number)]
-        ended = LightFork(command, stdout=DEVNULL, stderr=DEVNULL).wait(timeout=60)
-        killed = ended == -signal.SIGKILL
-        found = run()
-        if found.exit_code == 2:  # the requeue was not committed yet
-            found = run("--on-change", "requeue")
-        assert found.exit_code == 0, found.stderr
-        assert check() == list(range(11))
-        assert verify()["bad_vectors"] == 0
-        assert not list(RUN.glob(".requeue*"))
-    assert number > 1
-
-
 def test_another_type_of_vectors_is_a_changed_job() -> None:
     prepare(3)
     assert run().exit_code == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_line import batchkit
+from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import (
     LOG,
     RUN,
@@ -27,7 +27,19 @@ from tests.support.dry_runs import (
 )
 from tests.support.waiting import until
 
+NOTHING = {"rows": 0, "by_kind": {}, "recovered": 0}
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
+
+
+def run_where_every_second_fails(n: int) -> None:
+    rows_that_fail(n, every=2)
+    write_job()
+    assert run().exit_code == 3
+
+
+def recovered(*args: str) -> Ended:
+    """Failed rows lack a field, which they get now."""
+    return batchkit("retry-failed", *args, "--set", "vars.q=now")
 
 
 # Failures
@@ -46,15 +58,7 @@ def test_failed_rows_do_not_stop_the_run() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "code"),
-    [
-        ("false", 3),
-        ("true", 1),
-        ("0", 1),
-        ("99", 1),
-        ("5000", 3),
-        ("0.1", 1),
-        ("0.3", 3),
-    ],
+    [("false", 3), ("true", 1), ("0", 1), ("99", 1), ("5000", 3), ("0.1", 1), ("0.3", 3)],
 )
 def test_fail_on_error_stops_the_run_past_it(limit: str, code: int) -> None:
     rows_that_fail(3000, every=4)
@@ -109,18 +113,16 @@ def test_retry_by_a_job_file_with_another_masked_text_is_refused() -> None:
     run()
     before = LOG.read_bytes()
     write_job(vars={"persona": "Credentials: first-year student"})
-    found = batchkit("retry-failed", "job.toml", "--set", "vars.q=now")
+    found = recovered("job.toml")
     assert found.exit_code == 2
     assert "vars.persona: " in found.stderr
     assert LOG.read_bytes() == before
     write_job(vars={"persona": "Credentials: MD"})
-    assert batchkit("retry-failed", "job.toml", "--set", "vars.q=now").exit_code == 0
+    assert recovered("job.toml").exit_code == 0
 
 
 def test_retry_recovers_the_rows_that_failed_and_touches_no_other() -> None:
-    rows_that_fail(10, every=2)
-    write_job()
-    assert run().exit_code == 3
+    run_where_every_second_fails(10)
     before = LOG.read_bytes()
     found = batchkit("retry-failed", "job.toml", "--set", "vars.q=now there")
     assert found.exit_code == 0
@@ -136,9 +138,7 @@ def test_retry_recovers_the_rows_that_failed_and_touches_no_other() -> None:
 
 
 def test_retry_that_recovers_nothing_says_so() -> None:
-    rows_that_fail(6, every=2)
-    write_job()
-    run()
+    run_where_every_second_fails(6)
     found = batchkit("retry-failed", str(RUN))
     assert found.exit_code == 3
     assert found.stdout == "retried 3 rows (3 template): 0 recovered\n"
@@ -147,22 +147,11 @@ def test_retry_that_recovers_nothing_says_so() -> None:
     assert {record["attempt"] for record in records()[9:]} == {3}
 
 
-def test_retry_of_the_last_run_names_it() -> None:
-    rows_that_fail(4, every=2)
-    write_job()
-    run()
-    found = batchkit("retry-failed", "--set", "vars.q=now")
-    assert found.exit_code == 0
-    assert found.stderr.startswith("batchkit: output/a\n")
-
-
 def test_retry_of_a_run_that_was_stopped_says_that_rows_remain() -> None:
-    rows_that_fail(10, every=2)
-    write_job()
-    run()
+    run_where_every_second_fails(10)
     LOG.write_bytes(b"".join(LOG.read_bytes().splitlines(keepends=True)[:-3]))
     (RUN / "checkpoint.json").unlink()
-    found = batchkit("retry-failed", "--set", "vars.q=now")
+    found = recovered()
     assert (found.exit_code, manifest()["starts"][-1]["exit"]) == (1, 1)
     assert "rows without a record remain; next: batchkit run" in found.stderr
     assert (status()["ok"], status()["failed"]) == (7, 0)
@@ -177,7 +166,7 @@ def test_retry_says_that_rows_remain_though_others_are_done_past_the_limit() -> 
     lines = LOG.read_bytes().splitlines(keepends=True)
     LOG.write_bytes(b"".join(line for line in lines if b'{"index":0,' not in line))
     (RUN / "checkpoint.json").unlink()  # as after a kill before the first row was answered
-    assert batchkit("retry-failed", "--set", "vars.q=now").exit_code == 1
+    assert recovered().exit_code == 1
 
 
 def test_retry_leaves_the_rows_of_another_run_to_it() -> None:
@@ -231,16 +220,11 @@ def test_retry_takes_only_the_kinds_it_was_given() -> None:
     assert status()["failed_by_kind"] == {"invalid_request": 1}
     found = batchkit("retry-failed", "--kind", "media")
     assert (found.exit_code, found.stdout) == (0, "nothing to retry: no row failed by media\n")
+    assert batchkit("retry-failed", "--kind", "media", "--json").json == NOTHING
+    read = recovered("--json").json
+    assert read | {"rows": 1, "recovered": 0, "failed": 1} == read
+    assert read["by_kind"] == {"invalid_request": 1}
     assert batchkit("retry-failed", "--kind", "weather").exit_code == 2
-
-
-def test_retry_as_json_has_rows_kinds_and_what_it_recovered() -> None:
-    rows_that_fail(4, every=2)
-    write_job()
-    run()
-    found = batchkit("retry-failed", "--json", "--set", "vars.q=now").json
-    assert found | {"rows": 2, "by_kind": {"template": 2}, "recovered": 2, "failed": 0} == found
-    assert batchkit("retry-failed", "--json").json == {"rows": 0, "by_kind": {}, "recovered": 0}
 
 
 def test_blank_answer_is_retried_though_its_record_says_ok() -> None:
@@ -257,54 +241,40 @@ def test_blank_answer_is_retried_though_its_record_says_ok() -> None:
 
 
 def test_retry_of_a_run_that_was_moved_aside_stays_in_it() -> None:
-    rows_that_fail(4, every=2)
-    write_job()
-    run()
+    run_where_every_second_fails(4)
     run("--fresh")
     other = LOG.read_bytes()
-    found = batchkit("retry-failed", "output/a.1", "--set", "vars.q=now")
+    found = recovered("output/a.1")
     assert LOG.read_bytes() == other
     assert found.stdout == "retried 2 rows (2 template): 2 recovered\n"
     assert len(records(Path("output/a.1/results.jsonl"))) == 6
 
 
 def test_retry_reaches_rows_past_the_limit_of_the_last_start() -> None:
-    rows_that_fail(10, every=2)
-    write_job()
-    run()
+    run_where_every_second_fails(10)
     run("--limit", "2")
-    found = batchkit("retry-failed", "--set", "vars.q=now")
+    found = recovered()
     assert found.stdout == "retried 5 rows (5 template): 5 recovered\n"
 
 
 @pytest.mark.parametrize("override", ["input.id=other", "input.format=txt", "input={id='other'}"])
 def test_retry_reads_the_input_as_the_run_did(override: str) -> None:
-    rows_that_fail(4, every=2)
-    write_job()
-    run()
+    run_where_every_second_fails(4)
     before = LOG.read_bytes()
-    found = batchkit("retry-failed", "--set", "vars.q=now", "--set", override)
+    found = recovered("--set", override)
     assert (found.exit_code, LOG.read_bytes()) == (2, before)
     assert f"--set {override}" in found.stderr
 
 
-def test_retry_of_an_input_that_was_moved_finds_its_rows() -> None:
-    rows_that_fail(4, every=2)
-    write_job()
-    run()
+def test_retry_finds_the_rows_of_a_moved_input_and_refuses_another() -> None:
+    run_where_every_second_fails(4)
     Path("in.jsonl").rename("moved.jsonl")
-    moved = ["--set", "input.path=moved.jsonl"]
-    assert batchkit("retry-failed", "--set", "vars.q=now", *moved).exit_code == 0
-
-
-def test_retry_of_a_changed_input_is_refused() -> None:
-    rows_that_fail(4, every=2)
-    write_job()
-    run()
     rows_that_fail(6, every=2)
-    found = batchkit("retry-failed", "--set", "vars.q=now")
-    assert found.exit_code == 2
-    assert "in.jsonl" in found.stderr
+    refused = recovered()
+    assert (refused.exit_code, "in.jsonl" in refused.stderr) == (2, True)
+    found = recovered("--set", "input.path=moved.jsonl")
+    assert found.exit_code == 0
+    assert found.stderr.startswith("batchkit: output/a\n"), "the run that was started last"
 
 
 def test_a_retry_by_a_job_file_that_has_changed_says_that_it_keeps_to_the_runs_job() -> None:

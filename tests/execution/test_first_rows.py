@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from batchkit.errors import JobError
 from tests.support.dry_runs import (
     LOG,
     manifest,
@@ -23,108 +24,90 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 NO_MODEL = {"kind": "vllm", "model": "no-such-folder/no-such-model"}  # loading it would exit with 1
 
 
-def write_files(n: int, first: int = 0) -> None:
-    write_rows([{"file": f"{k}.png", "q": "x"} for k in range(n)])
-    for k in range(first, n):
-        Path(f"{k}.png").write_bytes(PNG)
+FIELD = {"user": "{{ qu }}"}
+FILES = [{"file": f"{n}.png", "q": "x"} for n in range(25)]
+OF_FILES = {"prompt": {"images": ["{{ file }}"]}, "media": {"root": "."}}
 
 
-def test_a_misspelt_name_stops_the_run_before_the_model_is_loaded() -> None:
-    write_rows(20)
-    write_job(prompt={"user": "{{ qu }}"}, engine=NO_MODEL)
+@pytest.mark.parametrize(
+    ("rows", "tables", "message"),
+    [
+        (
+            [{"key": f"k{n}", "q": "x"} for n in range(20)],
+            {"prompt": FIELD, "engine": NO_MODEL},
+            "template: 'qu' is undefined; the row has key, q; did you mean 'q'?",
+        ),
+        (FILES, OF_FILES, "row 0 (id 0): media: 0.png: no such file under media.root"),
+        ("not JSON\n" * 20, {}, "invalid_request: "),
+    ],
+    ids=["misspelt name", "missing files", "broken lines"],
+)
+def test_a_job_whose_first_rows_fail_alike_stops_before_the_model_is_loaded(
+    rows: list[dict[str, Any]] | str, tables: dict[str, Any], message: str
+) -> None:
+    if isinstance(rows, str):
+        Path("in.jsonl").write_text(rows)
+    else:
+        write_rows(rows)
+    write_job(**tables)
     found = run()
     assert found.exit_code == 2
     assert "All of the first 20 rows fail like this" in found.stderr
-    assert "template: 'qu' is undefined; the row has key, q; did you mean 'q'?" in found.stderr
+    assert message in found.stderr
     assert "loading model" not in found.stderr
     assert not records()
     assert manifest()["starts"][-1]["exit"] == 2
+    if "prompt" in tables and not isinstance(rows, str):
+        write_job()  # the corrected job runs by the same command
+        found = run()
+        assert (found.exit_code, found.json["ok"]) == (0, len(rows))
 
 
-def test_the_corrected_job_runs_by_the_same_command() -> None:
-    write_rows(30)
-    write_job(prompt={"user": "{{ qu }}"})
-    assert run().exit_code == 2
-    write_job()
+def rows_of(n: int, *good: int) -> list[dict[str, Any]]:
+    return [{"q": f"{k}"} if k in good else {"other": "x"} for k in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt", "failed"),
+    [
+        (rows_of(40, 0), "{{ q }}", 39),
+        (rows_of(40, 7), "{{ q }}", 39),
+        (rows_of(50, *range(12, 50)), "{{ q }}", 12),
+        (rows_of(40, 19), "{{ q }}", 39),
+        ([{"q": 0 if k == 5 else None} for k in range(30)], "{{ 1 // q }}", 30),
+        (rows_of(19), "{{ q }}", 19),
+    ],
+    ids=["first is good", "8th is", "13th is", "20th is", "two reasons", "fewer rows"],
+)
+def test_rows_fail_alone_if_one_of_the_first_is_good_or_fails_otherwise(
+    rows: list[dict[str, Any]], prompt: str, failed: int
+) -> None:
+    write_rows(rows)
+    write_job(prompt={"user": prompt})
     found = run()
-    assert (found.exit_code, found.json["ok"]) == (0, 30)
-
-
-def test_files_that_are_all_missing_are_one_reason() -> None:
-    write_files(25, first=25)
-    write_job(prompt={"images": ["{{ file }}"]}, media={"root": "."})
-    found = run()
-    assert found.exit_code == 2
-    assert "row 0 (id 0): media: 0.png: no such file under media.root" in found.stderr
-
-
-def test_lines_that_are_all_broken_are_one_reason() -> None:
-    Path("in.jsonl").write_text("not JSON\n" * 20)
-    write_job()
-    found = run()
-    assert found.exit_code == 2
-    assert "invalid_request: " in found.stderr
-
-
-@pytest.mark.parametrize("good", [0, 7, 19])
-def test_one_good_row_is_enough(good: int) -> None:
-    write_rows([{"q": "x"} if k == good else {"other": "x"} for k in range(40)])
-    write_job()
-    found = run()
-    assert (found.exit_code, found.json["failed"]) == (3, 39)
-
-
-def test_rows_that_fail_for_two_reasons_fail_alone() -> None:
-    write_rows([{"q": 0 if k == 5 else None} for k in range(30)])
-    write_job(prompt={"user": "{{ 1 // q }}"})
-    found = run()
-    assert (found.exit_code, found.json["failed_by_kind"]) == (3, {"template": 30})
-    assert len({record["error"]["message"] for record in records()}) == 2
-
-
-def test_fewer_rows_fail_alone() -> None:
-    write_rows([{"other": "x"}] * 19)
-    write_job()
-    assert run().exit_code == 3
+    assert (found.exit_code, found.json["failed"]) == (3, failed)
+    assert LOG.read_bytes().count(b"\n") == len(settled()) == len(rows), "none is lost or run twice"
 
 
 def test_the_check_can_be_left_out() -> None:
-    write_rows([{"other": "x"}] * 30)
+    write_rows(rows_of(30))
     write_job()
     found = run("--set", "run.check_rows=0")
     assert (found.exit_code, len(settled())) == (3, 30)
 
 
 def test_a_run_with_answers_goes_on() -> None:
-    write_files(40)
-    write_job(prompt={"images": ["{{ file }}"]}, media={"root": "."})
-    assert run("--limit", "10").exit_code == 0
-    for k in range(10, 40):
-        Path(f"{k}.png").unlink()
+    write_rows(FILES)
+    write_job(**OF_FILES)
+    for n in range(3):
+        Path(f"{n}.png").write_bytes(PNG)
+    assert run("--limit", "3").exit_code == 0
     found = run()
-    assert (found.exit_code, found.json["failed"]) == (3, 30)
+    assert (found.exit_code, found.json["failed"]) == (3, 22)
 
 
-def test_no_row_is_lost_or_run_twice_by_the_look_at_them() -> None:
-    write_rows([{"other": "x"} if k < 12 else {"q": f"{k}"} for k in range(50)])
-    write_job()
-    assert run().exit_code == 3
-    assert LOG.read_bytes().count(b"\n") == len(settled()) == 50
-
-
-def test_an_iterator_is_not_read_ahead() -> None:
-    taken: list[int] = []
-
-    def rows() -> Any:
-        for n in range(30):
-            taken.append(n)
-            yield {"other": n}
-
-    assert process(rows()).failed == 30
-
-
-def test_rows_of_a_program_are_looked_at() -> None:
-    from batchkit.errors import JobError
-
+def test_rows_of_a_program_are_looked_at_but_an_iterator_is_not_read_ahead() -> None:
+    rows = rows_of(30)
     with pytest.raises(JobError, match="All of the first 20 rows"):
-        process([{"other": n} for n in range(30)])
+        process(rows)
+    assert process(iter(rows)).failed == 30

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
+from copy import deepcopy
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,64 +28,74 @@ from tests.support.counted_engines import (
 )
 
 
-def test_memory_that_runs_out_halves_the_batch_until_it_fits_and_that_is_remembered() -> None:
-    world = World(over=3)
-    with closing(world.supervise(max_num_seqs=16)) as engine:
-        assert kinds_of(answer_all(engine, requests(0, 40))) == {}
-        assert engine.ladder.steps == [{"max_num_seqs": n} for n in (8, 4, 2)]
-        assert engine.max_num_seqs == 2
-        assert engine.restarts == 3
-    assert world.opened == [16, 8, 4, 2]
-    assert (
-        "out of memory (OutOfMemoryError: planted): next engine with max_num_seqs = 2" in world.said
-    )
+class Case(NamedTuple):
+    """What happens to an engine for ``size`` rows at once; the steps that are taken in the end, and
+    ``opened``, the sizes of all engines, where that is certain."""
+
+    world: World
+    steps: list[dict[str, int]]
+    opened: list[int] | None = None
+    failed: dict[int, str] = {}  # noqa: RUF012
+    size: int = 8
+    rows: int = 40
+    window: int = 10**9
+    before: Sequence[dict[str, int]] = ()
 
 
-def test_a_crash_does_not_make_the_batch_smaller() -> None:
-    world = World(dies_at={1: "engine_crash", 2: "stall"})
-    with closing(world.supervise()) as engine:
-        answer_all(engine, requests(0, 8))
-        assert engine.ladder.steps == []
-    assert world.opened == [8, 8, 8]
+def to(*sizes: int) -> list[dict[str, int]]:
+    return [{"max_num_seqs": size} for size in sizes]
 
 
-def test_a_kill_without_a_sign_of_memory_does_not_make_the_batch_smaller() -> None:
-    world = World(killed_at={1}, a_poll=1)
-    with closing(world.supervise()) as engine:
-        assert kinds_of(answer_all(engine, requests(0, 40))) == {}
-        assert engine.ladder.steps == []
-    assert world.opened == [8, 8]
-    message = (
-        "engine died (engine_crash) with 40 rows in flight: SIGKILL: killed from outside, no sign"
-    )
-    assert world.said == [f"{message} of memory running out"]
+CASES = {
+    "too many at once": Case(World(over=3), to(8, 4, 2), [16, 8, 4, 2], size=16),
+    "at load": Case(World(load_over=2), to(4, 2), [2]),
+    "a row alone": Case(
+        World(dies_at={1: "oom"}, batched_tokens=4096), [{"max_num_batched_tokens": 2048}], rows=1
+    ),
+    "a crash and a stall": Case(World(dies_at={1: "engine_crash", 2: "stall"}), [], [8, 8, 8]),
+    "a kill without a sign of memory": Case(World(killed_at={1}, a_poll=1), [], [8, 8]),
+    "a second kill in a row": Case(World(killed_at={1, 20}, a_poll=1), to(4), [8, 8, 4]),
+    "kills with a stretch of success between them": Case(
+        World(killed_at={1, 1100}, a_poll=1), [], [8, 8, 8], rows=1200
+    ),
+    "kills with another death between them": Case(
+        World(killed_at={1, 20}, dies_at={10: "engine_crash"}, a_poll=1), [], [8] * 4
+    ),
+    "a row that has its engine killed": Case(
+        World(poison={3: "kill"}), [], failed={3: "oom"}, rows=8
+    ),
+    "steps that a poison row cost": Case(World(poison={3: "oom"}), [], failed={3: "oom"}, rows=8),
+    "… though an earlier one is remembered": Case(
+        World(poison={3: "oom"}), to(6), failed={3: "oom"}, rows=8, before=to(6)
+    ),
+    "a poison row after steps of an earlier search": Case(
+        World(over=4, poison={30: "oom"}), to(8, 4), failed={30: "oom"}, size=16, window=8
+    ),
+    "a step that no poison row cost": Case(
+        World(over=7, poison={3: "engine_crash"}),
+        to(8),
+        failed={3: "engine_crash"},
+        size=16,
+        rows=16,
+    ),
+}
 
 
-def test_a_second_kill_in_a_row_is_taken_for_memory() -> None:
-    world = World(killed_at={1, 20}, a_poll=1)
-    with closing(world.supervise()) as engine:
-        assert kinds_of(answer_all(engine, requests(0, 40))) == {}
-        assert engine.ladder.steps == [{"max_num_seqs": 4}]
-
-
-@pytest.mark.parametrize("between", ["a stretch of success", "another death"])
-def test_kills_that_are_far_apart_are_no_sign_of_memory(between: str) -> None:
-    rows = requests(0, 1200 if between == "a stretch of success" else 40)
-    far = 1100 if between == "a stretch of success" else 20
-    world = World(killed_at={1, far}, a_poll=1)
-    if between == "another death":
-        world.dies_at = {10: "engine_crash"}
-    with closing(world.supervise()) as engine:
-        assert kinds_of(answer_all(engine, rows)) == {}
-        assert engine.ladder.steps == []
-
-
-def test_a_row_that_has_its_engine_killed_is_found_and_costs_no_step() -> None:
-    world = World(poison={3: "kill"})
-    with closing(world.supervise()) as engine:
-        assert kinds_of(answer_all(engine, requests(0, 8))) == {3: "oom"}
-        assert engine.ladder.steps == []
-        assert engine.restarts <= 3 + PROOF
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_memory_that_runs_out_halves_the_batch_and_nothing_else_does(
+    case: Case,
+) -> None:
+    world, steps, opened, failed, size, rows, window, before = deepcopy(case)
+    with closing(world.supervise(max_num_seqs=size, ladder=Ladder(before))) as engine:
+        assert kinds_of(answer_all(engine, requests(0, rows), window=window)) == failed
+        assert engine.ladder.steps == steps
+        assert engine.restarts == len(world.opened) - 1
+    assert opened is None or world.opened == opened
+    if failed:
+        assert engine.restarts <= math.log2(rows) + PROOF + 1
+    told = [text for text in world.said if text.startswith("out of memory")]
+    said = [f"{name} = {value}" for step in steps for name, value in step.items()]
+    assert all(any(text.endswith(last) for text in told) for last in said[len(before) :])
 
 
 def test_an_engine_that_is_killed_at_load_is_tried_once_more_as_it_was() -> None:
@@ -106,35 +119,6 @@ def test_an_engine_that_is_killed_at_every_load_is_made_smaller() -> None:
     with pytest.raises(StartFailed):
         world.supervise()
     assert world.failed_loads == [8, 8, 4, 2, 1]
-
-
-@pytest.mark.parametrize("remembered", [[], [{"max_num_seqs": 6}]])
-def test_steps_that_a_poison_row_cost_are_taken_back(remembered: list[dict[str, Any]]) -> None:
-    world = World(poison={3: "oom"})
-    with closing(world.supervise(ladder=Ladder(list(remembered)))) as engine:
-        assert kinds_of(answer_all(engine, requests(0, 8))) == {3: "oom"}
-        assert engine.ladder.steps == remembered
-    assert min(world.opened) < world.opened[0] == world.opened[-1]
-
-
-def test_steps_of_an_earlier_search_stay_when_a_poison_row_costs_more() -> None:
-    world = World(over=4, poison={30: "oom"})
-    with closing(world.supervise(max_num_seqs=16)) as engine:
-        assert kinds_of(answer_all(engine, requests(0, 40), window=8)) == {30: "oom"}
-        assert engine.ladder.steps == [{"max_num_seqs": 8}, {"max_num_seqs": 4}]
-
-
-def test_a_step_that_no_poison_row_cost_stays() -> None:
-    world = World(over=7, poison={3: "engine_crash"})
-    with closing(world.supervise(max_num_seqs=16)) as engine:
-        assert kinds_of(answer_all(engine, requests(0, 16))) == {3: "engine_crash"}
-        assert engine.ladder.steps == [{"max_num_seqs": 8}]
-    assert (
-        world.said.count(
-            "out of memory (OutOfMemoryError: planted): next engine with max_num_seqs = 8"
-        )
-        == 1
-    )
 
 
 def test_the_engine_grows_by_one_step_between_rows_after_a_stretch_of_success() -> None:
@@ -183,23 +167,28 @@ def test_an_engine_that_grew_too_large_is_replaced_between_rows() -> None:
     assert world.opened[:3] == [8, 8, 4], "the second time so soon, the batch is made smaller"
 
 
-def test_no_restart_helps_where_a_new_engine_is_too_large_and_that_is_said_once() -> None:
-    world = World(host_bytes=2 * GIB, grows_bytes=GIB // 4, a_poll=1)
-    with closing(world.supervise(max_host_gb=1.5)) as engine:
-        answer_all(engine, requests(0, 12), window=4)
-        assert engine.restarts == 0
-    assert world.said == [
-        "a new engine already holds 2.2 GiB (run.max_host_gb = 1.5): no restart would help"
-    ]
+NO_HELP = "a new engine already holds {} GiB (run.max_host_gb = 1.5): no restart would help"
 
 
-def test_an_engine_whose_size_is_not_known_at_the_first_look_is_not_restarted_for_ever() -> None:
-    """A ProcessEngine's load is 0 bytes until its process has reported a first turn."""
-    world = World(host_bytes=2 * GIB, first_look=0, a_poll=1)
-    with closing(world.supervise(max_host_gb=1.5)) as engine:
+@pytest.mark.parametrize(
+    ("max_host_gb", "holds", "said"),
+    [
+        (1.5, {"host_bytes": 2 * GIB, "grows_bytes": GIB // 4}, [NO_HELP.format(2.2)]),
+        # A ProcessEngine's load is 0 bytes until its process has reported a first turn.
+        (1.5, {"host_bytes": 2 * GIB, "first_look": 0}, [NO_HELP.format("2.0")]),
+        (None, {"host_bytes": 2 * GIB}, []),
+        (2.5, {"host_bytes": 2 * GIB}, []),
+    ],
+    ids=["too large from the start", "first seen late", "no limit", "within it"],
+)
+def test_an_engine_is_not_restarted_where_that_helps_nothing(
+    max_host_gb: float | None, holds: dict[str, int], said: list[str]
+) -> None:
+    world = World(a_poll=1, **holds)  # type: ignore[arg-type]
+    with closing(world.supervise(max_host_gb=max_host_gb)) as engine:
         answer_all(engine, requests(0, 12), window=4)
         assert engine.restarts == 0
-    assert len(world.said) == 1
+    assert world.said == said
 
 
 def test_what_one_engine_began_with_says_nothing_about_the_next() -> None:
@@ -212,27 +201,6 @@ def test_what_one_engine_began_with_says_nothing_about_the_next() -> None:
         answer_all(engine, requests(4, 12), window=1)
         assert engine.restarts > 1
     assert world.said[-1] == "engine restart: its process holds 1.8 GiB (run.max_host_gb = 1.5)"
-
-
-@pytest.mark.parametrize("max_host_gb", [None, 2.5])
-def test_an_engine_within_its_memory_is_left_alone(max_host_gb: float | None) -> None:
-    world = World(host_bytes=2 * GIB)
-    with closing(world.supervise(max_host_gb=max_host_gb)) as engine:
-        answer_all(engine, requests(0, 12))
-        assert engine.restarts == 0
-    assert world.said == []
-
-
-def test_memory_that_runs_out_at_load_steps_down_until_it_opens() -> None:
-    world = World(load_over=2)
-    with closing(world.supervise()) as engine:
-        assert engine.ladder.steps == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
-        assert engine.restarts == 0
-    assert (world.failed_loads, world.opened) == ([8, 4], [2])
-    assert world.said == [
-        f"out of memory at load (MemoryError: planted): next try with max_num_seqs = {n}"
-        for n in (4, 2)
-    ]
 
 
 def test_memory_that_runs_out_at_every_load_ends_with_the_engines_own_error() -> None:
@@ -253,13 +221,6 @@ def test_an_engine_that_dies_at_load_before_it_reported_its_limits_is_halved_too
     assert raised.value is world.load_error
     assert world.failed_loads[:3] == tried
     assert world.failed_loads[-1] == 1
-
-
-def test_a_row_alone_that_runs_out_of_memory_gets_fewer_tokens_at_a_time() -> None:
-    world = World(dies_at={1: "oom"}, batched_tokens=4096)
-    with closing(world.supervise()) as engine:
-        assert kinds_of(answer_all(engine, requests(0, 1))) == {}
-        assert engine.ladder.steps == [{"max_num_batched_tokens": 2048}]
 
 
 def test_steps_that_never_helped_are_not_remembered() -> None:

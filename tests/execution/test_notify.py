@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchkit.config.loading import make_job
 from batchkit.execution.notify import notify
 from batchkit.execution.processor import ProductionBatchProcessor
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import RUN, n_records, prepare, rows_that_fail, run, write_job
+from tests.support.dry_runs import RUN, job, n_records, prepare, rows_that_fail, run, write_job
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -69,7 +67,7 @@ def test_it_is_told_of_a_signal(start: Any, engine: dict[str, float]) -> None:
     assert (process.returncode, told["exit"], told["name"]) == (143, 143, "a")
 
 
-def test_no_shell_reads_it_unless_one_is_named() -> None:
+def test_no_shell_reads_it_unless_one_is_named_and_it_changes_no_exit_code() -> None:
     prepare(2)
     run("--notify", "tee heard.json $HOME;false")
     assert Path("$HOME;false").is_file()
@@ -77,10 +75,6 @@ def test_no_shell_reads_it_unless_one_is_named() -> None:
     found = run("--notify", "sh -c 'cat > heard.json; exit 7'")
     assert (found.exit_code, heard()["ok"]) == (0, 2)
     assert "run.on_end: sh ended with exit code 7" in found.stderr
-
-
-def test_a_command_that_is_not_there_changes_no_exit_code() -> None:
-    prepare(2)
     found = run("--notify", "no-such-command --now")
     assert found.exit_code == 0
     assert "run.on_end: can't run no-such-command: No such file or directory" in found.stderr
@@ -88,9 +82,7 @@ def test_a_command_that_is_not_there_changes_no_exit_code() -> None:
 
 def test_a_command_that_hangs_is_ended() -> None:
     said: list[str] = []
-    began = time.monotonic()
     notify("sleep 600", {}, said.append, timeout_s=0.2)
-    assert time.monotonic() - began < 60
     assert said == ["run.on_end: sleep was ended after 0.2 s"]
 
 
@@ -112,8 +104,5 @@ def test_a_command_without_words_is_refused(command: Any) -> None:
 
 
 def test_runs_from_python_notify_too() -> None:
-    job = make_job(
-        {"name": "a", "engine": {"kind": "dry-run"}, "run": {"on_end": KEEP}}, "the test"
-    )
-    summary = ProductionBatchProcessor(job, quiet=True).process(["x"])
+    summary = ProductionBatchProcessor(job(run={"on_end": KEEP}), quiet=True).process(["x"])
     assert heard() == json.loads(json.dumps(summary.to_json()))

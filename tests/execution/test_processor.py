@@ -1,24 +1,97 @@
-"""What ``help()`` shows of the public classes."""
+"""What a program is told: its own arguments, not the flags of the command line; and by ``help()``."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from batchkit import JobConfig, ProductionBatchProcessor
+from batchkit.commands.retry import retry_failed
+from batchkit.errors import BatchkitError, ChangedError, JobError
+
+DRY = {"kind": "dry-run"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def processor(**options: Any) -> ProductionBatchProcessor:
+    return ProductionBatchProcessor(JobConfig(engine=DRY), quiet=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"promt": {}}, "promt: unknown key; did you mean 'prompt'?"),
+        ({"sampling": {"temperature": "0"}}, 'sampling.temperature: found "0", expected number'),
+        ({"limit": 3}, "did you mean 'input.limit'?"),
+    ],
+)
+def test_mistyped_job_config_is_a_job_error_in_plain_words(
+    tables: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(JobError) as refused:
+        JobConfig(engine=DRY, **tables)
+    assert str(refused.value).startswith("JobConfig: 1 problem\n")
+    assert words in str(refused.value)
+    assert "pydantic" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: processor(on_change="nwe"), "on_change: found 'nwe', expected 'fail' or 'new'"),
+        (lambda: ProductionBatchProcessor({"engine": DRY}), "from a dict: JobConfig(**job)"),  # type: ignore[arg-type]
+        (lambda: ProductionBatchProcessor(3), "job: found int"),  # type: ignore[arg-type]
+        (lambda: processor(skip_from="no").process(["a"]), "skip_from=no: not a run folder"),
+        (lambda: processor().process(), "no rows: give some to process()"),
+    ],
+)
+def test_wrong_argument_is_named(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(BatchkitError) as refused:
+        call()
+    assert words in str(refused.value)
+
+
+def test_changed_job_names_the_arguments_that_decide() -> None:
+    processor().process(["a"])
+    with pytest.raises(ChangedError) as refused:
+        processor().process(["b"])
+    assert "--" not in str(refused.value)
+    assert 'fresh=True or on_change="new"' in str(refused.value)
+    assert processor(on_change="requeue").process(["b"]).ok == 1
+
+
+def test_folder_that_cannot_be_written_is_a_wrong_job(folder: Path) -> None:
+    (folder / "output").write_text("a file")
+    with pytest.raises(JobError, match=r"Not a directory; set output\.dir to a folder"):
+        processor().process(["a"])
+
+
+def test_rows_from_python_are_retried_by_the_program() -> None:
+    rows = [{"prompt": "a"}, {"other": "b"}]
+    summary = processor().process(rows)
+    assert summary.failed == 1
+    with pytest.raises(
+        JobError, match=r"came from Python.*processor\.retry\(\{index: attempt\}, rows"
+    ):
+        retry_failed(Path(summary.folder))
+    again = processor().retry({1: 1}, rows=rows)
+    assert [record["attempt"] for record in again.records()] == [1, 2]
 
 
 def test_the_signature_is_what_the_docstring_describes() -> None:
     names = [*inspect.signature(ProductionBatchProcessor).parameters]
     described = inspect.getdoc(ProductionBatchProcessor) or ""
-    assert names == [
-        "job",
-        "fresh",
-        "on_change",
-        "skip_from",
-        "quiet",
-        "adjust_sampling",
-        "rollout",
-    ]
+    options = ("fresh", "on_change", "skip_from", "quiet", "adjust_sampling", "rollout")
+    assert names == ["job", *options]
     assert all(f"\n    {name}: " in described for name in names)
 
 

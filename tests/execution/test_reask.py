@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
 NOTE = "Mind the form."
+SHORT = {"max_tokens": 10}
 FOUND = "so [Final Answer]: 7"
 
 
@@ -93,12 +94,17 @@ def row(name: str, **more: Any) -> dict[str, Any]:
     return {"id": name, "q": "?", "a": "7", **more}
 
 
+def asked(script: Script, folder: Path, **tables: Any) -> dict[str, dict[str, Any]]:
+    """The newest records, by id, of a row for each name in the script."""
+    with serving(script) as server:
+        return run(job(server, folder, [*map(row, script.answers)], **tables))
+
+
 def test_only_a_row_without_an_answer_is_asked_again_and_its_note_stands_once(
     tmp_path: Path,
 ) -> None:
     script = Script(one=[FOUND], two=["hm", FOUND], three=["x", "y", "z", "never asked"])
-    with serving(script) as server:
-        records = run(job(server, tmp_path, [row("one"), row("two"), row("three")]))
+    records = asked(script, tmp_path)
     assert script.calls == {"one": 1, "two": 2, "three": 3}
     assert script.asked["three"] == ["three ?", f"three ?\n{NOTE}", f"three ?\n{NOTE}"]
     outcomes = {name: (r["prediction"], r["scores"], r["attempt"]) for name, r in records.items()}
@@ -122,9 +128,7 @@ def test_predictions_and_calls_are_those_of_the_official_code(
 ) -> None:
     script = Script(r=vector["responses"])
     note = vector["appended_on_last_call"].strip() or NOTE
-    with serving(script) as server:
-        made = job(server, tmp_path, [row("r")], retry={"reask_note": note})
-        records = run(made)
+    records = asked(script, tmp_path, retry={"reask_note": note})
     assert records["r"]["prediction"] == vector["prediction"]
     assert script.calls["r"] == vector["calls"]
     if vector["appended_on_last_call"]:
@@ -133,8 +137,7 @@ def test_predictions_and_calls_are_those_of_the_official_code(
 
 def test_each_attempt_has_its_temperature(tmp_path: Path) -> None:
     script = Script(r=["x", "y", "z"])
-    with serving(script) as server:
-        run(job(server, tmp_path, [row("r")], retry={"temperatures": [0.1, 0.8]}))
+    asked(script, tmp_path, retry={"temperatures": [0.1, 0.8]})
     assert [body["temperature"] for body in script.bodies["r"]] == [0.1, 0.8, 0.8]
 
 
@@ -151,8 +154,7 @@ def test_an_ask_that_fails_leaves_the_answer_before_it(
     tmp_path: Path, refusal: str | Exception
 ) -> None:
     script = Script(r=["an answer of sorts", refusal], other=[FOUND])
-    with serving(script) as server:
-        records = run(job(server, tmp_path, [row("r"), row("other")]))
+    records = asked(script, tmp_path)
     assert records["r"]["status"] == "ok"
     assert (records["r"]["text"], records["r"]["attempt"]) == ("an answer of sorts", 1)
     assert records["r"]["error"] is None
@@ -173,23 +175,16 @@ def test_an_ask_that_takes_too_long_leaves_the_answer_before_it(tmp_path: Path) 
 def test_a_row_whose_note_is_empty_is_asked_once(tmp_path: Path) -> None:
     script = Script(chart=["x"], other=["x"])
     note = "{% if kind != 'chart' %} \n Mind {{ kind }}.{% endif %}"
+    rows = [row("chart", kind="chart"), row("other", kind="text")]
     with serving(script) as server:
-        run(
-            job(
-                server,
-                tmp_path,
-                [row("chart", kind="chart"), row("other", kind="text")],
-                retry={"reask_note": note},
-            )
-        )
+        run(job(server, tmp_path, rows, retry={"reask_note": note}))
     assert script.calls == {"chart": 1, "other": 3}
     assert script.asked["other"][-1] == "other ?\nMind text."
 
 
 def test_a_note_that_misses_a_name_fails_its_row_before_anything_is_paid(tmp_path: Path) -> None:
     script = Script(r=["x"])
-    with serving(script) as server:
-        records = run(job(server, tmp_path, [row("r")], retry={"reask_note": "{{ knid }}"}))
+    records = asked(script, tmp_path, retry={"reask_note": "{{ knid }}"})
     assert records["r"]["error"]["kind"] == "template"
     assert "'knid' is undefined" in records["r"]["error"]["message"]
     assert script.calls == {}
@@ -208,71 +203,64 @@ class Fickle:
         return "kind"
 
 
-def test_a_note_is_rendered_with_the_prompt_and_never_again(tmp_path: Path) -> None:
-    with serving(Script(r=["none", FOUND], s=["none", FOUND])) as server:
-        made = job(
-            server,
-            tmp_path,
-            [],
-            input=None,
-            prompt={"user": "{{ q }}"},
-            retry={"reask_note": "Mind {{ kind }}."},
-        )
-        rows = [{"q": "r", "a": "7", "kind": Fickle()}, {"q": "s", "a": "7", "kind": "it"}]
+def of_python(rows: list[dict[str, Any]], folder: Path, **tables: Any) -> list[str]:
+    """The texts that a server which never has an answer gives to rows of a program."""
+    with serving(lambda text, body: "none", context=60) as server:
+        # The check of the first rows would render them once more.
+        own = {"input": None, "prompt": {"user": "{{ q }}"}, "run": {"check_rows": 0}}
+        made = job(server, folder, [], **own, sampling={"max_tokens": 5}, **tables)
         summary = ProductionBatchProcessor(made, quiet=True).process(rows)
-    assert [record["text"] for record in summary.records()] == [FOUND, FOUND]
+    return [record["text"] for record in summary.records()]
+
+
+def test_a_note_is_rendered_with_the_prompt_and_never_again(tmp_path: Path) -> None:
+    fickle = Fickle()
+    rows = [{"q": "r", "a": "7", "kind": fickle}, {"q": "s", "a": "7", "kind": "it"}]
+    assert of_python(rows, tmp_path, retry={"reask_note": "Mind {{ kind }}."}) == ["none", "none"]
+    assert fickle.times == 1
 
 
 def test_a_cut_prompt_keeps_the_note_that_was_rendered(tmp_path: Path) -> None:
-    with serving(lambda text, body: "none", context=60) as server:
-        made = job(
-            server,
-            tmp_path,
-            [],
-            input=None,
-            prompt={"user": "{{ q }}"},
-            sampling={"max_tokens": 5},
-            retry={"on_too_long": "truncate-middle", "reask_note": "{{ kind }} " + "it " * 20},
-        )
-        fickle = Fickle()
-        rows = [{"q": "r " + "w " * 45, "a": "7", "kind": fickle}]
-        summary = ProductionBatchProcessor(made, quiet=True).process(rows)
+    fickle = Fickle()
+    rows = [{"q": "r " + "w " * 45, "a": "7", "kind": fickle}]
+    retry = {"on_too_long": "truncate-middle", "reask_note": "{{ kind }} " + "it " * 20}
+    assert of_python(rows, tmp_path, retry=retry) == ["none"]
     assert fickle.times == 1
-    assert [record["text"] for record in summary.records()] == ["none"]
 
 
-def test_asking_again_without_a_note_is_refused(tmp_path: Path) -> None:
-    with serving() as server, pytest.raises(JobError, match="reask needs a reask_note"):
-        job(server, tmp_path, [], retry={"reask_note": " "})
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"retry": {"reask_note": " "}}, "reask needs a reask_note"),
+        ({"scoring": {"extract": "text"}}, r"\n  retry\.reask: no answer lacks"),
+    ],
+)
+def test_asking_again_without_a_note_or_for_nothing_is_refused(
+    tables: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with serving() as server, pytest.raises(JobError, match=message):
+        job(server, tmp_path, [], **tables)
 
 
 def test_a_default_stands_in_only_once_all_asking_was_in_vain(tmp_path: Path) -> None:
     script = Script(r=["no number", "Score: 7"], never=["none"])
     scoring = {"extract": "reward", "scorers": ["reward"], "default_reward": 5.0}
-    with serving(script) as server:
-        records = run(job(server, tmp_path, [row("r"), row("never")], scoring=scoring))
+    records = asked(script, tmp_path, scoring=scoring)
     assert script.calls == {"r": 2, "never": 3}
     assert records["r"]["scores"] == {"reward": 7}
     assert records["never"]["scores"] == {"reward": 5}
 
 
-def test_asking_again_for_what_every_answer_has_is_refused(tmp_path: Path) -> None:
-    with serving() as server, pytest.raises(JobError, match=r"\n  retry\.reask: no answer lacks"):
-        job(server, tmp_path, [], scoring={"extract": "text"})
-
-
 def test_of_several_choices_the_first_decides_and_all_are_kept(tmp_path: Path) -> None:
     script = Script(r=["x", FOUND])
-    with serving(script) as server:
-        records = run(job(server, tmp_path, [row("r")], sampling={"n": 2}))
+    records = asked(script, tmp_path, sampling={"n": 2})
     assert script.calls == {"r": 2}
     assert [choice["text"] for choice in records["r"]["choices"]] == [FOUND, FOUND]
 
 
 def test_a_prompt_without_chat_is_asked_again_as_plain_text(tmp_path: Path) -> None:
     script = Script(r=["x", FOUND])
-    with serving(script) as server:
-        records = run(job(server, tmp_path, [row("r")], prompt={"chat": False}))
+    records = asked(script, tmp_path, prompt={"chat": False})
     assert [body["prompt"] for body in script.bodies["r"]] == ["r ?", f"r ?\n{NOTE}"]
     assert records["r"]["prediction"] == "7"
 
@@ -317,9 +305,8 @@ def test_in_a_row_s_own_messages_the_note_stands_behind_the_user_s_last(
 def test_the_images_are_sent_again(tmp_path: Path, order: str) -> None:
     Image.new("RGB", (40, 40), "red").save(tmp_path / "r.png")
     script = Script(r=["x", FOUND])
-    with serving(script) as server:
-        prompt = {"images": ["{{ id }}.png"], "order": order}
-        records = run(job(server, tmp_path, [row("r")], prompt=prompt))
+    prompt = {"images": ["{{ id }}.png"], "order": order}
+    records = asked(script, tmp_path, prompt=prompt)
     assert records["r"]["prediction"] == "7"
     first, second = (
         [part for part in body["messages"][0]["content"] if part["type"] == "image_url"]
@@ -338,19 +325,14 @@ def test_a_prompt_that_the_note_makes_too_long_is_cut_and_keeps_the_note(tmp_pat
         return "x" if text.split()[-1] != "END" else FOUND
 
     with serving(before, context=100) as server:
-        made = job(
-            server,
-            tmp_path,
-            [row("r", q=q)],
-            retry={"on_too_long": "truncate-middle", "reask_note": "Mind " + "it " * 20 + "END"},
-            sampling={"max_tokens": 10},
-        )
-        records = run(made)
+        note = "Mind " + "it " * 20 + "END"
+        retry = {"on_too_long": "truncate-middle", "reask_note": note}
+        records = run(job(server, tmp_path, [row("r", q=q)], retry=retry, sampling=SHORT))
         answered = list(server.answered)
     assert answered[0].endswith("w94")
     assert answered[-1].startswith("r w0 ")
     assert " […] " in answered[-1]
-    assert answered[-1].endswith("w94\nMind " + "it " * 20 + "END")
+    assert answered[-1].endswith(f"w94\n{note}")
     assert (records["r"]["prediction"], records["r"]["attempt"]) == ("7", 2)
     assert len(answered) == 2
 
@@ -358,14 +340,8 @@ def test_a_prompt_that_the_note_makes_too_long_is_cut_and_keeps_the_note(tmp_pat
 def test_a_prompt_that_was_cut_is_asked_again_as_it_was_cut(tmp_path: Path) -> None:
     q = " ".join(f"w{n}" for n in range(400))
     with serving(lambda text, body: FOUND if NOTE in text else "x", context=100) as server:
-        made = job(
-            server,
-            tmp_path,
-            [row("r", q=q)],
-            retry={"on_too_long": "truncate-middle"},
-            sampling={"max_tokens": 10},
-        )
-        records = run(made)
+        retry = {"on_too_long": "truncate-middle"}
+        records = run(job(server, tmp_path, [row("r", q=q)], retry=retry, sampling=SHORT))
         first, second = server.answered
     assert second == f"{first}\n{NOTE}"
     assert records["r"]["truncated_tokens"] > 300

@@ -76,13 +76,6 @@ def test_nothing_left_still_says_that_rows_failed() -> None:
     assert len(records()) == 2
 
 
-def test_job_without_rows_is_a_finished_run() -> None:
-    prepare(3, input={"where": {"q": "nobody asks this"}})
-    found = run()
-    assert (found.exit_code, found.json["total"], found.json["ok"]) == (0, 0, 0)
-    assert "loading" not in found.stderr
-
-
 def test_limit_smaller_than_what_is_done_runs_nothing() -> None:
     prepare()
     run()
@@ -108,75 +101,53 @@ def test_filter_keeps_the_index_of_the_unfiltered_input() -> None:
     assert (found.json["total"], found.json["ok"]) == (5, 5)
 
 
-def test_rows_done_in_another_run_are_skipped_by_id() -> None:
-    prepare(10, input={"id": "key"})
-    run("--limit", "6", "--set", "name=other")
+Rows = list[dict[str, Any]]
+KEY: dict[str, Any] = {"id": "key"}
+TEN: Rows = [{"key": f"k{n}", "q": f"question {n}"} for n in range(10)]
+THERE: Rows = [{"key": n, "q": f"other {n}" if n < 3 else "same"} for n in range(5)]
+HERE: Rows = [{"key": n, "q": f"this {n}" if n < 3 else "same"} for n in range(5)]
+SHIFTED: Rows = [{"key": n, "other": n + 3, "q": f"row {n}"} for n in range(5)]
+TWINS: Rows = [{"key": "twin", "q": "x"}, {"key": "twin", "q": "y"}]
+C, FAILS = {"key": "c", "q": "x"}, {"key": "twin", "other": "x"}
+KINDS: Rows = [{"key": "twin", "kind": kind, "q": kind} for kind in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("there", "its_input", "here", "own_input", "run_here"),
+    [
+        pytest.param(TEN[:6], KEY, TEN, KEY, [6, 7, 8, 9], id="by id"),
+        pytest.param([C, FAILS], {}, [C, FAILS], {}, [1], id="failed there"),
+        # A row without an id of one field is named by its place, where another row may be.
+        pytest.param(THERE, {}, HERE, {}, [0, 1, 2], id="nobody has ids"),
+        pytest.param(THERE, {}, HERE, KEY, [0, 1, 2], id="only this run has"),
+        pytest.param(THERE, KEY, HERE, {}, [0, 1, 2], id="only the other has"),
+        pytest.param(SHIFTED, KEY, SHIFTED, {"id": "other"}, [0, 1, 2, 3, 4], id="of another field"),
+        # Rows that share an id: one failed there, one came here, one was not reached, or filtered.
+        pytest.param(
+            [TWINS[0], FAILS, C], KEY, [TWINS[0], FAILS, C, {**C, "q": "y"}], KEY, [1, 3], id="twins"
+        ),
+        pytest.param([TWINS[1], C], KEY, [*TWINS, {**C, "q": "edited"}], KEY, [0], id="a later twin"),
+        pytest.param(
+            KINDS, KEY | {"where": {"kind": "a"}}, KINDS, KEY | {"where": {"kind": "b"}}, [1],
+            id="a twin that the filter leaves out",
+        ),
+    ],
+)  # fmt: skip
+def test_skip_from_skips_the_rows_that_the_other_run_answered_and_no_others(
+    there: Rows,
+    its_input: dict[str, Any],
+    here: Rows,
+    own_input: dict[str, Any],
+    run_here: list[int],
+) -> None:
+    write_rows(there)
+    write_job(input=its_input)
+    run("--set", "name=other")
+    write_rows(here)
+    write_job(input=own_input)
     found = run("--skip-from", "output/other")
-    assert found.exit_code == 0
-    assert sorted(settled()) == [6, 7, 8, 9]
-    assert len(records(Path("output/other/results.jsonl"))) == 6
-
-
-def test_rows_that_failed_in_another_run_are_not_skipped() -> None:
-    rows = [{"q": "x"}, {"other": "x"}, {"q": "y"}]
-    write_rows(rows)
-    write_job()
-    run("--set", "name=other")
-    run("--skip-from", "output/other")
-    assert settled() == {1: "failed"}
-
-
-@pytest.mark.parametrize("who_has_ids", ["nobody", "this run", "the other run"])
-def test_row_without_an_id_is_not_skipped_for_another_row_at_its_place(who_has_ids: str) -> None:
-    ids = {"input": {"id": "key"}}
-    write_rows([{"key": n, "q": f"other {n}" if n < 3 else "same"} for n in range(5)])
-    write_job(**ids if who_has_ids == "the other run" else {})
-    run("--set", "name=other")
-    write_rows([{"key": n, "q": f"this {n}" if n < 3 else "same"} for n in range(5)])
-    write_job(**ids if who_has_ids == "this run" else {})
-    found = run("--skip-from", "output/other")
-    assert found.json | {"exit": 0, "ok": 3, "skipped": 2} == found.json
-    assert sorted(settled()) == [0, 1, 2]
-
-
-def test_row_is_not_skipped_for_another_whose_id_is_of_another_field() -> None:
-    write_rows([{"key": n, "other": n + 3, "q": f"row {n}"} for n in range(5)])
-    write_job(input={"id": "key"})
-    run("--set", "name=other")
-    write_job(input={"id": "other"})
-    found = run("--skip-from", "output/other")
-    assert found.json | {"exit": 0, "ok": 5, "skipped": 0} == found.json
-
-
-def test_row_is_not_skipped_for_another_with_its_id() -> None:
-    """There, one of the twins failed; here, one more has come."""
-    rows = [{"key": "twin", "q": "x"}, {"key": "twin", "other": "x"}, {"key": "c", "q": "x"}]
-    write_rows(rows)
-    write_job(input={"id": "key"})
-    run("--set", "name=other")
-    write_rows([*rows, {"key": "c", "q": "y"}])
-    run("--skip-from", "output/other")
-    assert settled() == {1: "failed", 3: "ok"}
-
-
-def test_row_is_not_skipped_for_a_later_one_with_its_id() -> None:
-    """There, only the later one was answered before the run ended."""
-    rows = [{"key": "twin", "q": "x"}, {"key": "twin", "q": "y"}, {"key": "c", "q": "z"}]
-    write_rows(rows[1:])
-    write_job(input={"id": "key"})
-    run("--set", "name=other")
-    write_rows([*rows[:2], {"key": "c", "q": "corrected"}])
-    run("--skip-from", "output/other")
-    assert settled() == {0: "ok"}
-
-
-def test_row_is_not_skipped_for_one_with_its_id_that_the_filter_leaves_out() -> None:
-    write_rows([{"key": "twin", "kind": kind, "q": kind} for kind in "ab"])
-    write_job(input={"id": "key", "where": {"kind": "a"}})
-    run("--set", "name=other")
-    write_job(input={"id": "key", "where": {"kind": "b"}})
-    run("--skip-from", "output/other")
-    assert settled() == {1: "ok"}
+    assert sorted(settled()) == run_here
+    assert found.json["total"] == found.json["skipped"] + len(run_here)
 
 
 def test_row_of_an_iterator_is_not_skipped_for_a_later_one_with_its_id() -> None:

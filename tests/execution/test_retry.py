@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
-from batchkit.config.tables import RetryTable
+from batchkit.config.tables import JobConfig, RetryTable
 from batchkit.errors import (
     EmptyTextError,
     MediaError,
@@ -20,7 +18,8 @@ from batchkit.errors import (
     RowTimeoutError,
     TemplateError,
 )
-from batchkit.execution.attempts import Waiting, next_attempt, wait_s, with_temperature
+from batchkit.execution.attempts import Attempts, next_attempt, wait_s, with_temperature
+from batchkit.execution.start import Start
 from batchkit.types import Choice, Completion, Cut, Request, Row
 
 
@@ -172,59 +171,43 @@ class Clock:
         return self.now
 
 
-def numbered(n: int) -> Request:
-    return Request(Row(n, str(n), {}), None, "text", {}, "hash")
+def waiting_for(clock: Clock, **retry: Any) -> Attempts:
+    return Attempts(Start.of(JobConfig(engine={"kind": "dry-run"}, retry=retry)), clock)
 
 
-def due(waiting: Waiting) -> list[int]:
-    found = []
-    while (request := waiting.pop_due()) is not None:
-        found.append(request.row.index)
-    return found
+def fail(attempts: Attempts, n: int) -> None:
+    request = Request(Row(n, str(n), {}), None, "text", {}, "hash")
+    assert attempts.settle(Completion(request, error=RowTimeoutError("slow"))) is None
+
+
+def due(attempts: Attempts) -> list[int]:
+    return [request.row.index for request in iter(attempts.pop_due, None)]
 
 
 def test_without_a_wait_the_first_in_is_the_first_out() -> None:
-    waiting = Waiting(Clock())
-    assert not waiting
-    assert waiting.pop_due() is None
+    attempts = waiting_for(Clock())
+    assert due(attempts) == []
     for n in range(50):
-        waiting.add(numbered(n), wait_s=0)
-    assert len(waiting) == 50
-    assert due(waiting) == list(range(50))
-    assert not waiting
+        fail(attempts, n)
+    assert len(attempts) == attempts.retried == 50
+    assert due(attempts) == list(range(50))
+    assert not attempts
 
 
 def test_request_comes_when_it_is_due_and_the_earliest_first() -> None:
     clock = Clock()
-    waiting = Waiting(clock)
-    for n, seconds in enumerate([4.0, 1.0, 2.0, 1.0]):
-        waiting.add(numbered(n), seconds)
-    assert due(waiting) == []
-    clock.now += 0.999
-    assert due(waiting) == []
-    clock.now = 101.0
-    assert due(waiting) == [1, 3]
-    waiting.add(numbered(9), wait_s=0)
-    assert due(waiting) == [9], "one that waits holds up no other"
-    clock.now = 200.0
-    assert due(waiting) == [2, 0]
-    assert len(waiting) == 0
-
-
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10))))
-def test_nothing_comes_early_twice_or_never(steps: list[tuple[float, float]]) -> None:
-    clock, came = Clock(), list[int]()
-    waiting, due_at = Waiting(clock), list[float]()
-    for n, (seconds, passed) in enumerate(steps):
-        waiting.add(numbered(n), seconds)
-        due_at.append(clock.now + seconds)
-        clock.now += passed
-        new = due(waiting)
-        assert [due_at[m] for m in new] == sorted(due_at[m] for m in new)
-        came += new
-        assert all((due_at[m] <= clock.now) == (m in came) for m in range(n + 1))
-    clock.now += 1000
-    assert sorted(came + due(waiting)) == list(range(len(steps)))
+    attempts = waiting_for(clock, attempts=9, backoff_s=1.0)
+    for n in range(3):
+        fail(attempts, n)
+        clock.now += 0.25
+    assert due(attempts) == []
+    clock.now = 101.25
+    assert due(attempts) == [0, 1]
+    fail(attempts, 0)
+    clock.now = 103.0
+    assert due(attempts) == [2], "one that waits longer holds up no other"
+    clock.now = 103.25
+    assert due(attempts) == [0]
 
 
 def test_each_wait_is_twice_the_last() -> None:

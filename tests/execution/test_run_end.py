@@ -31,22 +31,15 @@ def test_failures_are_listed_by_kind_with_an_example() -> None:
     assert f"batchkit show --failed {RUN.absolute()}" in found.stderr
 
 
-def test_a_run_without_failures_says_nothing_of_them() -> None:
-    write_rows(3)
-    write_job()
-    found = run()
-    assert found.json["failed_by_kind"] == {}
-    assert "failed by" not in found.stderr
-    assert "show --failed" not in found.stderr
-
-
 def test_an_input_without_rows_is_named() -> None:
     """It ends as a run whose rows are all done, and a mistyped filter would look like one."""
     write_rows(1)
     write_job(input={"where": {"key": ["K0", "K1"]}})
     ended = run()
     assert "in.jsonl: no row has what input.where asks for: key = ['K0', 'K1']" in ended.stderr
+    assert (ended.exit_code, ended.json["total"], ended.json["ok"]) == (0, 0, 0)
     assert "every row has a record" not in ended.stderr
+    assert "loading" not in ended.stderr
     Path("in.csv").write_text("q\n")
     write_job(name="b", input={"path": "in.csv"})
     assert "in.csv: has no rows" in run().stderr
@@ -55,11 +48,15 @@ def test_an_input_without_rows_is_named() -> None:
     assert sum("in.jsonl has no rows" in said for said in shards) == 1
 
 
-def test_failures_of_an_earlier_start_are_listed() -> None:
+def test_failures_of_all_starts_are_listed() -> None:
     write_rows([{"q": "x"}, {"other": 1}, {"q": "x"}])
     write_job()
-    run("--limit", "2")
-    assert "failed by template: 1, as row 1 (id 1): 'q' is undefined" in run().stderr
+    good = run("--limit", "1")
+    assert good.json["failed_by_kind"] == {}
+    assert "failed by" not in good.stderr
+    assert "show --failed" not in good.stderr
+    for args in (["--limit", "2"], []):
+        assert "failed by template: 1, as row 1 (id 1): 'q' is undefined" in run(*args).stderr
 
 
 def test_a_long_message_is_cut_and_a_control_character_shown() -> None:

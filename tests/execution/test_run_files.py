@@ -22,26 +22,44 @@ from tests.support.dry_runs import (
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
-KEYS_OF_THE_LAST_LINE = {
-    "total",
-    "ok",
-    "failed",
-    "skipped",
-    "retried",
-    "seconds",
-    "rows_per_s",
-    "completion_tokens_per_s",
-    "exit",
-}
-
-
-def test_last_line_on_stdout_is_the_promised_json() -> None:
-    rows_that_fail(10, every=5)
+def test_run_writes_what_the_contract_promises() -> None:
+    write_rows([{"q": "question 0"}, *[{"q": "x"}] * 7, *[{"other": "x"}] * 2])
     write_job()
-    found = run()
-    assert found.json.keys() >= KEYS_OF_THE_LAST_LINE
-    expected = {"total": 10, "ok": 8, "failed": 2, "skipped": 0, "retried": 0, "exit": 3}
-    assert found.json | expected == found.json
+    found = run("--set", "sampling.temperature=0.5", "--limit", "9")
+    counts = {"total": 9, "ok": 8, "failed": 1, "skipped": 0, "retried": 0, "exit": 3}
+    assert found.json | counts == found.json
+    assert found.json.keys() >= {"seconds", "rows_per_s", "completion_tokens_per_s"}
+    names = {path.name for path in RUN.iterdir() if path.name != ".lock"}
+    logs = {"results.jsonl", "metrics.jsonl", "run.log"}
+    assert names == logs | {"job.toml", "manifest.json", "checkpoint.json"}
+
+    (first,) = (record for record in records() if record["index"] == 0)
+    expected = {
+        "index": 0,
+        "id": "0",
+        "status": "ok",
+        "attempt": 1,
+        "finish_reason": "stop",
+        "text": "dry-run: no model answered row 0",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 6},
+        "error": None,
+        "fields": {},
+    }
+    assert first | expected == first
+    assert first["latency_s"] >= 0
+    assert first["finished_at"].endswith("Z")
+
+    kept, path = tomllib.loads((RUN / "job.toml").read_text()), str(Path("in.jsonl").resolve())
+    assert kept["sampling"]["temperature"] == 0.5
+    assert (kept["input"]["limit"], kept["input"]["path"]) == (9, path)
+    again = batchkit("run", str(RUN / "job.toml"))
+    assert (again.exit_code, again.json["skipped"]) == (3, 9)
+
+    made = manifest()
+    assert [(start["command"], start["exit"]) for start in made["starts"]] == [("run", 3)] * 2
+    assert all(start["ended_at"] for start in made["starts"])
+    assert (made["input"][0]["path"], made["total"], made["seed"]) == (path, 9, 0)
+    assert {"prompt", "sampling"} <= made["fingerprints"].keys()
 
 
 def test_kept_fields_are_copied_to_the_record() -> None:
@@ -53,59 +71,6 @@ def test_kept_fields_are_copied_to_the_record() -> None:
     assert kept[0] == {"kind": "Fact", "n": 3, "deep": {"a": [1, None]}}
     assert kept[1] == {"kind": None, "n": None, "deep": None}
     assert kept[2] == {"kind": "z", "n": None, "deep": None}  # a failed row keeps them too
-
-
-def test_record_holds_what_the_contract_promises() -> None:
-    prepare(1)
-    run()
-    (record,) = records()
-    expected = {
-        "index": 0,
-        "id": "0",
-        "status": "ok",
-        "attempt": 1,
-        "text": "dry-run: no model answered row 0",
-        "finish_reason": "stop",
-        "usage": {"prompt_tokens": 3, "completion_tokens": 6},
-        "error": None,
-        "fields": {},
-    }
-    assert record | expected == record
-    assert record["latency_s"] >= 0
-    assert record["finished_at"].endswith("Z")
-
-
-def test_run_folder_holds_its_files_and_nothing_else() -> None:
-    prepare(3)
-    run()
-    names = {path.name for path in RUN.iterdir() if path.name != ".lock"}
-    expected = {"job.toml", "manifest.json", "results.jsonl", "checkpoint.json", "run.log"}
-    assert names == expected | {"metrics.jsonl"}
-
-
-def test_manifest_says_what_the_run_was_made_from() -> None:
-    prepare(3)
-    run("--limit", "2")
-    run()
-    found = manifest()
-    assert len(found["starts"]) == 2
-    assert [start["command"] for start in found["starts"]] == ["run", "run"]
-    assert all(start["exit"] == 0 and start["ended_at"] for start in found["starts"])
-    assert found["input"][0]["path"] == str(Path("in.jsonl").resolve())
-    assert found["total"] == 3
-    assert found["seed"] == 0
-    assert {"prompt", "sampling"} <= found["fingerprints"].keys()
-
-
-def test_job_of_the_run_is_kept_as_resolved() -> None:
-    prepare(3)
-    run("--set", "sampling.temperature=0.5", "--limit", "2")
-    kept = tomllib.loads((RUN / "job.toml").read_text())
-    assert kept["sampling"]["temperature"] == 0.5
-    assert kept["input"]["limit"] == 2
-    assert kept["input"]["path"] == str(Path("in.jsonl").resolve())
-    again = batchkit("run", str(RUN / "job.toml"))
-    assert (again.exit_code, again.json["skipped"]) == (0, 2)
 
 
 SECRET = "sk-123-not-for-the-disk"
@@ -122,30 +87,25 @@ def test_secrets_are_masked_wherever_written() -> None:
     kept = tomllib.loads((RUN / "job.toml").read_text())
     assert kept["vars"] == {"api_key": "***", "login": {"password": "***"}, "topic": "x"}
     assert files_that_hold(SECRET) == []
-
-
-def test_changed_secret_is_not_printed() -> None:
-    prepare(3, vars={"api_key": SECRET})
-    run()
     found = run("--set", "vars.api_key=sk-another")
     assert SECRET not in found.stderr
     assert "sk-another" not in found.stderr
 
 
-def test_secret_given_to_a_retry_is_not_written() -> None:
+@pytest.mark.parametrize(
+    ("variables", "given"),
+    [({}, ["--set", f"vars.api_key={SECRET}"]), ({"api_key": SECRET}, [])],
+    ids=["given to the retry", "of the run, and masked"],
+)
+def test_a_retry_with_a_secret_does_not_write_it(
+    variables: dict[str, str], given: list[str]
+) -> None:
     rows_that_fail(4, every=2)
-    write_job()
+    write_job(vars=variables)
     run()
-    batchkit("retry-failed", "--set", f"vars.api_key={SECRET}", "--set", "vars.q=now")
-    assert files_that_hold(SECRET) == []
-
-
-def test_run_with_a_masked_secret_can_be_retried() -> None:
-    rows_that_fail(4, every=2)
-    write_job(vars={"api_key": SECRET})
-    run()
-    found = batchkit("retry-failed", "--set", "vars.q=now")
+    found = batchkit("retry-failed", *given, "--set", "vars.q=now")
     assert found.exit_code == 0, found.stderr
+    assert files_that_hold(SECRET) == []
     assert run().exit_code == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,16 @@ import tomlkit
 
 from tests.support.chat_server import MODEL, ChatServer, Refused, serving
 from tests.support.command_line import Ended, batchkit
-from tests.support.dry_runs import LOG, RUN
+from tests.support.dry_runs import LOG, RUN, manifest
 from tests.support.jobs import with_tables
 from tests.support.rows import read_jsonl, write_jsonl
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 NUMBER = {"extract": "number", "reference": "a", "scorers": ["em"]}
+MAJORITY, BY_STEP = {"by": "majority"}, {"by": "step", "step": "judge"}
+EM = {"scorers": ["em"], "reference": "a"}
+DRY = {"engine": {"kind": "dry-run"}}
 Said = str | dict[str, Any]
 
 
@@ -75,15 +77,9 @@ def one_row(said: list[list[Said]], *, a: str = "7", **tables: Any) -> dict[str,
 
 
 def test_the_answer_that_most_agree_with_is_the_rows() -> None:
-    record = one_row([["so 5", "it is 7", "7.0 then"]], select={"by": "majority"}, scoring=NUMBER)
-    chosen = {key: record[key] for key in ("text", "prediction", "selected", "votes", "scores")}
-    assert chosen == {
-        "text": "it is 7",
-        "prediction": "7",
-        "selected": 1,
-        "votes": {"5": 1, "7": 2},
-        "scores": {"em": 1.0},
-    }
+    record = one_row([["so 5", "it is 7", "7.0 then"]], select=MAJORITY, scoring=NUMBER)
+    assert (record["text"], record["prediction"], record["scores"]) == ("it is 7", "7", {"em": 1.0})
+    assert (record["selected"], record["votes"]) == (1, {"5": 1, "7": 2})
     assert "choices" not in record
 
 
@@ -133,36 +129,29 @@ def test_the_answer_that_most_agree_with_is_the_rows() -> None:
 def test_who_votes_and_what_counts_as_the_same(
     said: list[Said], scoring: dict[str, Any], selected: int, votes: dict[str, int]
 ) -> None:
-    record = one_row([said], select={"by": "majority"}, scoring=scoring, sampling={"n": len(said)})
+    record = one_row([said], select=MAJORITY, scoring=scoring, sampling={"n": len(said)})
     assert record["status"] == "ok"
     assert (record["selected"], record["votes"]) == (selected, votes)
 
 
 def test_a_row_whose_answers_all_broke_off_fails() -> None:
     broken: Said = {"message": {"content": "8"}, "finish_reason": "abort"}
-    record = one_row([[broken] * 3], select={"by": "majority"}, scoring=NUMBER)
+    record = one_row([[broken] * 3], select=MAJORITY, scoring=NUMBER)
     assert (record["status"], record["error"]["kind"]) == ("failed", "server")
 
 
 def test_the_best_by_a_scorer() -> None:
     scoring = {"extract": "number", "reference": "a", "scorers": ["em", "numeric"]}
-    record = one_row(
-        [["it is 8", "none", "it is 7"]],
-        select={"by": "scorer", "scorer": "numeric"},
-        scoring=scoring,
-    )
+    select = {"by": "scorer", "scorer": "numeric"}
+    record = one_row([["it is 8", "none", "it is 7"]], select=select, scoring=scoring)
     assert (record["text"], record["selected"]) == ("it is 7", 2)
     assert record["scores"] == {"em": 1.0, "numeric": 1.0}
     assert "votes" not in record
 
 
 def test_all_choices_are_kept_if_asked_for() -> None:
-    record = one_row(
-        [["5", "7", "7"]],
-        select={"by": "majority"},
-        scoring=NUMBER,
-        output={"choices": True},
-    )
+    kept = {"choices": True}
+    record = one_row([["5", "7", "7"]], select=MAJORITY, scoring=NUMBER, output=kept)
     assert [choice["text"] for choice in record["choices"]] == ["5", "7", "7"]
     assert record["text"] == record["choices"][record["selected"]]["text"] == "7"
 
@@ -185,19 +174,15 @@ def test_a_row_is_asked_again_only_if_no_answer_has_a_prediction(
     said: list[list[Said]], attempt: int, text: str
 ) -> None:
     again = {"reask": 1, "reask_note": "A number!"}
-    record = one_row(said, select={"by": "majority"}, scoring=NUMBER, retry=again)
+    record = one_row(said, select=MAJORITY, scoring=NUMBER, retry=again)
     assert (record["attempt"], record["text"]) == (attempt, text)
 
 
 def test_answers_that_are_not_json_do_not_vote() -> None:
     said: list[Said] = ["so 5", "so 5", '{"n": 7}', '{"n": 7, "b": 1}', '{"n": 5}']
-    record = one_row(
-        [said],
-        select={"by": "majority"},
-        scoring={"extract": "json", "key": "n"},
-        output={"parse": "json"},
-        sampling={"n": 5},
-    )
+    tables = {"output": {"parse": "json"}, "sampling": {"n": 5}}
+    scoring = {"extract": "json", "key": "n"}
+    record = one_row([said], select=MAJORITY, scoring=scoring, **tables)
     assert (record["parsed"], record["selected"]) == ({"n": 7}, 2)
     assert record["votes"] == {"7": 2, "5": 1}
 
@@ -217,13 +202,8 @@ def judged(
 ) -> tuple[dict[str, Any], list[str]]:
     """The record of a row, and what the judge was asked."""
     with serving(answering({"r": [draft], "judger": verdicts})) as server:
-        ended = run(
-            server,
-            [{"id": "r", "q": "?", "a": "7"}],
-            steps=[DRAFT, judge],
-            select={"by": "step", "step": "judge"},
-            **tables,
-        )
+        rows = [{"id": "r", "q": "?", "a": "7"}]
+        ended = run(server, rows, steps=[DRAFT, judge], select=BY_STEP, **tables)
         asked = [body["messages"][0]["content"] for body in server.bodies]
     assert ended.exit_code in (0, 3), ended.stderr
     return records()["r"], [text for text in asked if text.startswith("judge")]
@@ -272,12 +252,8 @@ def test_where_the_judge_is_skipped_the_first_candidate_is_the_rows() -> None:
 
 def test_a_judge_of_nothing_is_not_asked() -> None:
     with serving() as server:
-        ended = run(
-            server,
-            [{"id": "r", "q": "?"}],
-            steps=[{**DRAFT, "when": "no"}, {**JUDGE, "prompt": {"user": "judger"}}],
-            select={"by": "step", "step": "judge"},
-        )
+        steps = [{**DRAFT, "when": "no"}, {**JUDGE, "prompt": {"user": "judger"}}]
+        ended = run(server, [{"id": "r", "q": "?"}], steps=steps, select=BY_STEP)
         assert ended.exit_code == 3
         assert not [body for body in server.bodies if body["messages"][0]["content"] == "judger"]
     record = records()["r"]
@@ -295,13 +271,9 @@ def test_steps_choose_each_by_what_it_looks_for() -> None:
         "end": [["Final Answer: no", "Final Answer: yes", "Final Answer: Yes"]],
     }
     with serving(answering(said)) as server:
-        ended = run(
-            server,
-            [{"id": "r", "q": "?"}],
-            steps=steps,
-            select={"by": "majority"},
-            scoring={"extract": "final-answer"},
-        )
+        scoring = {"extract": "final-answer"}
+        rows = [{"id": "r", "q": "?"}]
+        ended = run(server, rows, steps=steps, select=MAJORITY, scoring=scoring)
         asked = [body["messages"][0]["content"] for body in server.bodies][-1]
     assert ended.exit_code == 0, ended.stderr
     record = records()["r"]
@@ -316,17 +288,11 @@ def test_steps_choose_each_by_what_it_looks_for() -> None:
 
 
 def test_only_generations_with_several_answers_need_an_extractor() -> None:
-    job = {
-        "name": "a",
-        "engine": {"kind": "dry-run"},
-        "steps": [
-            {**DRAFT, "extract": "number", "sampling": {"n": 3}},
-            {**JUDGE, "prompt": {"user": "end"}},
-        ],
-        "select": {"by": "majority"},
-    }
+    draft = {**DRAFT, "extract": "number", "sampling": {"n": 3}}
+    job = {"name": "a", "input": {"path": "rows.jsonl"}, "select": MAJORITY, **DRY}
     write_jsonl(Path("rows.jsonl"), [{"id": "r", "q": "?"}])
-    Path("job.toml").write_text(tomlkit.dumps(job | {"input": {"path": "rows.jsonl"}}))
+    steps = [draft, {**JUDGE, "prompt": {"user": "end"}}]
+    Path("job.toml").write_text(tomlkit.dumps(job | {"steps": steps}))
     assert batchkit("run", "job.toml").exit_code == 0
     (record,) = read_jsonl(LOG)
     assert record["steps"]["draft"]["votes"] == {"0": 3}
@@ -335,7 +301,7 @@ def test_only_generations_with_several_answers_need_an_extractor() -> None:
 
 @pytest.mark.parametrize(
     "select",
-    [{"by": "majority"}, {"by": "scorer", "scorer": "em"}, {"by": "step", "step": "judge"}],
+    [MAJORITY, {"by": "scorer", "scorer": "em"}, BY_STEP],
     ids=["majority", "scorer", "step"],
 )
 def test_a_row_that_was_interrupted_before_its_record_makes_the_same_choice(
@@ -389,78 +355,60 @@ def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers(
 
 
 @pytest.mark.parametrize(
-    ("tables", "message"),
+    ("select", "tables", "message"),
     [
-        ({"select": {"by": "majority"}}, "scoring.extract"),
+        (MAJORITY, {}, "scoring.extract"),
         (
-            {"select": {"by": "scorer"}, "scoring": {"scorers": ["em", "f1"], "reference": "a"}},
+            {"by": "scorer"},
+            {"scoring": EM | {"scorers": ["em", "f1"]}},
             "select.scorer: is missing; scoring.scorers has 2",
         ),
         (
-            {
-                "select": {"by": "scorer", "scorer": "f1"},
-                "scoring": {"scorers": ["em"], "reference": "a"},
-            },
+            {"by": "scorer", "scorer": "f1"},
+            {"scoring": EM},
             "select.scorer: found 'f1', expected one of scoring.scorers",
         ),
         (
-            {
-                "select": {"by": "scorer"},
-                "scoring": {
-                    "scorers": ["judge"],
-                    "judge": {"engine": {"kind": "dry-run"}, "prompt": {"user": "?"}},
-                },
-            },
+            {"by": "scorer"},
+            {"scoring": {"scorers": ["judge"], "judge": DRY | {"prompt": {"user": "?"}}}},
             "judge is computed when all rows are settled",
         ),
         (
-            {"select": {"by": "majority"}, "scoring": {"extract": "number"}, "sampling": {"n": 1}},
+            MAJORITY,
+            {"scoring": {"extract": "number"}, "sampling": {"n": 1}},
             "sampling.n: is 1; [select] chooses",
         ),
         (
-            {
-                "steps": [DRAFT, {**JUDGE, "sampling": {"n": 4}}],
-                "select": {"by": "step", "step": "judge"},
-                "sampling": {"n": 1},
-                "prompt": {"user": ""},
-            },
+            BY_STEP,
+            {"steps": [DRAFT, {**JUDGE, "sampling": {"n": 4}}], "sampling": {"n": 1}},
             "sampling.n: is 1 in each step; [select] chooses",
         ),
         (
-            {
-                "steps": [DRAFT, {**JUDGE, "sampling": {}}],
-                "select": {"by": "step", "step": "judge"},
-                "prompt": {"user": ""},
-            },
+            BY_STEP,
+            {"steps": [DRAFT, {**JUDGE, "sampling": {}}]},
             "steps.judge.sampling.n: is 3, and a step that picks an answer answers once",
         ),
         (
-            {
-                "steps": [{**DRAFT, "scorers": ["em"], "reference": "steps"}],
-                "select": {"by": "scorer"},
-                "prompt": {"user": ""},
-            },
+            {"by": "scorer"},
+            {"steps": [{**DRAFT, "scorers": ["em"], "reference": "steps"}]},
             "steps.draft.reference: a choice knows the answers of [[steps]] by the name 'steps'",
         ),
-        ({"select": {"by": "step", "step": "judge"}}, "select.step: found 'judge', expected"),
+        (BY_STEP, {}, "select.step: found 'judge', expected"),
+        (MAJORITY | {"step": "x"}, {"scoring": NUMBER}, 'select.step: is for by = "step"'),
         (
-            {"select": {"by": "majority", "step": "x"}, "scoring": {"extract": "number"}},
-            'select.step: is for by = "step"',
-        ),
-        (
-            {
-                "select": {"by": "majority"},
-                "scoring": {"extract": "number"},
-                "rollout": {"function": "a:b"},
-            },
+            MAJORITY,
+            {"scoring": {"extract": "number"}, "rollout": {"function": "a:b"}},
             "[select]: a function chooses itself",
         ),
     ],
+    ids=str,
 )
-def test_a_selection_that_does_not_fit_is_refused(tables: dict[str, Any], message: str) -> None:
-    plain = {"engine": {"kind": "dry-run"}, "prompt": {"user": "?"}, "sampling": {"n": 3}}
-    job = with_tables({"name": "a", **plain}, tables)
-    Path("job.toml").write_text(tomlkit.dumps(job))
+def test_a_selection_that_does_not_fit_is_refused(
+    select: dict[str, Any], tables: dict[str, Any], message: str
+) -> None:
+    prompt = {"user": "" if "steps" in tables else "?"}
+    job = {"name": "a", **DRY, "prompt": prompt, "sampling": {"n": 3}, "select": select}
+    Path("job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
     ended = batchkit("validate", "job.toml")
     assert ended.exit_code == 2
     assert message in ended.stderr, ended.stderr
@@ -468,38 +416,25 @@ def test_a_selection_that_does_not_fit_is_refused(tables: dict[str, Any], messag
 
 def test_a_dry_run_of_a_judging_step_passes() -> None:
     write_jsonl(Path("rows.jsonl"), [{"id": "r", "q": "?"}])
-    job = {
-        "name": "a",
-        "input": {"path": "rows.jsonl", "id": "id"},
-        "engine": {"kind": "dry-run"},
-        "sampling": {"n": 3, "temperature": 1.0},
-        "steps": [DRAFT, JUDGE],
-        "select": {"by": "step", "step": "judge"},
-    }
-    Path("job.toml").write_text(tomlkit.dumps(job))
+    sampling = {"n": 3, "temperature": 1.0}
+    job = {"name": "a", "input": {"path": "rows.jsonl", "id": "id"}, "sampling": sampling, **DRY}
+    Path("job.toml").write_text(tomlkit.dumps(job | {"steps": [DRAFT, JUDGE], "select": BY_STEP}))
     ended = batchkit("run", "job.toml")
     assert ended.exit_code == 0, ended.stderr
     assert records()["r"]["selected"] == 0
 
 
-def test_what_decides_the_choice_is_part_of_the_runs_identity() -> None:
-    tables: dict[str, Any] = {"select": {"by": "majority"}, "scoring": NUMBER}
-    one_row([["5", "7", "7"]], **tables)
+@pytest.mark.parametrize(
+    ("select", "changed"),
+    [(MAJORITY, {"choices": ["5"]}), ({"by": "scorer"}, {**NUMBER, "scorers": ["numeric"]})],
+    ids=["what votes", "the only scorer"],
+)
+def test_what_decides_the_choice_is_part_of_the_runs_identity(
+    select: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    one_row([["5", "7", "7"]], select=select, scoring=NUMBER)
     with serving() as server:
-        changed = run(
-            server, [{"id": "r", "q": "?", "a": "7"}], **tables | {"scoring": {"choices": ["5"]}}
-        )
-    assert changed.exit_code == 2
-    assert "select.scoring" in changed.stderr
-    assert json.loads((RUN / "manifest.json").read_text())["identity"]["select.by"] == "majority"
-
-
-def test_another_scorer_that_chooses_is_a_change() -> None:
-    """Without ``select.scorer`` it is the only one of ``scoring.scorers``."""
-    tables: dict[str, Any] = {"select": {"by": "scorer"}, "scoring": NUMBER}
-    one_row([["5", "7", "7"]], **tables)
-    scoring = {**NUMBER, "scorers": ["numeric"]}
-    with serving() as server:
-        changed = run(server, [{"id": "r", "q": "?", "a": "7"}], **tables | {"scoring": scoring})
-    assert changed.exit_code == 2, changed.stdout
-    assert "select.scoring" in changed.stderr
+        ended = run(server, [{"id": "r", "q": "?", "a": "7"}], select=select, scoring=changed)
+    assert ended.exit_code == 2
+    assert "select.scoring" in ended.stderr
+    assert manifest()["identity"]["select.by"] == select["by"]

@@ -19,12 +19,10 @@ from tests.support.dry_runs import (
     manifest,
     n_records,
     prepare,
-    records,
     run,
     settled,
     status,
     verify,
-    write_job,
 )
 from tests.support.mounts import small_disk
 from tests.support.waiting import until
@@ -42,18 +40,12 @@ def test_second_process_is_refused_and_the_holder_of_the_run_is_named(start: Any
     assert "is working in this run folder" in found.stderr
     assert status()["held_by"]["pid"] == first.pid
     assert batchkit("retry-failed", str(RUN)).exit_code == 0  # it finds nothing to do
+    assert run("--fresh").exit_code == 1
+    assert not Path("output/a.1").exists()
 
     first.kill()
     first.wait()
     assert status()["held_by"] is None
-
-
-def test_fresh_does_not_move_a_run_that_is_at_work(start: Any) -> None:
-    prepare(4, engine={"options": {"latency_s": 600.0}})
-    start("run", "job.toml")
-    until(lambda: (RUN / "manifest.json").exists())
-    assert run("--fresh").exit_code == 1
-    assert not Path("output/a.1").exists()
 
 
 def test_status_of_a_run_at_work_counts_the_whole_job(start: Any) -> None:
@@ -71,34 +63,28 @@ def test_status_of_a_run_at_work_counts_the_whole_job(start: Any) -> None:
 SLOW = {"engine": {"options": {"latency_s": 2.0}}, "run": {"max_in_flight": 12}}
 
 
-def test_sigint_finishes_what_is_in_flight(start: Any) -> None:
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_sigint_finishes_what_is_in_flight_and_a_second_one_stops_now(
+    start: Any, is_repeated: bool
+) -> None:
     prepare(40, **SLOW)
     process = start("run", "job.toml")
     until(lambda: "generating" in Path("stderr-0").read_text())
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
+    if is_repeated:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
     stdout, _ = process.communicate()
     assert process.returncode == 130
-    assert settled() == dict.fromkeys(range(12), "ok")
+    n_ok = 0 if is_repeated else 12
+    assert settled() == dict.fromkeys(range(n_ok), "ok")
     summary = json.loads(stdout)
-    assert (summary["exit"], summary["ok"], summary["total"]) == (130, 12, 40)
+    assert (summary["exit"], summary["ok"], summary["total"]) == (130, n_ok, 40)
     assert "run the same command to continue" in Path("stderr-0").read_text()
     assert manifest()["starts"][-1]["exit"] == 130
-    assert verify() | {"ok": 12, "lost": 0, "pending": 28, "checkpoint_matches": True} == verify()
-
-
-def test_second_sigint_stops_now(start: Any) -> None:
-    """Draining would have finished 12 rows."""
-    prepare(40, **SLOW)
-    process = start("run", "job.toml")
-    until(lambda: "generating" in Path("stderr-0").read_text())
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode == 130
-    assert records() == []
+    counts = {"ok": n_ok, "lost": 0, "pending": 40 - n_ok, "checkpoint_matches": True}
+    assert verify() | counts == verify()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -178,12 +164,11 @@ def test_run_outlives_a_reader_that_hangs_up() -> None:
 
 
 def test_interrupt_from_python_writes_no_row_twice() -> None:
-    prepare(60, run={"max_in_flight": 10})
+    prepare(60, engine={"options": {"latency_s": 0.2}}, run={"max_in_flight": 10})
     script = (
         "import sys; from batchkit import ProductionBatchProcessor as P;"
         "s = P('job.toml').process(); print(s.exit); sys.exit(s.exit)"
     )
-    write_job(engine={"kind": "dry-run", "options": {"latency_s": 0.2}}, run={"max_in_flight": 10})
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     until(n_records)
     process.send_signal(signal.SIGINT)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchkit.engines.base import EngineLoad
-from batchkit.execution.window import COOLDOWN_S, LARGEST, LEAST_FREE_MEMORY, Change, Window
+from batchkit.execution.window import COOLDOWN_S, LARGEST, LEAST_FREE_MEMORY, Window
 
 MAX_NUM_SEQS = 16
 PLENTY, SCARCE = 0.5, LEAST_FREE_MEMORY / 2
+DRY, FREE = "the engine's queue ran dry", "4% of memory is free"
+PREEMPTED = {"preempted": 3, "waiting": 5}
 
 
 @dataclass
@@ -41,154 +46,100 @@ class Host:
         in_flight: int | None = None,
         running: int | None = None,
         kv_cache_usage: float = 0.5,
-    ) -> Change | None:
-        """One look at an engine, by default one that runs all it can."""
+        rest: bool = True,
+        **state: Any,
+    ) -> str:
+        """One look at an engine, by default one that runs all it can; ``state`` is set before."""
+        for name, value in state.items():
+            setattr(self, name, value)
         in_flight = self.window.size if in_flight is None else in_flight
         running = self.max_num_seqs if running is None else running
-        return self.window.adapt(EngineLoad(running, waiting, kv_cache_usage, preempted), in_flight)
-
-    def rest(self) -> None:
-        self.now += COOLDOWN_S
-
-
-def test_window_starts_at_one_and_a_half_times_what_runs_at_once() -> None:
-    assert Host().window.size == 24
-    assert Host(max_num_seqs=1).window.size == 2
+        load = EngineLoad(running, waiting, kv_cache_usage, preempted)
+        change = self.window.adapt(load, in_flight, self.max_num_seqs)
+        self.now += COOLDOWN_S if rest else 0
+        return change
 
 
-def test_window_grows_when_it_was_full_and_the_queue_ran_dry() -> None:
-    host = Host()
-    assert host.adapt() == Change(24, 28, "the engine's queue ran dry")
-    assert host.window.size == 28
+Looks = Sequence[tuple[Mapping[str, Any], str]]
 
 
-def test_window_stays_while_requests_wait() -> None:
-    host = Host()
-    assert host.adapt(waiting=1) is None
-    assert host.window.size == 24
-
-
-def test_window_stays_when_it_was_not_full() -> None:
-    """Rows that are not rendered yet are no reason to ask for more of them."""
-    host = Host()
-    assert host.adapt(in_flight=23) is None
-    assert host.window.size == 24
-
-
-def test_window_stays_while_the_engine_has_not_begun() -> None:
-    """A new engine's queue is dry because nothing has been prepared for it yet."""
-    assert Host().adapt(running=0) is None
-
-
-def test_window_stays_while_the_kv_cache_is_full() -> None:
-    host = Host()
-    assert host.adapt(kv_cache_usage=0.95) is None
-    assert host.adapt(kv_cache_usage=0.94) is not None
-
-
-def test_window_starts_over_with_an_engine_of_another_size() -> None:
-    host = Host()
-    assert host.window.fit(16) is None
-    assert host.window.fit(4) == Change(24, 6, "the engine runs 4 at once now")
-    assert host.adapt() is None, "it rests"
-    assert Host(fixed=7).window.fit(4) is None
-
-
-def test_window_rests_after_a_change() -> None:
-    host = Host()
-    assert host.adapt() is not None
-    host.now += COOLDOWN_S - 0.001
-    assert host.adapt() is None
-    host.free = SCARCE
-    assert host.adapt(preempted=3, waiting=3) is None
-    host.free = PLENTY
-    host.now += 0.001
-    assert host.adapt() is not None
-
-
-def test_look_that_changes_nothing_needs_no_rest() -> None:
-    host = Host()
-    assert host.adapt(waiting=5) is None
-    assert host.adapt() is not None
+@pytest.mark.parametrize(
+    ("host", "looks"),
+    [
+        pytest.param({}, [({}, f"24 → 28: {DRY}")], id="full, and the queue ran dry"),
+        pytest.param({"max_num_seqs": 1}, [({}, f"2 → 3: {DRY}")], id="of one row"),
+        pytest.param({}, [({"waiting": 1}, "")], id="requests wait"),
+        pytest.param({}, [({"in_flight": 23}, "")], id="not full: rows are not rendered yet"),
+        pytest.param({}, [({"running": 0}, "")], id="a new engine has nothing prepared yet"),
+        pytest.param(
+            {},
+            [({"kv_cache_usage": 0.95}, ""), ({"kv_cache_usage": 0.94}, f"24 → 28: {DRY}")],
+            id="KV cache is full",
+        ),
+        pytest.param(
+            {},
+            [
+                ({"max_num_seqs": 4, "rest": False}, "24 → 6: the engine runs 4 at once now"),
+                ({}, ""),
+            ],
+            id="an engine of another size, then a rest",
+        ),
+        pytest.param(
+            {},
+            [
+                ({"rest": False}, f"24 → 28: {DRY}"),
+                ({"now": 1000 + COOLDOWN_S - 0.001, "rest": False}, ""),
+                ({"free": SCARCE, "rest": False, **PREEMPTED}, ""),
+                ({"now": 1000 + COOLDOWN_S, "free": PLENTY}, f"28 → 32: {DRY}"),
+            ],
+            id="rests after a change",
+        ),
+        pytest.param(
+            {},
+            [({"waiting": 5, "rest": False}, ""), ({}, f"24 → 28: {DRY}")],
+            id="a look that changes nothing needs no rest",
+        ),
+        pytest.param(
+            {"free": SCARCE},
+            [
+                ({}, f"24 → 18: {FREE}"),
+                ({}, f"18 → 13: {FREE}"),
+                ({}, f"13 → 9: {FREE}"),
+                (PREEMPTED | {"free": PLENTY}, ""),
+                ({"free": SCARCE}, f"9 → 6: {FREE}"),
+                ({}, f"6 → 4: {FREE}"),
+                ({}, ""),
+                ({"free": PLENTY}, f"4 → 8: {DRY}"),
+            ],
+            id="scarce memory, which preemption does not undo, and its end",
+        ),
+        pytest.param(
+            {},
+            [
+                (PREEMPTED, "24 → 18: 3 requests preempted"),
+                (PREEMPTED, "18 → 16: 3 requests preempted"),
+                (PREEMPTED, ""),
+            ],
+            id="preempted, not below what runs at once",
+        ),
+        pytest.param({}, [({"preempted": 3, "in_flight": 20}, "")], id="nothing waits"),
+        pytest.param(
+            {"fixed": 7},
+            [({}, ""), (PREEMPTED, ""), ({"free": SCARCE}, ""), ({"max_num_seqs": 4}, "")],
+            id="fixed",
+        ),
+    ],
+)
+def test_each_look_changes_the_window_as_written(host: dict[str, Any], looks: Looks) -> None:
+    made = Host(**host)
+    for look, change in looks:
+        assert made.adapt(**look).removeprefix("window ") == change
 
 
 def test_window_grows_up_to_four_times_what_runs_at_once() -> None:
     host = Host()
-    for _ in range(100):
-        host.adapt()
-        host.rest()
+    assert [bool(host.adapt()) for _ in range(100)].index(False) == 10
     assert host.window.size == LARGEST * MAX_NUM_SEQS
-    assert host.adapt() is None
-
-
-def test_scarce_memory_cuts_the_window_by_a_quarter_each_time_down_to_a_quarter_of_what_runs() -> (
-    None
-):
-    host = Host(free=SCARCE)
-    assert host.adapt() == Change(24, 18, "4% of memory is free")
-    sizes = []
-    for _ in range(20):
-        host.rest()
-        host.adapt()
-        sizes.append(host.window.size)
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == MAX_NUM_SEQS // 4
-    host.rest()
-    assert host.adapt() is None
-
-
-def test_window_recovers_once_memory_is_free() -> None:
-    host = Host(free=SCARCE)
-    for _ in range(20):
-        host.adapt()
-        host.rest()
-    host.free = PLENTY
-    assert host.adapt() == Change(4, 8, "the engine's queue ran dry")
-
-
-def test_preemption_cuts_the_window_but_not_below_what_runs_at_once() -> None:
-    host = Host()
-    assert host.adapt(preempted=3, waiting=5) == Change(24, 18, "3 requests preempted")
-    host.rest()
-    assert host.adapt(preempted=3, waiting=5) == Change(18, 16, "3 requests preempted")
-    host.rest()
-    assert host.adapt(preempted=3, waiting=5) is None
-    assert host.window.size == MAX_NUM_SEQS
-
-
-def test_preemption_with_nothing_waiting_cuts_nothing() -> None:
-    host = Host()
-    host.adapt(preempted=3, waiting=0, in_flight=20)
-    assert host.window.size == 24
-
-
-def test_preemption_does_not_undo_a_cut_for_memory() -> None:
-    host = Host(free=SCARCE)
-    for _ in range(5):
-        host.adapt()
-        host.rest()
-    small = host.window.size
-    assert small < MAX_NUM_SEQS
-    host.free = PLENTY
-    assert host.adapt(preempted=3, waiting=5) is None
-    assert host.window.size == small
-
-
-def test_scarce_memory_counts_before_a_dry_queue() -> None:
-    host = Host(free=SCARCE)
-    change = host.adapt(waiting=0)
-    assert change is not None
-    assert change.new < change.old
-
-
-@pytest.mark.parametrize("free", [PLENTY, SCARCE])
-def test_fixed_size_never_changes(free: float) -> None:
-    host = Host(fixed=7, free=free)
-    for waiting in (0, 5):
-        for preempted in (0, 3):
-            assert host.adapt(waiting=waiting, preempted=preempted) is None
-            host.rest()
-    assert host.window.size == 7
 
 
 LOOKS = st.tuples(
@@ -202,16 +153,13 @@ def test_whatever_happens_the_size_stays_in_bounds_and_says_what_it_did(
 ) -> None:
     host = Host(max_num_seqs=max_num_seqs)
     for free, waiting, preempted, is_full, pause_s in looks:
-        host.free = free
         before = host.window.size
+        in_flight = before if is_full else before - 1
         change = host.adapt(
-            waiting=waiting, preempted=preempted, in_flight=before if is_full else before - 1
+            waiting=waiting, preempted=preempted, in_flight=in_flight, rest=False, free=free
         )
-        assert 1 <= host.window.size <= max(2, LARGEST * max_num_seqs)
-        if change is None:
-            assert host.window.size == before
-        else:
-            assert change[:2] == (before, host.window.size)
-            assert change.old != change.new
-            assert change.reason
+        size = host.window.size
+        assert 1 <= size <= max(2, LARGEST * max_num_seqs)
+        is_as_said = re.match(rf"window {before} → {size}: ", change) and size != before
+        assert is_as_said if change else size == before
         host.now += pause_s

@@ -398,8 +398,8 @@ def test_damaged_manifest_is_one_message(content: dict[str, Any], command: list[
         None,
         [],
         {"of": "x"},
-        {"of": "x", "groups": [{"rows": ["1"], "deaths": [], "is_quarantined": False}]},
-        {"of": "x", "groups": [{"rows": {"-1": "h"}, "deaths": [], "is_quarantined": False}]},
+        {"of": "x", "groups": [{"rows": {"1": "h"}, "deaths": [], "is_quarantined": False}]},
+        {"of": "x", "groups": [{"rows": [["1", "h"]], "deaths": [], "is_quarantined": False}]},
     ],
     ids=str,
 )

@@ -73,7 +73,13 @@ EVERYTHING: dict[str, Any] = {
     "engine_accidents": True,
     "suspects": {
         "of": "abc",
-        "groups": [{"rows": {"3": "ff"}, "deaths": ["SIGSEGV"], "is_quarantined": True}],
+        "groups": [
+            {
+                "rows": [[3, "ff"], [[4, "revise", 0], "fe"]],
+                "deaths": ["SIGSEGV"],
+                "is_quarantined": True,
+            }
+        ],
     },
     "scoring": None,
     "scored_from": [[1, 2], [0, 0]],

@@ -16,9 +16,9 @@ from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, FaultKind, StartFailed, fault_of_exit
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import RequestError
-from batchkit.execution.bisection import Suspicion
 from batchkit.execution.events import EngineHistory, Event, Note
 from batchkit.execution.supervisor import Clock, SupervisedEngine
+from batchkit.storage.manifest import Suspicion
 from batchkit.types import Choice, Completion, Request, Row
 
 FAULTS: dict[FaultKind, Fault] = {

@@ -19,7 +19,7 @@ from batchkit.commands.score.job import check_scoring
 from batchkit.commands.score.judge import FOLDER
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError
-from batchkit.execution.hints import scoring_hints
+from batchkit.execution.first_rows import scoring_hints
 from batchkit.execution.signals import StopRequest
 from batchkit.runs.inputs import with_fields
 from batchkit.runs.scores import table_of

@@ -12,7 +12,7 @@ from batchkit.commands.score.job import check_scoring
 from batchkit.commands.score.prediction_file import Prediction, read_predictions
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
-from batchkit.execution.hints import scoring_hints
+from batchkit.execution.first_rows import scoring_hints
 from batchkit.execution.signals import StopRequest
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.metrics import ScoreTable, tabulate

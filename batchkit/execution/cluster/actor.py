@@ -24,7 +24,7 @@ from msgspec import structs
 
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
-from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note, PoolLoad
+from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Load, Note
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.lane import POLL_S, Opening
 from batchkit.execution.requests import requests_of
@@ -55,20 +55,6 @@ class WorkerFailure(NamedTuple):
     is_of_the_job: bool
 
 
-class Load(NamedTuple):
-    """``in_flight``: rows that its engine works on. ``capacity``: rows it can use at a time.
-    ``unfinished_tokens``: of the answers that have not ended. ``engine``: what its engine does."""
-
-    in_flight: int
-    retried: int
-    capacity: int
-    unfinished_tokens: int
-    engine: PoolLoad = PoolLoad()
-
-
-IDLE = Load(0, 0, 0, 0)
-
-
 @dataclass
 class Report:
     """A worker's answer to a call; ``histories`` are the newest ones by engine, ``events`` are the others."""
@@ -79,7 +65,7 @@ class Report:
     histories: dict[str, EngineHistory] = field(default_factory=dict)
     engine: EngineFacts | None = None
     failure: WorkerFailure | None = None
-    load: Load = IDLE
+    load: Load = field(default_factory=Load)
 
 
 class Actor:
@@ -172,18 +158,12 @@ class Actor:
             with self._changed:
                 written, self._written = self._written, 0
             worker.written(written)
-            if not taking and not worker.in_flight:
+            if not taking and not worker.load.in_flight:
                 time.sleep(POLL_S)
 
     def _bring(self, worker: Worker, lines: Sequence[Returned]) -> None:
         with self._changed:
-            self._report.load = Load(
-                worker.in_flight,
-                worker.retried,
-                worker.capacity,
-                worker.unfinished_tokens,
-                worker.load,
-            )
+            self._report.load = worker.load
             self._report.lines += map(_brief, lines)
             if lines:
                 self._changed.notify_all()

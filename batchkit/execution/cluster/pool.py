@@ -19,7 +19,7 @@ from batchkit.execution.cluster.affinity import PrefixAffinity
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.ray_worker import RayWorker
 from batchkit.execution.cluster.session import cause_of, needs, session
-from batchkit.execution.events import EngineHistory, EngineLine, Found, Line, PoolLoad
+from batchkit.execution.events import EngineHistory, EngineLine, Found, Line, Load
 from batchkit.execution.lane import POLL_S, Opening
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.settle import settle
@@ -127,20 +127,9 @@ class RayPool:
         return self._leases.are_settled and not self._waiting.n_kept
 
     @property
-    def in_flight(self) -> int:
-        return sum(worker.life.load.in_flight for worker in self._at_work())
-
-    @property
-    def unfinished_tokens(self) -> int:
-        return sum(worker.life.load.unfinished_tokens for worker in self._at_work())
-
-    @property
-    def load(self) -> PoolLoad:
-        return sum((worker.life.load.engine for worker in self._at_work()), PoolLoad())
-
-    @property
-    def retried(self) -> int:
-        return sum(worker.retried for worker in self._workers)
+    def load(self) -> Load:
+        at_work = sum((worker.life.load for worker in self._at_work()), Load())
+        return at_work._replace(retried=sum(worker.retried for worker in self._workers))
 
     def workers(self) -> list[WorkerState]:
         return [worker.noted(self._leases.holders.get(worker.number)) for worker in self._workers]
@@ -215,7 +204,7 @@ class RayPool:
             life.engine = report.engine
             self._hear(Line(f"worker {worker.number} is up{life.where}"))
         life.load = report.load
-        holder.capacity = report.load.capacity
+        holder.capacity = 2 * report.load.window  # as many are being rendered
         settled = [line.record.index for line in report.lines if isinstance(line, RecordLine)]
         paused = [line.index for line in report.lines if isinstance(line, PausedRow)]
         worker.rows += len(settled)

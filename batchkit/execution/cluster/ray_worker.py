@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchkit.execution.cluster.actor import IDLE, Load, Place
+from batchkit.execution.cluster.actor import Place
 from batchkit.execution.cluster.leases import LeaseHolder
-from batchkit.execution.events import EngineHistory
+from batchkit.execution.events import EngineHistory, Load
 from batchkit.execution.worker import EngineFacts
 from batchkit.storage.manifest import WorkerState
 
@@ -29,7 +29,7 @@ class Life:
     called_at: float = 0.0
     place: Place | None = None
     engine: EngineFacts | None = None
-    load: Load = IDLE
+    load: Load = field(default_factory=Load)
     is_said_to_wait: bool = False
     returned: int = 0
     written: int = 0
