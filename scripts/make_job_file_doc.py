@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from batchkit.config.problems import in_words
 from batchkit.config.tables import (
     JobConfig,
     JudgeTable,
@@ -24,7 +25,6 @@ from batchkit.config.tables import (
     StepTable,
     Table,
 )
-from batchkit.config.type_names import in_words
 
 _CODE = re.compile(r'"[^"]*"|\btrue\b|\bfalse\b|\^\S+')
 PAGE = Path(__file__).parent.parent / "docs" / "job-file.md"

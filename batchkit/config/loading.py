@@ -22,10 +22,8 @@ from batchkit.config.tables import (
     PromptTable,
     RolloutTable,
     ScoringTable,
-    StepTable,
 )
 from batchkit.config.terminal import shortened
-from batchkit.config.toml_problems import problem_in
 from batchkit.config.tool_definitions import is_template
 from batchkit.config.urls import bare, is_remote, scheme_with_password
 from batchkit.config.values import reason_of
@@ -45,8 +43,15 @@ def load_job(
     Raises:
         JobError: unreadable, not TOML, or any key wrong; one message lists all problems.
     """
+    table = _read(path)
+    if (rows := given.get("input.path")) is not None:
+        given = {**given, "input.path": _find_input(rows, Path.cwd())}
+    return make_job(table, str(path), overrides, given, base=path.parent)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()
     except FileNotFoundError:
         near = did_you_mean(path.name, (file.name for file in path.parent.glob("*.toml")))
         raise JobError(f"{path}: no such job file{near}") from None
@@ -54,33 +59,33 @@ def load_job(
         raise JobError(
             f"{path}: is a folder; give a job file (of a run folder: its job.toml)"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, UnicodeDecodeError) and _may_be_data(path):
-            raise _is_data(path) from None
-        raise JobError(f"{path}: can't be read: {error}") from error
+    except OSError as error:
+        raise JobError(f"{path}: can't be read: {error.strerror}") from error
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        if _may_be_data(path):
-            raise _is_data(path) from None
-        raise JobError(f"{path}: not valid TOML: {problem_in(text, error)}") from error
-    except (RecursionError, ValueError) as error:  # ValueError: thousands of digits
-        raise JobError(f"{path}: {reason_of(error)}") from None
-    if (rows := given.get("input.path")) is not None:
-        given = {**given, "input.path": _find_input(rows, Path.cwd())}
-    return make_job(table, str(path), overrides, given, base=path.parent)
+        return tomllib.loads(data.decode("utf-8-sig"))
+    except (RecursionError, ValueError) as error:  # ValueError also for thousands of digits
+        if path.suffix.lower() not in ("", ".toml"):
+            raise JobError(
+                f"{path}: is no job file, which is TOML. If it holds the rows: batchkit run --model MODEL"
+                f" --input {path} --prompt '… {{{{ column }}}}', or name it in a job file (`batchkit init`"
+                " writes one)"
+            ) from None
+        if isinstance(error, tomllib.TOMLDecodeError):
+            problem = _problem_in(data.decode("utf-8-sig"), error)
+            raise JobError(f"{path}: not valid TOML: {problem}") from None
+        raise JobError(f"{path}: can't be read: {reason_of(error)}") from error
 
 
-def _may_be_data(path: Path) -> bool:
-    return path.suffix.lower() not in ("", ".toml")
-
-
-def _is_data(path: Path) -> JobError:
-    return JobError(
-        f"{path}: is no job file, which is TOML. If it holds the rows: batchkit run --model MODEL"
-        f" --input {path} --prompt '… {{{{ column }}}}', or name it in a job file (`batchkit init`"
-        " writes one)"
-    )
+def _problem_in(text: str, error: tomllib.TOMLDecodeError) -> str:
+    """What is wrong with ``text``, and the line at which Python's reader stopped."""
+    reason, _, place = str(error).partition(" (at ")
+    lines = text.rstrip().splitlines() or [""]
+    found = re.match(r"line (\d+)", place)  # otherwise it is the end of the document
+    number = min(int(found[1]) if found else len(lines), len(lines))
+    if reason == "Invalid value":
+        reason += '; a text needs straight quotes ("text"), and true and false small letters'
+    line = shortened(masked_text(lines[number - 1].strip()), 120)
+    return f"line {number}: {reason}\n  {line}"
 
 
 def make_job(
@@ -113,14 +118,10 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
 
 
 def parse_value(text: str) -> Any:
-    """``text`` as a TOML value if it is one (``0``, ``true``, ``["a"]``), else the text.
-
-    Raises:
-        RecursionError, ValueError: nested too deeply, or a number of thousands of digits.
-    """
+    """``text`` as a TOML value if it is one (``0``, ``true``, ``["a"]``), else the text."""
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (RecursionError, ValueError):
         return text
     return table["value"] if len(table) == 1 else text
 
@@ -130,14 +131,11 @@ def masked_override(override: str) -> str:
     key, equals, text = override.partition("=")
     if not equals:
         return masked_text(override)
-    try:
-        value = parse_value(text)
-        shown_value = masked(value, key.strip())
-    except (RecursionError, ValueError):
-        value, shown_value = text, masked(text, key.strip())
-    if shown_value == value:
+    value = parse_value(text)
+    hidden = masked(value, key.strip())
+    if hidden == value:
         return override
-    return f"{key}={shown_value if isinstance(shown_value, str) else shown(shown_value)}"
+    return f"{key}={hidden if isinstance(hidden, str) else shown(hidden)}"
 
 
 def check_override(override: str, flag: str = "--set") -> None:
@@ -154,12 +152,9 @@ def _override(table: dict[str, Any], override: str) -> None:
     check_override(override)
     key, _, text = override.partition("=")
     parts = key.strip().split(".")
-    try:
-        value = parse_value(text)
-    except (RecursionError, ValueError) as error:
-        raise JobError(f"--set {key}: {reason_of(error)}") from None
-    # A folder named "2024" is a name and not a number: a key of type text gets the text.
-    value = text if _wants_text(parts) and not isinstance(value, str) else value
+    value = parse_value(text)
+    if not isinstance(value, str) and annotation_of(JobConfig, parts) in (str, str | None):
+        value = text  # a folder named "2024" is a name and not a number
     _put(table, parts, value, f"--set {masked_override(override)}")
 
 
@@ -182,37 +177,30 @@ def _leave_out_engine(table: Any, override: str) -> None:
 
 def _put(table: Any, parts: list[str], value: Any, origin: str) -> None:
     """Set the key that ``parts`` name; ``origin`` names the setting in errors."""
-    for depth, part in enumerate(parts[:-1]):
-        key = ".".join(parts[:depth])
-        table = (
-            _one_of(table, part, key, origin)
-            if isinstance(table, list)
-            else table.setdefault(part, {})
-        )
-        if not isinstance(table, dict) and not _are_tables(table):
+    *parents, last = parts
+    for depth, part in enumerate(parents):
+        key = ".".join(parents[:depth])
+        if isinstance(table, list):
+            table = _one_of(table, part, key, origin)
+        else:
+            table = table.setdefault(part, {})
+        is_list = isinstance(table, list) and table and all(isinstance(v, dict) for v in table)
+        if not isinstance(table, dict) and not is_list:
             raise JobError(f"{origin}: {'.'.join(parts[: depth + 1])} is a value, not a table")
     if isinstance(table, list):
         raise JobError(f"{origin}: {'.'.join(parts)} is a table; name one of its keys")
-    table[parts[-1]] = value
-
-
-def _are_tables(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
+    table[last] = value
 
 
 def _one_of(tables: list[dict[str, Any]], part: str, key: str, origin: str) -> dict[str, Any]:
     """The one of ``tables``, a list of them at ``key``, with the name or the number ``part``."""
+    by_name = {str(number): table for number, table in enumerate(tables)}
+    by_name |= {str(table["name"]): table for table in tables if "name" in table}
+    if part in by_name:
+        return by_name[part]
     names = [str(table.get("name", number)) for number, table in enumerate(tables)]
-    if part in names:
-        return tables[names.index(part)]
-    if part.isdecimal() and int(part) < len(tables):
-        return tables[int(part)]
     hint = did_you_mean(part, names) or f"; {key} has {', '.join(names)}"
     raise JobError(f"{origin}: {key} has no {part!r}{hint}")
-
-
-def _wants_text(parts: list[str]) -> bool:
-    return annotation_of(JobConfig, parts) in (str, str | None)
 
 
 def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
@@ -221,7 +209,12 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
         "prompt": _with_files_found(job.prompt, base, "prompt"),
         "scoring": _scoring_resolved(job.scoring, base),
         "output": job.output.model_copy(update={"dir": str(Path(job.output.dir).resolve())}),
-        "steps": [_step_resolved(step, base) for step in job.steps],
+        "steps": [
+            step.model_copy(
+                update={"prompt": _with_files_found(step.prompt, base, f"steps.{step.name}.prompt")}
+            )
+            for step in job.steps
+        ],
         "rollout": job.rollout and _rollout_resolved(job.rollout, base),
     }
     if job.input.path is not None:
@@ -232,10 +225,15 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     update["media"] = job.media.model_copy(update={"root": root})
     update["input"] = input_table.below(root)
     job = job.model_copy(update=update)
+    learn_secrets(job)
+    return job
+
+
+def learn_secrets(job: JobConfig) -> None:
+    """Make ``masked_text`` hide, in this process, what is secret in ``job`` and in the environment."""
     learn(os.environ, job.model_dump())
     for engine in (job.engine, *job.engines.values()):
         learn_secret(os.environ.get(engine.api_key_env, "").strip())
-    return job
 
 
 def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
@@ -250,8 +248,8 @@ def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
         return folder
     if scheme := scheme_with_password(root):  # job.toml would keep it
         raise JobError(
-            f"media.root: {bare(root)} is given with a password; leave it out, and set it in the"
-            f" environment as FSSPEC_{scheme.upper()}_PASSWORD (or what the store itself reads)"
+            f"media.root: {bare(root)} is given with a password; set it in the environment as"
+            f" FSSPEC_{scheme.upper()}_PASSWORD (or what the store itself reads)"
         )
     if job.scoring.table is not None and job.scoring.allow_code:
         raise JobError(
@@ -298,11 +296,6 @@ def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
         prompt = _with_files_found(scoring.judge.prompt, base, "scoring.judge.prompt")
         update["judge"] = scoring.judge.model_copy(update={"prompt": prompt})
     return scoring.model_copy(update=update)
-
-
-def _step_resolved(step: StepTable, base: Path) -> StepTable:
-    prompt = _with_files_found(step.prompt, base, f"steps.{step.name}.prompt")
-    return step.model_copy(update={"prompt": prompt})
 
 
 def _rollout_resolved(rollout: RolloutTable, base: Path) -> RolloutTable:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
+
+from batchkit.config.regular_file import exists
 
 MASK = "***"
 FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")  # how a manifest has a secret
@@ -44,11 +45,11 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_QUERIES = re.compile(
     r"(?:^|_)(?:sig|signature|key|code|hmac|policy|key_pair_id|google_?access_?id)$"
 )
+_PATH = re.compile(r"(?:/|%2F)|\.[a-z]\w{1,4}$", re.IGNORECASE)  # ?key=few-shot/example-0001.png
 _OF_STEP = re.compile(  # as a job has it, and as the identity of a run does: with the step's name
     r"steps\.(?:(?!prompt\.|sampling\.)\w+\.)?((?:prompt|sampling|retry|output)\..*|[^.]+)"
 )
 _OF_ENGINE = re.compile(r"engines\.[^.]+(.*)")
-_PATH = re.compile(r"(?:/|%2F)|\.[a-z]\w{1,4}$", re.IGNORECASE)  # ?key=few-shot/example-0001.png
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
 
 _SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: a URL made into a path
@@ -112,7 +113,7 @@ def secrets_in(value: Any, key: str = "") -> list[str]:
         found.append(secret)
         return MASK
 
-    _masked(value, key, any(map(is_secret, home_of(key).split("."))), note, note)
+    masked(value, key, note, note)
     return found
 
 
@@ -135,23 +136,15 @@ def without_masked(value: Any, key: str) -> Any:
     return value
 
 
-def filled(value: Any, other: Any, key: str = "") -> Any:
-    """``value``, with its masked parts taken from the same place in ``other``."""
-    if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return {
-            name: filled(part, other.get(name, part), f"{key}.{name}" if key else str(name))
-            for name, part in value.items()
-        }
-    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
-        return [filled(part, its, key) for part, its in zip(value, other, strict=True)]
-    return other if _is_masked(value, key) else value
+def _is_masked(value: Any, key: str) -> bool:
+    return isinstance(value, str) and MASK in secrets_in(value, key)
 
 
 def learn(*tables: Mapping[str, Any]) -> None:
     """Make ``masked_text`` hide the secrets of these (the environment or a job) in this process."""
     for table in tables:
         for secret in secrets_in(table):
-            if not secret.isalpha() and not _is_path(secret):
+            if not secret.isalpha() and not ("/" in secret and exists(secret)):
                 learn_secret(secret)
 
 
@@ -246,17 +239,5 @@ def _without_value(found: re.Match[str], mask: Mask, mask_alike: Mask) -> str:
     if is_secret(name) or (in_query and _IN_QUERIES.search(plain) is not None):
         may_be_path = plain.endswith(("key", "code")) and not is_secret(name)
         return head + (mask_alike if may_be_path and _PATH.search(value) else mask)(value)
-    if in_query and (FINGERPRINT.fullmatch(value) or _RANDOM.fullmatch(value)):
-        return head + mask_alike(value)
-    return found[0]
-
-
-def _is_masked(value: Any, key: str) -> bool:
-    return isinstance(value, str | int | float) and MASK in secrets_in(value, key)
-
-
-def _is_path(text: str) -> bool:
-    try:
-        return "/" in text and Path(text).exists()
-    except (OSError, ValueError):
-        return False
+    looks_secret = FINGERPRINT.fullmatch(value) or _RANDOM.fullmatch(value)
+    return head + mask_alike(value) if in_query and looks_secret else found[0]

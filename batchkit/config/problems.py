@@ -1,22 +1,24 @@
-"""What is wrong with a job, in plain words: pydantic's errors, one line per key."""
+"""What is wrong with a table, in plain words: pydantic's errors, one line per key."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
+from batchkit.config.seams import Seam
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.terminal import shortened
-from batchkit.config.type_names import in_words
 
 Model = type[BaseModel]
 
 
 class _Place(NamedTuple):
-    """Where in a job a value is, its type with its limits, and the keys of the table that it is in."""
+    """Where in a table a value is, its type with its limits, and the keys of the table that it is in."""
 
     location: tuple[Any, ...]
     annotation: Any
@@ -24,14 +26,17 @@ class _Place(NamedTuple):
     known: Sequence[str] = ()
 
 
-def problems_in(details: Iterable[Mapping[str, Any]], job: Model, tables: Any) -> list[str]:
-    """One line per key; pydantic reports an error for every member of a union. ``tables``: what is no
-    ``job``; it has the names of the steps."""
+def problems_in(
+    error: ValidationError, table: Model, values: Any, unknown: str = "unknown key"
+) -> list[str]:
+    """One line per key; pydantic reports an error for every member of a union. ``values``: what is no
+    ``table``; ``unknown``: what is said of a key that it does not have."""
     lines: dict[tuple[Any, ...], str] = {}
-    for detail in details:
-        place = _place(job, detail["loc"])
-        key = ".".join(map(_printed, _with_name_of_step(place.location, tables)))
-        lines.setdefault(place.location, f"{key}: " * bool(key) + _problem(detail, place, job))
+    for detail in error.errors(include_url=False):
+        place = _place(table, detail["loc"])
+        key = ".".join(map(_printed, _with_name_of_step(place.location, values)))
+        problem = _problem(detail, place, table, unknown)
+        lines.setdefault(place.location, f"{key}: {problem}" if key else problem)
     return list(lines.values())
 
 
@@ -53,6 +58,54 @@ def shown(value: Any) -> str:
     return shortened(json.dumps(value, default=str, ensure_ascii=False))
 
 
+def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
+    """The type of a key for people: "whole number ≥ 1", "list of text"."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return in_words(parts[0], parts[1:])
+    if origin in (Union, UnionType):
+        return _either([word for part in parts for word in _member(part)])
+    if origin is Literal:
+        return _either([json.dumps(choice) for choice in parts])
+    if origin is list:
+        return f"list of {in_words(parts[0])}".replace("of number", "of numbers").replace(
+            "of table", "of tables"
+        )
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return "table"
+    if (seam := next((limit for limit in limits if isinstance(limit, Seam)), None)) is not None:
+        return _either([json.dumps(name) for name in (*seam.also, *seam.own)])
+    word = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+    bounds = " and ".join(_bounds(annotation, limits))
+    return f"{word[annotation]} {bounds}".rstrip()
+
+
+def _member(part: Any) -> list[str]:
+    """The choices that a member of a union adds."""
+    if part is bool:
+        return ["true", "false"]
+    return [] if part is NoneType else [in_words(part)]
+
+
+def _bounds(number: type, limits: Iterable[Any]) -> Iterator[str]:
+    for limit in limits:
+        if isinstance(limit, FieldInfo):
+            yield from _bounds(number, limit.metadata)
+        if pattern := getattr(limit, "pattern", None):
+            yield f"matching {pattern}"
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+            bound = getattr(limit, name, None)
+            if bound is not None and number is int and name == "gt":
+                yield f"≥ {bound + 1}"
+            elif bound is not None:
+                yield f"{sign} {bound:g}"
+
+
+def _either(choices: list[str]) -> str:
+    *first, last = choices
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def _place(job: Model, parts: Iterable[Any]) -> _Place:
     """The place that ``parts`` name; members of unions, which pydantic puts between, are passed over."""
     place = _Place((), job)
@@ -61,12 +114,8 @@ def _place(job: Model, parts: Iterable[Any]) -> _Place:
             field = table.model_fields.get(part)
             annotation, limits = (None, []) if field is None else (field.annotation, field.metadata)
             place = _Place((*place.location, part), annotation, limits, [*table.model_fields])
-        elif (entry := _entry(place.annotation)) is not None and (
-            isinstance(part, int) or _table_in(entry) is not None
-        ):
-            place = _Place((*place.location, part), entry)
-        elif isinstance(part, int):
-            place = _Place((*place.location, part), None)
+        elif isinstance(part, int) or _table_in(_entry(place.annotation)) is not None:
+            place = _Place((*place.location, part), _entry(place.annotation))
     return place
 
 
@@ -87,14 +136,13 @@ def _entry(annotation: Any) -> Any:
     return None
 
 
-def _with_name_of_step(location: tuple[Any, ...], tables: Any) -> tuple[Any, ...]:
-    """``location`` with the name of a step, if it has one of its own, in place of its number."""
-    if location[:1] != ("steps",) or len(location) < 2 or not isinstance(tables, Mapping):
-        return location
-    names = [step.get("name") if isinstance(step, Mapping) else None for step in tables["steps"]]
-    name = names[location[1]]
-    is_good = isinstance(name, str) and name.isidentifier() and names.count(name) == 1
-    return ("steps", name, *location[2:]) if is_good else location
+def _with_name_of_step(location: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
+    """``location`` with the name of a step, if it has one, in place of its number."""
+    match location:
+        case ("steps", int(number), *rest) if isinstance(step := values["steps"][number], Mapping):
+            if isinstance(name := step.get("name"), str) and name.isidentifier():
+                return ("steps", name, *rest)
+    return location
 
 
 def _printed(part: Any) -> str:
@@ -103,11 +151,11 @@ def _printed(part: Any) -> str:
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-def _problem(detail: Mapping[str, Any], place: _Place, job: Model) -> str:
+def _problem(detail: Mapping[str, Any], place: _Place, table: Model, unknown: str) -> str:
     """What one of pydantic's error details says about the key at ``place``."""
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        return f"unknown key{_hint(place, found, job)}"
+        return f"{unknown}{_hint(place, found, table)}"
     if kind == "missing":
         return f"this {'table' if len(place.location) == 1 else 'key'} is missing"
     if kind == "value_error":
@@ -116,20 +164,17 @@ def _problem(detail: Mapping[str, Any], place: _Place, job: Model) -> str:
     return f"found {shown(found)}, expected {in_words(place.annotation, place.limits)}{hint}"
 
 
-def _hint(place: _Place, found: Any, job: Model) -> str:
+def _hint(place: _Place, found: Any, table: Model) -> str:
     """What an unknown key with the value ``found`` probably should have been."""
     key = str(place.location[-1])
-    homes = homes_of(job, key)
-    if isinstance(found, list) and all(isinstance(part, Mapping) for part in found):
-        homes = [
-            home for home in homes if "tables" in in_words(annotation_of(job, home.split(".")))
-        ]
+    is_list_of_tables = isinstance(found, list) and found and isinstance(found[0], Mapping)
+    homes = [] if is_list_of_tables else homes_of(table, key)
     if homes:
         return f"; did you mean {' or '.join(map(repr, homes))}?"
     if near := did_you_mean(key, place.known):
         return near
     hint = f"; known: {', '.join(place.known)}"
-    if len(place.location) == 1 or place.location[0] in ("engine", "engines"):
+    if "engine" in place.known or place.location[0] in ("engine", "engines"):
         hint += "; vLLM's options belong in [engine.options], its sampling parameters in [sampling]"
     return hint
 

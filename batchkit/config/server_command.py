@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from batchkit.config.masking import MASK, is_secret, masked, masked_text
 from batchkit.config.regular_file import exists, is_file
-from batchkit.config.suggest import nearest
 
-PLACEHOLDERS = ("port", "host")
 HOST = "127.0.0.1"
 _PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")  # not JSON, and not Jinja
 # Options of llama-server and `vllm serve` that change where and how fast a server answers, not what.
@@ -39,8 +37,7 @@ _NAMES_FILE = re.compile(
 )
 
 _CONFIGS = ("config.json", "adapter_config.json", "params.json")  # of a model's or adapter's folder
-_SCALE = re.compile(r":-?[\d.]+$")  # --lora-scaled adapter.gguf:0.5
-_TEXT_IN_JSON = re.compile(r'"([^"\\]+)"')  # --lora-modules '{"name":"mine","path":"adapter"}'
+_BETWEEN = re.compile(r"""[=,:"'{}\[\]\s]+""")  # NAME=path, adapter.gguf:0.5, a.gguf,b.gguf, JSON
 _DECIDES = (".gguf", ".sh", ".py")
 
 
@@ -58,11 +55,8 @@ def check_command(command: str) -> None:
         ) from None
     if not words:
         raise ValueError("command is empty: give what starts the server")
-    for name in _PLACEHOLDER.findall(command):
-        if name not in PLACEHOLDERS:
-            near = nearest(name, PLACEHOLDERS)
-            hint = f"did you mean {{{near}}}?" if near else "there are {port} and {host}"
-            raise ValueError(f"command: {{{name}}} is unknown; {hint}")
+    for name in set(_PLACEHOLDER.findall(command)) - {"port", "host"}:
+        raise ValueError(f"command: {{{name}}} is unknown; there are {{port}} and {{host}}")
     if "{port}" not in command:
         raise ValueError(
             "command has no {port}: batchkit picks a free port and must pass it to the server, for example"
@@ -119,31 +113,22 @@ def files_named(command: str) -> Iterator[str]:
 
     Any other program is not among them: another version of a server may continue a run.
     """
-    option, program = "", shlex.split(command)[0]
-    for word in [program, *what_decides_answers(command)[1:]]:
-        if len(word.split()) > 1:  # a shell's own command is one word
-            yield from _files_in_shell(word)
+    option = ""
+    for word in _words_within(command):
         value = word
         if word.startswith("-"):
             option, _, value = word.partition("=")
-        for name in _names_in(value):
+        for name in filter(None, dict.fromkeys([value, *_BETWEEN.split(value)])):
             if _is_model_or_script(name) or (_NAMES_FILE.fullmatch(option) and exists(name)):
                 yield name
 
 
-def _files_in_shell(command: str) -> Iterator[str]:
-    try:
-        yield from files_named(f"sh {command}")
-    except ValueError:  # no command, but for example JSON
-        return
-
-
-def _names_in(value: str) -> Iterable[str]:
-    """What may be a path in ``value``: all of it, ``NAME=path``, ``path:SCALE``, parts at commas, texts
-    in JSON."""
-    parts = [part.rpartition("=")[2] for part in value.split(",")]
-    parts += _TEXT_IN_JSON.findall(value)
-    return dict.fromkeys([value, *parts, *(_SCALE.sub("", part) for part in parts)])
+def _words_within(command: str) -> Iterator[str]:
+    """The words, and those of a shell's own command, which is one word."""
+    for word in shlex.split(command):
+        yield word
+        if len(parts := word.split()) > 1:
+            yield from parts
 
 
 def _is_model_or_script(name: str) -> bool:
@@ -157,14 +142,9 @@ def _without_speed(words: list[str]) -> Iterator[str]:
     is_value = False
     for word in words[1:]:
         name, equals, _ = word.partition("=")
-        if name in _SPEED_FLAGS:
-            is_value = False
-        elif name in _SPEED_ONLY:
-            is_value = not equals
-        elif is_value and not word.startswith("-"):
-            is_value = False
-        else:
-            is_value = False
+        is_speed = name in _SPEED_FLAGS | _SPEED_ONLY or (is_value and not word.startswith("-"))
+        is_value = name in _SPEED_ONLY and not equals
+        if not is_speed:
             yield word
 
 

@@ -10,7 +10,12 @@ from typing import NamedTuple
 from batchkit.errors import JobError
 
 _FORM = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
-_NEEDED = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT")
+_SLURM = {  # and what holds if it is not set
+    "SLURM_ARRAY_TASK_ID": None,
+    "SLURM_ARRAY_TASK_COUNT": None,
+    "SLURM_ARRAY_TASK_MIN": "0",
+    "SLURM_ARRAY_TASK_STEP": "1",
+}
 
 
 class Shard(NamedTuple):
@@ -67,27 +72,20 @@ def asked_for(text: str, environ: Mapping[str, str]) -> Shard:
 
 def _of_slurm(environ: Mapping[str, str]) -> Shard:
     """The task's position in its job array: https://slurm.schedmd.com/job_array.html."""
-    if missing := [name for name in _NEEDED if not environ.get(name)]:
+    found = {name: environ.get(name) or default for name, default in _SLURM.items()}
+    if missing := [name for name, value in found.items() if value is None]:
         raise JobError(
             f"--shard auto: {' and '.join(missing)} not set, so this is no task of a SLURM job"
             " array; start it with sbatch --array=0-N, or write --shard I/N"
         )
-    task, count = (_number(environ, name) for name in _NEEDED)
-    first = _number(environ, "SLURM_ARRAY_TASK_MIN", 0)
-    step = _number(environ, "SLURM_ARRAY_TASK_STEP", 1)
-    number, rest = divmod(task - first, step or 1)
+    try:
+        task, count, first, step = (int(value or "") for value in found.values())
+        number, rest = divmod(task - first, step)
+    except (ValueError, ZeroDivisionError):
+        number, rest, count = 0, 1, 0
     if rest or not 0 <= number < count:
         raise JobError(
-            f"--shard auto: SLURM_ARRAY_TASK_ID={task} is not one of"
-            f" SLURM_ARRAY_TASK_COUNT={count} tasks from SLURM_ARRAY_TASK_MIN={first} in steps of"
-            f" SLURM_ARRAY_TASK_STEP={step}; start the array as --array=FIRST-LAST, or write"
-            " --shard I/N"
+            f"--shard auto: {', '.join(f'{name}={value}' for name, value in found.items())} is no task of a"
+            " regular array; start it as --array=FIRST-LAST, or write --shard I/N"
         )
     return Shard(number, count)
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name) or ("" if default is None else str(default))
-    if not (text.isascii() and text.isdigit()):
-        raise JobError(f"--shard auto: {name} is {text!r}, expected a whole number")
-    return int(text)

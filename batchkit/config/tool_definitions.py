@@ -6,9 +6,10 @@ https://platform.openai.com/docs/api-reference/chat/create: ``tools`` and ``tool
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from batchkit.config.answer_schema import fault_in_schema
 from batchkit.config.regular_file import read_text
@@ -25,19 +26,39 @@ def is_template(tools: object) -> TypeGuard[str]:
     return isinstance(tools, str) and "{{" in tools
 
 
+class _Function(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+_TOOLS = TypeAdapter(Annotated[list[_Tool], Field(min_length=1)])
+
+
 def check_tools(tools: Any) -> None:
     """Raises ValueError that names what is wrong if ``tools`` are not OpenAI's definitions."""
-    if not isinstance(tools, list) or not tools:
-        raise ValueError(f"found {_short(tools)}, expected a list of {_SHAPE}")
-    names: set[str] = set()
-    for n, tool in enumerate(tools):
-        try:
-            name = _checked_name(tool)
-        except ValueError as error:
-            raise ValueError(f"[{n}]{error}") from None
-        if name in names:
-            raise ValueError(f"[{n}].function.name: {name!r} is defined twice")
-        names.add(name)
+    try:
+        names = [tool.function.name for tool in _TOOLS.validate_python(tools)]
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        found = f"found {shortened(repr(detail['input']))}"
+        if detail["type"] == "missing":
+            found = "is missing"
+        if not detail["loc"]:
+            raise ValueError(f"{found}, expected a list of {_SHAPE}") from None
+        place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in detail["loc"])
+        raise ValueError(f"{place}: {found}, expected {_SHAPE}") from None
+    for name in {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{name!r} is defined twice")
 
 
 def check_parameters(tools: Sequence[Mapping[str, Any]]) -> None:
@@ -63,8 +84,10 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> Any:
         function = choice.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        expected = f'{", ".join(map(repr, CHOICES))}, the name of a function, or {{"type": "function", "function": {{"name": …}}}}'
-        raise ValueError(f"found {_short(choice)}, expected {expected}")
+        raise ValueError(
+            f"found {shortened(repr(choice))}, expected {', '.join(map(repr, CHOICES))}, the name of a function,"
+            ' or {"type": "function", "function": {"name": …}}'
+        )
     known = None if tools is None else [tool["function"]["name"] for tool in tools]
     if known is not None and name not in known:
         hint = did_you_mean(name, known) or f"; tools has {', '.join(known)}"
@@ -103,34 +126,3 @@ def tools_in(path: str) -> list[dict[str, Any]]:
         raise JobError(f"prompt.tools: {path}: {error}") from None
     found: list[dict[str, Any]] = tools
     return found
-
-
-def _checked_name(tool: Any) -> str:
-    """The function's name; the ValueError begins with the place below the tool."""
-    if not isinstance(tool, Mapping):
-        raise ValueError(f": found {_short(tool)}, expected {_SHAPE}")
-    if (kind := tool.get("type", "function")) != "function":
-        raise ValueError(f'.type: found {_short(kind)}, expected "function"')
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        flat = "; name, description and parameters belong below function" if "name" in tool else ""
-        found = "is missing" if function is None else f"found {_short(function)}"
-        raise ValueError(f".function: {found}, expected a table with a name{flat}")
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        found = "is missing" if name is None else f"found {_short(name)}"
-        raise ValueError(f".function.name: {found}, expected text")
-    if not isinstance(about := function.get("description"), str | None):
-        raise ValueError(f".function.description: found {_short(about)}, expected text")
-    if not isinstance(parameters := function.get("parameters"), Mapping | None):
-        raise ValueError(
-            f".function.parameters: found {_short(parameters)}, expected a JSON schema (a table)"
-        )
-    return name
-
-
-def _short(value: Any) -> str:
-    try:
-        return shortened(repr(value))
-    except Exception:  # the value's own code runs here
-        return f"({type(value).__name__})"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -16,6 +17,7 @@ _FREE_FORM = (
     ("prompt", "chat_template_kwargs"),
     ("prompt", "tools"),
 )
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _OPTIONS = (("sampling",), ("pooling",), ("engine", "options"))
 
 
@@ -25,23 +27,16 @@ def check_values(table: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the key, and what is wrong with its value.
     """
-    for path, value in _walk(table):
-        if len(path) > MAX_DEPTH:
-            raise ValueError(f"{_dotted(path)}: nested more than {MAX_DEPTH} deep")
-        if isinstance(value, int) and not -(2 ** (_BITS - 1)) <= value < 2**_BITS:
-            raise ValueError(
-                f"{_dotted(path)}: found a number of {value.bit_length() + (value < 0)} bits; whole numbers have"
-                f" {_BITS} at most"
-            )
-        if isinstance(value, float) and not isfinite(value) and _below(path, _FREE_FORM + _OPTIONS):
-            raise ValueError(f"{_dotted(path)}: found {value}, expected a finite number, or a text")
-        if value is None and _must_be_kept(path):
-            raise ValueError(
-                f"{_dotted(path)}: found None, which a job file can't hold; leave it out, or write it as a"
-                ' text: "None"'
-            )
-        if isinstance(value, str) and not _is_unicode(value):
-            raise ValueError(f"{_dotted(path)}: found text that is no valid UTF-8")
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), table)]
+    while waiting:
+        path, value = waiting.pop()
+        if (problem := _problem(path, value)) is not None:
+            key = ".".join(map(str, path[:6])) + "…" * (len(path) > 6)
+            raise ValueError(f"{key}: {problem}")
+        if isinstance(value, Mapping):
+            waiting += [((*path, key), part) for key, part in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [((*path, number), part) for number, part in enumerate(value)]
 
 
 def reason_of(error: Exception) -> str:
@@ -53,16 +48,19 @@ def reason_of(error: Exception) -> str:
     return str(error)
 
 
-def _walk(table: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every value below ``table`` with its path; the caller stops at one that is too deep."""
-    waiting: list[tuple[tuple[Any, ...], Any]] = [((), table)]
-    while waiting:
-        path, value = waiting.pop()
-        yield path, value
-        if isinstance(value, Mapping):
-            waiting += [((*path, key), part) for key, part in value.items()]
-        elif isinstance(value, list | tuple):
-            waiting += [((*path, number), part) for number, part in enumerate(value)]
+def _problem(path: tuple[Any, ...], value: Any) -> str | None:
+    if len(path) > MAX_DEPTH:
+        return f"nested more than {MAX_DEPTH} deep"
+    if isinstance(value, int) and not -(2 ** (_BITS - 1)) <= value < 2**_BITS:
+        bits = value.bit_length() + (value < 0)
+        return f"found a number of {bits} bits; whole numbers have {_BITS} at most"
+    if isinstance(value, float) and not isfinite(value) and _below(path, _FREE_FORM + _OPTIONS):
+        return f"found {value}, expected a finite number, or a text"
+    if value is None and _must_be_kept(path):
+        return "found None, which a job file can't hold; leave it out, or write it as a text"
+    if isinstance(value, str) and _SURROGATE.search(value):
+        return "found text that is no valid UTF-8"
+    return None
 
 
 def _must_be_kept(path: tuple[Any, ...]) -> bool:
@@ -72,15 +70,3 @@ def _must_be_kept(path: tuple[Any, ...]) -> bool:
 
 def _below(path: tuple[Any, ...], tables: tuple[tuple[str, ...], ...]) -> bool:
     return any(len(path) > len(table) and path[: len(table)] == table for table in tables)
-
-
-def _dotted(path: tuple[Any, ...]) -> str:
-    shown = ".".join(map(str, path[:6]))
-    return shown if len(path) <= 6 else f"{shown}…"
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        return text.isascii() or bool(text.encode())
-    except UnicodeEncodeError:
-        return False

@@ -8,10 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from batchkit.config.suggest import did_you_mean
+from batchkit.config.problems import problems_in
 from batchkit.config.tables import DEMO_MODEL, JobConfig, Table
 from batchkit.config.tool_definitions import why_not_forced
-from batchkit.config.type_names import in_words
 from batchkit.errors import JobError, PromptTooLongError, RequestError
 from batchkit.types import Request
 
@@ -96,22 +95,6 @@ def problems_with(
     try:
         table.model_validate(values)
     except ValidationError as error:
-        first: dict[str, str] = {}
-        for detail in error.errors():  # each member of a union reports an error
-            name = str(detail["loc"][0]) if detail["loc"] else ""
-            first.setdefault(name, _problem(table, name, detail, kind))
-        return [f"{place}.{problem}" for problem in first.values()]
+        unknown = f'kind = "{kind}" has no such name'
+        return [f"{place}.{line}" for line in problems_in(error, table, values, unknown)]
     return []
-
-
-def _problem(table: type[Table], name: str, detail: Mapping[str, Any], kind: str) -> str:
-    if detail["type"] == "value_error":
-        problem = str(detail["msg"]).removeprefix("Value error, ")
-        return f"{name}: {problem}" if name else problem
-    if detail["type"] == "extra_forbidden":
-        known = list(table.model_fields)
-        hint = did_you_mean(name, known) or f"; it knows {', '.join(known)}"
-        return f'{name}: kind = "{kind}" has no such name{hint}'
-    field = table.model_fields[name]
-    found = detail["input"]
-    return f"{name}: found {found!r}, expected {in_words(field.annotation, field.metadata)}"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from batchkit.config.command import words_of
 from batchkit.config.tables import JobConfig
+from batchkit.config.tables.run import words_of
 from batchkit.errors import Interrupted
 from batchkit.execution.summary import RunSummary
 

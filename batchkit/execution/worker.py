@@ -6,14 +6,13 @@ one in each process that Ray starts (``cluster/``). The run's loop uses both in 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from typing import NamedTuple
 
-from batchkit.config.masking import learn, learn_secret
+from batchkit.config.loading import learn_secrets
 from batchkit.execution.events import Line, Load
 from batchkit.execution.lane import POLL_S, Lane, Opening
 from batchkit.execution.requests import Requests
@@ -50,7 +49,7 @@ class Worker:
     def __init__(
         self, start: Start, requests: Requests, engines: Sequence[str], opening: Opening
     ) -> None:
-        _learn_secrets(start, engines)  # a worker on Ray is in a process of its own
+        learn_secrets(start.job)  # a worker on Ray is in a process of its own
         self._start, self._requests = start, requests
         self._hear = opening.hear
         self._unwritten = deque[Completion]()
@@ -114,10 +113,3 @@ class Worker:
         elif isinstance(line.record, Record) and line.record.unscored and completion.text.strip():
             self._hear(Line(f"row {line.record.id}: {line.record.unscored}; unscored"))
         return line
-
-
-def _learn_secrets(start: Start, engines: Sequence[str]) -> None:
-    learn(os.environ, start.job.model_dump())
-    for name in engines:
-        key = start.job.with_engine(name).engine.api_key_env
-        learn_secret(os.environ.get(key, "").strip())

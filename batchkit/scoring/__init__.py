@@ -58,7 +58,7 @@ class Scoring:
         self._rules = [
             (
                 compile_where(rule.where),
-                _laid_over(table, rule.model_dump(exclude={"where"}, exclude_none=True)),
+                table.model_copy(update=rule.model_dump(exclude={"where"}, exclude_none=True)),
             )
             for rule in table.rules
         ]
@@ -123,7 +123,7 @@ class Scoring:
         """What the extractor looks for in the answer; None if it is not there."""
         table = self.table_for(fields)
         if table.default_reward is not None:  # it would replace what is looked for
-            table = _laid_over(table, {"default_reward": None})
+            table = table.model_copy(update={"default_reward": None})
         return self._extracted(text, table, row_id, [])
 
     def reference(self, fields: Mapping[str, Any], row_id: str) -> str | None:
@@ -198,7 +198,3 @@ def _as_text(value: Any) -> str:
     except TypeError:  # hundreds of levels, half a surrogate pair, a number of 20 digits
         return str(value)
     return str(orjson.loads(text)) if text.startswith('"') else text
-
-
-def _laid_over(table: ScoringTable, changes: Mapping[str, Any]) -> ScoringTable:
-    return table.model_copy(update=dict(changes))

@@ -65,20 +65,19 @@ class Group:
         return round(math.fsum(values) / len(values), 10) if values else None
 
     def to_json(self, names: Sequence[str]) -> dict[str, Any]:
-        means = {name: self.mean(name) for name in names if name in self.scores}
-        spread = {
-            name: _spread(self.scores[name])
-            for name in names
-            if name in OUT_OF_TEN and self.scores.get(name)
+        more = {
+            "unscored_by": self.unscored_by,
+            "unscored_because": self.unscored_because,
+            "spread": {
+                name: _spread(self.scores[name]) for name in OUT_OF_TEN if self.scores.get(name)
+            },
         }
         return {
             "n": self.scored,
-            **means,
+            **{name: self.mean(name) for name in names if name in self.scores},
             "unscored": self.unscored,
             "failed": self.failed,
-            **({"unscored_by": self.unscored_by} if any(self.unscored_by.values()) else {}),
-            **({"unscored_because": self.unscored_because} if self.unscored_because else {}),
-            **({"spread": spread} if spread else {}),
+            **{name: found for name, found in more.items() if found},
         }
 
 
@@ -95,7 +94,6 @@ class ScoreTable:
         return self.overall.scored + self.overall.unscored + self.overall.failed
 
     def to_json(self) -> dict[str, Any]:
-        best = self._extremes()
         return {
             "total": self.total,
             "scored": self.overall.scored,
@@ -103,7 +101,7 @@ class ScoreTable:
             "failed": self.overall.failed,
             "metrics": {name: group.to_json(self.names) for name, group in self.groups.items()},
             "overall": self.overall.to_json(self.names),
-            **best,
+            **self._extremes(),
         }
 
     def to_text(self) -> str:
@@ -122,25 +120,26 @@ class ScoreTable:
         return [name, str(group.scored), *means, str(group.unscored), str(group.failed)]
 
     def _spread_text(self, name: str) -> str:
-        parts = ("mean", "std", "median", "min", "max", "count")
         groups = {**self.groups, ALL: self.overall}
-        rows = []
-        for label, group in groups.items():
-            if values := group.scores.get(name):
-                found = _spread(values)
-                rows.append(
-                    [label, *(_shown(found[part]) for part in parts[:-1]), str(len(values))]
-                )
-        extremes = self._extremes()
-        ends = "".join(f"\n{kind}: {group}" for kind, group in extremes.items())
-        return f"\n{markdown([name, *parts], rows)}{ends}"
+        spreads = {
+            label: _spread(values)
+            for label, group in groups.items()
+            if (values := group.scores.get(name))
+        }
+        heads = [name, "mean", "std", "median", "min", "max", "count"]
+        rows = [
+            [label, *(_shown(found[part]) for part in heads[1:-1]), f"{found['count']:g}"]
+            for label, found in spreads.items()
+        ]
+        ends = "".join(f"\n{kind}: {group}" for kind, group in self._extremes().items())
+        return f"\n{markdown(heads, rows)}{ends}"
 
     def _extremes(self) -> dict[str, str]:
         """The groups with the best and the worst mean, if there are rewards."""
         means = {
             label: mean
-            for label, group in self.groups.items()
-            if (mean := group.mean(OUT_OF_TEN[0])) is not None
+            for label, g in self.groups.items()
+            if (mean := g.mean(OUT_OF_TEN[0])) is not None
         }
         if not means:
             return {}

@@ -44,14 +44,14 @@ def pair(prediction: str, reference: str, mode: Mode) -> Pair:
     return Pair(normalise(prediction, mode) or _NO_ANSWER, normalise(reference, mode))
 
 
-def f1(texts: Pair) -> float:
+def f1(texts: Pair, mode: Mode) -> float:
     """F1 of the two bags of words: 2·precision·recall / (precision + recall)."""
     predicted, right = texts.prediction.split(), texts.reference.split()
     common = (Counter(predicted) & Counter(right)).total()
     return 2 * common / (len(predicted) + len(right)) if common else 0.0
 
 
-def em(texts: Pair) -> float:
+def em(texts: Pair, mode: Mode) -> float:
     """1 if they are equal."""
     return float(texts.prediction == texts.reference)
 
@@ -93,8 +93,8 @@ def sacrebleu(texts: Pair, mode: Mode) -> float:
 
 
 OVERLAPS: dict[str, Callable[[Pair, Mode], float]] = {
-    "f1": lambda texts, mode: f1(texts),
-    "em": lambda texts, mode: em(texts),
+    "f1": f1,
+    "em": em,
     "rouge-l": rouge_l,
     "sacrebleu": sacrebleu,
 }
@@ -129,13 +129,10 @@ def _fixed(text: str) -> str:
     words, end = [], 0
     for number in _NUMBER.finditer(plain):
         words += _words(plain[end : number.start()])
-        words.append(f"{round(float(number[0]), 1):.15g}" if _is_long(number[0]) else number[0])
+        is_whole = "." not in number[0] and "e" not in number[0]
+        words.append(number[0] if is_whole else f"{round(float(number[0]), 1):.15g}")
         end = number.end()
     return " ".join(words + _words(plain[end:]))
-
-
-def _is_long(number: str) -> bool:
-    return "." in number or "e" in number
 
 
 def _words(text: str) -> list[str]:

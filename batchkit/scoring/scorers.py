@@ -51,38 +51,30 @@ def score_by(
     return float(score)
 
 
-def _of_words(name: str) -> Scorer:
+def _of_two(compare: Callable[[str, str, ScoringTable], float | None]) -> Scorer:
+    """A scorer that compares two texts; without the right answer, there is no score."""
+
     def score(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
         if reference is None:
             return None
-        _check_lengths(prediction, reference)
-        return overlap(name, _pair(prediction, reference, table.mode), table.mode)
+        check_length("prediction", prediction, MOST_COMPARED)
+        check_length("reference", reference, MOST_COMPARED)
+        return compare(prediction, reference, table)
 
     return score
 
 
+def _of_words(name: str) -> Scorer:
+    return _of_two(
+        lambda text, right, table: overlap(name, _pair(text, right, table.mode), table.mode)
+    )
+
+
 f1, em = _of_words("f1"), _of_words("em")
 rouge_l, sacrebleu = _of_words("rouge-l"), _of_words("sacrebleu")
-
-
-def numeric(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
-    if reference is None:
-        return None
-    _check_lengths(prediction, reference)
-    return same_numbers(prediction, reference, table.tolerance)
-
-
-def choice(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
-    if reference is None:
-        return None
-    _check_lengths(prediction, reference)
-    return same_choice(prediction, reference, table.choices)
+numeric = _of_two(lambda text, right, table: same_numbers(text, right, table.tolerance))
+choice = _of_two(lambda text, right, table: same_choice(text, right, table.choices))
 
 
 def reward(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
     return parse_reward(prediction)
-
-
-def _check_lengths(prediction: str, reference: str) -> None:
-    check_length("prediction", prediction, MOST_COMPARED)
-    check_length("reference", reference, MOST_COMPARED)

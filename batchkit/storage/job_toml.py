@@ -14,6 +14,7 @@ from batchkit.config.masking import MASK, masked
 from batchkit.config.tables import EngineTable, JobConfig, Table
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.files import write_atomically
+from batchkit.storage.identity import known_of
 from batchkit.storage.runfolder import JOB
 
 
@@ -68,7 +69,7 @@ def without_masked(job: JobConfig) -> JobConfig:
 
 def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:
     """``job``, with the values masked in its ``job.toml`` taken from ``source``, its job file."""
-    return JobConfig.model_validate(masking.filled(job.model_dump(), source.model_dump()))
+    return JobConfig.model_validate(known_of(job.model_dump(), source.model_dump()))
 
 
 def check_secrets(job: JobConfig) -> None:

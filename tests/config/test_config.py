@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from batchkit.config.loading import load_job, make_job, parse_job, parse_value
+from batchkit.config.problems import shown
 from batchkit.config.tables import JobConfig, Table
 from batchkit.errors import JobError
+from tests.support.command_line import batchkit
 
 TABLES = [
     name
@@ -26,6 +28,8 @@ KEYS = [
     for table in TABLES
     for key in JobConfig.model_fields[table].annotation.model_fields  # type: ignore[union-attr]
 ]
+DEEP = 5_000
+HUGE = "9" * 5_000
 JARGON = re.compile(
     r"pydantic|https?://|constrained|literal\[|Traceback|instance of|valid (string|dictionary|list)"
     r"|NoneType|Table\b|validation error|type=|Input should"
@@ -94,36 +98,53 @@ def test_all_problems_come_at_once() -> None:
     ]
 
 
-def test_problem_says_key_found_and_expected() -> None:
-    (line,) = problems(input={"limit": 0})
-    assert line.startswith("input.limit: found 0, ")
-    assert "1" in line or "greater than 0" in line
-    (line,) = problems(prompt={"order": "sideways"})
-    assert line.startswith('prompt.order: found "sideways", ')
-    assert "images-first" in line
-    assert "text-first" in line
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"input": {"limit": 0}}, "input.limit: found 0, expected whole number ≥ 1"),
+        (
+            {"prompt": {"order": "sideways"}},
+            'prompt.order: found "sideways", expected "images-first" or "text-first"',
+        ),
+        (
+            {"engine": {"kind": "vlm"}},
+            (
+                'engine.kind: found "vlm", expected "vllm", "transformers", "openai-server" or "dry-run"'
+                "; did you mean 'vllm'?"
+            ),
+        ),
+        (
+            {"run": {"max_in_flight": "aut"}},
+            (
+                'run.max_in_flight: found "aut", expected "auto" or whole number ≥ 1'
+                "; did you mean 'auto'?"
+            ),
+        ),
+        ({"prompt": {"imges": []}}, "prompt.imges: unknown key; did you mean 'images'?"),
+        ({"smpling": {}}, "smpling: unknown key; did you mean 'sampling'?"),
+        ({"limit": 5}, "limit: unknown key; did you mean 'input.limit'?"),
+        (
+            {"engine": {"kind": "dry-run", "max_tokens": 5}},
+            "engine.max_tokens: unknown key; did you mean 'sampling.max_tokens'?",
+        ),
+        (
+            {"output": {"zzz": 1}},
+            "output.zzz: unknown key; known: dir, keep, prompt, parse, choices, replay, vector_dtype",
+        ),
+    ],
+)
+def test_problem_says_key_found_and_expected_and_what_is_near(
+    given: dict[str, Any], line: str
+) -> None:
+    assert problems(**given) == [line]
 
 
-def test_near_miss_of_a_choice_is_suggested() -> None:
-    (line,) = problems(input={"format": "jsnl"})
-    assert line.endswith("did you mean 'jsonl'?")
-    (line,) = problems(engine={"kind": "vlm"})
-    assert line.endswith("did you mean 'vllm'?")
-    (line,) = problems(run={"max_in_flight": "aut"})
-    assert line.endswith("did you mean 'auto'?")
+@pytest.mark.parametrize("given", ["max_model_len=5", "engine.enforce_eager=true"])
+def test_option_of_vllm_is_sent_to_its_table(given: str) -> None:
+    assert "vLLM's options belong in [engine.options]" in problems(given)[0]
 
 
-def test_near_miss_of_a_key_is_suggested() -> None:
-    assert problems(prompt={"imges": []}) == ["prompt.imges: unknown key; did you mean 'images'?"]
-    assert problems(smpling={}) == ["smpling: unknown key; did you mean 'sampling'?"]
-
-
-def test_unknown_key_without_a_neighbour_lists_the_known_ones() -> None:
-    (line,) = problems(output={"zzz": 1})
-    assert (
-        line
-        == "output.zzz: unknown key; known: dir, keep, prompt, parse, choices, replay, vector_dtype"
-    )
+BAD_SHARES = [2.5, 1.0, -1, -0.5, "x", [1], float("nan")]
 
 
 @pytest.mark.parametrize("table", [name for name in TABLES if name not in ("sampling", "pooling")])
@@ -140,9 +161,10 @@ def test_unknown_key_keeps_its_name_whatever_it_is(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "key", "value", "shown"),
+    ("table", "key", "value", "found"),
     [
         ("input", "path", 3, "3"),
+        ("input", "format", "x" * 5000, f'"{"x" * 78}…'),
         ("input", "where", ["a"], '["a"]'),
         ("input", "limit", True, "true"),
         ("input", "limit", 1.0, "1.0"),
@@ -152,7 +174,6 @@ def test_unknown_key_keeps_its_name_whatever_it_is(key: str) -> None:
         ("prompt", "chat", "no", '"no"'),
         ("prompt", "chat_template_kwargs", [], "[]"),
         ("media", "min_pixels", -1, "-1"),
-        ("media", "max_bytes", "1 GB", '"1 GB"'),
         ("engine", "options", "x", '"x"'),
         ("engine", "kind", 3, "3"),
         ("sampling", "temperature", "0", '"0"'),
@@ -161,16 +182,17 @@ def test_unknown_key_keeps_its_name_whatever_it_is(key: str) -> None:
         ("run", "row_timeout_s", 0, "0"),
         ("run", "checkpoint_interval_s", "5s", '"5s"'),
         ("run", "seed", "1", '"1"'),
+        *(("run", "fail_on_error", value, shown(value)) for value in BAD_SHARES),
+        *(("run", "max_in_flight", value, shown(value)) for value in (0, -1, 1.5, True, {"a": 1})),
         ("retry", "temperatures", 0.7, "0.7"),
-        ("retry", "on_too_long", "drop", '"drop"'),
-        ("output", "keep", "label", '"label"'),
         ("output", "prompt", 1, "1"),
     ],
+    ids=str,
 )
-def test_wrong_type_is_one_problem_of_its_key(table: str, key: str, value: Any, shown: str) -> None:
+def test_wrong_type_is_one_problem_of_its_key(table: str, key: str, value: Any, found: str) -> None:
     given = {"kind": "dry-run"} if table == "engine" else {}
     (line,) = problems(**{table: {**given, key: value}})
-    assert line.startswith(f"{table}.{key}: found {shown}, ")
+    assert line.startswith(f"{table}.{key}: found {found}, ")
 
 
 @pytest.mark.parametrize("key", [*TABLES, "vars"])
@@ -188,13 +210,7 @@ def test_wrong_member_of_a_list_is_named_by_its_place() -> None:
 
 @pytest.mark.parametrize("name", ["a/b", "", ".hidden", "a b", "../x", "-x"])
 def test_name_that_is_no_folder_name_is_refused(name: str) -> None:
-    (line,) = problems(name=name)
-    assert line.startswith(f'name: found "{name}", ')
-
-
-def test_long_value_is_cut_in_the_message() -> None:
-    (line,) = problems(input={"format": "x" * 5000})
-    assert len(line) < 300
+    assert problems(name=name)[0].startswith(f'name: found "{name}", ')
 
 
 def test_engine_table_and_its_model_are_asked_for() -> None:
@@ -227,18 +243,6 @@ def test_fail_on_error_is_a_switch_a_count_or_a_share(value: Any) -> None:
     found = job(run={"fail_on_error": value}).run.fail_on_error
     assert found == value
     assert type(found) is type(value)
-
-
-@pytest.mark.parametrize("value", [2.5, 1.0, -1, -0.5, "x", [1], float("nan")])
-def test_bad_fail_on_error_is_one_problem(value: Any) -> None:
-    (line,) = problems(run={"fail_on_error": value})
-    assert line.startswith("run.fail_on_error: found ")
-
-
-@pytest.mark.parametrize("value", ["aut", 0, -1, 1.5, True, {"a": 1}])
-def test_bad_max_in_flight_is_one_problem(value: Any) -> None:
-    (line,) = problems(run={"max_in_flight": value})
-    assert line.startswith("run.max_in_flight: found ")
 
 
 JSON = st.recursive(
@@ -283,42 +287,22 @@ def test_key_that_breaks_lines_is_reported_on_one() -> None:
         ("name=2024", "name", "2024"),
         ("sampling.temperature=0", "sampling.temperature", 0.0),
         ("sampling.max_tokens= 12 ", "sampling.max_tokens", 12),
-        ("sampling.top_p=0.5", "sampling.top_p", 0.5),
         ("engine.model=2024", "engine.model", "2024"),
-        ("engine.model=Qwen/Qwen3-4B", "engine.model", "Qwen/Qwen3-4B"),
-        ("input.id=7", "input.id", "7"),
-        ("input.limit=3", "input.limit", 3),
-        ("input.format=csv", "input.format", "csv"),
         ("input.where.Kind=Fact", "input.where", {"Kind": "Fact"}),
         ('input.where.Kind=["Fact", "Trend"]', "input.where", {"Kind": ["Fact", "Trend"]}),
-        ('input.where={ Kind = "Fact" }', "input.where", {"Kind": "Fact"}),
         ("prompt.user=Hello {{ x }}", "prompt.user", "Hello {{ x }}"),
-        ("prompt.user=a=b", "prompt.user", "a=b"),
         ("prompt.user=true", "prompt.user", "true"),
         ("prompt.user=", "prompt.user", ""),
         ('prompt.user="with \\n escapes"', "prompt.user", "with \n escapes"),
-        ("prompt.chat=false", "prompt.chat", False),
         ('prompt.images=["a.png", "b.png"]', "prompt.images", ["a.png", "b.png"]),
-        (
-            "prompt.chat_template_kwargs.think=false",
-            "prompt.chat_template_kwargs",
-            {"think": False},
-        ),
-        ('media.allow_urls=["h"]', "media.allow_urls", ["h"]),
-        ("output.keep=[]", "output.keep", []),
         ("run.max_in_flight=8", "run.max_in_flight", 8),
-        ("run.max_in_flight=auto", "run.max_in_flight", "auto"),
         ("run.fail_on_error=0.1", "run.fail_on_error", 0.1),
         ("run.fail_on_error=true", "run.fail_on_error", True),
-        ("run.fail_on_error=5", "run.fail_on_error", 5),
         ("retry.temperatures=[0.7, 1]", "retry.temperatures", [0.7, 1.0]),
-        ("vars.modality=mix", "vars", {"modality": "mix"}),
-        ("vars.n=3", "vars", {"n": 3}),
         ("vars.a.b=[1]", "vars", {"a": {"b": [1]}}),
         ("vars={ a = 1 }", "vars", {"a": 1}),
         ("engine.options.max_num_seqs=64", "engine.options", {"max_num_seqs": 64}),
         ("engine.options.limit.image=1", "engine.options", {"limit": {"image": 1}}),
-        ("engine.options={ seed = 1 }", "engine.options", {"seed": 1}),
     ],
 )
 def test_any_key_can_be_set(override: str, key: str, value: Any) -> None:
@@ -334,41 +318,83 @@ def test_later_override_wins_and_the_rest_stays() -> None:
     assert found.vars == {"a": 2, "b": 3}
 
 
-@pytest.mark.parametrize("override", ["limit", "=3", "a..b=1", ".a=1", "a.=1", ""])
-def test_override_that_is_no_key_and_value_is_refused(override: str) -> None:
-    message = refusal(lambda: job(override))
-    assert message.startswith(f"--set {override}: write KEY=VALUE")
-
-
-def test_override_below_a_value_is_refused() -> None:
-    message = refusal(lambda: job("engine.kind.x=1"))
-    assert message == "--set engine.kind.x=1: engine.kind is a value, not a table"
-
-
-def test_override_is_checked_like_the_file() -> None:
-    assert problems("smpling.temperature=0")[0].endswith("did you mean 'sampling'?")
-    assert problems("input.limit=many")[0].startswith('input.limit: found "many", ')
-    assert problems("input=3")[0].startswith("input: found ")
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        *(
+            (override, f"--set {override}: write KEY=VALUE")
+            for override in ("limit", "=3", "a..b=1", ".a=1", "a.=1", "")
+        ),
+        ("engine.kind.x=1", "--set engine.kind.x=1: engine.kind is a value, not a table"),
+        ("smpling.temperature=0", "smpling: unknown key; did you mean 'sampling'?"),
+        ("input.limit=many", 'input.limit: found "many", '),
+        ("input=3", "input: found "),
+        (f"vars.a={'[' * 150}{']' * 150}", "vars.a.0.0.0.0…: nested more than 100 deep"),
+        (f"vars{'.a' * DEEP}=1", "nested more than 100 deep"),
+        (f"run.seed={HUGE}", 'run.seed: found "9999'),
+        (f"run.seed={2**65}", "run.seed: found a number of 66 bits"),
+        ("vars.a=\udc80", "vars.a: found text that is no valid UTF-8"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_override_is_checked_like_the_file(override: str, message: str) -> None:
+    found = refusal(lambda: job(override))
+    assert message in found
+    assert len(found) < 500
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("0", 0),
         ("1e3", 1000.0),
         ("true", True),
-        ('"a"', "a"),
         ("['a', 1]", ["a", 1]),
         ("{ a = 1 }", {"a": 1}),
         ("mix", "mix"),
-        ("[a", "[a"),
-        ("", ""),
         ("1\ny = 2", "1\ny = 2"),
         ("it's # not a comment", "it's # not a comment"),
     ],
 )
 def test_value_is_toml_where_it_is_toml_and_else_text(text: str, value: Any) -> None:
     assert parse_value(text) == value
+
+
+def test_dry_run_in_place_of_any_engine_leaves_out_what_only_that_knows() -> None:
+    server = {"kind": "openai-server", "model": "m", "base_url": "http://h/v1"}
+    vllm = {"model": "n", "lora": "l", "options": {"max_model_len": 9}}
+    for engine in (server, vllm):
+        scoring = {"judge": {"engine": dict(vllm)}}
+        both = "engine.kind=dry-run", "scoring.judge.engine.kind=dry-run"
+        found = job(*both, engine=dict(engine), scoring=scoring)
+        assert (found.engine.kind, found.engine.model) == ("dry-run", engine["model"])
+        assert (found.engine.options, found.engine.base_url, found.engine.lora) == ({}, None, None)
+        assert found.scoring.judge is not None
+        assert found.scoring.judge.engine.options == {}
+    with_own = job("engine.options.latency_s=1", "engine.kind=dry-run", engine=vllm)
+    assert with_own.engine.options == {"latency_s": 1}
+    kept = job("engine.kind=dry-run", engine={"kind": "dry-run", "options": {"latency_s": 1}})
+    assert kept.engine.options == {"latency_s": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["limit", "5"], "--set limit: write KEY=VALUE in one word, as in --set input.limit=…"),
+        (
+            ["input.limit", "=", "5"],
+            "--set input.limit: write KEY=VALUE in one word, as in --set i",
+        ),
+        (["max_model_len", "5"], "as in --set sampling.temperature=…"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "validate", "retry-failed", "score"])
+def test_value_in_a_word_of_its_own_says_how_to_write_it(
+    command: str, words: list[str], message: str, tmp_path: Path
+) -> None:
+    result = batchkit(command, "job.toml", "--set", *words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("batchkit: error: ")
+    assert message in result.stderr
 
 
 # Paths
@@ -452,12 +478,6 @@ def test_text_in_the_place_of_a_path_is_no_crash(key: str) -> None:
 # The file
 
 
-def test_byte_order_mark_is_read_over(tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    path.write_bytes(b"\xef\xbb\xbfname = 'bom'\n[engine]\nkind = 'dry-run'\n")
-    assert load_job(path).name == "bom"
-
-
 def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "no.toml"
     assert refusal(lambda: load_job(missing)) == f"{missing}: no such job file"
@@ -466,15 +486,29 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert refusal(lambda: load_job(below)).startswith(f"{below}: can't be read")
 
 
-def test_file_that_is_no_toml_says_where(tmp_path: Path) -> None:
-    path = write_job(tmp_path, "name = 'x'\n[engine\n")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("model = Qwen/Qwen3", 'Invalid value; a text needs straight quotes ("text")'),
+        ('name = "x', "Illegal character"),
+        ("[engine", "Expected ']'"),
+        ("name = 'b'", "Cannot overwrite a value"),
+        ("hf_token = hf_abcdefgh12345678", "Invalid value"),
+    ],
+)
+def test_line_that_is_no_toml_is_shown_without_its_secrets(
+    line: str, words: str, tmp_path: Path
+) -> None:
+    path = write_job(tmp_path, f"name = 'x'\n{line}\n")
     message = refusal(lambda: load_job(path))
-    assert message.startswith(f"{path}: not valid TOML: ")
-    assert "line 2" in message
+    assert message.startswith(f"{path}: not valid TOML: line 2: {words}")
+    assert message.endswith(f"\n  {line.replace('hf_abcdefgh12345678', '***')}")
 
 
-def test_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+def test_file_is_utf8_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
+    path.write_bytes(b"\xef\xbb\xbfname = 'bom'\n[engine]\nkind = 'dry-run'\n")
+    assert load_job(path).name == "bom"
     path.write_bytes("name = 'caf\u00e9'".encode("latin-1"))
     assert refusal(lambda: load_job(path)).startswith(f"{path}: can't be read: ")
 
@@ -530,19 +564,14 @@ def test_jobs_share_no_default() -> None:
 
 # What no reader or writer can cope with
 
-DEEP = 5_000
-HUGE = "9" * 5_000
 TOO_MUCH = {  # a job file, and what its one message names
-    "vars": (f"[vars]\nx = 1\na = {'[' * DEEP}{']' * DEEP}", "job.toml: nested too deeply"),
-    "open vars": (f"vars.a = {'[' * DEEP}", "job.toml: nested too deeply"),
-    "tables": (f"vars.a = {'{a=' * DEEP}1{'}' * DEEP}", "job.toml: nested too deeply"),
+    "vars": (f"[vars]\nx = 1\na = {'[' * DEEP}{']' * DEEP}", "can't be read: nested too deeply"),
+    "tables": (f"vars.a = {'{a=' * DEEP}1{'}' * DEEP}", "can't be read: nested too deeply"),
     "less deep vars": (f"vars.a = {'[' * 150}{']' * 150}", "vars.a.0.0.0.0…: nested more than 100"),
     "dotted vars": (f"vars{'.a' * DEEP} = 1", "vars.a.a.a.a.a…: nested more than 100 deep"),
-    "a table's name": (f"[vars{'.a' * DEEP}]\nb = 1", "vars.a.a.a.a.a…: nested more than 100 deep"),
     "options": (f"engine.options.a{'.b' * 120} = 1", "engine.options.a.b.b.b…: nested more than"),
-    "seed": (f"run.seed = {HUGE}", "job.toml: found a number of thousands of digits"),
+    "seed": (f"run.seed = {HUGE}", "can't be read: found a number of thousands of digits"),
     "long seed": (f"run.seed = {HUGE[:4000]}", "run.seed: found a number of"),
-    "wide seed": (f"run.seed = {2**64}", "run.seed: found a number of 65 bits"),
     "negative number": (f"vars.a = {-(2**63) - 1}", "vars.a: found a number of 65 bits"),
     "number": (f"vars.a = [1, {2**70}]", "vars.a.1: found a number of 71 bits"),
     "pattern": (f"[scoring]\nextract = 'regex'\npattern = '{'(' * DEEP}{')' * DEEP}'", "scoring: patt"),
@@ -558,24 +587,6 @@ def test_what_breaks_a_reader_is_one_message(case: str, tmp_path: Path) -> None:
     engine = "[engine]\nkind" if text.startswith("[") else "engine.kind"
     path.write_text(f"{text}\n{engine} = 'dry-run'\n")
     message = refusal(lambda: load_job(path))
-    assert expected in message
-    assert len(message) < 500
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        (f"vars.a={'[' * DEEP}", "--set vars.a: nested too deeply"),
-        (f"vars.a={'[' * 150}{']' * 150}", "vars.a.0.0.0.0…: nested more than 100 deep"),
-        (f"vars{'.a' * DEEP}=1", "nested more than 100 deep"),
-        (f"run.seed={HUGE}", "--set run.seed: found a number of thousands of digits"),
-        (f"run.seed={2**65}", "run.seed: found a number of 66 bits"),
-        ("vars.a=\udc80", "vars.a: found text that is no valid UTF-8"),
-    ],
-    ids=range(6),
-)
-def test_override_that_breaks_a_reader_is_one_message(override: str, expected: str) -> None:
-    message = refusal(lambda: job(override))
     assert expected in message
     assert len(message) < 500
 

@@ -309,11 +309,11 @@ def test_auto_is_the_task_of_a_slurm_array(environ: dict[str, str], expected: st
     [
         ({}, "SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT not set"),
         ({"SLURM_ARRAY_TASK_ID": "1"}, "auto: SLURM_ARRAY_TASK_COUNT not set"),
-        (SLURM | {"SLURM_ARRAY_TASK_ID": "x"}, "SLURM_ARRAY_TASK_ID is 'x'"),
-        (SLURM | {"SLURM_ARRAY_TASK_ID": "7"}, "SLURM_ARRAY_TASK_ID=7 is not one of"),
-        (SLURM | {"SLURM_ARRAY_TASK_MIN": "3"}, "SLURM_ARRAY_TASK_ID=2 is not one of"),
-        (SLURM | {"SLURM_ARRAY_TASK_STEP": "4"}, "in steps of SLURM_ARRAY_TASK_STEP=4"),
-        (SLURM | {"SLURM_ARRAY_TASK_COUNT": "0"}, "is not one of"),
+        (SLURM | {"SLURM_ARRAY_TASK_ID": "x"}, "SLURM_ARRAY_TASK_ID=x, SLURM_ARRAY_TASK_COUNT=4"),
+        (SLURM | {"SLURM_ARRAY_TASK_ID": "7"}, "SLURM_ARRAY_TASK_ID=7, SLURM_ARRAY_TASK_COUNT=4"),
+        (SLURM | {"SLURM_ARRAY_TASK_MIN": "3"}, "SLURM_ARRAY_TASK_MIN=3, "),
+        (SLURM | {"SLURM_ARRAY_TASK_STEP": "4"}, "SLURM_ARRAY_TASK_STEP=4 is no task of"),
+        (SLURM | {"SLURM_ARRAY_TASK_COUNT": "0"}, "SLURM_ARRAY_TASK_COUNT=0, "),
     ],
 )
 def test_auto_outside_of_a_regular_array_names_the_variables(

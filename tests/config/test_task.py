@@ -30,7 +30,7 @@ def refusal(**tables: Any) -> str:
     [
         ({"task": "embedding"}, 'task: found "embedding", expected "generate", "embed"'),
         ({"pair": PAIR}, '[pair]: is for task = "score"; task is "generate"'),
-        ({"pooling": {"dimensions": 4}}, '[pooling]: is for the tasks "embed", "classify"'),
+        ({"pooling": {"dimensions": 4}}, "[pooling]: is for the other tasks"),
         ({"task": "embed", "pair": PAIR}, '[pair]: is for task = "score"; task is "embed"'),
         ({"task": "embed", "sampling": {"top_p": 0.5}}, '[sampling]: is for task = "generate"'),
         ({"task": "embed", "output": {"parse": "json"}}, 'output.parse: is for task = "generate"'),
@@ -41,7 +41,7 @@ def refusal(**tables: Any) -> str:
         ({"task": "embed", "scoring": {"scorers": ["em"]}}, '[scoring]: is for task = "generate"'),
         (
             {"task": "classify", "pooling": {"dimensions": 4}},
-            'pooling.dimensions: is for task = "embed"',
+            '[pooling]: dimensions and normalize are for task = "embed"',
         ),
         (
             {"task": "embed", "pooling": {"dimensions": 0}},
@@ -51,7 +51,7 @@ def refusal(**tables: Any) -> str:
             {"task": "embed", "pooling": {"normalize": True, "use_activation": False}},
             "normalize and use_activation are both given",
         ),
-        ({"task": "embed", "prompt": {"system": "Be brief."}}, "set prompt.chat = true"),
+        ({"task": "embed", "prompt": {"system": "Be brief."}}, "unless prompt.chat = true"),
         ({"task": "score", "pair": {"documents": "x"}}, "pair.query: is missing"),
         ({"task": "score", "pair": {"query": "x"}}, "pair.documents: is missing"),
         (

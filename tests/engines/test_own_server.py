@@ -110,7 +110,7 @@ def some_done(folder: Path, at_least: int) -> Callable[[], bool]:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("serve --port {prot}", "engine.server.command: command: {prot} is unknown; did you mean {port}"),
+        ("serve --port {prot}", "engine.server.command: command: {prot} is unknown; there are {port} and {host}"),
         ("serve --port {port} --name {nothing}", "{nothing} is unknown; there are {port} and {host}"),
         ("serve --port 8080", "command has no {port}"),
         ("serve 'a {port}", "can't be split into words"),
@@ -132,7 +132,7 @@ def test_a_command_that_can_not_be_right_is_refused(command: str, message: str) 
         ({"server": {"command": SERVER}, "base_url": "http://h/v1"}, "are both given"),
         ({"server": {"command": SERVER}, "kind": "vllm"}, 'server is for kind = "openai-server"'),
         ({"server": {}}, "server.command is missing"),
-        ({}, "let the run start a server"),
+        ({}, "or [engine.server]"),
         ({"server": {"comand": SERVER}}, "did you mean 'command'"),
         ({"server": {"command": SERVER, "health": "health"}}, "server.health"),
         ({"server": {"command": SERVER, "start_timeout_s": 0}}, "server.start_timeout_s"),

@@ -371,7 +371,7 @@ def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers(
         (
             {"by": "scorer"},
             {"scoring": {"scorers": ["judge"], "judge": DRY | {"prompt": {"user": "?"}}}},
-            "judge is computed when all rows are settled",
+            "found 'judge', expected one of scoring.scorers that is computed as rows finish",
         ),
         (
             MAJORITY,
@@ -386,19 +386,19 @@ def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers(
         (
             BY_STEP,
             {"steps": [DRAFT, {**JUDGE, "sampling": {}}]},
-            "steps.judge.sampling.n: is 3, and a step that picks an answer answers once",
+            "steps.judge.sampling.n: is 3; a step that picks an answer needs n = 1",
         ),
         (
             {"by": "scorer"},
             {"steps": [{**DRAFT, "scorers": ["em"], "reference": "steps"}]},
-            "steps.draft.reference: a choice knows the answers of [[steps]] by the name 'steps'",
+            "steps.draft.reference: 'steps' are the answers of [[steps]]",
         ),
         (BY_STEP, {}, "select.step: found 'judge', expected"),
         (MAJORITY | {"step": "x"}, {"scoring": NUMBER}, 'select.step: is for by = "step"'),
         (
             MAJORITY,
             {"scoring": {"extract": "number"}, "rollout": {"function": "a:b"}},
-            "[select]: a function chooses itself",
+            "[select]: a function does that itself",
         ),
     ],
     ids=str,

@@ -299,7 +299,7 @@ def test_fixed_mode_finds_code_in_an_answer() -> None:
         f"Here:\n```python\n{code}\n```\nDone.",
         f"Here:\n```py\nimport os\n```\nthen\n```\n{code}\n```",
         f"Sure!\n\n{code}\nplt.show()\n\nThis draws it.",
-        f"Sure!\n\n{code}\n\nThis draws it.",
+        f"Sure!\n\n{code}",
         f"[Final Answer]: {code}\nplt.show()",
         f"```python\n{code}",
         f"[Final Answer]: ```python\n{code}\n```",

@@ -104,47 +104,44 @@ def left_behind() -> set[str]:
     }
 
 
-def open_files() -> int:
-    return psutil.Process().num_fds()
-
-
-def descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left(sandbox: Sandbox) -> Iterator[None]:
-    folders, processes = left_behind(), {process.pid for process in descendants()}
+    us = psutil.Process()
+    folders, processes = left_behind(), set(us.children(recursive=True))
     yield
     assert left_behind() == folders
-    assert {process.pid for process in descendants()} == processes
+    assert set(us.children(recursive=True)) == processes
 
 
 # Time, memory, disk, output.
 
 
-def test_endless_loop_ends_with_its_time(run: Run) -> None:
+CATCHES_ALL = """\
+import signal
+for number in range(1, 32):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+while True:
+    try:
+        while True: pass
+    except BaseException: pass
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "while True: pass",
+        CATCHES_ALL,
+        "import time; time.sleep(60)",
+        "while True: print('x' * 100_000)",
+    ],
+    ids=["loop", "catches all", "sleep", "print"],
+)
+def test_code_without_an_end_ends_with_its_time(run: Run, body: str) -> None:
     began = time.monotonic()
-    assert run("while True: pass", QUICK).problem == "took longer than 0.8 s"
-    assert time.monotonic() - began < 10
-
-
-def test_endless_loop_that_catches_all_ends_too(run: Run) -> None:
-    body = """\
-    import signal
-    for number in range(1, 32):
-        try: signal.signal(number, signal.SIG_IGN)
-        except (OSError, ValueError): pass
-    while True:
-        try:
-            while True: pass
-        except BaseException: pass
-    """
     assert run(body, QUICK).problem == "took longer than 0.8 s"
-
-
-def test_sleep_ends_with_its_time(run: Run) -> None:
-    assert run("import time; time.sleep(60)", QUICK).problem == "took longer than 0.8 s"
+    assert time.monotonic() - began < 10
 
 
 def test_threads_that_never_end_keep_nobody_waiting(run: Run) -> None:
@@ -159,41 +156,27 @@ def test_threads_that_never_end_keep_nobody_waiting(run: Run) -> None:
     assert (found.ecr, found.passed) in [(True, True), (False, False)]
 
 
+MANY_FILES = """\
+import itertools
+for number in itertools.count():
+    with open(f'part{number}', 'wb') as part: part.write(bytes(2**23))
+"""
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("body", "problem"),
     [
-        "held = bytearray(10 * 2**30)",
-        "import numpy; held = numpy.ones(10 * 2**27)",
-        "held = []\nwhile True: held.append(bytearray(2**24))",
-        "import mmap; held = mmap.mmap(-1, 10 * 2**30)",
+        ("held = bytearray(10 * 2**30)", "memory"),
+        ("import numpy; held = numpy.ones(10 * 2**27)", "memory"),
+        ("held = []\nwhile True: held.append(bytearray(2**24))", "memory"),
+        ("import mmap; held = mmap.mmap(-1, 10 * 2**30)", "memory"),
+        ("open('big', 'wb').write(bytes(2**30 // 4))", "too large"),
+        (MANY_FILES, "wrote"),
     ],
+    ids=range(6),
 )
-def test_memory_has_an_end(refused: Refused, body: str) -> None:
-    problem = refused(body)
-    assert "memory" in problem.lower()
-
-
-def test_one_file_has_an_end(refused: Refused) -> None:
-    body = "open('big', 'wb').write(bytes(2**30 // 4))"
-    assert "too large" in refused(body).lower()
-
-
-def test_many_files_have_an_end(refused: Refused) -> None:
-    body = """\
-    import itertools
-    for number in itertools.count():
-        with open(f'part{number}', 'wb') as part: part.write(bytes(2**23))
-    """
-    assert "wrote" in refused(body)
-
-
-def test_print_without_end_takes_no_memory(run: Run) -> None:
-    found = run("while True: print('x' * 100_000)", QUICK)
-    assert found.problem == "took longer than 0.8 s"
-
-
-def test_output_below_python_goes_nowhere(run: Run) -> None:
-    assert run("import os\nfor _ in range(1000): os.write(1, b'x' * 65536)").passed
+def test_memory_and_files_have_an_end(refused: Refused, body: str, problem: str) -> None:
+    assert problem in refused(body).lower()
 
 
 # Files and secrets.
@@ -288,15 +271,21 @@ def test_environment_holds_no_secrets(refused: Refused, monkeypatch: pytest.Monk
     assert "TOKEN" not in problem
 
 
-def test_memory_holds_no_secrets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the C library has as the environment is emptied, too."""
+OF_LIBC = """\
+import ctypes
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_char_p
+assert libc.getenv(b'HF_TOKEN') is None
+"""
+
+
+@pytest.mark.parametrize(
+    "body", [OF_LIBC, "import os\nfor _ in range(1000): os.write(1, b'x' * 65536)"]
+)
+def test_what_is_below_python_holds_no_secret_and_goes_nowhere(
+    run: Run, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    body = """\
-    import ctypes
-    libc = ctypes.CDLL(None)
-    libc.getenv.restype = ctypes.c_char_p
-    assert libc.getenv(b'HF_TOKEN') is None
-    """
     assert run(body).passed
 
 
@@ -323,15 +312,18 @@ def test_memory_holds_no_secrets(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
         "import os; os.chroot('/')",
         "import os; os.setuid(0)",
         "import os; os.pidfd_open(os.getppid())",
+        "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))",
+        *(
+            f"import socket; socket.socket(socket.{family}, socket.SOCK_DGRAM)"
+            for family in ("AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK")
+        ),
     ],
 )
 def test_no_process_and_no_way_to_others(refused: Refused, body: str) -> None:
     problem = refused(body)
-    assert "PermissionError" in problem or "Errno 1" in problem or "IndexError" in problem
-
-
-def test_limits_are_not_raised(refused: Refused) -> None:
-    assert "not allowed" in refused("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))")
+    assert any(
+        word in problem for word in ("PermissionError", "Errno 1", "IndexError", "not allowed")
+    )
 
 
 @pytest.mark.parametrize(
@@ -373,12 +365,6 @@ def test_system_call_is_refused(sandbox: Sandbox, name: str, number: int) -> Non
     assert found.passed or "killed" in (found.problem or ""), found.problem
 
 
-@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])
-def test_no_socket_of_any_family(refused: Refused, family: str) -> None:
-    problem = refused(f"import socket; socket.socket(socket.{family}, socket.SOCK_DGRAM)")
-    assert problem.startswith("PermissionError")
-
-
 def test_listener_on_this_machine_hears_nothing(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.2)
@@ -387,10 +373,6 @@ def test_listener_on_this_machine_hears_nothing(refused: Refused) -> None:
         refused(f"pd.read_csv('http://127.0.0.1:{port}/x.csv')")
         with pytest.raises(TimeoutError):
             listener.accept()
-
-
-def test_crash_below_python_is_the_charts_own(refused: Refused) -> None:
-    assert refused("import ctypes; ctypes.string_at(0)") == "killed by SIGSEGV"
 
 
 # The way back.
@@ -405,6 +387,7 @@ def test_crash_below_python_is_the_charts_own(refused: Refused) -> None:
         ("import os; os._exit(7)", "ended itself with exit code 7"),
         ("import os; os.abort()", "killed by SIGABRT"),
         ("import signal; signal.raise_signal(40)", "killed by signal 40"),
+        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
     ],
 )
 def test_code_that_ends_its_process_did_not_run(refused: Refused, body: str, problem: str) -> None:
@@ -438,15 +421,14 @@ def test_garbage_on_the_way_back_is_no_score(refused: Refused, data: str, then: 
     assert "result" in problem
 
 
-def test_flood_on_the_way_back_is_cut_off(refused: Refused) -> None:
-    problem = refused(
-        "while True:\n" + textwrap.indent(WRITE_EVERYWHERE.format(data="b'x' * 65536"), "  ")
-    )
-    assert "result" in problem
+FLOOD = "while True:\n" + textwrap.indent(WRITE_EVERYWHERE.format(data="b'x' * 65536"), "  ")
 
 
-def test_closed_way_back_is_no_score(refused: Refused) -> None:
-    assert "result" in refused("import os; os.closerange(0, 64)")
+@pytest.mark.parametrize(
+    "body", [FLOOD, "import os; os.closerange(0, 64)"], ids=["flood", "closed"]
+)
+def test_flooded_or_closed_way_back_is_no_score(refused: Refused, body: str) -> None:
+    assert "result" in refused(body)
 
 
 def test_values_as_large_as_they_come_are_no_score(sandbox: Sandbox) -> None:
@@ -481,10 +463,10 @@ def test_evil_objects_in_the_chart_do_not_leave_it(sandbox: Sandbox) -> None:
 
 
 def test_many_charts_leave_nothing_behind() -> None:
-    fds = open_files()
+    fds = psutil.Process().num_fds()
     found = list(score_charts([GOOD] * 20, mode="fixed", workers=2))
     assert all(chart.passed for chart in found)
-    assert open_files() == fds
+    assert psutil.Process().num_fds() == fds
     # the fixture looks for processes and folders
 
 
@@ -497,6 +479,10 @@ def test_charts_not_waited_for_leave_nothing_behind() -> None:
     assert time.monotonic() - began < 12  # and not the 20 s that the charts have
 
 
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 SCORER = """\
 import sys
 from batchkit.scoring.chart import Chart, score_charts
@@ -506,8 +492,7 @@ list(score_charts([Chart(code, "BarChart", "[1]", None)], mode="fixed", workers=
 
 
 def test_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", SCORER], env=environment) as scorer:
+    with subprocess.Popen([sys.executable, "-c", SCORER], env=environment(tmp_path)) as scorer:
         deadline = time.monotonic() + 30
         while not list(tmp_path.rglob("began")) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -536,8 +521,7 @@ scores.close()
 
 
 def test_killed_server_is_started_again(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", KILLED], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", KILLED], env=environment(tmp_path), check=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -560,12 +544,11 @@ except SandboxError as error:
 """
 
 
-def test_where_code_can_not_be_confined_none_is_run() -> None:
+def test_where_code_can_not_be_confined_none_is_run(tmp_path: Path) -> None:
     """A kernel without Landlock, by a filter that says so."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     refusal = subprocess.run(
         [sys.executable, "-c", WITHOUT_LANDLOCK],
-        env=environment,
+        env=environment(tmp_path),
         check=True,
         capture_output=True,
         text=True,

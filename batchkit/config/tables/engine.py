@@ -20,11 +20,6 @@ from batchkit.config.seams import EngineKind
 from batchkit.config.server_command import check_command
 from batchkit.config.tables.base import Free, Identity, Table
 
-_THE_SERVER_PARSES = (
-    "the server parses its answers, and its fields are in the records; leave it out, and start the"
-    " server with its own option, as vllm serve --reasoning-parser NAME or --enable-auto-tool-choice"
-    " --tool-call-parser NAME"
-)
 DEMO_MODEL = "batchkit-demo"  # comes with the package
 
 
@@ -145,43 +140,33 @@ class EngineTable(Table):
     @model_validator(mode="after")
     def _has_model(self) -> EngineTable:
         if self.kind in ("vllm", "transformers", "openai-server") and not self.model:
-            raise ValueError(
-                f"model is missing: give a folder, a name on the hub, or {DEMO_MODEL}, the tiny model"
-                " that comes with batchkit"
-            )
+            raise ValueError(f"model is missing: give a folder, a name on the hub, or {DEMO_MODEL}")
         return self
 
     @model_validator(mode="after")
     def _has_its_own_keys(self) -> EngineTable:
         is_server = self.kind == "openai-server"
-        if not is_server and self.base_url is not None:
-            raise ValueError(f'base_url is for kind = "openai-server"; kind is "{self.kind}"')
-        if not is_server and self.server is not None:
-            raise ValueError(f'server is for kind = "openai-server"; kind is "{self.kind}"')
+        for key in ("base_url", "server"):
+            if not is_server and getattr(self, key) is not None:
+                raise ValueError(f'{key} is for kind = "openai-server"; kind is "{self.kind}"')
         if is_server and self.base_url is None and self.server is None:
             raise ValueError(
-                "base_url is missing: where its API begins, as http://localhost:8000/v1; or let the"
-                " run start a server, with a table [engine.server]"
+                "base_url is missing: give http://localhost:8000/v1, for example, or [engine.server]"
             )
         if self.base_url is not None and self.server is not None:
-            raise ValueError(
-                "base_url and [engine.server] are both given: a server that runs already has a"
-                " base_url, one that the run starts gets its port from the run; keep one"
-            )
+            raise ValueError("base_url and [engine.server] are both given; keep one")
         if self.server is not None and self.server.command is None and not self.is_gguf:
-            raise ValueError(
-                "server.command is missing: what starts it, as llama-server -m model.gguf --port"
-                " {port}; only for a model that is a .gguf file batchkit knows a command itself"
-            )
+            raise ValueError("server.command is missing; only a .gguf file as model needs none")
         if is_server and self.lora is not None:
             raise ValueError("lora: the server loads it; give the name it has there as model")
         for key in ("reasoning_parser", "tool_call_parser"):
             if is_server and getattr(self, key) is not None:
-                raise ValueError(f"{key}: {_THE_SERVER_PARSES}")
+                option = key.replace("_", "-")
+                raise ValueError(f"{key}: leave it out, and start the server with --{option}")
         if self.base_url is not None and not _is_base_url(self.base_url):
             raise ValueError(
-                "base_url: expected http(s)://host[:port]/path and nothing more; a key or password"
-                " belongs in the environment (api_key_env), not here"
+                "base_url: expected http(s)://host[:port]/path; a key belongs in the environment"
+                " (api_key_env)"
             )
         return self
 

@@ -24,29 +24,6 @@ class JobConfig(JobFields):
             prompt={"user": "Is this positive or negative? {{ review }}"},
             sampling={"temperature": 0.0, "max_tokens": 8},
         )
-
-    Attributes:
-        name: Names the run folder, which is ``<output.dir>/<name>``.
-        task: What the model does with a row: ``generate`` (the default), ``embed``, ``classify`` or
-            ``score``.
-        input: Where the rows come from, if ``process`` gets none: ``path``, ``format``, ``where``,
-            ``limit``; and ``id``, the field that names a row.
-        vars: Names of your own for the templates.
-        prompt: How a row becomes a prompt: the templates ``system``, ``user`` and ``images``.
-        pair: What ``score`` compares: the templates ``query`` and ``documents``.
-        media: Which files may be opened as images, and how large they may be.
-        engine: The model, the engine that runs it (``kind``), and its ``options``: those of
-            ``vllm.LLM``.
-        sampling: The parameters of ``vllm.SamplingParams``.
-        pooling: The parameters of ``vllm.PoolingParams``, for the other tasks.
-        run: How the run behaves: ``workers``, ``seed``, ``fail_on_error``, timeouts.
-        retry: What is tried again within a run: ``attempts``, ``on_too_long``, ``reask``.
-        output: What is written, and where: ``dir``, and ``keep``, the fields that a record keeps.
-        scoring: How answers are scored: ``extract``, ``scorers``, ``reference``.
-        steps: Several generations for a row, one after another, each with its ``name`` and ``prompt``.
-        rollout: … or a ``function`` that asks for them.
-        select: Which of ``sampling.n`` answers is the row's.
-        engines: Further models, by name, for steps that don't use ``engine``.
     """
 
     @model_validator(mode="before")
@@ -88,7 +65,7 @@ class JobConfig(JobFields):
         try:
             return handler(tables)
         except ValidationError as error:
-            found = problems_in(error.errors(include_url=False), cls, tables)
+            found = problems_in(error, cls, tables)
             problems = [line for problem in found for line in problem.splitlines()]
             count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
             lines = "\n".join(f"  {problem}" for problem in problems)

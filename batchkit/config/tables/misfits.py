@@ -27,7 +27,7 @@ def misfits(job: JobFields) -> list[str]:
     keeps the earlier ones."""
     rules = (
         _misfits_of_task,
-        misfits_of_steps,
+        _misfits_of_steps,
         _misfits_of_calls,
         _misfits_of_retry,
         _misfits_of_prices,
@@ -43,34 +43,26 @@ def _misfits_of_task(job: JobFields) -> Iterator[str]:
         yield f'[pair]: is for task = "score"; task is "{task}"'
     if task == "generate":
         if pooling.params():
-            yield (
-                '[pooling]: is for the tasks "embed", "classify" and "score"; task is "generate", whose'
-                " parameters belong in [sampling]"
-            )
+            yield '[pooling]: is for the other tasks; parameters of "generate" belong in [sampling]'
         return
     if job.engine.kind == "transformers":
-        yield (
-            f'engine.kind: "transformers" has no task "{task}"; use "vllm", a server, or "dry-run" to'
-            " try the job without a model"
-        )
+        yield f'engine.kind: "transformers" has no task "{task}"; use "vllm" or a server'
     for key, is_set in _of_generation(job):
         if is_set:
             yield f'{key}: is for task = "generate", whose answer is a text; task is "{task}", so leave it out'
-    if task != "embed":
-        for name in ("dimensions", "normalize"):
-            if getattr(pooling, name) is not None:
-                yield f'pooling.{name}: is for task = "embed"; task is "{task}"'
+    if task != "embed" and (pooling.dimensions is not None or pooling.normalize is not None):
+        yield f'[pooling]: dimensions and normalize are for task = "embed"; task is "{task}"'
     if task == "score":
         yield from _misfits_of_score(job)
     elif not job.prompt.chat and (job.prompt.system or job.prompt.system_file):
-        yield (
-            f"prompt.system: task {task} sends prompt.user as it is, without the model's chat template;"
-            " set prompt.chat = true, or put the text in front of prompt.user"
-        )
+        yield f"prompt.system: task {task} sends only prompt.user, unless prompt.chat = true"
 
 
 def _of_generation(job: JobFields) -> Iterator[tuple[str, bool]]:
     """Keys that have a meaning only where text is generated, and whether ``job`` sets them."""
+    yield "[[steps]]", bool(job.steps)
+    yield "[rollout]", job.rollout is not None
+    yield "[select]", job.select.by is not None
     yield "[sampling]", job.sampling != SamplingTable()
     yield "prompt.tools", job.prompt.tools is not None
     yield "output.parse", job.output.parse is not None
@@ -85,16 +77,13 @@ def _misfits_of_score(job: JobFields) -> Iterator[str]:
     if is_set and pair.query is None and not pair.query_images:
         yield 'pair.query: is missing: task = "score" compares it with pair.documents'
     if is_set and pair.documents is None and not pair.document_images:
-        yield (
-            'pair.documents: is missing: a template of the text that task = "score" compares with'
-            " pair.query, or {{ column }} for a column with a list of texts"
-        )
+        yield 'pair.documents: is missing: task = "score" compares them with pair.query'
     for name in _OF_PROMPT:
         if getattr(prompt, name):
             yield f'prompt.{name}: task = "score" has [pair] instead: query and documents'
 
 
-def misfits_of_steps(job: JobFields) -> Iterator[str]:
+def _misfits_of_steps(job: JobFields) -> Iterator[str]:
     """A line for each key of ``job`` that does not fit its steps, rollout or selection."""
     names = [step.name for step in job.steps]
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -102,9 +91,7 @@ def misfits_of_steps(job: JobFields) -> Iterator[str]:
     several = "[[steps]]" if job.steps else "[rollout]" if job.rollout is not None else None
     if job.steps and job.rollout is not None:
         yield "[rollout]: its function asks for all of a row's generations, so leave [[steps]] out"
-    if several is not None and job.task != "generate":
-        yield f'{several}: is for task = "generate"; task is "{job.task}"'
-    elif several is not None:
+    if several is not None:
         for name, field in PromptTable.model_fields.items():
             if getattr(job.prompt, name) != field.default and name != "chat_template_kwargs":
                 yield f"prompt.{name}: {several} has prompts of its own; leave it out here"
@@ -125,7 +112,7 @@ def misfits_of_steps(job: JobFields) -> Iterator[str]:
         for name in job.engines.keys() - used:
             yield f"engines.{name}: no step uses it; give one engine = {name!r}, or leave it out"
     if job.steps and "steps" in job.vars:
-        yield "vars.steps: templates know the answers of [[steps]] by that name; choose another"
+        yield "vars.steps: 'steps' are the answers of [[steps]]; choose another name"
     yield from _misfits_of_select(job)
     if job.scoring.judge is not None and job.scoring.judge.step is not None:
         yield from _misfits_of_scoring_step(job, job.scoring.judge.step)
@@ -135,43 +122,38 @@ def _misfits_of_scoring_step(job: JobFields, name: str) -> Iterator[str]:
     answers = {step.name: step.answer for step in job.steps}
     if name not in answers:
         known = ", ".join(answers) or "none is given"
-        yield f"scoring.judge.step: found {name!r}, expected one of [[steps]]: {known}{did_you_mean(name, answers)}"
+        hint = did_you_mean(name, answers)
+        yield f"scoring.judge.step: found {name!r}, expected one of [[steps]]: {known}{hint}"
     elif answers[name]:
-        yield f"steps.{name}: scores the answers (scoring.judge.step); give it answer = false, as it gives none"
+        yield f"steps.{name}: scores the answers (scoring.judge.step); give it answer = false"
 
 
 def _misfits_of_rollout(job: JobFields) -> Iterator[str]:
     """What a function does itself."""
-    if job.retry.reask:
-        yield "retry.reask: a function asks again itself; leave it out with [rollout]"
-    if job.retry.on_too_long == "truncate-middle":
-        yield "retry.on_too_long: a function shortens its prompts itself; leave it out with [rollout]"
-    if job.sampling.sampling_column is not None:
-        yield (
-            "sampling.sampling_column: a function gives a row's parameters itself, as generate(…,"
-            " temperature=row[…]); leave it out with [rollout]"
-        )
+    of_function = {
+        "retry.reask": job.retry.reask > 0,
+        'retry.on_too_long = "truncate-middle"': job.retry.on_too_long == "truncate-middle",
+        "sampling.sampling_column": job.sampling.sampling_column is not None,
+        "[select]": job.select.by is not None,
+    }
+    for key, is_set in of_function.items():
+        if is_set:
+            yield f"{key}: a function does that itself; leave it out with [rollout]"
 
 
 def _misfits_of_step(job: JobFields, step: StepTable, *, is_first: bool) -> Iterator[str]:
     key, prompt = f"steps.{step.name}", step.prompt
     if hasattr(dict, step.name):
-        yield f"{key}: a template can't read steps.{step.name}, a method of Python's dict; name it otherwise"
+        yield f"{key}: a template can't read steps.{step.name}; name it otherwise"
     for name in {*SCORERS.also} & {*(step.scorers or ())}:
-        yield (
-            f"{key}.scorers: {name} is computed once the run has ended, and later steps could not see"
-            " it; name it in scoring.scorers"
-        )
+        yield f"{key}.scorers: {name} is computed after the run; name it in scoring.scorers"
     if step.engine and step.engine not in job.engines:
         known = ", ".join(job.engines) or "none is given"
         hint = did_you_mean(step.engine, job.engines)
         yield f"{key}.engine: found {step.engine!r}, expected one of [engines]: {known}{hint}"
     has_prompt = prompt.user is not None or prompt.user_file is not None or prompt.images
     if not is_first and not has_prompt:
-        yield (
-            f"{key}.prompt: has no user, user_file or images; only the first step can send a row's own"
-            " prompt or messages"
-        )
+        yield f"{key}.prompt: has no user, user_file or images; only the first step needs none"
 
 
 def _misfits_of_select(job: JobFields) -> Iterator[str]:
@@ -180,10 +162,6 @@ def _misfits_of_select(job: JobFields) -> Iterator[str]:
         if select.scorer is not None or select.step is not None:
             yield 'select.by: is missing: "majority", "scorer" or "step"'
         return
-    if job.task != "generate":
-        yield f'[select]: is for task = "generate"; task is "{job.task}"'
-    if job.rollout is not None:
-        yield "[select]: a function chooses itself; leave it out with [rollout]"
     for name in ("scorer", "step"):
         if select.by != name and getattr(select, name) is not None:
             yield f'select.{name}: is for by = "{name}"; by is "{select.by}"'
@@ -195,15 +173,9 @@ def _misfits_of_select(job: JobFields) -> Iterator[str]:
         return
     for place, table in dict(_read_for_choice(job)).items():
         if select.by == "majority" and not {"extract", "choices"} & table.model_fields_set:
-            yield (
-                f'select.by: "majority" counts predictions; say what they are: {place}.extract ='
-                f' "final-answer" or another, "text" for whole answers, or list them in {place}.choices'
-            )
+            yield f'select.by: "majority" counts predictions: set {place}.extract or {place}.choices'
         if select.by == "scorer" and job.steps and table.reference == "steps":
-            yield (
-                f"{place}.reference: a choice knows the answers of [[steps]] by the name 'steps'; give"
-                " that field of the rows another name"
-            )
+            yield f"{place}.reference: 'steps' are the answers of [[steps]]; rename that field"
         if select.by == "scorer":
             yield from _misfits_of_scorer(select.scorer, table.scorers, f"{place}.scorers")
 
@@ -228,28 +200,21 @@ def _may_have_several(job: JobFields) -> bool:
 def _misfits_of_scorer(
     name: ScorerName | None, scorers: list[ScorerName], place: str
 ) -> Iterator[str]:
+    known = [scorer for scorer in scorers if scorer not in SCORERS.also]
     if name is None and len(scorers) != 1:
         yield f"select.scorer: is missing; {place} has {len(scorers)}: name one of them"
-    elif name is not None and name not in scorers:
-        yield f"select.scorer: found {name!r}, expected one of {place}"
-    elif (chosen := name or scorers[0]) in SCORERS.also:
+    elif (chosen := name or scorers[0]) not in known:
         yield (
-            f"select.scorer: {chosen} is computed when all rows are settled, so it can't choose; a step"
-            ' can judge (by = "step")'
+            f"select.scorer: found {chosen!r}, expected one of {place} that is computed as rows finish:"
+            f" {', '.join(known) or 'none is'}"
         )
 
 
 def _misfits_of_judge(job: JobFields) -> Iterator[str]:
     if len(job.steps) < 2 or job.select.step != job.steps[-1].name:
-        yield (
-            f"select.step: found {job.select.step!r}, expected the name of the last of [[steps]], behind"
-            " the one whose answers it judges"
-        )
+        yield f"select.step: found {job.select.step!r}, expected the last of several [[steps]]"
     elif (n := job.of_step(job.steps[-1]).params().get("n", 1)) != 1:
-        yield (
-            f"steps.{job.select.step}.sampling.n: is {n}, and a step that picks an answer answers once; give"
-            " it sampling = { n = 1 }"
-        )
+        yield f"steps.{job.select.step}.sampling.n: is {n}; a step that picks an answer needs n = 1"
 
 
 def _misfits_of_calls(job: JobFields) -> Iterator[str]:
@@ -264,29 +229,19 @@ def _misfits_of_retry(job: JobFields) -> Iterator[str]:
     extracts = {part.extract for each in jobs for part in each.scoring.parts}
     parses = any(each.output.parse is not None for each in jobs)
     if job.retry.reask and extracts <= {"text", None} and not parses:
-        found, parse = ("extract", "parse") if job.steps else ("scoring.extract", "output.parse")
-        of_step = " in one of [[steps]]" if job.steps else ""
-        yield (
-            f'retry.reask: no answer lacks what {found} = "text" looks for; say what to look for,'
-            f' as extract = "final-answer"{of_step}, or set {parse}'
-        )
+        keys = "extract or parse of a step" if job.steps else "scoring.extract or output.parse"
+        yield f"retry.reask: no answer lacks anything; say what to look for: set {keys}"
 
 
 def _misfits_of_prices(job: JobFields) -> Iterator[str]:
     engines = {"engine": job.engine} | {f"engines.{n}": of for n, of in job.engines.items()}
     for name, engine in engines.items():
         if job.run.price_per_gpu_hour is not None and engine.base_url is not None:
-            yield (
-                f"run.price_per_gpu_hour: how many GPUs are behind {name}.base_url is not known;"
-                " give run.price_per_million_tokens"
-            )
+            yield f"run.price_per_gpu_hour: {name} is a server; give run.price_per_million_tokens"
 
 
 def _misfits_of_answers(job: JobFields) -> Iterator[str]:
     for place, each in job.of_each_step():
         schema = schema_in(each.sampling.params()) if each.output.parse is not None else None
         if schema is not None and (fault := fault_in_schema(schema)) is not None:
-            yield (
-                f"{place}sampling.structured_outputs.json is no JSON schema, so answers can't be checked:"
-                f" {fault}"
-            )
+            yield f"{place}sampling.structured_outputs.json: no JSON schema: {fault}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -14,7 +16,6 @@ from pydantic import (
     model_validator,
 )
 
-from batchkit.config.command import words_of
 from batchkit.config.tables.base import Free, Identity, Table
 
 _InAndOut = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
@@ -237,3 +238,15 @@ class OutputTable(Table):
     vector_dtype: Identity[Literal["float32", "float16"]] = Field(
         "float32", description='For `task = "embed"`: the type that vectors are stored with.'
     )
+
+
+def words_of(command: str | Sequence[str]) -> list[str]:
+    """The words of ``command``, separated as a shell would.
+
+    Raises:
+        ValueError: a quotation has no end, or there is no word.
+    """
+    words = shlex.split(command) if isinstance(command, str) else [*command]
+    if not words or not words[0]:
+        raise ValueError("names no command")
+    return words

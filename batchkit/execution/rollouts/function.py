@@ -17,7 +17,7 @@ import orjson
 from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig, RolloutTable
-from batchkit.config.tables.misfits import misfits_of_steps
+from batchkit.config.tables.misfits import misfits
 from batchkit.errors import EmptyTextError, JobError, RolloutError, RowError
 from batchkit.execution.rollouts.generate import Generate
 from batchkit.execution.rollouts.open_row import OpenRow
@@ -79,7 +79,7 @@ def with_function(job: JobConfig, function: Any) -> JobConfig:
         **({} if job.rollout is None else {"concurrency": job.rollout.concurrency}),
     )
     job = job.model_copy(update={"rollout": table})
-    if found := [*misfits_of_steps(job)]:
+    if found := misfits(job):
         raise JobError("\n".join(found))
     return job
 

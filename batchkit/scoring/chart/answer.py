@@ -17,7 +17,11 @@ TABLE_PATH = f"/batchkit/{TABLE_NAME}"  # replaced by the real path when the cod
 
 _SHOW = "plt.show()"
 _STARTS = (re.compile(r"import pandas as pd"), re.compile(r"import matplotlib.pyplot as plt"))
-_FENCE = re.compile(r"(?:^|:)[ \t]*(?:```|~~~)[ \t]*(?P<language>\w*)[^`]*$")
+_FENCED = re.compile(  # the last block may be unclosed
+    r"(?:^|:)[ \t]*(?:```|~~~)[ \t]*(\w*)[^`\n]*\n(.*?)(?:^[ \t]*(?:```|~~~)[^\n]*$|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+_PYTHON = ("", "python", "py", "python3")
 _IMPORT = re.compile(r"^[ \t]*(?:import[ \t]+\w|from[ \t]+[\w.]+[ \t]+import\b)", re.MULTILINE)
 _DRAWS = re.compile(r"\bplt\b|\bpyplot\b|\.plot\b")
 _OFFICIAL_NAMES = re.compile(r"'[^']*\.xlsx'|table\.xlsx")
@@ -66,57 +70,18 @@ def _spans(response: str, start: re.Pattern[str]) -> Iterator[str]:
 
 def _fixed_code(response: str) -> str | None:
     response = response.replace("\r\n", "\n")
-    blocks = [block for block in _fenced(response) if _DRAWS.search(block)]
+    fenced = [str(block) for of, block in _FENCED.findall(response) if of.lower() in _PYTHON]
+    blocks = [block for block in fenced if _DRAWS.search(block)]
     if blocks:
         return [*blocks, *filter(_IMPORT.search, blocks)][-1]
     for start in _STARTS:
         spans = list(_spans(response, start))
         if spans:
-            begins = _with_imports_before(response, response.rindex(spans[-1]))
-            return response[begins : response.rindex(_SHOW) + len(_SHOW)]
+            return response[response.rindex(spans[-1]) : response.rindex(_SHOW) + len(_SHOW)]
     begin = _IMPORT.search(response)
     if begin is None or not _DRAWS.search(response, begin.start()):
         return None
-    return _without_prose_behind(response[begin.start() :])
-
-
-def _fenced(response: str) -> Iterator[str]:
-    """The blocks between fences, of Python or of no language; the last may be unclosed."""
-    block: list[str] | None = None
-    python = False
-    for line in response.split("\n"):
-        fence = _FENCE.search(line)
-        if fence is None:
-            if block is not None:
-                block.append(line)
-        elif block is None:
-            block = []
-            python = fence["language"].lower() in ("", "python", "py", "python3")
-        else:
-            if python:
-                yield "\n".join(block)
-            block = None
-    if block is not None and python:
-        yield "\n".join(block)
-
-
-def _with_imports_before(response: str, begin: int) -> int:
-    """Where the import lines that end at ``begin`` start."""
-    while begin:
-        line_begin = response.rfind("\n", 0, begin - 1) + 1
-        line = response[line_begin:begin]
-        if line.strip() and not _IMPORT.match(line.strip()):
-            return begin
-        begin = line_begin
-    return begin
-
-
-def _without_prose_behind(text: str) -> str:
-    """Code without an end marker: up to the last paragraph that draws."""
-    paragraphs = re.split(r"(\n[ \t]*\n)", text)
-    while len(paragraphs) > 2 and not _DRAWS.search(paragraphs[-1]):
-        del paragraphs[-2:]
-    return "".join(paragraphs)
+    return response[begin.start() :]
 
 
 def fixed(code: str) -> str:
@@ -144,12 +109,6 @@ def _plain(code: str) -> str:
     return _SPACE_AFTER_BACKSLASH.sub(r"\\", code)
 
 
-def _with_tail_dedented(code: str) -> str:
-    """For code whose first line is at the margin and all others are indented one step."""
-    head, _, tail = code.strip().partition("\n")
-    return f"{head}\n{textwrap.dedent(tail)}"
-
-
 def _without_spaces(code: str) -> str:
     """Stripped as in the official runner: what runs there also runs here."""
     return "\n".join(line.strip(" ") for line in code.split("\n"))
@@ -161,7 +120,6 @@ def _without_indentation(code: str) -> str:
 
 _LAYOUTS: list[Callable[[str], str]] = [
     textwrap.dedent,
-    _with_tail_dedented,
     _without_spaces,
     _without_indentation,
 ]

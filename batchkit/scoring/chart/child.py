@@ -27,7 +27,6 @@ from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH, fixed
 from batchkit.scoring.chart.readings import fixed_readings, official_reading
 from batchkit.scoring.chart.sandbox import CONFINED, MAX_Y_CHARS, SCRATCH, Run, SandboxLimits
 
-_PRINTED_CHARS = MAX_Y_CHARS
 _PROBLEM_CHARS = 1000
 _RESULT_FD = 3
 
@@ -36,7 +35,9 @@ def prepare() -> None:
     """Import what charts need, and draw and read once, so that no fork has to load it."""
     import_module("matplotlib").use("Agg")
     pandas, pyplot = import_module("pandas"), import_module("matplotlib.pyplot")
-    _as_before(pandas)
+    with contextlib.suppress(KeyError, ValueError):  # this version has no such option
+        # Text in object columns, as in the pandas that the gold code and the models were made with.
+        pandas.set_option("future.infer_string", False)
     table = io.BytesIO()
     pandas.DataFrame({"k": ["a", "b"], "v": [1, 2]}).to_excel(table, index=False)
     frame = pandas.read_excel(table)
@@ -157,7 +158,10 @@ def _values(run: Run, table: str) -> list[str]:
         pyplot.close = lambda *_, **__: None  # type: ignore[attr-defined]
         exec(compile(fixed(code), "<chart>", "exec"), names)
         return fixed_readings(pyplot, run.chart_type)
-    _print_as_numpy_1()
+    numpy = import_module("numpy")
+    if int(numpy.__version__.split(".")[0]) >= 2:
+        # [np.float64(1.0)] as [1.0]: under numpy 2 the official PASS is false for every chart.
+        numpy.set_printoptions(legacy="1.25")
     # As in the official runner: below an if, and with locals separate from the globals.
     body = "".join(f"    {line}\n" for line in code.strip().split("\n"))
     exec(compile(f"if __name__ == '__main__':\n{body}", "<chart>", "exec"), names, {})
@@ -178,26 +182,11 @@ def _names(pyplot: Any) -> dict[str, Any]:
     }
 
 
-def _as_before(pandas: Any) -> None:
-    """Text in object columns, as in the pandas that the gold code and the models were made with."""
-    try:
-        pandas.set_option("future.infer_string", False)
-    except (KeyError, ValueError):  # pandas.errors.OptionError: this version has no such option
-        return
-
-
-def _print_as_numpy_1() -> None:
-    """``[np.float64(1.0)]`` as ``[1.0]``: under numpy 2 the official PASS is false for every chart."""
-    numpy = import_module("numpy")
-    if int(numpy.__version__.split(".")[0]) >= 2:
-        numpy.set_printoptions(legacy="1.25")
-
-
 class _Printed(io.StringIO):
     """Keeps the beginning of what is written, up to a limit."""
 
     def write(self, text: str, /) -> int:
-        room = _PRINTED_CHARS - self.tell()
+        room = MAX_Y_CHARS - self.tell()
         if room > 0:
             super().write(text[:room])
         return len(text)

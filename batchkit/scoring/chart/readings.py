@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import Any
 
 Axes = Any  # matplotlib.axes.Axes
+Reading = Callable[[Axes], Iterable[Any]]
 
 
 def official_reading(pyplot: Any, chart_type: str) -> str:
     """The values as the official code prints them; "" if it fails to."""
     read = _OFFICIAL.get(chart_type)
     try:
-        return "" if read is None else repr(read(pyplot.gca()))
+        return "" if read is None else repr([*read(pyplot.gca())])
     except Exception:
         return ""
 
@@ -35,15 +36,15 @@ def fixed_readings(pyplot: Any, chart_type: str) -> list[str]:
         if values is not None:
             found.append(values)
             break
-    current = _as_text(lambda axes: _OFFICIAL[chart_type](axes[-1]), [pyplot.gca()])
+    current = _as_text(_OFFICIAL[chart_type], [pyplot.gca()])
     if current is not None and current not in found:
         found.append(current)
     return found
 
 
-def _as_text(read: Callable[[list[Axes]], list[Any]], axes: list[Axes]) -> str | None:
+def _as_text(read: Reading, figure: list[Axes]) -> str | None:
     try:
-        values = _plain(read(axes))
+        values = _plain(value for axes in figure for value in read(axes))
     except Exception:  # other artists than expected, or values that are not numbers
         return None
     return json.dumps(values) if any(value != [] for value in values) else None
@@ -65,32 +66,20 @@ def _number(value: Any) -> float:
     return int(number) if isinstance(value, int) else number
 
 
-def _lines(axes: Axes) -> list[Any]:
-    return [list(line.get_ydata()) for line in axes.get_lines()]
+def _lines(axes: Axes) -> Iterator[Any]:
+    return (list(line.get_ydata()) for line in axes.get_lines())
 
 
-def _heights(axes: Axes) -> list[Any]:
-    return [patch.get_height() for patch in axes.patches]
+def _heights(axes: Axes) -> Iterator[Any]:
+    return (patch.get_height() for patch in axes.patches)
 
 
-def _offsets(axes: Axes) -> list[Any]:
-    return [[point[1] for point in points.get_offsets()] for points in axes.collections]
+def _offsets(axes: Axes) -> Iterator[Any]:
+    return ([point[1] for point in points.get_offsets()] for points in axes.collections)
 
 
-def _fractions(axes: Axes) -> list[Any]:
-    return [_fraction(patch) for patch in axes.patches]
-
-
-def _fraction(wedge: Any) -> Any:
-    return round((wedge.theta2 - wedge.theta1) / 360.0, 2)
-
-
-def _all_lines(figure: list[Axes]) -> list[Any]:
-    return [y for axes in figure for y in _lines(axes)]
-
-
-def _all_bars(figure: list[Axes]) -> list[Any]:
-    return [length for axes in figure for length in _bars(axes)]
+def _fractions(axes: Axes) -> Iterator[Any]:
+    return (round((patch.theta2 - patch.theta1) / 360.0, 2) for patch in axes.patches)
 
 
 def _bars(axes: Axes) -> Iterator[Any]:
@@ -103,10 +92,6 @@ def _bars(axes: Axes) -> Iterator[Any]:
         yield from _heights(axes)
 
 
-def _all_points(figure: list[Axes]) -> list[Any]:
-    return [y for axes in figure for y in _points(axes)]
-
-
 def _points(axes: Axes) -> Iterator[list[Any]]:
     points = import_module("matplotlib.collections").PathCollection
     for group in axes.collections:
@@ -117,22 +102,22 @@ def _points(axes: Axes) -> Iterator[list[Any]]:
             yield list(line.get_ydata())
 
 
-def _all_wedges(figure: list[Axes]) -> list[Any]:
+def _wedges(axes: Axes) -> Iterator[Any]:
     wedge = import_module("matplotlib.patches").Wedge
-    return [
-        _fraction(patch) for axes in figure for patch in axes.patches if isinstance(patch, wedge)
-    ]
+    for patch in axes.patches:
+        if isinstance(patch, wedge):
+            yield round((patch.theta2 - patch.theta1) / 360.0, 2)
 
 
-_OFFICIAL: dict[str, Callable[[Axes], list[Any]]] = {
+_OFFICIAL: dict[str, Reading] = {
     "LineChart": _lines,
     "BarChart": _heights,
     "ScatterChart": _offsets,
     "PieChart": _fractions,
 }
-_FIXED: dict[str, Callable[[list[Axes]], list[Any]]] = {
-    "LineChart": _all_lines,
-    "BarChart": _all_bars,
-    "ScatterChart": _all_points,
-    "PieChart": _all_wedges,
+_FIXED: dict[str, Reading] = {
+    "LineChart": _lines,
+    "BarChart": _bars,
+    "ScatterChart": _points,
+    "PieChart": _wedges,
 }

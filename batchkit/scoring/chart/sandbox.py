@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from batchkit.config.installation import how_to_install
 from batchkit.errors import EngineError, JobError
@@ -75,11 +75,11 @@ class Outcome(NamedTuple):
 class _Ended(NamedTuple):
     """How a chart's process ended.
 
-    ``cause`` is why it was killed, None if it ended on its own with ``returncode`` (negative: by
-    that signal). ``written`` is what it sent, unchanged: any text at all after CONFINED.
+    ``excess`` is the limit for which it was killed, None if it ended on its own with ``returncode``
+    (negative: by that signal). ``written`` is what it sent, unchanged: any text at all after CONFINED.
     """
 
-    cause: Literal["time", "folder", "result"] | None
+    excess: str | None
     returncode: int
     written: str
 
@@ -111,7 +111,7 @@ class Sandbox:
         with self._running:
             for _ in range(2):
                 with contextlib.suppress(Gone):
-                    return _outcome(self._ended(run, self._started()), run.limits)
+                    return _outcome(self._ended(run, self._started()), run.limits.timeout_s)
             return Outcome([], "the sandbox's own process died or hung under it, twice")
 
     def close(self) -> None:
@@ -163,39 +163,37 @@ class Sandbox:
     def _watched(self, child: Child, scratch: Path, limits: SandboxLimits) -> _Ended:
         """Wait until the process ends or exceeds a limit."""
         deadline = time.monotonic() + limits.timeout_s
-        written, is_open, cause = bytearray(), True, None
-        while cause is None and (is_open or not child.has_ended(_TICK_S)):
+        written, is_open, excess = bytearray(), True, None
+        while excess is None and (is_open or not child.has_ended(_TICK_S)):
             if self._is_closed:
                 raise SandboxError("the sandbox is closed")
             if is_open and child.connection.poll(_TICK_S):
-                is_open = bool(read := _read(child))
+                read = b""
+                with contextlib.suppress(ConnectionError):
+                    read = os.read(child.connection.fileno(), _READ_BYTES)
+                is_open = bool(read)
                 written += read
-            cause = _excess(written, scratch, limits, deadline)
-        if cause is None and child.returncode is None:
+            excess = _excess(written, scratch, limits, deadline)
+        if excess is None and child.returncode is None:
             raise Gone(None)
         text = written[:MAX_RESULT_BYTES].decode(errors="replace")
-        return _Ended(cause, child.returncode or 0, text)
-
-
-def _read(child: Child) -> bytes:
-    """What is there; empty at the end."""
-    try:
-        return os.read(child.connection.fileno(), _READ_BYTES)
-    except ConnectionError:
-        return b""
+        return _Ended(excess, child.returncode or 0, text)
 
 
 def _excess(
     written: bytearray, scratch: Path, limits: SandboxLimits, deadline: float
-) -> Literal["time", "folder", "result"] | None:
+) -> str | None:
+    """The limit that a chart is over, for people."""
     if len(written) > MAX_RESULT_BYTES:
-        return "result"
+        return f"wrote more than {MAX_RESULT_BYTES} bytes where its result belongs"
     if time.monotonic() > deadline:
-        return "time"
+        return f"took longer than {limits.timeout_s:g} s"
     # Flat: folders can't be created in it. Complete: files can't be removed from it.
     with os.scandir(scratch) as entries:
         sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries]
-    return "folder" if sum(sizes) > limits.folder_bytes or len(sizes) > _MAX_FILES else None
+    if sum(sizes) > limits.folder_bytes or len(sizes) > _MAX_FILES:
+        return f"wrote more than {limits.folder_bytes} bytes or {_MAX_FILES} files"
+    return None
 
 
 def _refusal(reason: str) -> SandboxError:
@@ -205,22 +203,19 @@ def _refusal(reason: str) -> SandboxError:
     )
 
 
-def _outcome(ended: _Ended, limits: SandboxLimits) -> Outcome:
+def _outcome(ended: _Ended, timeout_s: float) -> Outcome:
     if ended.written and not ended.written.startswith(CONFINED):
         raise _refusal(ended.written)  # sent before any code ran
-    match ended.cause:
-        case "time":
-            return Outcome([], f"took longer than {limits.timeout_s:g} s")
-        case "folder":
-            return Outcome([], f"wrote more than {limits.folder_bytes} bytes of files")
-        case "result":
-            return Outcome([], f"wrote more than {MAX_RESULT_BYTES} bytes where its result belongs")
+    if ended.excess is not None:
+        return Outcome([], ended.excess)
     if ended.returncode == -signal.SIGXCPU:
-        return Outcome([], f"took longer than {limits.timeout_s:g} s of the processor's time")
+        return Outcome([], f"took longer than {timeout_s:g} s of the processor's time")
     if ended.returncode == -signal.SIGKILL:
         return Outcome([], "killed: out of memory")  # by the kernel: we did not
     if ended.returncode < 0:
-        return Outcome([], f"killed by {_name(-ended.returncode)}")
+        names = {signum.value: signum.name for signum in signal.Signals}
+        number = -ended.returncode  # a real-time signal has no name
+        return Outcome([], f"killed by {names.get(number, f'signal {number}')}")
     return _reported(ended)
 
 
@@ -235,24 +230,10 @@ def _reported(ended: _Ended) -> Outcome:
         result = None
     match result:
         case {"problem": str(problem), **rest} if not rest:
-            return Outcome([], _one_line(problem))
-        case {"y": list(y), **rest} if not rest and all(map(_is_text, y)) and len(y) <= 2:
-            return Outcome([text.encode(errors="replace").decode() for text in y], None)
+            # Without characters that would move a terminal's cursor, or can't be encoded.
+            line = " ".join(problem.split())[:_MAX_PROBLEM_CHARS]
+            return Outcome([], "".join(char if char.isprintable() else "?" for char in line))
+        case {"y": [*y], **rest} if not rest and len(y) <= 2:
+            if all(isinstance(text, str) and len(text) <= MAX_Y_CHARS for text in y):
+                return Outcome([text.encode(errors="replace").decode() for text in y], None)
     return Outcome([], "wrote something else where its result belongs")
-
-
-def _name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:  # one of the real-time signals
-        return f"signal {signum}"
-
-
-def _one_line(text: str) -> str:
-    """Without characters that would move a terminal's cursor, or can't be encoded."""
-    line = " ".join(text.split())[:_MAX_PROBLEM_CHARS]
-    return "".join(char if char.isprintable() else "?" for char in line)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_Y_CHARS

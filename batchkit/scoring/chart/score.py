@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, NoReturn
 from batchkit.scoring.chart.answer import TABLE_NAME, chart_code, with_table
 from batchkit.scoring.chart.sandbox import (
     DEFAULT_LIMITS,
-    Outcome,
     Run,
     Sandbox,
     SandboxLimits,
@@ -100,13 +99,6 @@ def score_chart(
         if missing and "FileNotFoundError" in problem and TABLE_NAME in problem:
             problem = f"table {chart.table.name if chart.table else ''} is missing"
         return ChartScore(False, unscored, "", problem)
-    return _judged(chart, outcome, reference, mode)
-
-
-def _judged(
-    chart: Chart, outcome: Outcome, reference: list[object] | None, mode: Mode
-) -> ChartScore:
-    """The score of code that ran."""
     first = outcome.y[0] if outcome.y else ""
     if reference is None:
         return ChartScore(True, None, first, "the reference is no list of y values")
@@ -160,7 +152,7 @@ def reference_values(text: str, mode: Mode) -> list[Any] | None:
         return None
     if not isinstance(values, list):
         return None
-    if mode == "fixed" and all(_is_missing(value) for value in _flat(values)):
+    if mode == "fixed" and all(isinstance(v, float) and math.isnan(v) for v in _flat(values)):
         return None
     return values
 
@@ -193,13 +185,9 @@ def same_values(chart_type: str, reference: list[Any], prediction: list[Any], mo
 def _equal(wanted: list[Any], found: list[Any], mode: Mode) -> bool:
     if len(wanted) != len(found):
         return False
-    pairs = zip(_in_order(wanted), _in_order(found), strict=True)
-    return all(_same(one, other, mode) for one, other in pairs)
-
-
-def _in_order(values: Iterable[Any]) -> list[Any]:
-    """Sorted, missing values last. Rounding keeps the order, so it can be done later."""
-    return sorted(values, key=lambda value: (math.isnan(value), value))
+    # Missing values last. Rounding keeps the order, so it can be done later.
+    one, other = (sorted(v, key=lambda value: (math.isnan(value), value)) for v in (wanted, found))
+    return all(_same(*pair, mode) for pair in zip(one, other, strict=True))
 
 
 def _same(one: Any, other: Any, mode: Mode) -> bool:
@@ -227,10 +215,6 @@ def _with_missing(node: ast.expr) -> Any:
             return math.nan
         case _:
             return ast.literal_eval(node)
-
-
-def _is_missing(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The eight tables in RealHiTBench's layout, and the questions about them."""
+"""The data that ships with the jobs: made by a script each, complete and small."""
 
 from __future__ import annotations
 
@@ -12,11 +12,38 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.support.digests import digests
 from tests.support.paths import ROOT
+from tests.support.rows import read_jsonl
+from tests.support.scripts import load_script
 
-TABLES = ROOT / "jobs" / "data" / "tables"
+DATA = ROOT / "jobs" / "data"
+QUICKSTART, TABLES = DATA / "quickstart", DATA / "tables"
 KINDS = {"image": "png", "html": "html", "markdown": "md", "csv": "csv", "latex": "txt"}
+
+
+@pytest.mark.parametrize(
+    ("script", "folder"),
+    [
+        ("make_quickstart_data", "quickstart"),
+        ("make_reward_data", "reward"),
+        ("make_tables", "tables"),
+    ],
+)
+def test_the_script_writes_the_data_that_is_checked_in(
+    script: str, folder: str, tmp_path: Path
+) -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / f"{script}.py", tmp_path], check=True)
+    made, kept = (
+        {path.relative_to(of): path for path in of.rglob("*")} for of in (tmp_path, DATA / folder)
+    )
+    assert made.keys() == kept.keys()
+    for name, path in made.items():
+        if path.suffix != ".png":
+            assert path.is_dir() or path.read_bytes() == kept[name].read_bytes()
+            continue
+        with Image.open(kept[name]) as image, Image.open(path) as again:
+            # Another Pillow packs them otherwise, and draws other text.
+            assert folder == "tables" or image.size == again.size
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +106,27 @@ def test_the_pictures_are_readable_and_small() -> None:
     assert sum(f.stat().st_size for f in TABLES.rglob("*") if f.is_file()) < 2**20
 
 
-def test_the_script_writes_the_data_that_is_checked_in(tmp_path: Path) -> None:
-    script = ROOT / "scripts" / "make_tables.py"
-    subprocess.run([sys.executable, script, tmp_path], check=True)
-    made, kept = digests(tmp_path), digests(TABLES)
-    assert made.keys() == kept.keys()
-    # Another Pillow draws and packs other pixels; what a table says is the same everywhere.
-    assert {k: v for k, v in made.items() if not k.endswith(".png")} == {
-        k: v for k, v in kept.items() if not k.endswith(".png")
+def test_training_never_saw_what_is_asked() -> None:
+    demo = load_script("demo_tables")
+    questions = read_jsonl(QUICKSTART / "questions.jsonl")
+    assert Counter(asked["kind"] for asked in questions) == {
+        "value": 24,
+        "compare": 4,
+        "largest": 4,
+        "smallest": 4,
+        "count": 4,
     }
+    for asked in questions:
+        if asked["kind"] == "value":
+            column, row = asked["question"].rstrip("?").split()[5:8:2]
+            assert demo.is_test_pair(row, column)
+            assert demo.is_test_number(int(asked["answer"]))
+
+
+def test_the_pictures_are_small_and_each_is_asked_about_once() -> None:
+    pictures = {
+        f"image/{path.name}": path.stat().st_size for path in QUICKSTART.glob("image/*.png")
+    }
+    asked = [row["image"] for row in read_jsonl(QUICKSTART / "questions.jsonl")]
+    assert sorted(asked) == sorted(pictures)
+    assert sum(pictures.values()) < 2**18
