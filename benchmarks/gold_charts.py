@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from batchkit.scoring.chart import Chart, ChartScore, Mode, chart_code, score_charts
-from batchkit.scoring.chart.answer import fixed
+from batchkit.scoring.chart import Chart, ChartScore, score_charts
+from batchkit.scoring.chart.answer import chart_code, fixed
+from batchkit.scoring.overlap import Mode
 
 
 class Gold(NamedTuple):

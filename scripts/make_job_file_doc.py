@@ -162,7 +162,8 @@ def document() -> str:
 
 
 def _section(name: str, table: Any, leave_out: Collection[str] = ()) -> str:
-    fields = {key: field for key, field in table.model_fields.items() if key not in leave_out}
+    own = sorted(table.model_fields, key=lambda key: key not in table.__annotations__)  # come first
+    fields = {key: table.model_fields[key] for key in own if key not in leave_out}
     return f"\n## `[{name}]`\n\n{_sentence(table)}\n\n{_table(fields)}"
 
 

@@ -88,6 +88,8 @@ def without(facts: Facts, *packages: str) -> Facts:
 @pytest.mark.parametrize("facts", [CPU, CUDA], ids=["cpu", "cuda"])
 def test_a_sound_machine_has_nothing_to_remedy(facts: Facts) -> None:
     assert [(f.name, f.remedy) for f in diagnose(facts).findings if not f.ok or f.remedy] == []
+    way = "fixed" if facts is CPU else "compiled ops load"
+    assert way in finding(facts, "torchvision").found
 
 
 NMS = "RuntimeError: operator torchvision::nms does not exist"
@@ -161,11 +163,6 @@ def test_each_trouble_is_named_with_its_remedy(
     assert f"→ {verdict.remedy}" in Diagnosis([verdict]).to_text()
 
 
-def test_the_fix_counts_as_a_working_torchvision() -> None:
-    assert "fixed" in finding(CPU, "torchvision").found
-    assert "compiled ops load" in finding(CUDA, "torchvision").found
-
-
 def test_another_jobs_gpu_is_not_this_runs_trouble() -> None:
     busy = replace(CUDA, gpus=[Gpu("A", 80.0, 1.0), Gpu("B", 80.0, 79.0)])
     assert not finding(busy, "gpu").ok
@@ -174,11 +171,8 @@ def test_another_jobs_gpu_is_not_this_runs_trouble() -> None:
     assert mine.found == "B, 79 of 80 GiB free"
 
 
-def test_a_gpu_that_shares_the_hosts_memory_is_no_trouble() -> None:
+def test_a_gpu_that_shares_the_hosts_memory_is_no_trouble_and_secrets_are_not_shown() -> None:
     assert finding(replace(CUDA, gpus=[Gpu("GB10")]), "gpu") == Finding("gpu", "GB10")
-
-
-def test_secrets_are_not_shown() -> None:
     found = finding(CPU, "environment").found
     assert found == "HF_TOKEN=(set), VLLM_CPU_KVCACHE_SPACE=4"
 
@@ -233,8 +227,24 @@ def fake_torchvision(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_torchvision_without_its_ops_fails_without_the_fix(fake_torchvision: Path) -> None:
-    assert "torchvision::nms does not exist" in imported(fake_torchvision, "").stderr
+@pytest.mark.parametrize(
+    ("install", "has_library"),
+    [
+        ("", False),
+        (INSTALL, True),  # any library that loads counts as torchvision's own
+        (INSTALL + torchvision_fix.WITHOUT_FIX, False),
+    ],
+    ids=["no fix", "its ops load", "set-up sees through the fix"],
+)
+def test_without_the_fix_torchvision_needs_its_ops(
+    fake_torchvision: Path, install: str, has_library: bool
+) -> None:
+    import torch
+
+    if has_library:
+        library = next((Path(torch.__file__).parent / "lib").glob("libc10.so"))
+        (fake_torchvision / "torchvision" / "_C.so").symlink_to(library)
+    assert "torchvision::nms does not exist" in imported(fake_torchvision, install).stderr
 
 
 def test_fix_declares_the_ops_and_waits_with_torch_until_torchvision_is_imported(
@@ -247,20 +257,6 @@ def test_fix_declares_the_ops_and_waits_with_torch_until_torchvision_is_imported
     assert before == "False"
     assert looked_up == "torchvision False"
     assert schema.startswith("torchvision::nms(Tensor dets, Tensor scores, float iou_threshold)")
-
-
-def test_fix_stands_aside_where_the_ops_load(fake_torchvision: Path) -> None:
-    """Any library that loads counts as torchvision's own, which declares the operators itself."""
-    import torch
-
-    library = next((Path(torch.__file__).parent / "lib").glob("libc10.so"))
-    (fake_torchvision / "torchvision" / "_C.so").symlink_to(library)
-    assert "torchvision::nms does not exist" in imported(fake_torchvision, INSTALL).stderr
-
-
-def test_set_up_sees_through_a_fix_that_is_already_there(fake_torchvision: Path) -> None:
-    tried = imported(fake_torchvision, INSTALL + torchvision_fix.WITHOUT_FIX)
-    assert "torchvision::nms does not exist" in tried.stderr
 
 
 def test_pth_line_runs_at_start_up() -> None:

@@ -19,15 +19,11 @@ _KINDS = {
 exists, is_file, is_dir = os.path.exists, os.path.isfile, os.path.isdir
 
 
-class NotAFileError(OSError):
-    """``strerror`` says what the path is."""
-
-
 def open_regular(path: str | Path) -> io.FileIO:
     """The file at ``path``, for reading bytes.
 
     Raises:
-        OSError: as ``open``; NotAFileError if it is a pipe, a socket or a device.
+        OSError: as ``open``; or it is a pipe, a socket or a device, as ``strerror`` says.
     """
     _check(Path(path).stat().st_mode, path)  # before opening: opening alone can have side effects
     # O_NONBLOCK: the path may have been replaced since the check.
@@ -35,7 +31,7 @@ def open_regular(path: str | Path) -> io.FileIO:
     file = io.FileIO(descriptor)  # refuses a folder
     try:
         _check(os.fstat(descriptor).st_mode, path)
-    except NotAFileError:
+    except OSError:
         file.close()
         raise
     return file
@@ -50,4 +46,4 @@ def read_text(path: str | Path) -> str:
 def _check(mode: int, path: str | Path) -> None:
     if kind := _KINDS.get(stat.S_IFMT(mode)):
         reason = f"it is {kind}, not a file; save the content as a file and give its path"
-        raise NotAFileError(None, reason, str(path))
+        raise OSError(None, reason, str(path))

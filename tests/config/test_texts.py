@@ -56,23 +56,19 @@ def said(request: Request) -> list[Any]:
     return [message["content"] for message in request.messages or ()]
 
 
-def test_the_file_stands_in_the_prompt_as_it_is(root: Path) -> None:
-    request = rendered(job(root, []), {"file": "a.csv", "q": "why?"})
-    assert said(request) == ["x,y\n1,2\n|why?"]
-
-
-def test_a_byte_order_mark_is_no_text(root: Path) -> None:
-    assert said(rendered(job(root, []), {"file": "b.csv", "q": ""})) == ["größe\n|"]
-
-
-def test_bytes_that_are_no_utf_8_are_replaced_and_cost_no_row(root: Path) -> None:
-    (root / "tables/c.csv").write_bytes(b"gr\xf6\xdfe")
-    assert said(rendered(job(root, []), {"file": "c.csv", "q": ""})) == ["gr��e|"]
-
-
-def test_a_text_is_no_template(root: Path) -> None:
-    (root / "tables/c.csv").write_text("{{ q }}{% for %}", encoding="utf-8")
-    assert said(rendered(job(root, []), {"file": "c.csv", "q": "?"})) == ["{{ q }}{% for %}|?"]
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (b"x,y\n1,2\n", "x,y\n1,2\n"),
+        ("größe\n".encode("utf-8-sig"), "größe\n"),
+        (b"gr\xf6\xdfe", "gr��e"),
+        (b"{{ q }}{% for %}", "{{ q }}{% for %}"),
+    ],
+    ids=["text", "byte order mark", "no UTF-8", "no template"],
+)
+def test_the_file_stands_in_the_prompt_as_it_is(root: Path, content: bytes, shown: str) -> None:
+    (root / "tables/c.csv").write_bytes(content)
+    assert said(rendered(job(root, []), {"file": "c.csv", "q": "why?"})) == [f"{shown}|why?"]
 
 
 def test_system_user_and_captions_know_all_texts_and_the_job_s_own_names(root: Path) -> None:

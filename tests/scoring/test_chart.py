@@ -11,16 +11,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from batchkit.scoring.chart import (
-    Chart,
-    ChartScore,
-    Mode,
-    Sandbox,
-    chart_code,
-    same_values,
-    score_chart,
-    score_charts,
-)
+from batchkit.scoring.chart import Chart, ChartScore, same_values, score_chart, score_charts
+from batchkit.scoring.chart.answer import chart_code
+from batchkit.scoring.chart.sandbox import Sandbox
+from batchkit.scoring.overlap import Mode
 from tests.support.paths import ROOT
 
 pd = pytest.importorskip("pandas")

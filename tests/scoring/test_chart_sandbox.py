@@ -16,14 +16,8 @@ from typing import Protocol
 import psutil
 import pytest
 
-from batchkit.scoring.chart import (
-    Chart,
-    ChartScore,
-    Sandbox,
-    SandboxLimits,
-    score_chart,
-    score_charts,
-)
+from batchkit.scoring.chart import Chart, ChartScore, score_chart, score_charts
+from batchkit.scoring.chart.sandbox import Sandbox, SandboxLimits
 
 pytestmark = pytest.mark.slow
 
@@ -527,7 +521,8 @@ def test_killed_server_is_started_again(tmp_path: Path) -> None:
 
 WITHOUT_LANDLOCK = """\
 import ctypes, struct, sys
-from batchkit.scoring.chart import Chart, SandboxError, score_charts
+from batchkit.scoring.chart import Chart, score_charts
+from batchkit.scoring.chart.sandbox import SandboxError
 def step(code, constant, true=0, false=0): return struct.pack("@HBBI", code, true, false, constant)
 program = step(0x20, 0) + step(0x15, 444, 0, 1) + step(0x06, 0x50000 | 38) + step(0x06, 0x7FFF0000)
 held = ctypes.create_string_buffer(program)

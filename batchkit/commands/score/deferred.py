@@ -54,7 +54,8 @@ def deferred_scores(
 def _charts(
     job: JobConfig, scoring: Scoring, answers: Iterable[Answered], say: Say
 ) -> Iterator[tuple[int, dict[str, float | None]]]:
-    from batchkit.scoring.chart import Chart, SandboxError, score_charts
+    from batchkit.scoring.chart import Chart, score_charts
+    from batchkit.scoring.chart.sandbox import SandboxError
 
     kind = PathTemplate("scoring.chart_type", job.scoring.chart_type, job)
     table = job.scoring.table

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from batchkit.config.seams import Extract, ScorerName
-from batchkit.config.tables.base import Table
+from batchkit.config.tables.base import Identity, Table
 from batchkit.config.tables.engine import EngineTable, SamplingTable
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.terminal import shortened
@@ -42,19 +42,26 @@ class JudgeTable(Table):
         return self
 
 
-class ScoringRule(Table):
+class Reading(Table):
+    """What may be read from answers otherwise than `[scoring]` says."""
+
+    extract: Identity[Extract | None] = Field(None, description="As `scoring.extract`.")
+    pattern: Identity[str | None] = Field(None, description="As `scoring.pattern`.")
+    key: Identity[str | None] = Field(None, description="As `scoring.key`.")
+    choices: Identity[list[str] | None] = Field(None, description="As `scoring.choices`.")
+    reference: Identity[str | None] = Field(None, description="As `scoring.reference`.")
+    scorers: Identity[list[ScorerName] | None] = Field(None, description="As `scoring.scorers`.")
+    tolerance: Identity[NonNegativeFloat | None] = Field(
+        None, description="As `scoring.tolerance`."
+    )
+
+
+class ScoringRule(Reading):
     """Rows that are scored differently: keys set here replace those of `[scoring]`."""
 
     where: dict[str, Any] = Field(
         {}, description="Which rows: as `input.where`. The first rule that matches a row applies."
     )
-    extract: Extract | None = Field(None, description="As `scoring.extract`.")
-    pattern: str | None = Field(None, description="As `scoring.pattern`.")
-    key: str | None = Field(None, description="As `scoring.key`.")
-    choices: list[str] | None = Field(None, description="As `scoring.choices`.")
-    reference: str | None = Field(None, description="As `scoring.reference`.")
-    scorers: list[ScorerName] | None = Field(None, description="As `scoring.scorers`.")
-    tolerance: NonNegativeFloat | None = Field(None, description="As `scoring.tolerance`.")
 
 
 class ScoringTable(Table):

@@ -6,23 +6,20 @@ from typing import Any, Literal
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
 
-from batchkit.config.seams import Extract, ScorerName
+from batchkit.config.seams import ScorerName
 from batchkit.config.tables.base import Free, Identity, Table
 from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
-from batchkit.config.tables.scoring import ScoringTable
-
-SCORING_OF_STEP = ("extract", "pattern", "key", "choices", "reference", "scorers", "tolerance")
+from batchkit.config.tables.scoring import Reading, ScoringTable
 
 
-class StepTable(Table):
+class StepTable(Reading):
     """One generation of a row, in the order of the file; the last one that runs gives the row's answer.
 
     Its templates see the row's fields, and what the steps before it answered: `steps.NAME.text`,
@@ -50,26 +47,17 @@ class StepTable(Table):
         description="`false` for a step that plans or judges: the row's answer is that of the last other step.",
     )
     parse: Identity[Literal["json"] | None] = Field(None, description="As `output.parse`.")
-    extract: Identity[Extract | None] = Field(None, description="As `scoring.extract`.")
-    pattern: Identity[str | None] = Field(None, description="As `scoring.pattern`.")
-    key: Identity[str | None] = Field(None, description="As `scoring.key`.")
-    choices: Identity[list[str] | None] = Field(None, description="As `scoring.choices`.")
-    reference: Identity[str | None] = Field(None, description="As `scoring.reference`.")
-    scorers: Identity[list[ScorerName] | None] = Field(None, description="As `scoring.scorers`.")
-    tolerance: Identity[NonNegativeFloat | None] = Field(
-        None, description="As `scoring.tolerance`."
-    )
 
     @property
     def scoring(self) -> ScoringTable:
         """What is read from its answers."""
-        given = {name: getattr(self, name) for name in SCORING_OF_STEP}
+        given = {name: getattr(self, name) for name in Reading.model_fields}
         return ScoringTable(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def has_scoring(self) -> bool:
         """True if its answers are read in a way of their own."""
-        return any(getattr(self, name) is not None for name in SCORING_OF_STEP)
+        return any(getattr(self, name) is not None for name in Reading.model_fields)
 
     @model_validator(mode="after")
     def _coherent(self) -> StepTable:

@@ -4,61 +4,226 @@ A chart's code can falsify its own score: the values are read in the interpreter
 so malicious code can return any values. It has no reference to copy, though, and can affect only
 its own row's score.
 
-Two modes. ``official`` is what RealHiTBench's own runner does under numpy 1.26; ``fixed`` corrects
-what makes good charts fail in that runner. ``fixed`` also reads everything that ``official`` reads:
-code that does the same in both, and passes under ``official``, passes under ``fixed``.
+Two modes: ``official`` is what RealHiTBench's own runner does under numpy 1.26; ``fixed`` corrects
+what makes good charts fail in that runner, and also reads everything that ``official`` reads.
+docs/scoring.md lists the differences.
 
-=============================  ====================================  ================================
-what                           official                              fixed
-=============================  ====================================  ================================
-code in the answer             last ``import pandas … plt.show()``,  last fenced block that draws,
-                               else from ``import matplotlib…``      closed or not; else as official,
-                                                                     to the last ``plt.show()``; else
-                                                                     from the first import on
-no ``plt.show()``              no code                               runs
-indentation                    spaces at both ends are stripped:     kept; stray spaces, tabs, curly
-                               a loop indented by them fails         quotes fixed if it won't compile
-names in comprehensions,       those of the code itself are not      as in any script
-functions and lambdas          seen (exec with a locals of its own)
-name of the table              ``'….xlsx'``, or ``table.xlsx``       also ``"….xlsx"``, but not where
-                                                                     a file is written
-what it prints                 corrupts the values                   is ignored
-axes                           the current one                       or all of the figure (twinx,
-                                                                     subplots)
-``plt.close()``                leaves no values                      is ignored
-lines of the chart             all                                   all
-bars                           heights of all patches                or widths of horizontal bars
-                                                                     and of nothing but bars
-scatter                        all collections                       or collections of points, and
-                                                                     lines of only markers
-reference of a pie             divided by its sum                    or as it is, if it sums to 1
-                                                                     within 0.05
-NaN, masked                    fails; a reference with one is        equal to each other
-                               unscored
-equal                          after ``round(…, 2)``                 or within 1e-9 of each other
-=============================  ====================================  ================================
-
-"or": the chart passes if either reading equals the reference.
-
-In both, a chart without values (the official Pass "None") does not pass; a chart whose reference is
-not a list, or has no numbers under ``fixed``, is unscored. In neither can code remove files, so
-code that writes a spreadsheet fails.
+The y values are compared as in RealHiTBench (chart_metric_util, from TableBench): lists flattened by
+one level, each value rounded to two decimals, sorted, equal. A pie's reference is divided by its sum
+first.
 """
 
-from batchkit.scoring.chart.answer import chart_code
-from batchkit.scoring.chart.sandbox import Sandbox, SandboxError, SandboxLimits
-from batchkit.scoring.chart.score import Chart, ChartScore, same_values, score_chart, score_charts
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple, NoReturn
+
+from batchkit.scoring.chart.answer import TABLE_NAME, chart_code, with_table
+from batchkit.scoring.chart.sandbox import (
+    DEFAULT_LIMITS,
+    Run,
+    Sandbox,
+    SandboxLimits,
+    check_sandbox,
+)
 from batchkit.scoring.overlap import Mode
 
-__all__ = [
-    "Chart",
-    "ChartScore",
-    "Mode",
-    "Sandbox",
-    "SandboxError",
-    "SandboxLimits",
-    "chart_code",
-    "same_values",
-    "score_chart",
-    "score_charts",
-]
+_AHEAD = 2  # charts per worker that are started before the first result is awaited
+_MISSING = ("nan", "masked")
+_ROUNDING = 0.05  # how far the sum of a pie's fractions, rounded to two decimals, may be from 1
+
+
+class Chart(NamedTuple):
+    """One answer to run. ``table``: the file that its code reads, None if there is none."""
+
+    response: str
+    chart_type: str  # LineChart, BarChart, ScatterChart or PieChart
+    reference: str  # a Python list of y values, as text
+    table: Path | None
+
+
+class ChartScore(NamedTuple):
+    """``ecr``: the code ran. ``passed`` is None if the reference is unusable: unscored.
+
+    ``y``: the values found, as text, "" if none. ``problem``: why it did not run or pass, one line
+    for people.
+    """
+
+    ecr: bool
+    passed: bool | None
+    y: str
+    problem: str | None
+
+
+def score_charts(
+    charts: Iterable[Chart],
+    *,
+    mode: Mode,
+    workers: int | None = None,
+    limits: SandboxLimits = DEFAULT_LIMITS,
+) -> Iterator[ChartScore]:
+    """The scores in the order of ``charts``, which is read only a little ahead.
+
+    Each of the ``workers`` (None: one per core) is a thread with its own sandbox. Closing the
+    iterator ends running charts.
+
+    Raises:
+        SandboxError: at once, before any code runs, if code can't be confined here.
+    """
+    check_sandbox()
+    return _scores(charts, mode, workers or len(os.sched_getaffinity(0)), limits)
+
+
+def score_chart(
+    chart: Chart, sandbox: Sandbox, mode: Mode, limits: SandboxLimits = DEFAULT_LIMITS
+) -> ChartScore:
+    """Run one chart in ``sandbox``, which is then ready for the next, whatever this one did.
+
+    Raises:
+        SandboxError: the sandbox can't be started, or did not confine this chart.
+    """
+    reference = reference_values(chart.reference, mode)
+    unscored = None if reference is None else False
+    # In official mode names are replaced first, so that the extracted code has them replaced.
+    response = with_table(chart.response, mode) if mode == "official" else chart.response
+    code = chart_code(response, mode)
+    if code is None:
+        return ChartScore(False, unscored, "", "there is no code in the answer")
+    if mode == "fixed":
+        code = with_table(code, mode)
+    missing = chart.table is not None and not chart.table.is_file()
+    table = None if chart.table is None or missing else str(chart.table.resolve())
+    outcome = sandbox.run(Run(code, chart.chart_type, mode, table, limits))
+    if outcome.problem is not None:
+        problem = outcome.problem
+        if missing and "FileNotFoundError" in problem and TABLE_NAME in problem:
+            problem = f"table {chart.table.name if chart.table else ''} is missing"
+        return ChartScore(False, unscored, "", problem)
+    first = outcome.y[0] if outcome.y else ""
+    if reference is None:
+        return ChartScore(True, None, first, "the reference is no list of y values")
+    for y in outcome.y:
+        if passes(chart.chart_type, reference, y, mode):
+            return ChartScore(True, True, y, None)
+    if not first:
+        return ChartScore(True, False, "", f"no y values of a {chart.chart_type} can be read")
+    return ChartScore(True, False, first, "the y values differ from the reference")
+
+
+def _scores(
+    charts: Iterable[Chart], mode: Mode, workers: int, limits: SandboxLimits
+) -> Iterator[ChartScore]:
+    sandboxes = [Sandbox() for _ in range(workers)]
+    idle: SimpleQueue[Sandbox] = SimpleQueue()
+    for sandbox in sandboxes:
+        idle.put(sandbox)
+
+    def score(chart: Chart) -> ChartScore:
+        sandbox = idle.get()  # never waits: there are as many as threads
+        try:
+            return score_chart(chart, sandbox, mode, limits)
+        finally:
+            idle.put(sandbox)
+
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="chart")
+    running: deque[Future[ChartScore]] = deque()
+    try:
+        for chart in charts:
+            running.append(pool.submit(score, chart))
+            if len(running) >= workers * _AHEAD:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for sandbox in sandboxes:
+            sandbox.close()  # the threads would wait for their charts otherwise
+        pool.shutdown()
+
+
+def reference_values(text: str, mode: Mode) -> list[Any] | None:
+    """The list in ``text``, from the data set; None if it is not a list, or is unusable."""
+    try:
+        if mode == "official":
+            values = ast.literal_eval(text.strip())
+        else:
+            values = _with_missing(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+    if not isinstance(values, list):
+        return None
+    if mode == "fixed" and all(isinstance(v, float) and math.isnan(v) for v in _flat(values)):
+        return None
+    return values
+
+
+def passes(chart_type: str, reference: list[Any], y: str, mode: Mode) -> bool:
+    """Whether ``y``, any text at all, is a list of numbers equal to ``reference``."""
+    try:
+        # A list of numbers is the same in JSON and Python, and JSON's parser is safe here.
+        values = json.loads(y, parse_constant=_refuse if mode == "official" else None)
+        return same_values(chart_type, reference, values, mode)
+    except (ValueError, TypeError, ArithmeticError, RecursionError):
+        return False
+
+
+def same_values(chart_type: str, reference: list[Any], prediction: list[Any], mode: Mode) -> bool:
+    """Whether the values are equal, in any order.
+
+    Raises:
+        TypeError, ArithmeticError: they are not numbers, or a pie's reference sums to 0.
+    """
+    wanted, found = list(_flat(reference)), list(_flat(prediction))
+    if chart_type != "PieChart":
+        return _equal(wanted, found, mode)
+    total = sum(wanted)
+    if mode == "fixed" and abs(total - 1) <= _ROUNDING and _equal(wanted, found, mode):
+        return True
+    return _equal([value / total for value in wanted], found, mode)
+
+
+def _equal(wanted: list[Any], found: list[Any], mode: Mode) -> bool:
+    if len(wanted) != len(found):
+        return False
+    # Missing values last. Rounding keeps the order, so it can be done later.
+    one, other = (sorted(v, key=lambda value: (math.isnan(value), value)) for v in (wanted, found))
+    return all(_same(*pair, mode) for pair in zip(one, other, strict=True))
+
+
+def _same(one: Any, other: Any, mode: Mode) -> bool:
+    if math.isnan(one) or math.isnan(other):
+        return math.isnan(one) and math.isnan(other)
+    if bool(round(one, 2) == round(other, 2)):
+        return True
+    return mode == "fixed" and math.isclose(one, other, rel_tol=1e-9)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list):
+            yield from value
+        else:
+            yield value
+
+
+def _with_missing(node: ast.expr) -> Any:
+    """Like ``ast.literal_eval``, for lists of numbers with NaN among them."""
+    match node:
+        case ast.List(elts=nodes) | ast.Tuple(elts=nodes):
+            return [_with_missing(child) for child in nodes]
+        case ast.Name(id=name) if name in _MISSING:
+            return math.nan
+        case _:
+            return ast.literal_eval(node)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
