@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import datetime
-import resource
 import socket
 import string
 import struct
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from pathlib import Path
+from contextlib import closing
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from batchkit import errors, types
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import Fault
-from batchkit.engines.process.channel import Channel, Unsendable
-from batchkit.engines.process.messages import (
+from batchkit.engines.process.channel import (
+    Channel,
     Close,
     Died,
-    Done,
     NotStarted,
     OfEngine,
     OfRun,
@@ -39,91 +33,51 @@ from batchkit.engines.process.messages import (
     Refused,
     Submit,
     Turn,
+    Unsendable,
 )
 from batchkit.errors import PromptTooLongError, RowError
 from batchkit.types import Choice, Completion, Cut, Pooled, Request, Row, Usage
 from tests.support.engine_requests import Locked
 
-TEXT = st.text(max_size=20)
-COUNTS = st.integers(0, 2**63)
-NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False)
-JSON = st.recursive(
-    st.none() | st.booleans() | NUMBERS | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-)
-TABLES = st.dictionaries(TEXT, JSON, max_size=3)
-TOOL_CALLS = st.none() | st.lists(TABLES, max_size=2)
 ROW_ERRORS = [
     kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RowError)
 ]
-# Each that holds its pixels alone: Pillow packs and unpacks them without a loss.
-GRAY = ["1", "L", "LA", "La", "I", "F", "I;16", "I;16B", "I;16L"]
-MODES = [*GRAY, "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"]
-
-
-@st.composite
-def images(draw: st.DrawFn) -> Image.Image:
-    size = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-    blank = Image.new(draw(st.sampled_from(MODES)), size)
-    n_bytes = len(blank.tobytes())
-    return Image.frombytes(blank.mode, size, draw(st.binary(min_size=n_bytes, max_size=n_bytes)))
-
-
-PARTS = st.builds(lambda text: {"type": "text", "text": text}, TEXT) | st.builds(
-    lambda image: {"type": "image_pil", "image_pil": image}, images()
+IMAGE = Image.frombytes("RGB", (131, 67), np.random.default_rng(1).bytes(131 * 67 * 3))
+PARTS = [{"type": "text", "text": "what?"}, {"type": "image_pil", "image_pil": IMAGE}]
+CALLS = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+WHOLE = Request(
+    Row(2**31, "", {}),
+    [
+        {"role": "user", "content": PARTS},
+        {"role": "assistant", "content": None, "tool_calls": CALLS},
+    ],
+    "tea ☕",
+    {"temperature": 0.5, "stop": ["a"], "seed": 2**63, "extra_args": {"deep": [None, True]}},
+    "0123456789abcdef",
+    attempt=3,
+    media_bytes=35_108,
+    cut=Cut(10, 900, 20, 2),
+    note="mind the form",
+    tools=[{"type": "function", "function": {"name": "add"}}],
+    tool_choice={"type": "function", "function": {"name": "add"}},
+    parallel_tool_calls=False,
+    chat_template_kwargs={"enable_thinking": False},
+    pair=types.Pair(PARTS, ["one", PARTS], is_list=True),
+    call=types.Call("draft", 2, "fedcba9876543210", "judge"),
 )
-CONTENTS = TEXT | st.lists(PARTS, max_size=3)
-MESSAGES = st.fixed_dictionaries(
-    {"role": TEXT, "content": st.none() | CONTENTS},
-    optional={"name": JSON, "tool_calls": TOOL_CALLS},
+NOBODY = Request(Row(0, "", {}), None, None, {}, "")
+ANSWERED = Completion(
+    NOBODY,
+    [Choice("yes", "stop", [{"token": "yes"}], "since", CALLS), Choice("", None)],
+    Usage(9, 4, 2),
+    0.25,
+    prompt="<user>tea",
 )
-REQUESTS = st.builds(
-    Request,
-    row=st.builds(Row, COUNTS, TEXT, TABLES),
-    messages=st.none() | st.lists(MESSAGES, max_size=2),
-    prompt=st.none() | TEXT,
-    sampling=TABLES,
-    input_hash=TEXT,
-    attempt=COUNTS,
-    media_bytes=COUNTS,
-    cut=st.none() | st.builds(Cut, COUNTS, COUNTS, COUNTS, COUNTS),
-    note=TEXT,
-    tools=TOOL_CALLS,
-    tool_choice=JSON,
-    parallel_tool_calls=st.none() | st.booleans(),
-    chat_template_kwargs=TABLES,
-    pair=st.none() | st.builds(types.Pair, CONTENTS, st.lists(CONTENTS, max_size=2), st.booleans()),
+POOLED = Completion(NOBODY, [], pooled=Pooled(b"\0\1", [0.5, 0.5], "tea", [0.25]))
+LOAD = EngineLoad(
+    3, 2, 0.5, 1, 2**40, events=["a"], served={"id": {"deep": 1}}, unfinished_tokens=7
 )
-FAULTS = st.builds(
-    Fault, st.sampled_from(["oom", "engine_crash", "stall", "timeout"]), TEXT, TEXT, st.booleans()
-)
-LOADS = st.builds(
-    EngineLoad,
-    *(COUNTS, COUNTS, st.floats(0, 1), COUNTS, COUNTS),
-    events=st.lists(TEXT, max_size=2),
-    served=TABLES,
-    unfinished_tokens=COUNTS,
-)
-FLOATS = st.none() | st.lists(st.floats(allow_nan=False), max_size=3)
-DONE = st.builds(
-    Done,
-    COUNTS,
-    st.lists(
-        st.builds(Choice, TEXT, st.none() | TEXT, JSON, st.none() | TEXT, TOOL_CALLS), max_size=3
-    ),
-    st.none() | st.builds(Usage, COUNTS, COUNTS, st.none() | COUNTS),
-    st.floats(0, 1e9),
-    st.none(),
-    st.none() | TEXT,
-    st.none() | st.builds(Pooled, st.none() | st.binary(), FLOATS, st.none() | TEXT, FLOATS),
-)
-ANSWERS = (
-    st.builds(Ready, TABLES, st.dictionaries(TEXT, TEXT, max_size=2), LOADS)
-    | st.builds(Refused, TEXT)
-    | st.builds(NotStarted, TEXT, FAULTS, TABLES)
-    | st.builds(Turn, st.lists(DONE, max_size=3), LOADS)
-    | st.builds(Died, FAULTS, st.none() | COUNTS)
-)
+FAULT = Fault("stall", "x", "y", is_unexplained_kill=True)
 
 
 class Pair:
@@ -137,7 +91,7 @@ class Pair:
 
     def request(self, request: Request) -> Request:
         """As the engine gets it."""
-        self.run.send(Submit.of(7, request))
+        self.run.send(Submit(7, request))
         message = self.engine.recv()
         assert message.number == 7
         received: Request = message.request
@@ -151,10 +105,10 @@ class Pair:
 
     def error(self, error: RowError) -> RowError:
         """As the run gets it."""
-        completion = Completion(Request(Row(0, "", {}), None, "", {}, ""), error=error)
-        self.engine.send(Turn([Done.of(7, completion)], EngineLoad(0, 0, 0, 0)))
-        (done,) = self.run.recv().done
-        received: RowError = done.error
+        self.engine.send(Turn([(7, Completion(NOBODY, error=error))], EngineLoad(0, 0, 0.0, 0)))
+        ((_, got),) = self.run.recv().done
+        assert got.error is not None
+        received: RowError = got.error
         return received
 
 
@@ -173,18 +127,26 @@ def seen(value: Any) -> Any:
     return [seen(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-@given(sent=REQUESTS)
-def test_an_engine_gets_of_a_request_what_engines_read(pair: Pair, sent: Request) -> None:
+@pytest.mark.parametrize("sent", [WHOLE, NOBODY], ids=["with all", "with nothing"])
+def test_an_engine_gets_a_request_as_it_was(pair: Pair, sent: Request) -> None:
     got = pair.request(sent)
-    assert got.row.index == sent.row.index
-    assert seen(got.messages) == seen(sent.messages)
-    for name in ("prompt", "sampling", "attempt", "media_bytes", "cut", "tools", "tool_choice"):
-        assert getattr(got, name) == getattr(sent, name), name
-    assert got.chat_template_kwargs == sent.chat_template_kwargs
-    assert seen(got.pair) == seen(sent.pair)
+    for name in Request.__struct_fields__:
+        assert seen(getattr(got, name)) == seen(getattr(sent, name)), name
 
 
-@given(sent=ANSWERS)
+@pytest.mark.parametrize(
+    "sent",
+    [
+        Ready({"max_num_seqs": 8}, {"vllm": "1"}, LOAD),
+        Refused("no such model"),
+        NotStarted("out of memory", FAULT, {"max_num_seqs": 8}),
+        Turn([], LOAD),
+        Turn([(2**40, ANSWERED), (7, POOLED)], LOAD),
+        Died(FAULT, None),
+        Died(FAULT, 7),
+    ],
+    ids=lambda sent: type(sent).__name__,
+)
 def test_what_an_engine_sends_arrives_as_it_was(pair: Pair, sent: Any) -> None:
     pair.engine.send(sent)
     got = pair.run.recv()
@@ -193,21 +155,14 @@ def test_what_an_engine_sends_arrives_as_it_was(pair: Pair, sent: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ROW_ERRORS)
-def test_the_error_of_a_row_keeps_its_class(pair: Pair, kind: type[RowError]) -> None:
-    got = pair.error(kind("planted"))
-    assert type(got) is kind
-    assert str(got) == "planted"
-    assert got.kind == kind.kind
-
-
-def test_the_error_of_a_row_keeps_what_was_set_on_it(pair: Pair) -> None:
-    error = PromptTooLongError("planted")
-    error.prompt_tokens, error.max_model_len = 900, 512
-    error.add_note("found while it was tokenised")
+def test_the_error_of_a_row_keeps_its_class_and_what_was_set_on_it(
+    pair: Pair, kind: type[RowError]
+) -> None:
+    error = kind("planted")
+    error.__dict__["prompt_tokens"] = 900
     got = pair.error(error)
-    assert isinstance(got, PromptTooLongError)
-    assert (got.prompt_tokens, got.max_model_len) == (900, 512)
-    assert got.__notes__ == ["found while it was tokenised"]
+    assert type(got) is kind
+    assert (str(got), got.kind, vars(got)) == ("planted", kind.kind, {"prompt_tokens": 900})
 
 
 def test_an_error_of_a_class_of_its_own_becomes_the_one_that_it_is_a_kind_of(pair: Pair) -> None:
@@ -230,34 +185,13 @@ def test_the_job_arrives_with_values_that_json_lacks(pair: Pair) -> None:
     assert pair.engine.recv() == Close()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_image_is_equal_to_the_pixel(pair: Pair, mode: str) -> None:
-    size = (131, 67)
-    blank = Image.new(mode, size)
-    image = Image.frombytes(mode, size, np.random.default_rng(1).bytes(len(blank.tobytes())))
-    (got,) = pair.content([image])
-    assert (got.mode, got.size, got.tobytes()) == (mode, size, image.tobytes())
-
-
-def test_an_image_that_a_request_has_twice_is_sent_once(pair: Pair) -> None:
-    one, other = (Image.new("RGB", (8, 8), color) for color in ("red", "blue"))
-    first, second, third = pair.content([one, other, one])
-    assert first is third
-    assert seen([first, second]) == seen([one, other])
-
-
-def test_an_image_is_held_by_its_request_alone(pair: Pair) -> None:
-    held = weakref.ref(pair.content([Image.new("RGB", (8, 8))])[0])
-    assert held() is None
-
-
 def test_a_message_larger_than_the_socket_arrives_whole(pair: Pair) -> None:
     image = Image.new("RGB", (64, 64), "red")
     text = string.ascii_letters * 100_000
     messages = [{"role": "user", "content": [image, text]}]
     with ThreadPoolExecutor(1) as thread:
         request = Request(Row(0, "", {}), messages, None, {}, "")
-        sending = thread.submit(pair.run.send, Submit.of(7, request))
+        sending = thread.submit(pair.run.send, Submit(7, request))
         got = pair.engine.recv().request
         sending.result()
     assert seen(got.messages) == seen(messages)
@@ -279,10 +213,8 @@ def test_values_of_other_classes_arrive_as_plain_ones(pair: Pair) -> None:
         (2**64, "serialize ints"),
         ("a\udcffb", "surrogates not allowed"),
         (Locked(), "it holds a lock"),
-        (Image.new("P", (2, 2)), "palette: 2×2, mode P"),
-        (Image.new("RGB", (0, 2)), "without pixels.*: 0×2"),
     ],
-    ids=["object", "NumPy", "2**64", "surrogate", "locked", "palette", "empty"],
+    ids=["object", "NumPy", "2**64", "surrogate", "locked"],
 )
 def test_what_can_not_be_sent_is_refused_and_the_next_message_arrives(
     pair: Pair, value: Any, words: str
@@ -292,75 +224,27 @@ def test_what_can_not_be_sent_is_refused_and_the_next_message_arrives(
     assert pair.content(["tea"]) == ["tea"]
 
 
-def test_pixels_for_which_there_is_no_room_are_refused(pair: Pair) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = open_files()
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # holds for memfds, too
-        with pytest.raises(Unsendable, match="File too large"):
-            pair.content([Image.new("RGB", (8, 8))])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert open_files() == before
-    assert pair.content(["tea"]) == ["tea"]
-
-
-def open_files() -> set[Path]:
-    return {*Path("/proc/self/fd").iterdir()}
-
-
-def test_a_thousand_images_leave_no_descriptor_open(pair: Pair) -> None:
-    before = open_files()
-    image = Image.new("RGB", (8, 8), "red")
-    kept = []
-    for n in range(1000):
-        kept += pair.content([image])
-        if n % 10 == 0:
-            with pytest.raises(Unsendable):
-                pair.content([image, object()])
-    assert open_files() == before
-    assert len(kept) == 1000
-
-
-def test_few_descriptors_wait_in_the_socket_when_the_other_end_does_not_read() -> None:
-    ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
-    image = Submit.of(0, Request(Row(0, "", {}), [{"": Image.new("L", (1, 1))}], None, {}, ""))
-    sent = 0
-    with theirs, closing(Channel(ours, OfEngine)) as channel, suppress(BlockingIOError):
-        while sent < 2000:
-            channel.send(image)
-            sent += 1
-    assert 0 < sent < 300
-
-
 @pytest.mark.parametrize(
-    "sent", [Died(Fault("oom", "x", "y"), None), Close()], ids=["of the engine", "of the run"]
+    ("sent", "from_run"),
+    [
+        (Died(FAULT, None), True),
+        (Close(), False),
+        (Refused(7), False),  # type: ignore[arg-type]
+        (Died(Fault("odd", "x", "y"), None), False),  # type: ignore[arg-type]
+        (Turn([], EngineLoad("1", 0, 0.0, 0)), False),  # type: ignore[arg-type]
+    ],
+    ids=["of the engine", "of the run", "number for text", "unknown kind", "text for a number"],
 )
-def test_only_messages_of_the_other_end_are_read(pair: Pair, sent: Any) -> None:
-    sender, reader = (pair.run, pair.engine) if isinstance(sent, Died) else (pair.engine, pair.run)
+def test_only_messages_of_the_other_end_with_values_of_their_types_are_read(
+    pair: Pair, sent: Any, from_run: bool
+) -> None:
+    sender, reader = (pair.run, pair.engine) if from_run else (pair.engine, pair.run)
     sender.send(sent)
-    with pytest.raises(msgspec.ValidationError, match="Invalid value"):
+    with pytest.raises(msgspec.ValidationError):
         reader.recv()
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        Refused(7),  # type: ignore[arg-type]
-        Died(Fault("odd", "x", "y"), None),  # type: ignore[arg-type]
-        Turn([], EngineLoad("1", 0, 0.0, 0)),  # type: ignore[arg-type]
-    ],
-    ids=["number for text", "unknown kind", "text for a number"],
-)
-def test_a_value_of_another_type_is_not_read(pair: Pair, sent: Any) -> None:
-    pair.engine.send(sent)
-    with pytest.raises(msgspec.ValidationError):
-        pair.run.recv()
-
-
-@pytest.mark.parametrize("part", [b"", b"\0", struct.pack("=Q", 100) + b"cut off"])
+@pytest.mark.parametrize("part", [b"", b"\0", struct.pack("!i", 100) + b"cut off"])
 def test_a_closed_end_is_the_end_also_in_the_middle_of_a_message(part: bytes) -> None:
     ours, theirs = socket.socketpair()
     with closing(Channel(ours, OfEngine)) as channel:
@@ -368,7 +252,7 @@ def test_a_closed_end_is_the_end_also_in_the_middle_of_a_message(part: bytes) ->
         theirs.sendall(part)
         theirs.close()
         assert channel.poll(0)
-        with pytest.raises(EOFError):
+        with pytest.raises((EOFError, OSError)):
             channel.recv()
         with pytest.raises(OSError, match="Broken pipe"):
             channel.send(Close())

@@ -43,9 +43,9 @@ def test_too_little_memory_for_the_context_names_the_length_that_fits(demo_model
     ("options", "remedy"),
     [
         ({"quantization": "fp9"}, "leave engine.options.quantization out"),
-        ({"quantization": "awq"}, "was not saved with this quantization"),
-        ({"quantization": "fp8"}, "needs another engine.options.dtype"),
-        ({"tensor_parallel_size": 3}, "divides the one in the message"),
+        ({"quantization": "awq"}, "leave engine.options.quantization out"),
+        ({"quantization": "fp8"}, "leave engine.options.quantization out"),
+        ({"tensor_parallel_size": 3}, "must divide its number of attention heads"),
     ],
 )
 def test_quantization_or_split_that_the_model_does_not_allow_has_a_remedy(
@@ -92,15 +92,15 @@ def test_a_message_is_one_paragraph(copy: Path) -> None:
         ("operator torchvision::nms does not exist", "batchkit doctor"),
         ("The NVIDIA driver on your system is too old", "batchkit doctor"),
         ("Free memory on device is less than desired GPU memory utilization", "free it"),
-        (
-            "World size (4) is larger than the number of available GPUs (1)",
-            "tensor_parallel_size ×",
-        ),
-        ("The quantization method awq is not supported for the current GPU.", "newer GPU"),
-        ("awq quantization is currently not supported in cpu.", "unquantised"),
+        ("World size is larger than the number of available GPUs (1)", "tensor_parallel_size ×"),
+        ("The quantization method awq is not supported for the current GPU.", "in another one"),
+        ("awq quantization is currently not supported in cpu.", "in another one"),
         ("Not enough allowed NUMA nodes to bind threads of 2", "VLLM_CPU_OMP_THREADS_BIND"),
-        ("Available memory on node 0 (1/2 GiB) is less than desired CPU", "another node"),
-        ("NUMA binding was requested, but vLLM could not detect", "Leave engine.options.numa_bind"),
+        ("Available memory on node 0 (1/2 GiB) is less than desired CPU", "kv_cache_memory_bytes"),
+        (
+            "NUMA binding was requested, but vLLM could not detect",
+            "leave engine.options.numa_bind out",
+        ),
     ],
 )
 def test_what_can_not_be_caused_here_is_recognised_by_its_words(words: str, remedy: str) -> None:

@@ -25,24 +25,25 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from tempfile import TemporaryDirectory
 
+from msgspec.structs import replace
+
 from batchkit.engines.base import BURST_GAP_S, Engine
 from batchkit.engines.faults import EngineDied, StartFailed
-from batchkit.engines.process.channel import Channel
-from batchkit.engines.process.launcher import SCRATCH, send_number
-from batchkit.engines.process.messages import (
+from batchkit.engines.process.channel import (
+    Channel,
     Close,
     Died,
-    Done,
     NotStarted,
     OfRun,
     Ready,
     Refused,
     Turn,
 )
+from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.registry import load_engine, preload_engine
 from batchkit.errors import JobError
 from batchkit.isolation.child import die_with_parent
-from batchkit.types import Request
+from batchkit.types import Request, Row
 
 HEARTBEAT_S = 0.5
 POLL_S = 0.02  # a request that arrives during a poll may wait this long
@@ -50,6 +51,8 @@ BURST_S = 0.05  # the longest that an idle engine collects a burst before it sta
 
 Inbox = queue.SimpleQueue[tuple[int, Request] | None]
 Outbox = queue.SimpleQueue[Turn | Died | None]
+
+_KEPT = Request(Row(0, "", {}), None, None, {}, "")  # the run has it
 
 
 def main() -> None:
@@ -73,9 +76,9 @@ def main() -> None:
             os.close(fds[0])
             with contextlib.suppress(OSError):  # it may have ended already
                 os.setpgid(pid, pid)  # so that what the engine starts can be ended with it
-            send_number(control, pid)
+            control.send(b"%d" % pid)
             code = _wait_for_all(pid)
-        send_number(control, code)
+        control.send(b"%d" % code)
 
 
 def _wait_for_all(pid: int) -> int:
@@ -142,7 +145,10 @@ def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
             outbox.put(Died(death.fault, number))
             outbox.put(None)
             return False
-        done = [Done.of(in_flight.pop(id(c.request))[0], c) for c in completions]
+        done = [
+            (in_flight.pop(id(completion.request))[0], replace(completion, request=_KEPT))
+            for completion in completions
+        ]
         now = time.monotonic()
         if done or now - last_sent >= HEARTBEAT_S:
             last_sent = now

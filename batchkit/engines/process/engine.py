@@ -5,7 +5,7 @@ what finished. The child reports why it dies; if it can't (a signal), its exit c
 
 The socket is one end of a ``socketpair``, made by the run and handed to its own child: it has no name
 and no address, so no other process can connect to it or write to it. ``channel.py`` checks what comes
-from the child against the types of ``messages.py``; the run unpickles nothing.
+from the child against the types of its messages; the run unpickles nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,10 +26,8 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of_exit, with_log
 from batchkit.engines.memory import LOOK_S, MemoryWatch
-from batchkit.engines.process.channel import Channel, Unsendable
-from batchkit.engines.process.engine_log import EngineLog
-from batchkit.engines.process.launcher import LOG, Launched, Launcher, LaunchError
-from batchkit.engines.process.messages import (
+from batchkit.engines.process.channel import (
+    Channel,
     Close,
     Died,
     NotStarted,
@@ -40,9 +37,12 @@ from batchkit.engines.process.messages import (
     Refused,
     Submit,
     Turn,
+    Unsendable,
 )
+from batchkit.engines.process.engine_log import EngineLog
+from batchkit.engines.process.launcher import LOG, Launched, Launcher, LaunchError
 from batchkit.errors import JobError, RequestError
-from batchkit.types import Completion, Request
+from batchkit.types import Completion, Request, Row
 
 CLOSE_S = 20.0
 _WAIT_S = 0.2
@@ -111,10 +111,11 @@ class ProcessEngine:
         self._submitted += 1
         self._in_flight[self._submitted] = request
         try:
-            self._channel.send(Submit.of(self._submitted, request))
+            bare = msgspec.structs.replace(request, row=Row(request.row.index, "", {}))
+            self._channel.send(Submit(self._submitted, bare))
         except Unsendable as error:
             del self._in_flight[self._submitted]
-            refusal = RequestError(f"can't be sent to the engine: {_unsendable(request)}{error}")
+            refusal = RequestError(f"can't be sent to the engine: {error}")
             self._refused.append(Completion(request, error=refusal))
         except BlockingIOError:
             self._stall()  # half a message was sent: nothing can follow it
@@ -184,7 +185,10 @@ class ProcessEngine:
     def _completions(self, turn: Turn) -> list[Completion]:
         preempted = self._load.preempted + turn.load.preempted
         self._load = turn.load._replace(preempted=preempted)
-        return [done.completion(self._in_flight.pop(done.number)) for done in turn.done]
+        return [
+            msgspec.structs.replace(completion, request=self._in_flight.pop(number))
+            for number, completion in turn.done
+        ]
 
     def _check_sign_of_life(self) -> None:
         silent_s = time.monotonic() - self._last_sign
@@ -207,12 +211,7 @@ class ProcessEngine:
         return EngineDied(fault, request=self._in_flight.get(died.number or 0))
 
     def _stacks(self) -> str:
-        """py-spy's dump, if it is installed and permitted; else the child's own Python stacks."""
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            command = ["py-spy", "dump", "--pid", str(self._process.pid)]
-            dump = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-            if dump.returncode == 0:
-                return dump.stdout
+        """The Python stacks of its threads, which its faulthandler prints."""
         before = self._printed.size()
         with contextlib.suppress(OSError):
             os.kill(self._process.pid, signal.SIGUSR1)
@@ -240,16 +239,6 @@ class ProcessEngine:
             self._channel.close()
             if self._ends_launcher:
                 self._launcher.close()
-
-
-def _unsendable(request: Request) -> str:
-    """Names the sampling parameter that can't be sent, if it is one."""
-    for name, value in request.sampling.items():
-        try:
-            msgspec.msgpack.encode(value)
-        except Exception:  # the value's own code may run
-            return f"sampling.{name}: "
-    return ""
 
 
 def _last_words(log: str) -> str:

@@ -23,8 +23,9 @@ from batchkit.storage.files import open_log
 
 LOG = "engine.log"
 SCRATCH = "BATCHKIT_SCRATCH"  # in a fork's environment: a folder that is deleted with it
-NUMBER_BYTES = 4
 KILL_S = 60.0
+_MOST_SAID = 32
+_COMMAND = [sys.executable, "-P", "-m", "batchkit.engines.process.child"]
 _LAST_WORDS_S = 20.0  # a process with many libraries is slow to end
 
 
@@ -54,8 +55,8 @@ class Launched:
         if self.returncode is None:
             self._control.settimeout(timeout_s)
             try:
-                self.returncode = _receive_number(self._control)
-            except EOFError:  # the launcher has ended, and its forks with it
+                self.returncode = _received_number(self._control)
+            except (EOFError, ConnectionError):  # the launcher has ended, and its forks with it
                 self.returncode = -signal.SIGKILL
             except TimeoutError:
                 pass
@@ -103,7 +104,7 @@ class Launcher:
         try:
             socket.send_fds(self._control, [b"."], [connection.fileno()])
             self._control.settimeout(None)
-            return Launched(_receive_number(self._control), self._control)
+            return Launched(_received_number(self._control), self._control)
         except (OSError, EOFError):
             self._control.close()  # it closed its end, so it is exiting: wait for its exit code
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -123,17 +124,10 @@ class Launcher:
     def _begin(self, kind: str) -> subprocess.Popen[bytes]:
         self.close()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._control, theirs = socket.socketpair()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open_log(self.log) as log:
             self._process = self.start(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "batchkit.engines.process.child",
-                    kind,
-                    str(theirs.fileno()),
-                ],
+                [*_COMMAND, kind, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -148,13 +142,8 @@ class Launcher:
         return self._process
 
 
-def send_number(control: socket.socket, number: int) -> None:
+def _received_number(control: socket.socket) -> int:
     """A process id or an exit code."""
-    control.sendall(number.to_bytes(NUMBER_BYTES, sys.byteorder, signed=True))
-
-
-def _receive_number(control: socket.socket) -> int:
-    read = control.recv(NUMBER_BYTES)  # sent in one piece, so never partial
-    if not read:
+    if not (said := control.recv(_MOST_SAID)):
         raise EOFError
-    return int.from_bytes(read, sys.byteorder, signed=True)
+    return int(said)
