@@ -20,7 +20,6 @@ import pytest
 
 from batchkit.runs.status import status
 from batchkit.runs.verify import verify
-from batchkit.storage.log import RESULTS
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.faulty_runs import (
     IN,
@@ -30,6 +29,7 @@ from tests.support.faulty_runs import (
     question_rows,
     running,
     start,
+    wait_for_records,
 )
 from tests.support.own_process import is_stopped_by
 from tests.support.ray_head import CPUS, RayHead
@@ -205,15 +205,6 @@ def test_an_engine_in_a_worker_is_kept_going_as_on_one_machine(
     assert restarts == ended.manifest["starts"][-1]["engine_restarts"] > 1
 
 
-def test_settings_that_a_poison_row_cost_are_taken_back(
-    calm: list[str], two: list[str], tmp_path: Path, text_model: Path
-) -> None:
-    ended = start(tmp_path, text_model, question_rows({5: "oom"}), {}, two)
-    assert_only_failed(ended, calm, {5: "oom"})
-    assert "next engine with max_num_seqs = 4" in ended.stderr
-    assert ended.manifest["engine_steps"] == []
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_models_load_ends_the_run_at_once(
     signum: signal.Signals, two: list[str], tmp_path: Path, text_model: Path
@@ -238,11 +229,6 @@ def family() -> set[psutil.Process]:
     """All that this process has started, but what Ray keeps for later."""
     found = psutil.Process().children(recursive=True)
     return {one for one in found if one.is_running() and one.name() != "ray::IDLE"}
-
-
-def wait_for_records(folder: Path, n: int, within_s: float = 120) -> None:
-    log = folder / "output/faulty" / RESULTS
-    until(lambda: log.exists() and log.read_bytes().count(b"\n") >= n, within_s)
 
 
 def at(server: ChatServer, **options: Any) -> list[str]:

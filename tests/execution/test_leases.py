@@ -1,23 +1,17 @@
-"""Who gets how many rows: played through on a clock of its own, without Ray and engines."""
+"""Who gets which rows, and how many: played through on a clock of its own, without Ray and engines."""
 
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict, deque
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from batchkit.execution.cluster.leases import LeaseHolder, Leases
+from batchkit.execution.cluster.leases import MOST_TO_END_A_GROUP, Leases
+from batchkit.execution.cluster.ray_worker import RayWorker
 from batchkit.types import Row, Task
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Played(NamedTuple):
@@ -29,8 +23,12 @@ class Played(NamedTuple):
     quarantined: list[int]
 
 
-def task(index: int) -> Task:
-    return Task(Row(index, str(index), {}), 1)
+def task(index: int, group: int = 0) -> Task:
+    return Task(Row(index, str(index), {}), 1, group)
+
+
+def leases_of(n_workers: int, **options: Any) -> Leases:
+    return Leases([RayWorker(number) for number in range(n_workers)], **options)
 
 
 def play(
@@ -48,8 +46,8 @@ def play(
     A worker that is given a ``poison`` row dies, and is up again after ``restart_s``; so does worker
     n at ``dies_at[n]``.
     """
-    clock = Clock()
-    leases = Leases(len(row_s), clock)
+    now = 0.0
+    leases = leases_of(len(row_s))
     waiting = [task(index) for index in reversed(range(n_rows))]
     events: list[tuple[float, int, str, int]] = []  # when, worker, what, row
     free_at = [[0.0] * at_once for _ in row_s]
@@ -69,39 +67,39 @@ def play(
         handed.append((number, [one.row.index for one in tasks]))
         for one in tasks:
             if one.row.index in poison:
-                heapq.heappush(events, (clock.now + row_s[number], number, "dies", life[number]))
-            start = max(clock.now, heapq.heappop(free_at[number]))
+                heapq.heappush(events, (now + row_s[number], number, "dies", life[number]))
+            start = max(now, heapq.heappop(free_at[number]))
             heapq.heappush(free_at[number], start + row_s[number])
             if one.row.index not in poison:
                 done = (start + row_s[number], number, f"done {life[number]}", one.row.index)
                 heapq.heappush(events, done)
 
-    for holder in leases.holders.values():
-        holder.capacity = 2 * at_once
+    for worker in leases.workers.values():
+        worker.capacity = 2 * at_once
     while True:
-        for number in leases.holders:
+        for number in leases.workers:
             hand_out(number)
         if not events:
             break
-        clock.now, number, what, detail = heapq.heappop(events)
-        holder = leases.holders[number]
+        now, number, what, detail = heapq.heappop(events)
+        worker = leases.workers[number]
         if what == f"done {life[number]}":
-            holder.settle([detail])
+            worker.settle([detail])
             settled.append(detail)
             rows[number] += 1
         elif what == "dies" and detail == life[number]:
             life[number] += 1
-            guilty = holder.die("worker died")
+            guilty = leases.die(number, "worker died")
             if guilty is not None:
                 quarantined.append(guilty.row.index)
             free_at[number] = [0.0] * at_once
-            heapq.heappush(events, (clock.now + restart_s, number, "up", 0))
+            heapq.heappush(events, (now + restart_s, number, "up", 0))
         elif what == "up":
-            holder.capacity = 2 * at_once
+            worker.capacity = 2 * at_once
     assert leases.are_settled
     assert not waiting
     assert sorted(settled + quarantined) == list(range(n_rows)), "each row once"
-    return Played(clock.now, rows, handed, quarantined)
+    return Played(now, rows, handed, quarantined)
 
 
 @pytest.mark.parametrize("row_s", [[0.3, 3.0], [3.0, 0.3], [0.3, 0.3, 3.0], [0.1, 1.0, 0.2, 0.4]])
@@ -153,55 +151,43 @@ def test_rows_that_kill_workers_are_found_and_the_others_answered(
 
 
 def test_a_row_that_is_known_to_kill_goes_out_alone() -> None:
-    leases = Leases(1, quarantined=[1])
-    leases.holders[0].capacity = 8
+    leases = leases_of(1, quarantined=[1])
+    leases.workers[0].capacity = 8
     new = map(task, range(3))
     first = leases.lease(0, 3, lambda: next(new, None))
     assert [one.row.index for one in first] == [0, 2]
-    assert leases.lease(0, 0, lambda: None) == []
-    leases.holders[0].settle([0, 2])
+    assert not leases.lease(0, 0, lambda: None)
+    leases.workers[0].settle([0, 2])
     assert [one.row.index for one in leases.lease(0, 0, lambda: None)] == [1]
-    assert leases.holders[0].die("worker died") == task(1), "one death proves it"
+    assert leases.die(0, "worker died") == task(1), "one death proves it"
 
 
-def test_a_row_that_is_known_to_kill_is_not_lost_beside_rows_that_wait_for_replay() -> None:
-    leases = Leases(2, quarantined=[4])
-    for holder in leases.holders.values():
-        holder.capacity = 4
+@pytest.mark.parametrize("dies", [True, False])
+def test_what_a_worker_held_that_is_given_up_goes_to_the_others(dies: bool) -> None:
+    """Beside a row that is known to kill."""
+    leases = leases_of(2, quarantined=[4])
+    for worker in leases.workers.values():
+        worker.capacity = 4
     new = map(task, range(5))
     assert len(leases.lease(0, 5, lambda: next(new, None))) == 2
     assert len(leases.lease(1, 3, lambda: next(new, None))) == 2
+    if dies:
+        leases.die(0, "worker died")
     leases.give_up(0)
-    leases.holders[1].settle([2, 3])
+    assert not leases.are_settled
+    leases.workers[1].settle([2, 3])
     replayed: list[int] = []
     while not replayed or not leases.are_settled:
         group = [one.row.index for one in leases.lease(1, 0, lambda: next(new, None))]
-        leases.holders[1].settle(group)
+        leases.workers[1].settle(group)
         replayed += group
     assert sorted(replayed) == [0, 1, 4]
 
 
-def test_what_a_worker_held_that_is_given_up_goes_to_the_others() -> None:
-    leases = Leases(2)
-    for holder in leases.holders.values():
-        holder.capacity = 8
-    new = map(task, range(4))
-    assert len(leases.lease(0, 4, lambda: next(new, None))) == 2
-    leases.holders[0].die("worker died")
-    leases.give_up(0)
-    assert not leases.are_settled
-    replayed = []
-    while not leases.are_settled:
-        group = [one.row.index for one in leases.lease(1, 0, lambda: None)]
-        leases.holders[1].settle(group)
-        replayed += group
-    assert replayed == [0, 1]
-
-
 def test_a_lone_row_is_not_lost_however_many_workers_are_given_up() -> None:
-    leases = Leases(5)
-    for holder in leases.holders.values():
-        holder.capacity = 8
+    leases = leases_of(5)
+    for worker in leases.workers.values():
+        worker.capacity = 8
     new = iter([task(0)])
     for number in range(4):
         assert [one.row.index for one in leases.lease(number, 1, lambda: next(new, None))] == [0]
@@ -210,26 +196,27 @@ def test_a_lone_row_is_not_lost_however_many_workers_are_given_up() -> None:
     assert [one.row.index for one in leases.lease(4, 0, lambda: None)] == [0]
 
 
-def test_a_rate_counts_only_the_time_in_which_rows_were_held() -> None:
-    clock = Clock()
-    holder = LeaseHolder(clock)
-    assert holder.rate == 0
-    holder.take([task(0), task(1)])
-    clock.now = 2.0
-    holder.settle([0, 1])
-    assert holder.rate == pytest.approx(1.0)
-    clock.now = 1000.0
-    assert holder.rate == pytest.approx(1.0)
-    holder.take([task(2)])
-    clock.now = 1002.0
-    assert holder.rate == pytest.approx(0.5)
+def dealt(groups: list[int]) -> dict[int, list[int]]:
+    """By group, whose numbers of rows are given: which of two equal workers got each row."""
+    leases = leases_of(2)
+    waiting = deque(task(n, group) for group, size in enumerate(groups, 1) for n in range(size))
+    got = defaultdict(list)
+    while waiting or leases.n_held:
+        for number, worker in leases.workers.items():
+            worker.capacity = 8
+            for one in leases.lease(number, None, lambda: waiting.popleft() if waiting else None):
+                got[one.group].append(number)
+            worker.settle([*worker.held][:3])
+    return got
 
 
-def test_a_rate_is_that_of_the_last_half_minute() -> None:
-    clock = Clock()
-    holder = LeaseHolder(clock)
-    for index in range(400):  # ten a second for 20 s, then one a second
-        holder.take([task(index)])
-        clock.now += 0.1 if index < 200 else 1.0
-        holder.settle([index])
-    assert holder.rate == pytest.approx(1.0, rel=0.05)
+def test_rows_that_begin_alike_go_to_one_worker() -> None:
+    got = dealt([6] * 40)
+    assert [len(numbers) for numbers in got.values()] == [6] * 40
+    assert {tuple(sorted({*numbers})) for numbers in got.values()} == {(0,), (1,)}
+
+
+def test_a_long_group_is_shared() -> None:
+    (workers,) = dealt([10 * MOST_TO_END_A_GROUP]).values()
+    assert len(workers) == 10 * MOST_TO_END_A_GROUP
+    assert min(workers.count(0), workers.count(1)) >= 2 * MOST_TO_END_A_GROUP

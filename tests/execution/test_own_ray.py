@@ -6,11 +6,8 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -20,8 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from batchkit.execution.cluster import session
-from batchkit.execution.cluster.local import private_folder
 from batchkit.runs.status import status
 from batchkit.runs.verify import verify
 from batchkit.storage.log import RESULTS
@@ -32,12 +27,12 @@ from tests.support.faulty_runs import (
     ended_in,
     question_rows,
     running,
+    wait_for_records,
 )
 from tests.support.own_process import begin, is_stopped_by
 from tests.support.paths import ROOT
 from tests.support.ray_head import RayHead, actors_below
 from tests.support.rows import write_jsonl
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.ray
 
@@ -160,39 +155,6 @@ def test_a_signal_while_ray_starts_ends_the_run_at_once(
         is_stopped_by(signum, process, ray_starts)
 
 
-def test_rays_folder_of_a_driver_that_was_killed_goes_at_the_next_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with tempfile.TemporaryDirectory(prefix="b", dir="/tmp") as home:  # a short one, for Ray
-        monkeypatch.setattr(tempfile, "tempdir", home)
-        older = Path(home, "batchkit-ray-older")  # of a driver that locked nothing, and may live
-        older.mkdir()
-        (older / "session").touch()
-        killed = subprocess.run(
-            [
-                *(sys.executable, "-c"),
-                """if True:
-                import os
-                from batchkit.execution.cluster.local import private_folder
-                with private_folder() as made:
-                    print(made, flush=True)
-                    os.kill(os.getpid(), 9)
-                """,
-            ],
-            env={**os.environ, "TMPDIR": home, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        left = Path(killed.stdout.strip())
-        assert left.is_dir()
-        with private_folder() as first, private_folder() as second:
-            assert not left.exists()
-            assert set(Path(home).iterdir()) == {older, first, second}
-        assert set(Path(home).iterdir()) == {older}
-
-
 def test_ray_that_is_too_slow_to_start_is_one_message(
     one_row: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,31 +171,6 @@ def test_ray_that_is_too_slow_to_start_is_one_message(
     assert len(errors) == 1
     assert "Ray did not start on this machine (Exception: The current node timed out" in errors[0]
     assert "run the same command again" in errors[0]
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
-def test_an_address_that_listens_and_is_no_ray_is_refused_at_once(
-    answer: bytes | None, one_row: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "CONNECT_S", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        held: list[socket.socket] = []
-
-        def serve() -> None:
-            with suppress(OSError):  # closed
-                while True:
-                    connection, _ = server.accept()
-                    held.append(connection)
-                    if answer is not None:
-                        connection.sendall(answer)
-                        connection.close()
-
-        threading.Thread(target=serve, daemon=True).start()
-        done = batchkit(*one_row, "--ray-address", address)
-    assert done.exit_code == 2
-    assert f"can't join Ray at {address}" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -253,23 +190,15 @@ def test_workers_that_can_not_start_are_reported_at_once(
 
 
 def test_many_rows_over_four_workers_take_no_more_of_the_drivers_memory_than_few(
-    tmp_path: Path,
+    tmp_path: Path, one_row: list[str]
 ) -> None:
     """Counting: the dry-run engine answers at once."""
     n_rows = 50_000
-    (tmp_path / "job.toml").write_text(
-        'name = "faulty"\n[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ q }}"\n'
-        '[engine]\nkind = "dry-run"\n[run]\nworkers = 4\n'
-    )
-    write_jsonl(tmp_path / "rows.jsonl", ({"q": f"what about {n}?"} for n in range(n_rows)))
-    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
-    ) as process:
+    write_jsonl(Path("rows.jsonl"), ({"q": f"what about {n}?"} for n in range(n_rows)))
+    settings = ["--set", 'name="faulty"', "--set", "run.workers=4"]
+    with begin(*one_row, *settings, cwd=tmp_path, start=subprocess.Popen) as process:
         wait_for_records(tmp_path, n_rows // 10)
-        few = peak_mib(process.pid)
-        many = few
+        few = many = peak_mib(process.pid)
         while process.poll() is None:
             with suppress(ValueError):  # it has just ended
                 many = peak_mib(process.pid)
@@ -282,14 +211,6 @@ def test_many_rows_over_four_workers_take_no_more_of_the_drivers_memory_than_few
 
 
 def peak_mib(pid: int) -> float:
-    (line,) = (
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("VmHWM")
-    )
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
-
-
-def wait_for_records(folder: Path, n: int, within_s: float = 120) -> None:
-    log = folder / "output/faulty" / RESULTS
-    until(lambda: log.exists() and log.read_bytes().count(b"\n") >= n, within_s)

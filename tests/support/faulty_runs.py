@@ -16,6 +16,7 @@ from batchkit.storage.newest import read_newest
 from tests.support.forks import Fork
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
+from tests.support.waiting import until
 
 N_ROWS = 40
 OWN, IN = "engine.in_process=false", "engine.in_process=true"
@@ -92,6 +93,12 @@ def ended_in(folder: Path, process: subprocess.Popen[str]) -> Ended:
         (output / "run.log").read_text(),
         json.loads((output / "manifest.json").read_text()),
     )
+
+
+def wait_for_records(folder: Path, n: int) -> None:
+    """Until the run in ``folder`` has so many."""
+    log = folder / "output/faulty" / RESULTS
+    until(lambda: log.exists() and log.read_bytes().count(b"\n") >= n, within_s=120)
 
 
 def running(

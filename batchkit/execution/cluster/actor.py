@@ -24,7 +24,7 @@ from msgspec import structs
 
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
-from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Load, Note
+from batchkit.execution.events import EngineHistory, Event, Load
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.lane import POLL_S, Opening
 from batchkit.execution.requests import requests_of
@@ -57,12 +57,11 @@ class WorkerFailure(NamedTuple):
 
 @dataclass
 class Report:
-    """A worker's answer to a call; ``histories`` are the newest ones by engine, ``events`` are the others."""
+    """A worker's answer to a call: ``lines`` and ``events`` since the last one."""
 
     place: Place
     lines: list[Returned] = field(default_factory=list)
-    events: list[Line | EngineLine | Note | Found] = field(default_factory=list)
-    histories: dict[str, EngineHistory] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
     engine: EngineFacts | None = None
     failure: WorkerFailure | None = None
     load: Load = field(default_factory=Load)
@@ -83,9 +82,7 @@ class Actor:
     ) -> None:
         import ray
 
-        if (
-            start.job.rollout is not None
-        ):  # its module may be in a folder that only the run looks in
+        if start.job.rollout is not None:  # its module may be where only the run looks
             sys.path += [place for place in import_from if place not in sys.path]
         self._number, self._start, self._engines = number, start, engines
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
@@ -120,7 +117,7 @@ class Actor:
                     lambda: len(now.lines) >= enough or now.failure,
                     max(GATHER_S, self._spacing_s),
                 )
-            self._report = replace(now, lines=[], events=[], histories={**now.histories})
+            self._report = replace(now, lines=[], events=[])
             self._unsettled -= sum(not isinstance(line, GenerationLine) for line in now.lines)
             return now
 
@@ -170,11 +167,8 @@ class Actor:
 
     def _hear(self, event: Event) -> None:
         with self._changed:
-            if isinstance(event, EngineHistory):
-                self._report.histories[event.engine] = event
-            else:
-                self._report.events.append(event)
-                self._changed.notify_all()
+            self._report.events.append(event)
+            self._changed.notify_all()
 
     def _fail(self, failure: WorkerFailure) -> None:
         with self._changed:

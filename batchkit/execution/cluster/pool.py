@@ -9,13 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from itertools import chain
 from typing import Any
 
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, Report, WorkerFailure
-from batchkit.execution.cluster.affinity import PrefixAffinity
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.ray_worker import RayWorker
 from batchkit.execution.cluster.session import cause_of, needs, session
@@ -51,8 +49,8 @@ class RayPool:
     ) -> None:
         self._start, self._due, self._engines = start, tasks, engines
         self._hear = opening.hear
-        self._leases = Leases(start.job.run.workers or 1, quarantined=start.options.quarantined)
-        self._workers = [RayWorker(number) for number in self._leases.holders]
+        self._workers = [RayWorker(number) for number in range(start.job.run.workers or 1)]
+        self._leases = Leases(self._workers, quarantined=start.options.quarantined)
         self._known = dict(opening.known)
         self._broken: BatchkitError | None = None
         with ExitStack() as held:
@@ -61,7 +59,6 @@ class RayPool:
                 tasks.of_turn(), max_bytes=limit, may_wait=tasks.may_wait, weigh=_weight
             )
             held.enter_context(closing(self._tasks))
-            self._waiting = PrefixAffinity(self._tasks)
             with opening.guard():
                 held.enter_context(session(start.job))
                 self._hire = self._hiring()
@@ -79,15 +76,14 @@ class RayPool:
         """
         if self._broken is not None:  # raised here, because poll() may have had lines to return
             raise self._broken
-        if self._tasks.broken and self._are_settled:  # rows in flight are paid for
+        if self._tasks.broken and self._leases.are_settled:  # rows in flight are paid for
             self._tasks.get(timeout_s=0)
         for worker in self._at_work():
             life, tasks = worker.life, list[Task]()
             if life.call is not None:
                 continue
             if taking and life.place is not None:
-                next_task = partial(self._waiting.get, worker.number)
-                leased = self._leases.lease(worker.number, self._unread(), next_task)
+                leased = self._leases.lease(worker.number, self._unread(), self._next_task)
                 # Another worker may have held the row and died since it was read.
                 tasks = [t._replace(known=self._due.known(t.row.index)) for t in leased]
             written, life.written = life.written, 0
@@ -119,12 +115,7 @@ class RayPool:
 
     @property
     def is_done(self) -> bool:
-        return self._tasks.exhausted and self._are_settled
-
-    @property
-    def _are_settled(self) -> bool:
-        """True if every row that was read has its record."""
-        return self._leases.are_settled and not self._waiting.n_kept
+        return self._tasks.exhausted and self._leases.are_settled
 
     @property
     def load(self) -> Load:
@@ -132,7 +123,7 @@ class RayPool:
         return at_work._replace(retried=sum(worker.retried for worker in self._workers))
 
     def workers(self) -> list[WorkerState]:
-        return [worker.noted(self._leases.holders.get(worker.number)) for worker in self._workers]
+        return [worker.noted() for worker in self._workers]
 
     def close(self) -> None:
         """Stop the workers, killing those that don't stop in time, and leave Ray."""
@@ -171,12 +162,16 @@ class RayPool:
 
     def _at_work(self) -> list[RayWorker]:
         """The workers that are not given up."""
-        return [worker for worker in self._workers if worker.number in self._leases.holders]
+        return [*self._leases.workers.values()]
+
+    def _next_task(self) -> Task | None:
+        """None if there is none now."""
+        return None if self._tasks.broken else self._tasks.get(timeout_s=0)
 
     def _unread(self) -> int | None:
         """Rows that have not been handed out yet; None if unknown."""
         if self._tasks.exhausted:
-            return self._waiting.n_kept
+            return 0
         left = self._due.left
         return None if left is None else max(1, left - self._leases.n_held)
 
@@ -190,26 +185,25 @@ class RayPool:
             return self._bury(worker, error)
 
     def _take_in(self, worker: RayWorker, report: Report) -> list[Returned]:
-        holder = self._leases.holders[worker.number]
         for event in report.events:
-            if isinstance(event, Found):
+            if isinstance(event, EngineHistory):
+                self._learn(worker, event)
+            elif isinstance(event, Found):
                 self._hear(event)
             else:
                 self._hear(event._replace(text=f"worker {worker.number}: {event.text}"))
-        for history in report.histories.values():
-            self._learn(worker, history)
         life = worker.life
         life.place = report.place
         if report.engine is not None and life.engine is None:
-            life.engine = report.engine
+            life.engine, worker.up_since = report.engine, worker.up_since or time.monotonic()
             self._hear(Line(f"worker {worker.number} is up{life.where}"))
         life.load = report.load
-        holder.capacity = 2 * report.load.window  # as many are being rendered
+        worker.capacity = 2 * report.load.window  # as many are being rendered
         settled = [line.record.index for line in report.lines if isinstance(line, RecordLine)]
         paused = [line.index for line in report.lines if isinstance(line, PausedRow)]
         worker.rows += len(settled)
         life.returned += len(report.lines) - len(settled) - len(paused)
-        for task in holder.settle([*settled, *paused]):
+        for task in worker.settle([*settled, *paused]):
             self._tasks.release(task)
         if report.failure is not None:
             self._give_up(worker, report.failure)
@@ -218,11 +212,13 @@ class RayPool:
     def _learn(self, worker: RayWorker, history: EngineHistory) -> None:
         """Pass what one worker's engine learned to all that start from now on: they are alike."""
         name = history.engine
-        before = self._known.get(name, EngineHistory(engine=name))
+        none = EngineHistory(engine=name)
+        before = self._known.get(name, none)
         worker.life.histories = {**worker.life.histories, name: history}
-        newest = [one.life.history(name) for one in self._workers]
+        lives = [life.histories.get(name, none) for one in self._workers for life in one.lives]
+        newest = [one.life.histories.get(name, none) for one in self._workers if one.lives]
         learned = EngineHistory(
-            sum(life.history(name).restarts for one in self._workers for life in one.lives),
+            sum(life.restarts for life in lives),
             max((one.steps for one in newest), key=len),
             before.among_accidents or history.among_accidents,
             tuple(chain.from_iterable(one.suspicions for one in newest)),
@@ -237,25 +233,24 @@ class RayPool:
         import ray
         from ray.exceptions import ActorUnavailableError, RayActorError
 
-        holder = self._leases.holders[worker.number]
         is_gone = isinstance(error, ActorUnavailableError)  # whose message says only that
         cause = "its process or its node is gone" if is_gone else cause_of(error)
         self._hear(
             EngineLine(
-                f"worker {worker.number} died{worker.life.where} with {len(holder.held)} rows: {cause}"
+                f"worker {worker.number} died{worker.life.where} with {len(worker.held)} rows: {cause}"
             )
         )
         ray.kill(worker.life.actor)
-        poison = holder.die("worker died")
+        poison = self._leases.die(worker.number, "worker died")
         lines: list[Returned] = [] if poison is None else [self._quarantine(poison, cause)]
         if poison is not None:
-            holder.deaths_in_a_row = 0
+            worker.deaths_in_a_row = 0
         elif isinstance(error, RayActorError) and error.actor_init_failed:
             self._give_up(worker, WorkerFailure(cause, is_of_the_job=False))
-        elif holder.deaths_in_a_row > self._start.job.run.max_engine_restarts:
-            message = f"it died {holder.deaths_in_a_row} times without one answer; last: {cause}"
+        elif worker.deaths_in_a_row > self._start.job.run.max_engine_restarts:
+            message = f"it died {worker.deaths_in_a_row} times without one answer; last: {cause}"
             self._give_up(worker, WorkerFailure(message, is_of_the_job=False))
-        if worker.number in self._leases.holders:
+        if not worker.is_given_up:
             worker.begin(self._hire(worker.number), self._known)
         return lines
 
@@ -279,7 +274,7 @@ class RayPool:
         self._leases.give_up(worker.number)
         worker.life.call = None  # otherwise its end would count as another death
         ray.kill(worker.life.actor)  # otherwise it would hold GPUs that waiting workers need
-        if self._leases.holders:
+        if self._leases.workers:
             self._hear(EngineLine(f"worker {worker.number} is given up: {failure.message}"))
         elif len(self._workers) == 1:
             self._broken = EngineError(failure.message)

@@ -1,4 +1,4 @@
-"""Joins or starts Ray, and computes what a worker needs of it."""
+"""Joins Ray, or starts one for the run, and computes what a worker needs of it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
 
-from batchkit.config.installation import how_to_install
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import shortened
-from batchkit.engines.registry import holds_model
+from batchkit.engines.registry import holds_model, require
 from batchkit.errors import EngineError, Interrupted, JobError
-from batchkit.execution.cluster.local import begin, on_this_machine_alone, private_folder
 
 CONNECT_S = 10.0
-# RFC 9113, 3.4: the client's preface, and the type of the first frame that a server sends.
-_HTTP2_SETTINGS = b"\x04"
-_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + bytes(5)
+LONGEST_TMP = 14  # Ray's sockets have long names in it; a socket path has at most 107 bytes
+_OBJECT_STORE_BYTES = 512 * 2**20
 
 
 @contextmanager
@@ -37,55 +38,114 @@ def session(job: JobConfig) -> Iterator[None]:
     if (imported := sys.modules.get("ray")) is not None and imported.is_initialized():
         yield
         return
+    require(["ray"], user="run.workers", extra="ray")
     address = job.run.ray_address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with ExitStack() as held:
-        folder = None
+        folder = ""
         if not address:
-            folder = held.enter_context(private_folder())
-            held.enter_context(on_this_machine_alone())
-        try:
-            import ray
-        except ImportError:
-            raise JobError(
-                f"run.workers: Ray is not installed; {how_to_install('ray')}, or leave workers out"
-            ) from None
+            folder = held.enter_context(_private_folder())
+            held.enter_context(_on_this_machine_alone())
+        import ray
+
         held.callback(ray.shutdown)
         # Ray reports dead workers on stdout, which is for our results.
         held.enter_context(redirect_stdout(sys.stderr))
-        _join(job, address, folder)
+        with _own_sigterm():
+            if address:
+                _join(address)
+            else:
+                _begin(job, folder)
         yield
 
 
-def _join(job: JobConfig, address: str | None, folder: Path | None) -> None:
-    """Join Ray at ``address``, or start one whose files are in ``folder``."""
+def _join(address: str) -> None:
     import ray
 
     try:
-        with _own_sigterm():
-            if folder is None:
-                _knock(address or "")
-                ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-            else:
-                begin(job, folder)
+        _knock(address)
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    except Exception as error:
+        raise JobError(
+            f"run.workers: can't join Ray at {address} ({cause_of(error)}); give the address that"
+            " `ray start --head` printed, or none to begin Ray on this machine"
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """Raises OSError if nothing listens at ``host:port``: Ray itself would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+
+
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    """For Ray's files: it lets all users read and write in the folder that it is given, so that one is
+    in this one."""
+    home = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(
+        prefix="batchkit-ray-",
+        dir=home if len(home) <= LONGEST_TMP else "/tmp",
+        ignore_cleanup_errors=True,
+    )
+
+
+def _begin(job: JobConfig, folder: str) -> None:
+    """Start Ray for this run only."""
+    import ray
+
+    workers, cpus = job.run.workers or 1, job.run.worker_cpus or 1
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, math.ceil(workers * cpus)),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            _temp_dir=f"{folder}/ray",
+        )
     except Exception as error:  # no narrower type if Ray's processes start too slowly
-        if folder is None:
-            raise JobError(
-                f"run.workers: can't join Ray at {address} ({cause_of(error)}); give the address that"
-                " `ray start --head` printed, or none to begin Ray on this machine"
-            ) from error
         raise EngineError(
             f"run.workers: Ray did not start on this machine ({cause_of(error)}); if others keep it"
             " busy, run the same command again later"
         ) from error
-    if folder is not None:
-        _check_gpus(job)
+    _check_gpus(job)
+
+
+@contextmanager
+def _on_this_machine_alone() -> Iterator[None]:
+    """Ray started inside listens on 127.0.0.1 and requires a token of this process for every call.
+
+    Ray has no argument for the first, and reads its variable when it is imported. If the program has
+    imported it before, what it has read is private: the one name of Ray's own that is set here.
+    """
+    # Ray sets the last one itself and leaves it: a child process could join no Ray without tokens.
+    names = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    constants: Any = sys.modules.get("ray._private.ray_constants", SimpleNamespace())
+    reachable = getattr(constants, "ENABLE_RAY_CLUSTER", False)
+    constants.ENABLE_RAY_CLUSTER = False
+    os.environ[names[0]] = "0"
+    os.environ.setdefault(names[1], _token())  # else Ray writes one to the home folder
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = reachable
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+@cache
+def _token() -> str:
+    """One for all Rays that this process starts: Ray's library reads it once."""
+    return uuid4().hex
 
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Inside, Ray sets a SIGTERM handler of its own, which raises SystemExit. Where Python ignores
-    that, for example in a destructor, the signal would be lost, so it is also received by a socket.
+    """Inside, Ray sets a SIGTERM handler of its own, which raises SystemExit; afterwards ours is back.
 
     Raises:
         Interrupted: SIGTERM came.
@@ -93,36 +153,13 @@ def _own_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # neither Ray nor this may set a handler
         return
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    inbox, outbox = socket.socketpair()
-    with inbox, outbox:
-        inbox.setblocking(False)
-        outbox.setblocking(False)
-        before = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        except SystemExit as error:
-            raise Interrupted(signal.SIGTERM) from error
-        finally:
-            signal.set_wakeup_fd(before)
-            signal.signal(signal.SIGTERM, on_sigterm)
-        with suppress(BlockingIOError):
-            if signal.SIGTERM in inbox.recv(1024):
-                raise Interrupted(signal.SIGTERM)
-
-
-def _knock(address: str) -> None:
-    """Raises OSError if no Ray is at ``host:port``: Ray itself would wait for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not (host and port.isdigit()):
-        return
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S) as connection:
-        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-            return
-        connection.sendall(_HTTP2_HELLO)
-        with connection.makefile("rb") as answer:
-            if answer.read(4)[3:] != _HTTP2_SETTINGS:
-                raise ConnectionError("what listens there does not speak gRPC, so it is no Ray")
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as error:
+        raise Interrupted(signal.SIGTERM) from error
+    finally:
+        signal.signal(signal.SIGTERM, ours)
 
 
 def _check_gpus(job: JobConfig) -> None:
