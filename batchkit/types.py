@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
     ``number`` counts the calls of a ``step`` from 0; a rollout's step is "" unless it names one.
     ``request_hash`` is the same for requests that ask the same, unless their row asks so again
-    (``execution/rollouts/replay.py``).
+    (``execution/rollouts/open_row.py``).
     ``engine``: the name of one of ``[engines]``, "" for ``[engine]``.
     """
 

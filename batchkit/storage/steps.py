@@ -1,7 +1,7 @@
 """``steps.jsonl``: every generation of the rows that have several, in the order in which they ended.
 
 A generation is in it before its row asks for the next one. So a row that was interrupted gets the
-answers that it had, and repeats only what was in flight (``execution/rollouts/replay.py``).
+answers that it had, and repeats only what was in flight (``execution/rollouts/open_row.py``).
 
 A resume needs the lines of rows that have no record yet, and these are near the end. So the checkpoint
 has the place of the first of them, and what all lines count (``StepsPoint``): a resume parses the lines

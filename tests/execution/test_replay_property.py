@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from batchkit.storage.log import STEPS
 from tests.support.chat_server import serving
-from tests.support.rollouts import RUN, records, run, write
-from tests.support.several import calls, cut_back
+from tests.support.rollouts import RUN, calls, cut_back, records, run, write
 
 pytestmark = pytest.mark.slow
 

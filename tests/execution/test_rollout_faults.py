@@ -159,26 +159,6 @@ async def solve(row, generate):
     assert {*errors()} == {1}
 
 
-def test_what_a_row_has_started_ends_with_it() -> None:
-    """One task asks after its row has returned; another is in flight by then."""
-    code = """
-import asyncio
-seen = set()
-async def late(row, generate):
-    await asyncio.sleep(0.05)
-    await generate("late")
-async def solve(row, generate):
-    seen.add(asyncio.create_task(late(row, generate)))
-    seen.add(asyncio.create_task(generate("slow")))
-    return (await generate(row["q"])).text
-"""
-    with serving(latency_s=0.1) as server:
-        write(code, 20, server)
-        assert run().exit_code == 0
-    assert {record["status"] for record in records()} == {"ok"}
-    assert len({(line["index"], line["call"]) for line in generations()}) == len(generations())
-
-
 def test_code_that_stops_the_loop_stops_no_row() -> None:
     code = """
 import asyncio

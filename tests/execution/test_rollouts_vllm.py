@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.faulty_runs import JOB
 from tests.support.forks import Fork
-from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.own_process import batchkit
+from tests.support.rollouts import RUN, calls, records, write
+from tests.support.small_vllm import SMALL
 
 pytestmark = pytest.mark.vllm
 
@@ -53,28 +52,18 @@ FAILED = {
 OK = ("plain", "several", "without_template", "late", "caught")
 
 
-def test_what_vllm_refuses_fails_its_row_alone(tmp_path: Path, text_model: Path) -> None:
-    job = JOB.replace('[prompt]\nuser = "{{ q }}"\n', '[rollout]\nfunction = "solve.py:solve"\n')
-    job = job.replace('sampling_column = "params"\n', "").replace("MODEL", str(text_model))
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_what_vllm_refuses_fails_its_row_alone(text_model: Path) -> None:
+    options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
+    engine = {"kind": "vllm", "model": str(text_model), "options": options}
     kinds = [*OK, *FAILED] * 3
-    (tmp_path / "job.toml").write_text(
-        "\n".join(line for line in job.splitlines() if not line.startswith("worker_cls"))
-    )
-    (tmp_path / "solve.py").write_text(SOLVE)
-    write_jsonl(tmp_path / "rows.jsonl", [{"kind": kind} for kind in kinds])
-    with Fork(
-        [sys.executable, "-m", "batchkit", "run", "job.toml", "--set", "output.keep=['kind']"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 3, stderr
-    assert "Traceback" not in stderr
-    found = read_jsonl(tmp_path / "output/faulty/results.jsonl")
-    assert len(found) == len(kinds)
-    for record in found:
+    rows = [{"kind": kind} for kind in kinds]
+    write(SOLVE, rows, engine=engine, sampling={"max_tokens": 12}, output={"keep": ["kind"]})
+    done = batchkit("run", "job.toml", cwd=Path.cwd(), start=Fork)
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(records()) == len(kinds)
+    for record in records():
         kind, error = record["fields"]["kind"], record["error"]
         if kind in FAILED:
             expected, word = FAILED[kind]
@@ -82,9 +71,8 @@ def test_what_vllm_refuses_fails_its_row_alone(tmp_path: Path, text_model: Path)
             assert (error["kind"], word in error["message"]) == (expected, True), error
         else:
             assert error is None, (kind, error)
-    texts = {record["fields"]["kind"]: record["text"] for record in found}
+    texts = {record["fields"]["kind"]: record["text"] for record in records()}
     assert texts["late"] == "late"
     assert texts["caught"] == "Completion PromptTooLongError"
     assert json.loads(texts["several"])["n"] == 2
-    lines = read_jsonl(tmp_path / "output/faulty/steps.jsonl")
-    assert len({(line["index"], line["call"]) for line in lines}) == len(lines)
+    assert set(calls(RUN).values()) == {1}

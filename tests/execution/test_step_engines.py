@@ -13,30 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomlkit
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.turns import grouping_of
 from batchkit.storage.log import STEPS
-from tests.support import own_process
+from tests.support import own_process, rollouts
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.command_line import batchkit
 from tests.support.paths import ROOT
-from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.rollouts import RUN, calls, errors, generations, records, run
+from tests.support.rows import read_jsonl
 from tests.support.waiting import until
 
 N_ROWS = 30
-RUN = Path("output/a")
-OWN = {
-    "kind": "openai-server",
-    "model": MODEL,
-    "server": {
-        "command": f"{shlex.quote(sys.executable)} -S -m tests.support.chat_server --port {{port}}"
-    },
-    "options": {"max_num_seqs": 4},
-}
+COMMAND = f"{shlex.quote(sys.executable)} -S -m tests.support.chat_server --port {{port}}"
+
+
+def own(command: str = COMMAND) -> dict[str, Any]:
+    """An engine that starts its own server."""
+    return {
+        "kind": "openai-server",
+        "model": MODEL,
+        "server": {"command": command},
+        "options": {"max_num_seqs": 4},
+    }
+
+
+OWN = own()
 DRAFT = {"name": "draft", "prompt": {"user": "draft {{ q }}"}}
 JUDGE = {"name": "judge", "engine": "judge", "prompt": {"user": "judge {{ steps.draft.text }}"}}
 REVISE = {"name": "revise", "prompt": {"user": "revise {{ steps.judge.text }}"}}
@@ -48,17 +53,11 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the servers
 
 
-def write(**tables: Any) -> None:
-    write_jsonl(Path("rows.jsonl"), ({"q": f"q{n}"} for n in range(N_ROWS)))
-    job = {
-        "name": "a",
-        "input": {"path": "rows.jsonl"},
-        "engine": OWN,
-        "engines": {"judge": OWN},
-        "steps": [DRAFT, JUDGE, REVISE],
-        **tables,
-    }
-    Path("job.toml").write_text(tomlkit.dumps(job))
+def write(solve: str | None = None, **tables: Any) -> None:
+    """A job of three steps on two engines, or of the function ``solve``."""
+    if solve is None:
+        tables = {"steps": [DRAFT, JUDGE, REVISE], **tables}
+    rollouts.write(solve, N_ROWS, **{"engine": OWN, "engines": {"judge": OWN}, **tables})
 
 
 def log() -> str:
@@ -70,20 +69,13 @@ def turns(since: int = 0) -> list[str]:
     return re.findall(r"next engine: (\S+);", log()[since:])
 
 
-def generations() -> list[dict[str, Any]]:
-    return read_jsonl(RUN / STEPS)
-
-
 def assert_each_once(steps: int = 3) -> None:
-    calls = Counter((line["index"], line["step"], line["call"]) for line in generations())
-    assert len(calls) == steps * N_ROWS
-    assert set(calls.values()) == {1}
+    assert calls(RUN).total() == len(calls(RUN)) == steps * N_ROWS
 
 
 def answers() -> list[str]:
-    records = sorted(read_jsonl(RUN / "results.jsonl"), key=lambda record: int(record["index"]))
-    assert [record["status"] for record in records] == ["ok"] * N_ROWS
-    return [record["text"] for record in records]
+    assert errors() == {}
+    return [record["text"] for record in records()]
 
 
 def right() -> list[str]:
@@ -91,12 +83,16 @@ def right() -> list[str]:
     return [f"{nested}revise {nested}judge {nested}draft q{n}" for n in range(N_ROWS)]
 
 
-def test_engines_that_do_not_fit_together_have_one_turn_after_another() -> None:
-    write()
-    ended = batchkit("run", "job.toml")
+def assert_finishes(*args: str) -> None:
+    ended = run(*args)
     assert ended.exit_code == 0, ended.stderr
     assert answers() == right()
     assert_each_once()
+
+
+def test_engines_that_do_not_fit_together_have_one_turn_after_another() -> None:
+    write()
+    assert_finishes()
     # No barrier but that of the engines: each has all rows before the next one is loaded.
     steps = [line["step"] for line in generations()]
     assert steps == ["draft"] * N_ROWS + ["judge"] * N_ROWS + ["revise"] * N_ROWS
@@ -107,35 +103,31 @@ def test_engines_that_do_not_fit_together_have_one_turn_after_another() -> None:
     assert log().count("loading model tiny") == 3
     manifest = json.loads((RUN / "manifest.json").read_text())
     assert manifest["turn"] is None
-    again = batchkit("run", "job.toml")
+    again = run()
     assert again.exit_code == 0
     assert "nothing left to run" in again.stderr
 
 
 def test_a_run_that_is_killed_goes_on_with_the_engine_that_was_loaded(tmp_path: Path) -> None:
-    slow = {**OWN["server"], "command": f"{OWN['server']['command']} --latency-s 0.1"}  # type: ignore[dict-item, index]
-    write(engines={"judge": {**OWN, "server": slow}})
+    write(engines={"judge": own(f"{COMMAND} --latency-s 0.1")})
     process = own_process.begin("run", "job.toml", cwd=tmp_path)
     lines = RUN / STEPS
     until(lambda: lines.exists() and lines.read_bytes().count(b'"judge"') >= N_ROWS + 8)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     so_far = len(log())
-    changed = batchkit("run", "job.toml", "--set", "sampling.max_tokens=5")
+    changed = run("--set", "sampling.max_tokens=5")
     assert changed.exit_code != 0, "no row has a record, but all have generations"
     assert "changed since this run began" in changed.stderr
     assert json.loads((RUN / "manifest.json").read_text())["turn"] == "judge"
-    ended = batchkit("run", "job.toml")
-    assert ended.exit_code == 0, ended.stderr
-    assert answers() == right()
-    assert_each_once()
+    assert_finishes()
     assert turns(so_far) == ["[engine]"]
 
 
 def test_a_server_of_a_named_engine_prints_to_a_log_of_its_own() -> None:
-    said = shlex.quote(f"echo I judge; exec {OWN['server']['command']}")  # type: ignore[index]
-    write(engines={"judge": {**OWN, "server": {"command": f"sh -c {said}"}}})
-    ended = batchkit("run", "job.toml")
+    said = shlex.quote(f"echo I judge; exec {COMMAND}")
+    write(engines={"judge": own(f"sh -c {said}")})
+    ended = run()
     assert ended.exit_code == 0, ended.stderr
     logs = {path.name for path in RUN.glob("engine*.log") if "I judge" in path.read_text()}
     assert logs == {"engine.judge.log"}
@@ -153,13 +145,12 @@ def test_rows_that_can_be_read_only_once_have_their_turns_too() -> None:
 
 
 def test_a_retry_gives_engines_their_turns(tmp_path: Path) -> None:
-    command = OWN["server"]["command"]  # type: ignore[index]
-    broken = {**OWN, "server": {"command": f"{command} --dies-of q7"}}
+    broken = own(f"{COMMAND} --dies-of q7")
     write(engines={"judge": broken}, run={"max_engine_restarts": 20})
-    ended = batchkit("run", "job.toml")
+    ended = run()
     assert ended.exit_code == 3, ended.stderr
     assert "engine judge: " in log()
-    again = batchkit("retry-failed", "job.toml", "--set", f"engines.judge.server.command={command}")
+    again = batchkit("retry-failed", "job.toml", "--set", f"engines.judge.server.command={COMMAND}")
     assert again.exit_code == 0, again.stderr
     assert "next engine: [engines.judge]; rows that wait for it: 1\n" in log()
     newest = {record["index"]: record for record in read_jsonl(RUN / "results.jsonl")}
@@ -170,14 +161,11 @@ def test_a_retry_gives_engines_their_turns(tmp_path: Path) -> None:
 def test_a_budget_ends_a_turn_and_a_start_without_it_goes_on(tokens: int) -> None:
     """Each draft has 5 tokens: all of them 150."""
     write(run={"max_completion_tokens": tokens, "max_in_flight": 2})
-    ended = batchkit("run", "job.toml")
+    ended = run()
     assert ended.exit_code == 1, ended.stderr
     assert json.loads(ended.stdout)["stopped_by"] == f"run.max_completion_tokens = {tokens}"
     assert len(generations()) < 50
-    again = batchkit("run", "job.toml", "--set", "run.max_completion_tokens=10000")
-    assert again.exit_code == 0, again.stderr
-    assert answers() == right()
-    assert_each_once()
+    assert_finishes("--set", "run.max_completion_tokens=10000")
 
 
 @pytest.fixture
@@ -200,39 +188,12 @@ def test_engines_that_fit_together_work_at_the_same_time(
     two: tuple[ChatServer, ChatServer],
 ) -> None:
     write(engine=at(two[0]), engines={"judge": at(two[1])})
-    ended = batchkit("run", "job.toml")
-    assert ended.exit_code == 0, ended.stderr
-    assert answers() == right()
-    assert_each_once()
+    assert_finishes()
     assert "engines are loaded together" in log()
     assert two[0].answered.total() == 2 * N_ROWS
     assert two[1].answered.total() == N_ROWS
     steps = [line["step"] for line in generations()]
     assert steps.index("judge") < len(steps) - 1 - steps[::-1].index("draft"), "no barrier"
-
-
-def test_engines_that_are_loaded_together_wait_for_the_next_run(
-    two: tuple[ChatServer, ChatServer],
-) -> None:
-    write(engine=at(two[0]), engines={"judge": at(two[1])})
-    with ProductionBatchProcessor("job.toml", quiet=True) as processor:
-        assert processor.process(name="a").ok == N_ROWS
-        assert processor.process(name="b").ok == N_ROWS
-    assert "is loaded already" not in log()
-    assert (RUN.parent / "b/run.log").read_text().count("is loaded already") == 2
-
-
-def test_a_server_is_there_in_the_turn_of_each_model(two: tuple[ChatServer, ChatServer]) -> None:
-    check = {"name": "check", "engine": "check", "prompt": {"user": "check {{ steps.draft.text }}"}}
-    write(
-        engines={"judge": OWN, "check": at(two[0])},
-        steps=[DRAFT, check, {**JUDGE, "prompt": {"user": "judge {{ steps.check.text }}"}}, REVISE],
-    )
-    ended = batchkit("run", "job.toml")
-    assert ended.exit_code == 0, ended.stderr
-    assert_each_once(steps=4)
-    assert turns() == ["[engines.judge]", "[engine]"]
-    assert two[0].answered.total() == N_ROWS
 
 
 ASKS = """
@@ -253,16 +214,15 @@ async def solve(row, generate):
 def test_a_function_asks_several_engines(
     is_together: bool, two: tuple[ChatServer, ChatServer]
 ) -> None:
-    Path("solve.py").write_text(ASKS)
     one, judge = (at(two[0]), at(two[1])) if is_together else (OWN, OWN)
-    write(engine=one, engines={"judge": judge}, steps=[], rollout={"function": "solve.py:solve"})
-    ended = batchkit("run", "job.toml")
+    write(ASKS, engine=one, engines={"judge": judge})
+    ended = run()
     assert ended.exit_code == 3, ended.stderr
-    records = {record["index"]: record for record in read_jsonl(RUN / "results.jsonl")}
-    failed = records.pop(5)
+    found = {record["index"]: record for record in records()}
+    failed = found.pop(5)
     assert "engine is 'judeg', expected one of [engines]: judge" in failed["error"]["message"]
     nested = "0 images, asked: "
-    for n, record in records.items():
+    for n, record in found.items():
         judged = [f"{nested}judge {nested}draft {k} of q{n}" for k in range(3)]
         assert record["text"] == " / ".join(judged)
     assert_each_once(steps=6)
@@ -282,11 +242,8 @@ async def solve(row, generate):
 
 
 def test_a_function_that_asks_two_engines_side_by_side_gets_a_turn_of_each() -> None:
-    Path("solve.py").write_text(SIDE_BY_SIDE)
-    command = f"{OWN['server']['command']} --latency-s 0.1"  # type: ignore[index]
-    slow = {**OWN, "server": {"command": command}}
-    write(engine=slow, steps=[], rollout={"function": "solve.py:solve"}, run={"max_seconds": 30})
-    ended = batchkit("run", "job.toml")
+    write(SIDE_BY_SIDE, engine=own(f"{COMMAND} --latency-s 0.1"), run={"max_seconds": 30})
+    ended = run()
     assert ended.exit_code == 0, ended.stderr
     asked = "0 images, asked: "
     assert answers() == [f"{asked}one q{n} / {asked}other q{n}" for n in range(N_ROWS)]
@@ -309,9 +266,8 @@ async def solve(row, generate):
 
 
 def test_a_failure_that_a_retried_function_catches_is_not_asked_again_in_each_turn() -> None:
-    Path("solve.py").write_text(CATCHES)
-    write(steps=[], rollout={"function": "solve.py:solve"}, run={"max_seconds": 60})
-    assert batchkit("run", "job.toml").exit_code == 3
+    write(CATCHES, run={"max_seconds": 60})
+    assert run().exit_code == 3
     Path("fixed").touch()
     again = batchkit("retry-failed", "job.toml")
     assert again.exit_code == 0, again.stderr
@@ -332,9 +288,8 @@ async def solve(row, generate):
 
 
 def test_a_function_that_is_edited_between_two_turns_stops_the_run() -> None:
-    Path("solve.py").write_text(EDITED)
-    write(steps=[], rollout={"function": "solve.py:solve"})
-    ended = batchkit("run", "job.toml")
+    write(EDITED)
+    ended = run()
     assert ended.exit_code == 1
     assert "found other files than those that the run began with" in ended.stderr
     assert "rollout.source: " in ended.stderr

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
 from pathlib import Path
-from subprocess import DEVNULL
 from typing import Any
 
 import pytest
@@ -16,10 +12,9 @@ import tomlkit
 from batchkit.runs.status import status
 from batchkit.storage.log import RESULTS, STEPS
 from tests.support.forks import Fork
-from tests.support.own_process import batchkit
-from tests.support.paths import ROOT
+from tests.support.own_process import batchkit, begin
+from tests.support.rollouts import THREE, calls, each_once
 from tests.support.rows import read_jsonl, write_jsonl
-from tests.support.several import THREE, calls, each_once
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.vllm
@@ -84,19 +79,9 @@ def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_togeth
     job: Path,
 ) -> None:
     run = job / "output/turns"
-    process = Fork(
-        [sys.executable, "-m", "batchkit", "run", "job.toml"],
-        cwd=job,
-        stdout=DEVNULL,
-        stderr=DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    try:
+    with begin("run", "job.toml", cwd=job, start=Fork) as process:
         until(lambda: judged(run) >= 8 or process.poll() is not None, within_s=120)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
     assert 8 <= judged(run) < N_ROWS
     assert calls(run).total() == N_ROWS + judged(run)
     ended = batchkit("run", "job.toml", cwd=job, start=Fork)

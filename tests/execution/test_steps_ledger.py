@@ -17,9 +17,18 @@ from tests.support.chat_server import ChatServer, Refused, error, serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import shard, status, verify
 from tests.support.forks import LightFork
-from tests.support.rollouts import RUN, generations, records, run, write
+from tests.support.rollouts import (
+    RUN,
+    SOLVE,
+    THREE,
+    calls,
+    cut_back,
+    generations,
+    records,
+    run,
+    write,
+)
 from tests.support.rows import read_jsonl
-from tests.support.several import SOLVE, THREE, calls, cut_back
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
@@ -175,15 +184,6 @@ def test_requeue_killed_at_any_instant_mixes_no_generations(stop_at: str, number
     assert not list(RUN.glob(f"{REQUEUE}*"))
 
 
-def test_fresh_moves_the_generations_aside() -> None:
-    write(None, ROWS, steps=THREE)
-    run()
-    before = (RUN / STEPS).read_bytes()
-    run("--fresh")
-    assert Path("output/a.1", STEPS).read_bytes() == before
-    assert (verify()["generations"], is_sound()) == (18, True)
-
-
 # merge
 
 
@@ -204,7 +204,7 @@ def test_a_partial_merge_goes_on_where_its_rows_were() -> None:
         write(None, ROWS, server, steps=THREE, **ONE_AT_A_TIME)
         for number in range(2):
             run("--shard", f"{number}/2")
-        there = len(generations_of(shard(1, 2)))
+        there = len(generations(shard(1, 2)))
         cut_back(shard(1, 2), there - 2)
         assert (
             batchkit("merge", shard(0, 2), shard(1, 2), "--into", RUN, "--partial").exit_code == 3
@@ -222,7 +222,7 @@ def test_a_partial_merge_goes_on_where_a_generation_was_damaged() -> None:
         write(None, ROWS, server, steps=THREE, **ONE_AT_A_TIME)
         for number in range(2):
             run("--shard", f"{number}/2")
-        cut_back(shard(1, 2), len(generations_of(shard(1, 2))) - 2)
+        cut_back(shard(1, 2), len(generations(shard(1, 2))) - 2)
         ledger = shard(1, 2) / STEPS
         lines = ledger.read_bytes().splitlines(keepends=True)
         lines[1] = b"\x07" * (len(lines[1]) - 1) + b"\n"
@@ -377,7 +377,3 @@ def test_a_budget_counts_the_generations_of_open_rows_once_over_all_starts(
     assert (len(generations()), status()["completion_tokens"]) == (16, 96)
     assert upto(1000).exit_code == 0
     assert_counts_each_once()
-
-
-def generations_of(folder: Path) -> list[dict[str, Any]]:
-    return read_jsonl(folder / STEPS)

@@ -4,6 +4,7 @@ nothing is there twice, and every answer is that of an undisturbed run."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,12 +24,11 @@ from batchkit.storage.steps import STEPS
 from batchkit.storage.vectors import segment_path, segments_of
 from tests.support.embed_runs import stored
 from tests.support.forks import Fork, LightFork
-from tests.support.own_process import batchkit
+from tests.support.own_process import batchkit, begin
 from tests.support.pooling_models import build_embedding_model
+from tests.support.rollouts import CALLS, SOLVE, THREE, calls, each_once
 from tests.support.rows import read_jsonl, write_jsonl
-from tests.support.several import CALLS, SOLVE, THREE, calls, each_once
 from tests.support.small_vllm import SMALL
-from tests.support.storm import strike
 
 pytestmark = pytest.mark.vllm
 
@@ -64,13 +64,27 @@ class Stormy:
         path = None if awaited is None else self.run / awaited
         if awaited == SEGMENT:
             path = segment_path(self.run, max(segments_of(self.run), default=-1) + 1)
-        strike(self.folder, path, delay_s, *settings, start=start)
+        self._kill(path, delay_s, *settings, start=start)
         now = self.log.read_bytes() if self.log.exists() else b""
         assert now.startswith(self.kept), "a kill took finished lines away"
         self.kept = now[: now.rfind(b"\n") + 1]
         if self.kind == "vectors" and self.kept:
             assert len(stored(self.run)) == len(self.records())  # each finds its own
         return self.kept.count(b"\n")
+
+    def _kill(self, awaited: Path | None, delay_s: float, *settings: str, start: Any) -> None:
+        before = _state(awaited)
+        with begin("run", "job.toml", *_set(settings), cwd=self.folder, start=start) as process:
+            try:
+                deadline = time.monotonic() + 120
+                while awaited is not None and _state(awaited) == before:
+                    assert process.poll() is None, "the run ended before it could be killed"
+                    assert time.monotonic() < deadline, f"{awaited} is as before after two minutes"
+                    time.sleep(0.002)
+                time.sleep(delay_s)
+                assert process.poll() is None, "the run ended before it could be killed"
+            finally:
+                process.kill()
 
     def records(self) -> list[dict[str, Any]]:
         return list(read_newest(self.run / RESULTS)) if (self.run / RESULTS).exists() else []
@@ -80,7 +94,7 @@ class Stormy:
         same."""
         n_before = len(self.records())
         for name in ("storm", "calm"):
-            arguments = [part for one in (f"name={name}", *settings) for part in ("--set", one)]
+            arguments = _set([f"name={name}", *settings])
             ended = batchkit("run", "job.toml", *arguments, cwd=self.folder, start=start)
             assert ended.returncode == 0, ended.stderr
             if name == "storm":
@@ -113,20 +127,21 @@ class Stormy:
         rows = read_jsonl(path)
         assert [row["index"] for row in rows] == list(range(self.n_rows))
         keys = ("id", "status", "text", "finish_reason", "usage", "input_hash", "fields", "steps")
-        parts = (
-            "index",
-            "step",
-            "call",
-            "status",
-            "request_hash",
-            "text",
-            "finish_reason",
-            "usage",
-        )
+        parts = ("index", "step", "call", "request_hash", *keys[1:5])
         log = self.folder / "output" / name / STEPS
         asked = [_only(line, parts) for line in read_jsonl(log)] if log.exists() else []
         asked.sort(key=lambda line: (line["index"], line["step"], line["call"]))
         return [_only(row, keys) for row in rows] + asked
+
+
+def _set(settings: Sequence[str]) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def _state(path: Path | None) -> tuple[int, int]:
+    if path is None or not path.exists():
+        return 0, 0
+    return path.stat().st_ino, path.stat().st_size
 
 
 def _only(line: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
@@ -153,24 +168,25 @@ def test_kills_lose_nothing_and_repeat_nothing(kind: str, tmp_path: Path) -> Non
     print(f"{N_KILLS} kills; done after each: {done}")
 
 
-@pytest.mark.parametrize("kind", ["steps", "vectors"])
+@pytest.mark.parametrize(("kind", "n_rows"), [("records", 300), ("steps", 96), ("vectors", 600)])
 def test_kills_on_vllm_change_no_answer(
-    kind: str, tmp_path: Path, text_model: Path, demo_model: Path
+    kind: str, n_rows: int, tmp_path: Path, text_model: Path, demo_model: Path
 ) -> None:
     """Each phase of a run: its start, the load of the model, answers, and checkpoints."""
-    for n in range(8):
-        Image.new("RGB", (96, 64), (n * 30, 80, 140)).save(tmp_path / f"{n}.png")
-    model, options = demo_model, {**SMALL, "max_num_seqs": 8}
+    model, options = text_model, {**SMALL, "max_num_seqs": 8}
     tables: dict[str, Any] = {"sampling": {"max_tokens": 24}}
-    draft = {**THREE[0], "prompt": {**THREE[0]["prompt"], "images": ["{{ file }}"]}}
     if kind == "steps":
-        tables["steps"] = [draft, *THREE[1:]]
+        for n in range(8):
+            Image.new("RGB", (96, 64), (n * 30, 80, 140)).save(tmp_path / f"{n}.png")
+        draft = {**THREE[0], "prompt": {**THREE[0]["prompt"], "images": ["{{ file }}"]}}
+        model, tables["steps"] = demo_model, [draft, *THREE[1:]]
     else:
-        model, tables = build_embedding_model(tmp_path / "model", text_model), {}
         del options["limit_mm_per_prompt"]
+    if kind == "vectors":
+        model, tables = build_embedding_model(tmp_path / "model", text_model), {}
     tables |= {"engine": {"model": str(model), "options": options}}
     tables |= {"run": {"checkpoint_interval_s": 0.2}}
-    run, random = Stormy(tmp_path, kind, 96 if kind == "steps" else 600, tables), Random(20261123)
+    run, random = Stormy(tmp_path, kind, n_rows, tables), Random(20261123)
     written = (SEGMENT, 0.01) if kind == "vectors" else (RESULTS, 0.02)
     answered, loads, flushed = (run.log.name, 0.4), (MANIFEST, 2.0), (CHECKPOINT, 0.05)
     done = []

@@ -1,4 +1,4 @@
-"""The tool loop of docs/cookbook.md: a model that calls a calculator, over HTTP and on vLLM."""
+"""The tool loop of docs/cookbook.md: a model that calls a calculator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.chat_server import Refused, serving
-from tests.support.forks import Fork
-from tests.support.own_process import batchkit
 from tests.support.rollouts import errors, generations, records, run, write
-from tests.support.small_vllm import SMALL
 
-pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.vllm]
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cookbook.md").read_text(encoding="utf-8")
 FOUND = re.search(r'^```python title="calculator.py"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
@@ -84,26 +81,3 @@ def test_a_model_that_never_stops_calling_fails_its_row_alone() -> None:
     assert [*errors()] == [0]
     assert "the model still calls tools after 8 turns" in errors()[0]
     assert records()[1]["parsed"] == {"answer": "2", "calls": 1}
-
-
-def test_vllm_is_made_to_call_and_sees_the_result(text_model: Path) -> None:
-    """Random weights: the grammar makes the call, and what they write after it is noise."""
-    options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
-    engine = {
-        "kind": "vllm",
-        "model": str(text_model),
-        "tool_call_parser": "hermes",
-        "options": options,
-    }
-    sampling = {"max_tokens": 256, "temperature": 0.0}
-    write(SOLVE, [{"question": "1 + 1?"}, {"question": "2 + 2?"}], engine=engine, sampling=sampling)
-    done = batchkit("run", "job.toml", cwd=Path.cwd(), start=Fork)
-    assert done.returncode in (0, 3), done.stderr
-    lines = generations()
-    first = [line for line in lines if line["call"] == 0]
-    assert len(first) == 2
-    for line in first:
-        (call, *_) = line["tool_calls"]
-        assert call["function"]["name"] == "calculate"
-        assert [*json.loads(call["function"]["arguments"])] == ["expression"]
-    assert any(line["call"] == 1 for line in lines)

@@ -21,8 +21,17 @@ from tests.support.chat_server import serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import status, verify
 from tests.support.paths import ROOT
-from tests.support.rollouts import RUN, generations, records, run, write
-from tests.support.several import SOLVE, THREE, calls, cut_back
+from tests.support.rollouts import (
+    RUN,
+    SOLVE,
+    THREE,
+    calls,
+    cut_back,
+    generations,
+    records,
+    run,
+    write,
+)
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]

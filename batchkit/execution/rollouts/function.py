@@ -21,7 +21,7 @@ from batchkit.config.tables.misfits import misfits
 from batchkit.errors import EmptyTextError, JobError, RolloutError, RowError
 from batchkit.execution.rollouts.generate import Generate
 from batchkit.execution.rollouts.open_row import OpenRow
-from batchkit.execution.rollouts.shown import shown_error
+from batchkit.execution.rollouts.row_loop import shown_error
 from batchkit.execution.start import Start
 from batchkit.rendering.messages import short
 from batchkit.storage.plain_json import valid
@@ -43,7 +43,7 @@ class Rollout:
     async def solve(self, row: OpenRow) -> Completion:
         """The outcome of the row: what the function returned, or its error."""
         generate = Generate(row, self._start)
-        fields = {name: _own(value) for name, value in row.row.fields.items()}
+        fields = deepcopy(dict(row.row.fields))  # the row is scored and recorded as it was read
         try:
             text, parsed = _answer(await self._function(fields, generate))
         except (asyncio.CancelledError, GeneratorExit):
@@ -122,17 +122,13 @@ def loaded_function(name: str) -> Function:
 
 
 def _of_file(path: Path) -> Any:
-    """The module in ``path``, which may import what is beside it, as a script may; that of a package
-    is imported from the folder of the package. It is run again each time: the file may have changed."""
+    """The module in ``path``, which may import what is beside it, as a script may. It is run again each
+    time: the file may have changed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    folder, name = path.parent, path.stem
-    while (folder / "__init__.py").is_file():
-        folder, name = folder.parent, f"{folder.name}.{name}"
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    if package := name.rpartition(".")[0]:
-        importlib.import_module(package)
+    folder, name = str(path.parent), path.stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None  # the file's name ends with .py
@@ -141,11 +137,6 @@ def _of_file(path: Path) -> Any:
         sys.modules[name] = module  # what is defined there can be pickled
     spec.loader.exec_module(module)
     return module
-
-
-def _own(value: Any) -> Any:
-    """What the function may change: the row is scored and recorded as it was read."""
-    return deepcopy(value) if isinstance(value, list | dict) else value
 
 
 def _answer(value: Any) -> tuple[str, Any]:

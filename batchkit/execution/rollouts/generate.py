@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from msgspec.structs import replace
 
-from batchkit.errors import RequestError, RowError
+from batchkit.errors import RequestError
 from batchkit.execution.rollouts.open_row import OpenRow
 from batchkit.execution.start import Start
 from batchkit.rendering.messages import short
@@ -90,22 +90,17 @@ class Generate:
     ) -> list[Any]:
         """The completions of all ``prompts``, in their order; ``arguments`` as for one.
 
-        With ``return_exceptions``, the RowError of one that failed is in its place.
+        With ``return_exceptions``, the error of one that failed is in its place.
 
         Raises:
             RowError: one of them failed; the others are cancelled.
         """
         tasks = [asyncio.ensure_future(self(prompt, **arguments)) for prompt in prompts]
         try:
-            found = await asyncio.gather(*tasks, return_exceptions=return_exceptions)
-        except BaseException:
+            return await asyncio.gather(*tasks, return_exceptions=return_exceptions)
+        finally:
             for task in tasks:
                 task.cancel()
-            raise
-        for one in found:
-            if isinstance(one, BaseException) and not isinstance(one, RowError):
-                raise one
-        return found
 
     def _check(self, step: str, engine: str) -> None:
         if asyncio.get_running_loop() is not self._loop:
@@ -135,11 +130,8 @@ class Generate:
 def _messages(prompt: Any) -> list[Mapping[str, Any]]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    if (
-        isinstance(prompt, list | tuple)
-        and prompt
-        and all(isinstance(part, Mapping) for part in prompt)
-    ):
+    is_list = isinstance(prompt, list | tuple)
+    if is_list and prompt and all(isinstance(message, Mapping) for message in prompt):
         return [dict(message) for message in prompt]
     raise RequestError(f"generate: found {short(prompt)}, expected a text or a list of messages")
 

@@ -1,27 +1,31 @@
-"""One row that is begun: what it has asked for, and what it was answered."""
+"""One row that is begun: what it has asked for, and what it was answered, now or before a kill."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
+import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
+from PIL.Image import Image
 
+from batchkit.config.server_command import what_decides_answers
+from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.errors import ReplayError, RowError
-from batchkit.execution.rollouts.replay import Recorded, Replay, request_hash
-from batchkit.execution.rollouts.threads import Render, RenderRoom
 from batchkit.execution.settle import resolved
 from batchkit.execution.start import Start
 from batchkit.rendering.sampling import with_temperature
 from batchkit.sources.rowhash import input_hash
+from batchkit.storage.plain_json import encoded
 from batchkit.storage.steps import completion_of
 from batchkit.types import Call, Choice, Completion, Key, Request, Row, Task, Usage
 
-_QUIET_TURNS = 8  # of the event loop, after which no task that could ask is left that has not
+if TYPE_CHECKING:
+    from batchkit.execution.rollouts.rollouts import Rollouts
+    from batchkit.execution.rollouts.row_loop import Render
 
 
 class Asked(NamedTuple):
@@ -35,27 +39,16 @@ class Asked(NamedTuple):
         return "" if self.request.call is None else self.request.call.engine
 
 
-class Desk(Protocol):
-    """What a row needs of ``Rollouts``."""
-
-    renders: RenderRoom
-
-    async def generated(self, row: OpenRow, request: Request) -> Completion:
-        """What the engine answers, once that is in the ledger."""
-
-
 class OpenRow:
     """Used by the event loop's thread only; ``Rollouts`` guards ``pending``, what the row waits for.
     ``since``: when it last got an answer, or began.
     """
 
-    def __init__(self, task: Task, start: Start, desk: Desk) -> None:
+    def __init__(self, task: Task, start: Start, rollouts: Rollouts) -> None:
         self.task = task
-        self._start, self._desk = start, desk
+        self._start, self._rollouts = start, rollouts
         self._replay = Replay(task, strict=start.job.output.replay == "strict")
         self._calls = Counter[str]()
-        self._recorded: list[tuple[int, Recorded, Asked]] = []
-        self._n_looks = 0
         self._answered: list[tuple[float, Usage | None, Usage | None]] = []
         self._n_rendering = 0
         self.pending: dict[Key, Asked] = {}
@@ -73,8 +66,8 @@ class OpenRow:
 
     @property
     def is_stirring(self) -> bool:
-        """It renders a request, or has yet to get a recorded answer."""
-        return self._n_rendering > 0 or bool(self._recorded)
+        """It renders a request."""
+        return self._n_rendering > 0
 
     @property
     def fault(self) -> ReplayError | None:
@@ -131,11 +124,10 @@ class OpenRow:
     async def _rendered(self, render: Render) -> Request | None:
         self._n_rendering += 1
         try:
-            return await self._desk.renders.rendered(render)
+            return await self._rollouts.renders.rendered(render)
         finally:
             self._n_rendering -= 1
             self.since = time.monotonic()
-            self._answer_when_quiet()
 
     def _named(self, request: Request, call: Call) -> Request:
         """``request`` as this row's generation ``call``, at the row's attempt."""
@@ -147,35 +139,12 @@ class OpenRow:
     async def _completion(self, request: Request) -> Completion:
         """The recorded one, or what the engine answers."""
         assert request.call is not None
-        call, found = self._replay.find(request.call)
-        if found is None:
-            self._answer_when_quiet()
-            return await self._desk.generated(self, replace(request, call=call))
-        self._desk.renders.free(request)
-        asked = Asked(request, asyncio.get_running_loop().create_future())
-        heapq.heappush(self._recorded, (found.place, found, asked))
-        self._answer_when_quiet()
-        return await asked.answer
-
-    def _answer_when_quiet(self) -> None:
-        """Give the next recorded answer once all that runs side by side has had time to ask: an engine
-        would have answered later than that. ``[[steps]]`` ask one after another."""
-        if self._recorded:
-            self._n_looks += 1
-            self._look(self._n_looks, 0 if self._start.job.steps else _QUIET_TURNS)
-
-    def _look(self, number: int, turns: int) -> None:
-        """They are given in the order in which they came then: calls that run side by side go on as they
-        did."""
-        if number != self._n_looks or self._n_rendering:
-            return  # it has asked since then, or will, and that looks again itself
-        if turns:
-            asyncio.get_running_loop().call_soon(self._look, number, turns - 1)
-            return
-        _, found, (request, answer) = heapq.heappop(self._recorded)
-        if not answer.done():
-            answer.set_result(resolved(self._start, completion_of(found.line, request)))
-        self._answer_when_quiet()
+        call, line = self._replay.find(request.call)
+        if line is None:
+            return await self._rollouts.generated(self, replace(request, call=call))
+        self._rollouts.renders.free(request)
+        await asyncio.sleep(0)  # what asks beside it comes first, as with an engine
+        return resolved(self._start, completion_of(line, request))
 
 
 def _sum(usages: Sequence[Usage]) -> Usage | None:
@@ -187,3 +156,103 @@ def _sum(usages: Sequence[Usage]) -> Usage | None:
         sum(usage.completion_tokens for usage in usages),
         sum(thought) if thought else None,
     )
+
+
+class Replay:
+    """The recorded generations of one row, each of which answers one request.
+
+    A request is found by what it asks, so calls that run side by side may come in another order than
+    before; of equal ones each is another request (``_hash_of_equal``). A row that has asked for something
+    new and left a recorded answer unused is at ``fault``. Not so one that is tried again: it gets the
+    answers of ``earlier`` attempts, and no errors of them. Nor, if not ``strict``, any other, or one whose
+    lines say ``replay: fresh``: they are of another function, or one of them was damaged.
+    """
+
+    def __init__(self, task: Task, *, strict: bool) -> None:
+        is_fresh = any(line.get("replay") == "fresh" for line in task.known)
+        self._strict = strict and task.attempt == 1 and not is_fresh
+        self._left: dict[tuple[str, str], Mapping[str, Any]] = {}
+        for line in task.known:
+            if line["status"] == "ok" or not line.get("earlier"):
+                self._left.setdefault((line["step"], line["request_hash"]), line)
+        self._taken = {(line["step"], line["call"]) for line in task.known}
+        self._asked = Counter[tuple[str, str]]()
+        self._new: Call | None = None
+
+    def find(self, call: Call) -> tuple[Call, Mapping[str, Any] | None]:
+        """The recorded generation for ``call``; or else None, and the call by which the ledger will know
+        it: its number is the next that no other of the row has."""
+        times = self._asked[call.step, call.request_hash]
+        self._asked[call.step, call.request_hash] += 1
+        asked = _hash_of_equal(call.request_hash, times)
+        if (found := self._left.pop((call.step, asked), None)) is not None:
+            return call, found
+        self._new = self._new or call
+        number = call.number
+        while (call.step, number) in self._taken:
+            number += 1
+        self._taken.add((call.step, number))
+        return call._replace(number=number, request_hash=asked), None
+
+    @property
+    def fault(self) -> ReplayError | None:
+        """Of the row, once it has ended."""
+        if self._new is None or not (self._strict and self._left):
+            return None
+        return ReplayError(
+            f"{self._new.in_words} asks for something else than before this row was interrupted, so its"
+            " function does not always ask the same; let it depend on the row and on answers only (a seed"
+            ' for random numbers, no clock), or set output.replay = "fresh"'
+        )
+
+
+def request_hash(request: Request, job: JobConfig, engine: str) -> str:
+    """16 hex digits that are the same for requests that ask the same of the same engine, with the same
+    model: a retry may name another one."""
+    messages: Any = request.messages
+    if request.media_bytes:
+        messages = [_with_hashes(message) for message in messages]
+    asked = [
+        messages,
+        request.prompt,
+        request.sampling,
+        request.tools,
+        request.tool_choice,
+        request.parallel_tool_calls,
+        request.chat_template_kwargs,
+        engine,
+        *_model(job.engines[engine] if engine else job.engine),
+    ]
+    return hashlib.blake2b(encoded(asked), digest_size=8).hexdigest()
+
+
+def _model(engine: EngineTable) -> tuple[Any, ...]:
+    command = None if engine.server is None else engine.server.command
+    served = None if command is None else what_decides_answers(command)
+    return engine.kind, engine.model, engine.lora, engine.options.get("revision"), served
+
+
+def _with_hashes(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message["content"]
+    if content is None or isinstance(content, str):
+        return message
+    parts = [
+        [*_hash_of(part["image_pil"]), *filter(None, [part.get("detail")])]
+        if part["type"] == "image_pil"
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def _hash_of(image: Image) -> list[Any]:
+    pixels = hashlib.blake2b(image.tobytes(), digest_size=8).hexdigest()
+    return [image.mode, *image.size, pixels]
+
+
+def _hash_of_equal(request_hash: str, times: int) -> str:
+    """That of a request that the row has asked for ``times`` times before. So several samples for one
+    prompt keep their answers, though some of them were in flight when the row was interrupted."""
+    if times == 0:
+        return request_hash
+    return hashlib.blake2b(f"{request_hash} {times}".encode(), digest_size=8).hexdigest()

@@ -6,16 +6,15 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from batchkit.errors import BlockedError, RolloutError, RowTimeoutError
 from batchkit.execution.rollouts.function import Rollout
 from batchkit.execution.rollouts.open_row import Asked, OpenRow
-from batchkit.execution.rollouts.row_loop import RowLoop
+from batchkit.execution.rollouts.row_loop import RenderRoom, RowLoop
 from batchkit.execution.rollouts.steps import Steps
-from batchkit.execution.rollouts.threads import RenderRoom
 from batchkit.execution.start import Start
 from batchkit.rendering.prefetch import AHEAD, read_ahead
 from batchkit.types import Completion, Request, Task
@@ -64,7 +63,7 @@ class Rollouts:
         self, start: Start, tasks: Iterator[Task], engines: Sequence[str], *, may_wait: bool
     ) -> None:
         self._start, self._job = start, start.job
-        self._solve = _solver(start)
+        self._solve = Steps(start).solve if start.job.steps else Rollout(start).solve
         self._tasks = read_ahead(
             tasks, max_bytes=start.job.media.max_memory_bytes, may_wait=may_wait
         )
@@ -341,8 +340,3 @@ class Rollouts:
                 f" with the others. It was at\n{where}"
             )
         )
-
-
-def _solver(start: Start) -> Callable[[OpenRow], Awaitable[Completion]]:
-    """The coroutine of a row. Raises JobError if the job names no such function."""
-    return Steps(start).solve if start.job.steps else Rollout(start).solve

@@ -1,22 +1,30 @@
-"""The event loop that runs the code of all rows, on a thread of its own."""
+"""The event loop that runs the code of all rows, on a thread of its own; threads for what would block
+it; and where in the user's code something went wrong."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from batchkit.execution.rollouts.open_row import OpenRow
-from batchkit.execution.rollouts.shown import shown_code
-from batchkit.execution.rollouts.threads import DaemonThreads
+from batchkit.types import Request
 
 _LOOK_S = 1.0
 _CLOSE_S = 5.0
 _SIDE_THREADS = 32  # of asyncio.to_thread
+_OURS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
+_MOST_FRAMES = 12
+_MOST_CHARACTERS = 10_000
 
 _ROW: ContextVar[OpenRow | None] = ContextVar("row", default=None)
 
@@ -119,3 +127,101 @@ class RowTask(asyncio.Task[Any]):
     """A task, and the row whose code has started it."""
 
     row: OpenRow | None = None
+
+
+Render = Callable[[], Request | None]
+
+
+class RenderRoom:
+    """No request is begun while ``most_bytes`` of pixels are held by those that were not freed, so the
+    limit is exceeded by at most one request for each thread. Used on the event loop's thread, but for ``is_full``.
+    """
+
+    def __init__(self, threads: int, most_bytes: int) -> None:
+        self._threads = DaemonThreads(threads, "render")
+        self._turn, self._freed = asyncio.Semaphore(threads), asyncio.Event()
+        self._held_bytes, self._most_bytes = 0, most_bytes
+
+    async def rendered(self, render: Render) -> Request | None:
+        async with self._turn:
+            while self.is_full:
+                self._freed.clear()
+                await self._freed.wait()
+            request = await asyncio.get_running_loop().run_in_executor(self._threads, render)
+            self._held_bytes += 0 if request is None else request.media_bytes
+            return request
+
+    def free(self, request: Request) -> None:
+        """Its pixels are held no longer."""
+        self._held_bytes -= request.media_bytes
+        self._freed.set()
+
+    @property
+    def is_full(self) -> bool:
+        return self._held_bytes >= self._most_bytes
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """As its base, which asyncio insists on; but the process ends without waiting for its threads, whose code
+    may never end.
+
+    They are started with the first calls, at most ``most``. A thread that has taken work finishes it.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        super().__init__(most, name)
+        self._names = iter([f"{name}-{number}" for number in range(1, most + 1)])
+        self._work = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work.put((future, lambda: fn(*args, **kwargs)))
+        if (name := next(self._names, None)) is not None:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends the threads once they are idle; waits for none."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (taken := self._work.get()) is not None:
+            future, do = taken
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(do())
+                except BaseException as error:
+                    future.set_exception(error)
+            del taken, future, do
+        self._work.put(None)  # for the next thread
+
+
+def shown_error(error: BaseException) -> str:
+    """The error with its traceback."""
+    shown = traceback.TracebackException.from_exception(error)
+    _cut(shown)
+    text = "".join(shown.format()).strip()
+    return text if len(text) <= _MOST_CHARACTERS else f"…{text[-_MOST_CHARACTERS:]}"
+
+
+def shown_code(thread: threading.Thread) -> str:
+    """What ``thread`` is running."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return "(it has ended)"
+    return "".join(_users(traceback.extract_stack(frame)).format()).rstrip()
+
+
+def _cut(shown: traceback.TracebackException) -> None:
+    shown.stack = _users(shown.stack)
+    for part in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
+        if part is not None:
+            _cut(part)
+
+
+def _users(stack: traceback.StackSummary) -> traceback.StackSummary:
+    frames = [frame for frame in stack if not frame.filename.startswith(_OURS)]
+    return traceback.StackSummary.from_list(frames[-_MOST_FRAMES:])

@@ -41,7 +41,8 @@ class Steps:
                         break
                     candidates = self._candidates(done)
                     last = candidates[0]
-                seen = with_answers(row.row, answers, _texts(candidates))
+                texts = None if candidates is None else [each.text for each in candidates]
+                seen = with_answers(row.row, answers, texts)
                 try:
                     completion = await self._asked(step, row, seen)
                     if completion is None:
@@ -123,10 +124,6 @@ def _named(error: RowError, step: str) -> RowError:
     named = copy(error)
     named.args = (f"step {step}: {error}",)
     return named
-
-
-def _texts(candidates: Sequence[Completion] | None) -> list[str] | None:
-    return None if candidates is None else [candidate.text for candidate in candidates]
 
 
 def _json(text: str) -> Any:
