@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
-from batchkit.engines.process.launcher import Launcher
+from batchkit.engines.process.launcher import LOG, Launcher
 from tests.support.forks import Fork, LightFork
 from tests.support.small_vllm import SMALL
 
@@ -116,6 +117,13 @@ def vllm_job(demo_model: Path, tmp_path: Path) -> Callable[..., JobConfig]:
         return make_job(table, "test")
 
     return make
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """For one engine after another: its process imports vLLM once."""
+    with closing(Launcher(tmp_path_factory.mktemp("launcher") / LOG)) as one:
+        yield one
 
 
 @pytest.fixture

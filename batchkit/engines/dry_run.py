@@ -53,24 +53,12 @@ class DryRunEngine:
         in_json: Collection[str] = (),
         judge: str | None = None,
     ) -> None:
-        self._judge = judge
-        self._task = task
-        self._in_json = in_json
+        self._judge, self._task, self._in_json = judge, task, in_json
         self._latency_s = options.latency_s
-        self._max_num_seqs = options.max_num_seqs
+        self.max_num_seqs = options.max_num_seqs
+        self.limits = {"max_num_seqs": options.max_num_seqs}
+        self.versions: Mapping[str, str] = {}
         self._queue: deque[tuple[float, Request]] = deque()
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self._max_num_seqs
-
-    @property
-    def limits(self) -> Mapping[str, Any]:
-        return {"max_num_seqs": self._max_num_seqs}
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        return {}
 
     def submit(self, request: Request) -> None:
         self._queue.append((time.monotonic() + self._latency_s, request))
@@ -85,7 +73,7 @@ class DryRunEngine:
         return done
 
     def load(self) -> EngineLoad:
-        running = min(len(self._queue), self._max_num_seqs)
+        running = min(len(self._queue), self.max_num_seqs)
         return EngineLoad(running, len(self._queue) - running, 0.0, 0)
 
     def close(self) -> None:

@@ -1,35 +1,29 @@
-"""How much memory is used and free: of the host, the container, processes and GPUs.
-
-``MemoryWatch`` finds out whether memory ran out. The kernel frees memory by killing a process, but
-a person may kill one with the same signal. The kernel's own count of such kills, and how much
-memory was free shortly before, show which it was.
-"""
+"""How much memory is used and free: of the host, the container, processes and GPUs."""
 
 from __future__ import annotations
 
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchkit.config.tables import JobConfig
 from batchkit.storage.metrics import GpuLoad
 
-LOOK_S = 1.0
-RECENT_S = 10.0
-LITTLE_FREE = 0.05
+_LOOK_S = 1.0
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 class Gpu(NamedTuple):
-    """No sizes if it shares the host's memory."""
+    """No sizes if it shares the host's memory. ``utilization``: from 0 to 1, None if it is not known."""
 
     name: str
     total_gib: float | None = None
     free_gib: float | None = None
+    utilization: float | None = None
 
 
 def free_memory_share() -> float:
@@ -46,10 +40,8 @@ def memory_limit() -> float:
 
 
 def family_bytes(pid: int) -> int:
-    """Resident memory of a process and all its descendants; 0 if it has ended.
-
-    Not cheap: finding them means reading all processes of the host.
-    """
+    """Resident memory of a process and all its descendants; 0 if it has ended. Not cheap: all processes of
+    the host are read."""
     import psutil
 
     total = 0
@@ -64,42 +56,37 @@ def family_bytes(pid: int) -> int:
 def gpu_bytes() -> int | None:
     """In use on all GPUs together, by any process: inside a container the driver does not know the
     processes by the ids that they have there. None if no GPU answers."""
-    found = gpus()
-    if not found or any(gpu.total_gib is None or gpu.free_gib is None for gpu in found):
-        return None
-    return int(sum((gpu.total_gib or 0) - (gpu.free_gib or 0) for gpu in found) * 2**30)
+    found = [_used_bytes(gpu) for gpu in gpus()]
+    return sum(filter(None, found)) if found and None not in found else None
 
 
 def gpu_loads() -> list[GpuLoad]:
     """The NVIDIA GPUs of this machine; empty if nvidia-ml-py is not installed, or no driver answers."""
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        try:
-            numbers = range(pynvml.nvmlDeviceGetCount())
-            return [_nvml_load(pynvml, pynvml.nvmlDeviceGetHandleByIndex(n)) for n in numbers]
-        finally:
-            pynvml.nvmlShutdown()
-    return []
-
-
-def _nvml_load(pynvml: Any, device: Any) -> GpuLoad:
-    used = int(pynvml.nvmlDeviceGetMemoryInfo(device).used)
-    try:
-        return GpuLoad(used, pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
-    except pynvml.NVMLError:
-        return GpuLoad(used, None)
+    return [
+        GpuLoad(used, gpu.utilization)
+        for gpu in _nvml_gpus() or ()
+        if (used := _used_bytes(gpu)) is not None
+    ]
 
 
 def gpus() -> list[Gpu]:
     """The NVIDIA GPUs of this machine; empty if the driver does not answer."""
+    found = _nvml_gpus()
+    return _smi_gpus() if found is None else found
+
+
+def _used_bytes(gpu: Gpu) -> int | None:
+    if gpu.total_gib is None or gpu.free_gib is None:
+        return None
+    return int((gpu.total_gib - gpu.free_gib) * 2**30)
+
+
+def _nvml_gpus() -> list[Gpu] | None:
+    """None without nvidia-ml-py, which comes with vLLM, and is faster than starting nvidia-smi."""
     try:
-        import pynvml  # comes with vLLM, and is faster than starting nvidia-smi
+        import pynvml
     except ImportError:
-        return _smi_gpus()
+        return None
     try:
         pynvml.nvmlInit()
         try:
@@ -112,12 +99,13 @@ def gpus() -> list[Gpu]:
 
 
 def _nvml_gpu(pynvml: Any, device: Any) -> Gpu:
-    name = pynvml.nvmlDeviceGetName(device)
-    try:
+    gpu = Gpu(pynvml.nvmlDeviceGetName(device))
+    with suppress(pynvml.NVMLError):
         memory = pynvml.nvmlDeviceGetMemoryInfo(device)
-    except pynvml.NVMLError:
-        return Gpu(name)
-    return Gpu(name, memory.total / 2**30, memory.free / 2**30)
+        gpu = gpu._replace(total_gib=memory.total / 2**30, free_gib=memory.free / 2**30)
+        used = pynvml.nvmlDeviceGetUtilizationRates(device).gpu
+        gpu = gpu._replace(utilization=used / 100)
+    return gpu
 
 
 def _smi_gpus() -> list[Gpu]:
@@ -147,10 +135,8 @@ def oom_kills() -> int | None:
 
 
 def memory_groups(membership: Path = _MEMBERSHIP, mounted: Path = _CGROUPS) -> Iterator[Path]:
-    """The cgroups (version 2 or 1) that limit this process's memory, its own first.
-
-    In a container, the path that the kernel reports may not be visible; then the mount is its own.
-    """
+    """The cgroups (version 2 or 1) that limit this process's memory, its own first. In a container, the path
+    that the kernel reports may not be visible; then the mount is its own."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -164,39 +150,36 @@ def memory_groups(membership: Path = _MEMBERSHIP, mounted: Path = _CGROUPS) -> I
 
 
 class MemoryWatch:
-    """Watches the host's memory while one engine runs, from the creation of this object on.
+    """Whether memory ran out while one engine ran, from the creation of this object on.
 
-    The thread that waits for the engine calls ``look`` often; it reads at most once a second.
+    The kernel frees memory by killing a process, but a person may kill one with the same signal. The
+    kernel's own count of such kills shows which it was.
     """
 
-    def __init__(
-        self,
-        *,
-        free_share: Callable[[], float] = free_memory_share,
-        kills: Callable[[], int | None] = oom_kills,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._free_share, self._kills, self._clock = free_share, kills, clock
-        self._kills_before = kills()
-        self._next_look = clock()
-        self._seen: deque[tuple[float, float]] = deque()
-
-    def look(self) -> None:
-        now = self._clock()
-        if now >= self._next_look:
-            self._next_look = now + LOOK_S
-            self._seen.append((now, self._free_share()))
-            while now - self._seen[0][0] > RECENT_S:
-                self._seen.popleft()
+    def __init__(self, kills: Callable[[], int | None] = oom_kills) -> None:
+        self._kills, self._before = kills, kills()
 
     def evidence(self) -> str:
-        """The evidence that memory ran out just now; empty if there is none."""
-        before, after = self._kills_before, self._kills()
-        if before is not None and after is not None and after > before:
-            return f"the kernel has killed for memory (oom_kill {before} → {after})"
-        since = self._clock() - RECENT_S
-        free = min((share for at, share in self._seen if at >= since), default=1.0)
-        return f"{free:.0%} of the memory was free shortly before" if free < LITTLE_FREE else ""
+        """The evidence that memory ran out; empty if there is none."""
+        before, after = self._before, self._kills()
+        if before is None or after is None or after <= before:
+            return ""
+        return f"the kernel has killed for memory (oom_kill {before} → {after})"
+
+
+class HostMemory:
+    """Resident memory of a process and its descendants, read once a second; 0 if ``run.max_host_gb`` does
+    not limit it."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self._is_limited = job.run.max_host_gb is not None
+        self._next_look = self._bytes = 0.0
+
+    def bytes_of(self, pid: int) -> int:
+        now = time.monotonic()
+        if self._is_limited and now >= self._next_look:
+            self._next_look, self._bytes = now + _LOOK_S, family_bytes(pid)
+        return int(self._bytes)
 
 
 def _limits() -> Iterator[tuple[int, int]]:

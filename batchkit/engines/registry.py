@@ -76,13 +76,8 @@ def preload_engine(kind: str) -> None:
 
 
 def require(packages: Sequence[str], *, user: str, extra: str) -> None:
-    """Check that ``packages``, which ``user`` needs, are installed; ``extra`` has them.
-
-    Cheap: nothing is imported.
-
-    Raises:
-        JobError: one is missing.
-    """
+    """Raises JobError if one of ``packages``, which ``user`` needs and ``extra`` has, is not installed.
+    Nothing is imported."""
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
         are = "is" if len(missing) == 1 else "are"
@@ -107,10 +102,7 @@ def _require_packages(job: JobConfig) -> None:
 
 @contextmanager
 def _importing(job: JobConfig) -> Iterator[None]:
-    """
-    Raises:
-        JobError: a package that the job's engine needs is missing, or can't be imported.
-    """
+    """Raises JobError if a package that the job's engine needs is missing, or can't be imported."""
     _require_packages(job)
     try:
         yield

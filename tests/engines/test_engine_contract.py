@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,15 +15,18 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines import ENGINES
 from batchkit.engines.base import Engine
 from batchkit.engines.registry import open_engine, open_preflight
-from batchkit.types import Completion
+from batchkit.errors import JobError, PromptTooLongError
+from batchkit.types import Completion, Request
 from tests.support.chat_server import MODEL, ChatServer, serving
-from tests.support.engine_requests import collect, request
+from tests.support.engine_requests import ask, collect, plain, request, with_image
+from tests.support.jobs import with_tables
 from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 
 pytestmark = pytest.mark.vllm
 
 IN_PROCESS = [*ENGINES]
+MODELS = ["vllm", "transformers"]
 KINDS = [
     *IN_PROCESS,
     "vllm in a process of its own",
@@ -53,7 +57,7 @@ def engine(
         yield it
 
 
-def _job(kind: str, model: Any, server: ChatServer, folder: Path) -> JobConfig:
+def _job(kind: str, model: Any, server: ChatServer, folder: Path, **tables: Any) -> JobConfig:
     engines: dict[str, dict[str, Any]] = {
         "dry-run": {"options": {"latency_s": 0.01, "max_num_seqs": 16}},
         "openai-server": {
@@ -69,7 +73,8 @@ def _job(kind: str, model: Any, server: ChatServer, folder: Path) -> JobConfig:
         },
     }
     name = kind.partition(" ")[0]
-    return JobConfig(engine={"kind": name, **engines[name]}, output={"dir": str(folder)})
+    made = {"engine": {"kind": name, **engines[name]}, "output": {"dir": str(folder)}}
+    return JobConfig(**with_tables(made, tables))
 
 
 def test_each_request_comes_back_exactly_once(engine: Engine) -> None:
@@ -121,6 +126,80 @@ def test_the_load_is_reported(engine: Engine) -> None:
     assert most > 1
 
 
+BOTH = {"vllm", "transformers"}
+REFUSED: list[tuple[Request, str, str, set[str]]] = [
+    (request(1, temperature=-1.0), "invalid_request", "temperature", BOTH),
+    (request(1, temperature="hot"), "invalid_request", "temperature", BOTH),
+    (request(1, top_k=-5), "invalid_request", "top_k", BOTH),
+    (request(1, top_p=0.0), "invalid_request", "top_p", BOTH),
+    (request(1, n=2), "invalid_request", "greedy", BOTH),
+    (request(1, n=0), "invalid_request", "n", BOTH),
+    (request(1, max_tokens=0), "invalid_request", "max_tokens", BOTH),
+    (request(1, min_tokens=99), "invalid_request", "min_tokens", BOTH),
+    (request(1, seed="x"), "invalid_request", "seed", BOTH),
+    (request(1, seed=2**70), "invalid_request", "seed", BOTH),
+    (request(1, stop=[1]), "invalid_request", "stop", BOTH),
+    (request(1, logprobs=50), "invalid_request", "logprobs", {"vllm"}),
+    (request(1, logprobs=-1), "invalid_request", "logprobs", {"transformers"}),
+    (request(1, prompt_logprobs=2), "invalid_request", "prompt_logprobs", BOTH),
+    (request(1, temprature=1.0), "invalid_request", "did you mean 'temperature'", BOTH),
+    (request(1, structured_outputs={"regex": "(("}), "invalid_request", "", BOTH),
+    (request(1, structured_outputs={"json": "{"}), "invalid_request", "", BOTH),
+    (request(1, structured_outputs={"json": {"type": "nope"}}), "invalid_request", "", BOTH),
+    (request(1, structured_outputs={"grammar": "root ::= ("}), "invalid_request", "", BOTH),
+    (request(1, structured_outputs={"choise": ["a"]}), "invalid_request", "structured", BOTH),
+    (request(1, logit_bias={"99999999": 1.0}), "invalid_request", "", BOTH),
+    (request(1, logit_bias={"tea": 1.0}), "invalid_request", "logit_bias", BOTH),
+    (request(1, allowed_token_ids=[99999999]), "invalid_request", "token", BOTH),
+    (request(1, allowed_token_ids=[]), "invalid_request", "allowed_token_ids", BOTH),
+    (request(1, bad_words=[""]), "invalid_request", "", BOTH),
+    (request(1, stop=""), "invalid_request", "stop", {"transformers"}),
+    (plain(""), "invalid_request", "", BOTH),
+    (plain("tea " * 4000), "prompt_too_long", "", BOTH),
+    (request(1, "tea " * 600), "prompt_too_long", "", BOTH),
+    (with_image((64, 64), n=3), "invalid_request", "image", {"vllm"}),
+    (with_image((8, 4000)), "media", "aspect ratio", BOTH),
+    (with_image((2000, 2000)), "prompt_too_long", "", BOTH),
+]
+
+
+@pytest.mark.parametrize("engine", MODELS, indirect=True)
+def test_a_refused_request_leaves_its_neighbours_alone(engine: Engine) -> None:
+    (kind,) = engine.versions.keys() & BOTH
+    refused = [found for found in REFUSED if kind in found[-1]]
+    asked = [one for bad, *_ in refused for one in (request(1000), bad)]
+    done = ask(engine, *asked, request(1000))
+    for found, (_, error_kind, word, _) in zip(done[1::2], refused, strict=True):
+        assert found.error is not None, (word, found.choices)
+        assert found.error.kind == error_kind, found.error
+        assert word in str(found.error)
+    first, *others = done[::2]
+    for other in others:
+        assert (other.error, other.choices[0].text) == (None, first.choices[0].text)
+
+
+@pytest.mark.parametrize("engine", MODELS, indirect=True)
+def test_the_longest_prompt_that_fits_is_answered(engine: Engine) -> None:
+    answered, refused = ask(engine, plain(" tea" * 511), plain(" tea" * 512))
+    assert answered.usage is not None
+    assert (answered.usage.prompt_tokens, answered.usage.completion_tokens) == (511, 1)
+    assert answered.choices[0].finish_reason == "length"
+    assert isinstance(refused.error, PromptTooLongError)
+
+
+@pytest.mark.parametrize("engine", MODELS, indirect=True)
+def test_preflight_counts_tokens_as_the_engine_does(
+    engine: Engine, demo_model: Any, server: ChatServer, tmp_path: Path
+) -> None:
+    (kind,) = engine.versions.keys() & BOTH
+    preflight = open_preflight(_job(kind, demo_model, server, tmp_path))
+    for one in (request(1), plain("tea and milk"), with_image((96, 64)), with_image((640, 400))):
+        (done,) = ask(engine, one)
+        assert done.usage is not None
+        rendered = preflight.render(one)
+        assert (rendered.text, rendered.prompt_tokens) == (done.prompt, done.usage.prompt_tokens)
+
+
 def test_close_drops_what_is_in_flight_and_may_be_repeated(engine: Engine) -> None:
     """The last one with the engine."""
     engine.submit(request(0))
@@ -139,3 +218,36 @@ def test_preflight_renders_without_the_model(
     else:
         assert rendered.prompt_tokens is not None
         assert rendered.prompt_tokens > 0
+
+
+WRONG_JOBS: list[tuple[dict[str, Any], str, str]] = [
+    ({"options": {"max_model_length": 5}}, "did you mean 'max_model_len'", "did you mean"),
+    ({"options": {"max_model_len": "many"}}, "max_model_len", 'found "many", expected'),
+    ({"options": {"max_model_len": 10**9}}, "max_model_len", "at most the model's own"),
+    ({"options": {"dtype": "float31"}}, "dtype", "dtype"),
+    ({"options": {"chat_template": "/no/such.jinja"}}, "chat_template", "chat_template"),
+    ({"options": {"model": "x"}}, "set by batchkit", "has no such name"),
+    ({"options": {"data_parallel_size": 2}}, "set run.workers = 2", "has no such name"),
+    ({"options": {"max_num_seqs": 0}}, "max_num_seqs", "max_num_seqs: found 0, expected"),
+    ({"model": "./nowhere"}, "no folder", "no folder"),
+    ({"sampling": {"temprature": 1}}, "did you mean 'temperature'", "did you mean 'temperature'"),
+    ({"sampling": {"top_p": "high"}}, "top_p", 'sampling.top_p: found "high"'),
+    ({"sampling": {"structured_outputs": {"regexp": "a"}}}, "structured", "structured_outputs"),
+]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("wrong", "of_vllm", "of_transformers"), WRONG_JOBS)
+def test_a_wrong_job_is_refused_before_the_model_loads(
+    wrong: dict[str, Any],
+    of_vllm: str,
+    of_transformers: str,
+    kind: str,
+    demo_model: Any,
+    server: ChatServer,
+    tmp_path: Path,
+) -> None:
+    tables = wrong if "sampling" in wrong else {"engine": wrong}
+    words = of_vllm if kind == "vllm" else of_transformers
+    with pytest.raises(JobError, match=re.escape(words)):
+        open_preflight(_job(kind, demo_model, server, tmp_path, **tables))

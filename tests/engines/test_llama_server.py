@@ -1,4 +1,4 @@
-"""A real llama.cpp server, on a tiny model of random weights, through whole runs."""
+"""A real llama.cpp server that the run starts, on a tiny model of random weights: text, vectors, scores."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomlkit
 
+from batchkit.storage.vectors import Vectors
 from tests.support.jobs import with_tables
 from tests.support.llama_cpp import NONE_FOUND, kill_servers, llama_server, write_gguf
 from tests.support.own_process import batchkit, begin
@@ -39,19 +41,23 @@ def _found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write(folder: Path, model: Path, prompts: list[str], **tables: Any) -> Path:
     """The job file's run folder."""
     rows = [{"id": f"q{n}", "text": text, "params": {}} for n, text in enumerate(prompts)]
+    return write_rows(folder, model, rows, prompt={"user": "{{ text }}"}, **tables)
+
+
+def write_rows(folder: Path, model: Path, rows: list[dict[str, Any]], **tables: Any) -> Path:
     write_jsonl(folder / "rows.jsonl", rows)
     made: dict[str, Any] = {
         "name": "a",
         "input": {"path": "rows.jsonl", "id": "id"},
-        "prompt": {"user": "{{ text }}"},
         "engine": {
             "kind": "openai-server",
             "model": str(model),
             "server": {},
             "options": {"max_model_len": 512, "max_num_seqs": 8},
         },
-        "sampling": {"temperature": 0.0, "max_tokens": 24},
     }
+    if "task" not in tables:
+        made["sampling"] = {"temperature": 0.0, "max_tokens": 24}
     (folder / "job.toml").write_text(tomlkit.dumps(with_tables(made, tables)))
     return folder / "output" / "a"
 
@@ -198,3 +204,56 @@ def test_a_context_that_does_not_fit_is_tried_smaller(tmp_path: Path, model: Pat
     assert len(records(folder)) == 3
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["engine_steps"][0] == {"max_num_seqs": 4}
+
+
+# --- vectors and scores
+
+TOO_LONG = "tea " * 900
+
+
+def test_each_row_has_its_vector_once_though_the_server_is_killed(
+    tmp_path: Path, model: Path
+) -> None:
+    """The model's file does not name its pooling, so the command does."""
+    command = f"{LLAMA_SERVER} -m {model} -c 2048 -np 4 --embedding --pooling last --threads 1 --port {{port}}"
+    texts = [f"question {n}" + " about tea" * (n % 40) for n in range(300)]
+    texts[7] = TOO_LONG
+    folder = write(tmp_path, model, texts, task="embed", engine={"server": {"command": command}})
+    process = begin("run", "job.toml", cwd=tmp_path)
+    killed = kill_servers(process, folder / "results.jsonl", at=[20])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 3, err
+    assert killed
+    undisturbed = run(tmp_path, "--set", "name=b")
+    assert undisturbed.returncode == 3, undisturbed.stderr
+    found, expected = records(folder), records(folder.with_name("b"))
+    assert [record["index"] for record in found] == list(range(300))
+    for read in (found, expected):
+        assert read.pop(7)["error"]["kind"] == "prompt_too_long"
+    ours, theirs = (
+        np.stack([Vectors(folder.with_name(name)).of(record) for record in read])
+        for name, read in (("a", found), ("b", expected))
+    )
+    assert np.abs(ours - theirs).max() < 0.005  # it rounds otherwise in another batch
+    assert (ours @ theirs.T).argmax(axis=1).tolist() == list(range(299))
+    checked = json.loads(batchkit("verify", folder, "--json", cwd=tmp_path).stdout)
+    assert (checked["lost"], checked["duplicates"]) == (0, 0)
+
+
+def test_a_gguf_file_ranks_documents_with_the_command_that_batchkit_makes(
+    tmp_path: Path, model: Path
+) -> None:
+    passages = ["tea is hot", "coffee keeps you awake", "some water"]
+    documents = [passages, passages[1], ["fine", TOO_LONG]]
+    rows = [{"id": f"q{n}", "q": "tea", "d": one} for n, one in enumerate(documents)]
+    pair = {"query": "{{ q }}", "documents": "{{ d }}"}
+    folder = write_rows(tmp_path, model, rows, task="score", pair=pair)
+    ran = run(tmp_path)
+    assert ran.returncode == 3, ran.stderr
+    several, one, long = records(folder)
+    assert len(several["score"]) == 3
+    assert several["order"] == sorted(range(3), key=lambda n: -several["score"][n])
+    assert one["score"] == pytest.approx(several["score"][1], abs=1e-3)
+    assert long["error"]["kind"] == "prompt_too_long"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert "--reranking -b 512 -ub 512" in manifest["starts"][0]["engine"]["server"]

@@ -10,69 +10,28 @@ from types import SimpleNamespace
 import pytest
 
 from batchkit.engines.memory import (
-    RECENT_S,
     Gpu,
     MemoryWatch,
     family_bytes,
     free_memory_share,
     gpu_bytes,
+    gpu_loads,
     gpus,
     memory_groups,
     memory_limit,
     oom_kills,
 )
-
-
-class Host:
-    """A clock and what is read of a host; all of it is put where a test wants it."""
-
-    def __init__(self) -> None:
-        self.now, self.free, self.kills = 0.0, 0.5, 7
-        self.looks = 0
-
-    def watch(self) -> MemoryWatch:
-        return MemoryWatch(free_share=self._look, kills=lambda: self.kills, clock=lambda: self.now)
-
-    def _look(self) -> float:
-        self.looks += 1
-        return self.free
-
-
-def test_nothing_is_no_evidence() -> None:
-    host = Host()
-    watch = host.watch()
-    assert watch.evidence() == ""
-    watch.look()
-    assert watch.evidence() == ""
+from batchkit.storage.metrics import GpuLoad
 
 
 def test_a_kill_by_the_kernel_since_the_engines_start_is_evidence() -> None:
-    host = Host()
-    watch = host.watch()
-    host.kills = 8
-    assert "oom_kill 7 → 8" in watch.evidence()
-    assert host.watch().evidence() == "", "an earlier one says nothing of the next engine"
-
-
-def test_little_free_memory_shortly_before_is_evidence_and_a_while_ago_is_not() -> None:
-    host = Host()
-    watch = host.watch()
-    host.free = 0.02
-    watch.look()
-    host.now, host.free = 2.0, 0.9  # the killed process's memory is free again
-    watch.look()
-    assert "2% of the memory was free" in watch.evidence()
-    host.now += RECENT_S
-    watch.look()
+    kills = [7]
+    watch = MemoryWatch(lambda: kills[-1])
     assert watch.evidence() == ""
-
-
-def test_it_looks_at_most_once_a_second_however_often_it_is_asked() -> None:
-    host = Host()
-    watch = host.watch()
-    for _ in range(100):
-        watch.look()
-    assert host.looks == 1
+    kills.append(8)
+    assert "oom_kill 7 → 8" in watch.evidence()
+    assert MemoryWatch(lambda: 8).evidence() == "", "an earlier one says nothing of the next engine"
+    assert MemoryWatch(lambda: None).evidence() == ""
 
 
 @pytest.mark.parametrize(
@@ -134,9 +93,11 @@ def test_gpus_are_read_from_the_drivers_library_if_it_can_be_imported(
         nvmlDeviceGetHandleByIndex=lambda n: n,
         nvmlDeviceGetName=lambda device: f"H{device}",
         nvmlDeviceGetMemoryInfo=memory_of,
+        nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=50),
     )
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    assert gpus() == [Gpu("H0", 4.0, 1.0), Gpu("H1")]
+    assert gpus() == [Gpu("H0", 4.0, 1.0, 0.5), Gpu("H1")]
+    assert gpu_loads() == [GpuLoad(3 << 30, 0.5)]
     assert gpu_bytes() is None, "not all of it is known"
     del memory[1]
     assert gpu_bytes() == 3 << 30

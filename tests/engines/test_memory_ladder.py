@@ -39,57 +39,56 @@ def all_the_way_down(limits: Mapping[str, Any], fault: Fault) -> list[dict[str, 
     return ladder.steps
 
 
-def test_requests_at_once_are_halved_then_tokens_then_the_share_of_the_gpu() -> None:
-    limits = {"max_num_seqs": 9, "max_num_batched_tokens": 3000, "gpu_memory_utilization": 0.75}
-    assert all_the_way_down(limits, FULL) == [
-        {"max_num_seqs": 4},
-        {"max_num_seqs": 2},
-        {"max_num_seqs": 1},
-        {"max_num_batched_tokens": 1500},
-        {"max_num_batched_tokens": 750},
-        {"max_num_batched_tokens": LEAST_BATCHED_TOKENS},
-        {"gpu_memory_utilization": 0.65},
-        {"gpu_memory_utilization": 0.55},
-    ]
+SEQS = {"max_num_seqs": 8, "max_num_batched_tokens": 3000}
 
 
-def test_a_fixed_kv_cache_is_halved_in_place_of_the_share() -> None:
-    limits = {"max_num_seqs": 2, "kv_cache_memory_bytes": 4 * LEAST_CACHE_BYTES + 1}
-    assert all_the_way_down(limits, FULL) == [
-        {"max_num_seqs": 1},
-        {"kv_cache_memory_bytes": 2 * LEAST_CACHE_BYTES},
-        {"kv_cache_memory_bytes": LEAST_CACHE_BYTES},
-    ]
+@pytest.mark.parametrize(
+    ("limits", "fault", "steps"),
+    [
+        (  # requests at once, then tokens, then the share of the GPU
+            {"max_num_seqs": 9, "max_num_batched_tokens": 3000, "gpu_memory_utilization": 0.75},
+            FULL,
+            [
+                *({"max_num_seqs": 4}, {"max_num_seqs": 2}, {"max_num_seqs": 1}),
+                *({"max_num_batched_tokens": 1500}, {"max_num_batched_tokens": 750}),
+                {"max_num_batched_tokens": LEAST_BATCHED_TOKENS},
+                *({"gpu_memory_utilization": 0.65}, {"gpu_memory_utilization": 0.55}),
+            ],
+        ),
+        (  # a fixed KV cache in place of the share
+            {"max_num_seqs": 2, "kv_cache_memory_bytes": 4 * LEAST_CACHE_BYTES + 1},
+            FULL,
+            [
+                {"max_num_seqs": 1},
+                {"kv_cache_memory_bytes": 2 * LEAST_CACHE_BYTES},
+                {"kv_cache_memory_bytes": LEAST_CACHE_BYTES},
+            ],
+        ),
+        (  # more asked for than is free: the claim alone, and lower than where the batch is too large
+            {**SEQS, "gpu_memory_utilization": 0.45},
+            OVER_CLAIM,
+            [{"gpu_memory_utilization": share} for share in (0.35, 0.25, 0.15)],
+        ),
+        (
+            {**SEQS, "kv_cache_memory_bytes": 2 * LEAST_CACHE_BYTES},
+            OVER_CLAIM,
+            [{"kv_cache_memory_bytes": LEAST_CACHE_BYTES}],
+        ),
+        (  # no room for a KV cache: less would not help
+            {"max_num_seqs": 2, "max_num_batched_tokens": 1000, "gpu_memory_utilization": 0.9},
+            WITHOUT_CACHE,
+            [{"max_num_seqs": 1}, {"max_num_batched_tokens": LEAST_BATCHED_TOKENS}],
+        ),
+    ],
+)
+def test_the_way_down(limits: dict[str, Any], fault: Fault, steps: list[dict[str, Any]]) -> None:
+    assert all_the_way_down(limits, fault) == steps
 
 
-def test_more_asked_for_than_is_free_lowers_the_claim_alone() -> None:
-    rest = {"max_num_seqs": 8, "max_num_batched_tokens": 3000}
-    assert all_the_way_down({**rest, "gpu_memory_utilization": 0.45}, OVER_CLAIM) == [
-        {"gpu_memory_utilization": 0.35},
-        {"gpu_memory_utilization": 0.25},
-        {"gpu_memory_utilization": 0.15},
-    ]
-    cache = {"kv_cache_memory_bytes": 2 * LEAST_CACHE_BYTES}
-    assert all_the_way_down({**rest, **cache}, OVER_CLAIM) == [
-        {"kv_cache_memory_bytes": LEAST_CACHE_BYTES}
-    ]
-
-
-def test_a_claim_goes_lower_where_others_hold_the_memory_than_where_the_batch_does() -> None:
-    limits = {"max_num_seqs": 1, "gpu_memory_utilization": 0.9}
-    lowest = [
-        all_the_way_down(limits, fault)[-1]["gpu_memory_utilization"]
-        for fault in (FULL, OVER_CLAIM)
-    ]
-    assert lowest == [LEAST_SHARE, LEAST_SHARE_FREE]
-
-
-def test_no_room_for_a_kv_cache_leaves_the_claim_as_it_is() -> None:
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 1000, "gpu_memory_utilization": 0.9}
-    assert all_the_way_down(limits, WITHOUT_CACHE) == [
-        {"max_num_seqs": 1},
-        {"max_num_batched_tokens": LEAST_BATCHED_TOKENS},
-    ]
+@pytest.mark.parametrize(("fault", "lowest"), [(FULL, LEAST_SHARE), (OVER_CLAIM, LEAST_SHARE_FREE)])
+def test_the_lowest_claim(fault: Fault, lowest: float) -> None:
+    steps = all_the_way_down({"max_num_seqs": 1, "gpu_memory_utilization": 0.9}, fault)
+    assert steps[-1]["gpu_memory_utilization"] == lowest
 
 
 def test_after_the_claim_the_way_down_goes_on_as_the_next_fault_asks() -> None:
@@ -158,76 +157,36 @@ def test_each_step_up_takes_back_exactly_one_step(
         assert ladder.overrides == seen[-1]
 
 
-def stepped_down(stretch: int) -> Ladder:
-    """Two steps below the job's own settings."""
-    return Ladder([{"max_num_seqs": 4}, {"max_num_seqs": 2}], stretch=stretch)
+DOWN, UP = "memory ran out", "a step up"
 
 
-def run_out(ladder: Ladder) -> None:
-    assert ladder.step_down({"max_num_seqs": 64}, FULL) is not None
-
-
-def test_success_never_goes_past_where_it_began() -> None:
-    ladder = Ladder([{"max_num_seqs": 4}], stretch=10)
-    assert ladder.succeeded(10)
-    ladder.step_up()
-    assert ladder.overrides == {}
-    assert not ladder.succeeded(10**6)
-
-
-def test_the_stretch_is_counted_from_the_last_step() -> None:
-    ladder = Ladder(stretch=100)
-    run_out(ladder)
-    assert not ladder.succeeded(60)
-    run_out(ladder)
-    assert not ladder.succeeded(60), "those before the step do not count"
-    assert ladder.succeeded(40)
-    assert ladder.succeeded(1), "it stays time until the step is taken"
-    ladder.step_up()
-    assert not ladder.succeeded(99)
-
-
-def test_a_step_up_that_holds_leaves_the_stretch_as_long_as_it_was() -> None:
-    ladder = stepped_down(100)
-    assert ladder.succeeded(100)
-    ladder.step_up()
-    assert not ladder.succeeded(99)
-    assert ladder.succeeded(1)
-    ladder.step_up()
-    run_out(ladder)
-    run_out(ladder)
-    assert not ladder.succeeded(199), "the second step up is what failed, once"
-    assert ladder.succeeded(1)
-
-
-def test_a_step_up_that_fails_doubles_the_stretch_each_time() -> None:
-    ladder = Ladder([{"max_num_seqs": 4}], stretch=100)
-    for stretch in (100, 200, 400):
-        assert not ladder.succeeded(stretch - 1)
-        assert ladder.succeeded(1)
-        ladder.step_up()
-        run_out(ladder)
-    assert not ladder.succeeded(799)
-    assert ladder.succeeded(1)
-
-
-def test_a_step_up_that_held_for_a_stretch_is_not_to_blame_for_a_later_death() -> None:
-    ladder = Ladder([{"max_num_seqs": 4}], stretch=100)
-    ladder.succeeded(100)
-    ladder.step_up()
-    ladder.succeeded(100)
-    run_out(ladder)
-    assert not ladder.succeeded(99)
-    assert ladder.succeeded(1)
-
-
-def test_a_step_up_is_on_trial_to_the_end_of_its_stretch() -> None:
-    ladder = Ladder([{"max_num_seqs": 4}], stretch=100)
-    ladder.succeeded(100)
-    ladder.step_up()
-    ladder.succeeded(99)
-    run_out(ladder)
-    assert not ladder.succeeded(199)
+@pytest.mark.parametrize(
+    ("n_steps", "script"),
+    [
+        # Success never goes past where it began.
+        (1, [(100, True), UP, (10**6, False)]),
+        # Successes before a step don't count; and it stays time until the step up is taken.
+        (0, [DOWN, (60, False), DOWN, (60, False), (40, True), (1, True), UP, (99, False)]),
+        # A step up that fails doubles the stretch, each time.
+        (1, [(99, False), (1, True), UP, DOWN, (199, False), (1, True), UP, DOWN, (399, False)]),
+        # One that holds leaves it as long as it was, and is not to blame for a later death.
+        (2, [(100, True), UP, (99, False), (1, True), UP, DOWN, DOWN, (199, False), (1, True)]),
+        (1, [(100, True), UP, (100, False), DOWN, (99, False), (1, True)]),
+        # It is on trial to the end of its stretch.
+        (1, [(100, True), UP, (99, False), DOWN, (199, False)]),
+    ],
+)
+def test_the_way_up(n_steps: int, script: list[Any]) -> None:
+    """A number of answers, and whether it is then time for a step up."""
+    ladder = Ladder([{"max_num_seqs": 4}, {"max_num_seqs": 2}][:n_steps], stretch=100)
+    for event in script:
+        if event == DOWN:
+            assert ladder.step_down({"max_num_seqs": 64}, FULL) is not None
+        elif event == UP:
+            ladder.step_up()
+        else:
+            answers, is_time = event
+            assert ladder.succeeded(answers) is is_time
 
 
 def test_overrides_are_all_steps_merged_the_last_one_wins() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from collections import Counter
@@ -16,15 +17,16 @@ from PIL import Image
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
-from batchkit.engines.registry import open_preflight
+from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import JobError, PromptTooLongError, RequestError, RowTimeoutError, ServerError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.types import Request, Row
-from tests.support.chat_server import MODEL, ChatServer, Refused, error, serving
+from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
 from tests.support.command_line import batchkit as in_this_process
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
-from tests.support.server_engine import KEY, ask, job, opened, request, table, texts
+from tests.support.server_engine import ask, job, opened, request, table, texts
+from tests.support.server_runs import answering
 
 pytestmark = pytest.mark.slow
 
@@ -48,19 +50,6 @@ def test_a_chat_is_answered_with_its_text_reason_usage_and_time() -> None:
     ]
 
 
-@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": 3}, {"completion_tokens": None}])
-def test_an_answer_without_a_whole_count_is_an_answer(usage: Any) -> None:
-    parts = [{"type": "text", "text": "some"}, {"type": "text", "text": " tea"}]
-    choice = {"index": 0, "message": {"content": parts}, "finish_reason": "stop"}
-
-    def answer(text: str, body: dict[str, Any]) -> None:
-        raise Refused(200, {"choices": [choice], "usage": usage})
-
-    with serving(answer) as server, opened(server) as engine:
-        (done,) = ask(engine, [request(0)])
-    assert (done.error, done.choices[0].text, done.usage) == (None, "some tea", None)
-
-
 def test_images_travel_as_png() -> None:
     image = Image.effect_noise((64, 48), 100).convert("RGB")
     parts = [
@@ -76,49 +65,47 @@ def test_images_travel_as_png() -> None:
         assert kinds == ["text", "image_url", "image_url", "text"]
 
 
-def test_a_prompt_without_chat_goes_to_completions_with_all_its_choices() -> None:
-    asked = Request(Row(0, "0", {}), None, "once upon", {"n": 3, "max_tokens": 9}, "")
-    with serving() as server, opened(server) as engine:
-        (done,) = ask(engine, [asked])
-    assert [choice.text for choice in done.choices] == ["0 images, asked: once upon"] * 3
-    assert done.usage is not None
-    assert done.usage.completion_tokens == 15
-
-
 @pytest.mark.parametrize("chat", [True, False])
-def test_logprobs_have_one_shape(chat: bool) -> None:
-    asked = request(0, logprobs=1, max_tokens=2)
+def test_choices_and_logprobs_have_one_shape_with_and_without_chat(chat: bool) -> None:
+    asked = request(0, logprobs=1, max_tokens=2, n=3)
     if not chat:
         asked = Request(asked.row, None, "row 0", asked.sampling, "")
     with serving() as server, opened(server) as engine:
         (done,) = ask(engine, [asked])
+    assert [choice.text for choice in done.choices] == ["0 images,"] * 3
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 6
     first, second = done.choices[0].logprobs
     assert (first["token"], first["logprob"]) == ("0", -0.5)
     assert second["token"] == "images,"
     assert {"token": "x", "logprob": -2.0} in first["top_logprobs"]
 
 
-def test_sampling_is_sent_in_the_apis_words() -> None:
-    schema = {"type": "object", "properties": {"score": {"type": "integer"}}}
+SCHEMA = {"type": "object", "properties": {"score": {"type": "integer"}}}
+FORMAT = {"name": "answer", "schema": SCHEMA, "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sent"),
+    [
+        ({"top_p": 0.9, "top_k": 5, "stop": ["x"], "seed": None}, {"top_p": 0.9, "top_k": 5, "stop": ["x"]}),
+        ({"logprobs": 0}, {"logprobs": True, "top_logprobs": 0}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"structured_outputs": {"choice": ["a"]}}),
+        (
+            {"structured_outputs": {"json_object": True}},
+            {"response_format": {"type": "json_object"}},
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA}},
+            {"response_format": {"type": "json_schema", "json_schema": FORMAT}},
+        ),
+    ],
+)  # fmt: skip
+def test_sampling_is_sent_in_the_apis_words(sampling: dict[str, Any], sent: dict[str, Any]) -> None:
     with serving() as server, opened(server) as engine:
-        ask(
-            engine,
-            [
-                request(0, structured_outputs={"json": schema}, top_p=0.9, seed=None),
-                request(1, structured_outputs={"choice": ["a", "b"]}, top_k=5, stop=["x"]),
-                request(2, structured_outputs={"json_object": True}, logprobs=0),
-            ],
-        )
-        json_schema, choice, json_object = sorted(
-            server.bodies, key=lambda body: body["messages"][0]["content"]
-        )
-    assert json_schema["response_format"]["json_schema"]["schema"] == schema
-    assert "structured_outputs" not in json_schema
-    assert "seed" not in json_schema
-    assert (json_schema["top_p"], choice["top_k"], choice["stop"]) == (0.9, 5, ["x"])
-    assert choice["structured_outputs"] == {"choice": ["a", "b"]}
-    assert json_object["response_format"] == {"type": "json_object"}
-    assert (json_object["logprobs"], json_object["top_logprobs"]) == (True, 0)
+        ask(engine, [request(0, **sampling)])
+        (body,) = server.bodies
+    assert {key: body[key] for key in body.keys() - {"model", "messages", "max_tokens"}} == sent
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
@@ -161,7 +148,7 @@ def test_a_mistyped_parameter_is_refused_before_it_is_passed_over() -> None:
         ({"extra_body": {"stream": True}}, "engine.options.extra_body.stream: set by batchkit"),
         ({"extra_body": {"embed_dtype": "float16"}}, "extra_body.embed_dtype: set by batchkit"),
         ({"extra_body": {"endianness": "big"}}, "extra_body.endianness: set by batchkit"),
-        ({"drop": "n"}, "engine.options.drop: found 'n', expected list of text"),
+        ({"drop": "n"}, 'engine.options.drop: found "n", expected list of text'),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
@@ -190,17 +177,46 @@ def test_the_engine_table_is_checked(engine: dict[str, Any], message: str) -> No
     assert "secret" not in str(refused.value)
 
 
+LLAMA_CPP = {"owned_by": "llamacpp"}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "hint"),
+    [
+        ({"repetition_penalty": 1.1}, "engine.options.extra_body.repeat_penalty"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "extra_body.grammar"),
+        ({"min_tokens": 5}, "would answer without it; leave it out"),
+    ],
+)
+def test_what_llama_cpp_would_ignore_is_refused(sampling: dict[str, Any], hint: str) -> None:
+    (name,) = sampling
+    lacks = f"sampling.{name}: llama.cpp's server lacks it"
+    with serving(model=LLAMA_CPP) as server:
+        with pytest.raises(JobError, match=f"{re.escape(lacks)}.*{re.escape(hint)}"):
+            open_engine(job(server, sampling=sampling))
+        assert server.bodies == []
+        with opened(server) as engine:
+            refused, answered = ask(engine, [request(0, **sampling), request(1)])
+    assert lacks in str(refused.error)
+    assert answered.error is None
+    with serving() as server, opened(server, sampling=sampling) as engine:  # another one has it
+        assert ask(engine, [request(0, **sampling)])[0].error is None
+
+
+def test_what_llama_cpp_has_is_sent() -> None:
+    sampling = {"top_k": 5, "structured_outputs": {"json": {"type": "object"}}}
+    with serving(model=LLAMA_CPP) as server, opened(server, sampling=sampling) as engine:
+        assert ask(engine, [request(0, **sampling)])[0].error is None
+
+
 # --- the row's own fault
 
 
 def test_a_short_key_hides_no_words_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of one's own take any key, and many are given such a word."""
     monkeypatch.setenv("OPENAI_API_KEY", "token")
-
-    def before(text: str, body: dict[str, Any]) -> None:
-        raise Refused(400, error("5000 tokens are too many", param="input_tokens", code=400))
-
-    with serving(before) as server, opened(server) as engine:
+    long = Refused(400, error("5000 tokens are too many", param="input_tokens", code=400))
+    with serving(answering([long])) as server, opened(server) as engine:
         (done,) = ask(engine, [request(0)])
     assert isinstance(done.error, PromptTooLongError)
     assert str(done.error) == "5000 tokens are too many"
@@ -252,24 +268,19 @@ def test_a_row_that_takes_too_long_fails_alone() -> None:
 @pytest.mark.parametrize("others", [0, 8])
 def test_a_row_that_the_server_fails_over_fails_and_no_other(others: int) -> None:
     """Also when none but such rows are left, and only a prompt of one word proves the server sound."""
-    answers = {
-        "row 0": Refused(500, error("division by zero", "InternalServerError", code=500)),
-        "row 1": Refused(200, b'{"choices": [{"ind'),
-        "row 2": Refused(200, {"choices": []}),
-        "row 3": Refused(200, error("it broke", code=500)),
-    }
-    tries = Counter[str]()
-
-    def before(text: str, body: dict[str, Any]) -> None:
-        tries[text] += 1
-        if text in answers:
-            raise answers[text]
-
-    with serving(before) as server, opened(server) as engine:
-        done = ask(engine, map(request, range(4 + others)))
-    assert [type(c.error) for c in done[:4]] == [ServerError] * 4
-    assert {tries[text] for text in answers} == {3}
-    assert all(c.error is None for c in done[4:])
+    answers = [
+        Refused(500, error("division by zero", "InternalServerError", code=500)),
+        Refused(200, b'{"choices": [{"ind'),
+        Refused(200, {"choices": []}),
+        Refused(200, error("it broke", code=500)),
+        HangUp(),
+    ]
+    with serving(answering(answers)) as server, opened(server) as engine:
+        done = ask(engine, map(request, range(5 + others)))
+        asked = Counter(body["messages"][0]["content"] for body in server.bodies)
+    assert [type(c.error) for c in done[:5]] == [ServerError] * 5
+    assert {asked[f"row {n}"] for n in range(5)} == {3}
+    assert all(c.error is None for c in done[5:])
 
 
 # --- whole runs, from the command line
@@ -287,13 +298,8 @@ def test_a_run_with_images_answers_every_row(tmp_path: Path) -> None:
     for n in range(200):
         Image.effect_noise((48, 32), n).convert("RGB").save(tmp_path / f"w{n}.jpg")
     with serving(latency_s=0.01) as server:
-        made = _write(
-            tmp_path,
-            server,
-            200,
-            prompt={"images": ["{{ word }}.jpg"]},
-            media={"root": str(tmp_path)},
-        )
+        images = {"prompt": {"images": ["{{ word }}.jpg"]}, "media": {"root": str(tmp_path)}}
+        made = _write(tmp_path, server, 200, **images)
         checked = in_this_process("validate", tmp_path / "job.toml")
         assert checked.exit_code == 0, checked.stderr
         assert "200 ok" in checked.stdout
@@ -340,57 +346,3 @@ def test_a_run_whose_server_goes_away_stops_and_is_carried_on_at_another_address
     assert again.answered.total() == 40 - done
     assert sorted(r["index"] for r in read_jsonl(made.folder / "results.jsonl")) == list(range(40))
     assert {r["status"] for r in read_jsonl(made.folder / "results.jsonl")} == {"ok"}
-
-
-def test_a_refused_key_in_the_middle_of_a_run_fails_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_KEY", KEY)
-    with serving(key=KEY) as server:
-
-        def before(text: str, body: dict[str, Any]) -> None:
-            if server.answered.total() >= 20:
-                raise Refused(401, error("key revoked"))
-
-        server.before = before
-        engine = {"api_key_env": "MY_KEY", "options": {"max_num_seqs": 1}}
-        made = _write(tmp_path, server, 40, engine=engine)
-        stopped = batchkit("run", "job.toml", cwd=tmp_path)
-        assert stopped.returncode == 1
-        assert "MY_KEY" in stopped.stderr
-        assert {r["status"] for r in read_jsonl(made.folder / "results.jsonl")} == {"ok"}
-        assert KEY not in "".join(p.read_text() for p in made.folder.iterdir() if p.is_file())
-        server.before = lambda text, body: None
-        assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
-    assert len(read_jsonl(made.folder / "results.jsonl")) == 40
-
-
-def test_a_judge_answers_in_the_shape_that_it_was_asked_for(tmp_path: Path) -> None:
-    def before(text: str, body: dict[str, Any]) -> str:
-        assert body["response_format"]["json_schema"]["schema"]["required"] == ["score"]
-        answer, _, reference = text.partition(" / ")
-        return json.dumps({"score": 100 if answer == reference else 0})
-
-    schema = {
-        "type": "object",
-        "properties": {"score": {"type": "integer"}},
-        "required": ["score"],
-    }
-    with serving(before) as server:
-        made = make_job(
-            table(
-                server,
-                tmp_path,
-                prompt={"user": "{{ answer }} / {{ reference }}"},
-                sampling={"structured_outputs": {"json": schema}},
-            ),
-            "test",
-        )
-        rows = [{"answer": str(n), "reference": str(n % 7)} for n in range(20)]
-        summary = ProductionBatchProcessor(made, quiet=True).process(rows)
-    assert summary.ok == 20
-    scores = {
-        r["index"]: json.loads(r["text"])["score"]
-        for r in read_jsonl(made.folder / "results.jsonl")
-    }
-    assert scores == {n: 100 if n < 7 else 0 for n in range(20)}

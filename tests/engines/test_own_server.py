@@ -86,11 +86,6 @@ def servers(folder: Path) -> list[psutil.Process]:
     return mine
 
 
-def is_gone(process: psutil.Process) -> bool:
-    """Where nobody waits for it, its number stays."""
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], subprocess.Popen[str]]:
     """``batchkit run job.toml`` in the background, its processes marked."""
@@ -281,42 +276,35 @@ def test_a_port_is_given_to_one_server_at_a_time() -> None:
     """One that loads for minutes takes its port late, and another run's would be taken for it."""
     first = claimed_port()
     taken = first.number
-    with first.claim, claimed_port(iter([taken, taken, taken + 1]).__next__).claim as second:
+    with first.claim, claimed_port([taken, taken, taken + 1]).claim as second:
         assert second.getsockname().endswith(str(taken + 1).encode())
-    with claimed_port(iter([taken]).__next__).claim as again:
+    with claimed_port([taken]).claim as again:
         assert again.getsockname().endswith(str(taken).encode())
 
 
-def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
-    message = started_wrongly(tmp_path, "lama-server -m x.gguf --port {port}")
-    assert "engine.server.command: no program 'lama-server'" in message
-
-
-def test_a_file_that_is_no_program_is_reported_with_its_reason(tmp_path: Path) -> None:
+def test_what_can_not_be_started_is_reported_with_its_reason(tmp_path: Path) -> None:
     script = tmp_path / "serve"
     script.write_bytes(b"\x7fELF nonsense")
     script.chmod(0o755)
-    assert "serve: can't be started: Exec format error" in started_wrongly(
-        tmp_path, f"{script} {{port}}"
-    )
-
-
-def test_a_server_that_the_system_does_not_start_is_reported_with_the_reason(
-    tmp_path: Path,
-) -> None:
     longest = 2**17  # bytes of an argument, on Linux
-    message = started_wrongly(tmp_path, f"{SERVER} {'x' * longest}")
-    assert message.endswith("can't be started: Argument list too long")
+    for command, message in (
+        ("lama-server -m x --port {port}", "engine.server.command: no program 'lama-server'"),
+        (f"{script} {{port}}", "serve: can't be started: Exec format error"),
+        (f"{SERVER} {'x' * longest}", "can't be started: Argument list too long"),
+    ):
+        assert message in started_wrongly(tmp_path, command)
+    folder = tmp_path / "a file where a folder is needed"
+    folder.write_text("")
+    assert "engine.log: can't be written: " in started_wrongly(folder, SERVER)
 
 
-def test_a_log_that_can_not_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "output").write_text("a file where a folder is needed")
-    assert "engine.log: can't be written: " in started_wrongly(tmp_path, SERVER)
+def python(code: str) -> str:
+    return shlex.join([sys.executable, "-c", code, "{port}"])
 
 
 def test_a_server_that_exits_at_once_is_reported_with_its_last_output(tmp_path: Path) -> None:
     code = "import sys; print('one'); print('unknown model tiny', file=sys.stderr); sys.exit(5)"
-    message = started_wrongly(tmp_path, shlex.join([sys.executable, "-c", code, "{port}"]))
+    message = started_wrongly(tmp_path, python(code))
     assert "it ended before it was ready (exit code 5" in message
     assert "\n  unknown model tiny" in message
     assert str(tmp_path / "output" / "a" / "engine.log") in message
@@ -330,7 +318,7 @@ def test_the_cause_is_the_last_error_that_names_one(tmp_path: Path) -> None:
         'INFO: 127.0.0.1 - "POST /v1/chat/completions HTTP/1.1" 500 Internal Server Error',
         "shutting down",
     ]
-    command = shlex.join([sys.executable, "-c", f"print(*{lines}, sep='\\n')", "{port}"])
+    command = python(f"print(*{lines}, sep='\\n')")
     with pytest.raises(StartFailed) as failed:
         open_engine(make_job(table(tmp_path, command, input={}), "test"))
     assert str(failed.value.fault) == "exit code 0: RuntimeError: device-side assert"
@@ -338,9 +326,7 @@ def test_the_cause_is_the_last_error_that_names_one(tmp_path: Path) -> None:
 
 def test_a_port_that_is_never_opened_is_reported_after_the_time_limit(tmp_path: Path) -> None:
     code = "import time; print('thinking', flush=True); time.sleep(600)"
-    message = started_wrongly(
-        tmp_path, shlex.join([sys.executable, "-c", code, "{port}"]), start_timeout_s=1.0
-    )
+    message = started_wrongly(tmp_path, python(code), start_timeout_s=1.0)
     assert "after 1 s (engine.server.start_timeout_s)" in message
     assert "/health" in message
     assert "\n  thinking" in message
@@ -351,7 +337,7 @@ def test_a_command_of_the_jobs_own_that_runs_out_of_memory_is_not_tried_again(
 ) -> None:
     """batchkit can't make it smaller."""
     code = "import sys; print('starting'); sys.exit('cudaMalloc failed: out of memory')"
-    folder = write(tmp_path, 20, shlex.join([sys.executable, "-c", code, "{port}"]))
+    folder = write(tmp_path, 20, python(code))
     ran = batchkit("run", "job.toml", cwd=tmp_path)
     assert ran.returncode == 1
     assert "\n  cudaMalloc failed: out of memory" in ran.stderr
@@ -375,6 +361,7 @@ def test_a_server_is_waited_for_and_ends_with_its_engine(
         children = server.children()
         assert [child.name() for child in children] == ["sleep"]
     assert not server.is_running()
+    is_gone = lambda child: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE  # noqa: E731
     until(lambda: all(map(is_gone, children)))
     assert "serving at http://127.0.0.1:" in (job.folder / "engine.log").read_text()
     engine.close()
@@ -408,51 +395,40 @@ def test_what_failed_is_run_again_on_a_server_of_its_own(tmp_path: Path) -> None
     assert records(folder)[-1]["text"] == "0 images, asked: say w7"
 
 
-def test_a_server_that_is_killed_is_replaced_and_no_row_lost_or_twice(
-    tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
-) -> None:
-    folder = write(tmp_path, 80, f"{SERVER} --latency-s 0.1")
-    run = begin()
-    until(some_done(folder, 20))
-    (server,) = servers(tmp_path)
-    server.kill()
-    _, err = run.communicate(timeout=120)
-    assert run.returncode == 0, err
-    assert sorted(r["index"] for r in records(folder)) == list(range(80))
-    assert {r["status"] for r in records(folder)} == {"ok"}
-    assert "SIGKILL" in err
-    status = batchkit("status", "--json", folder, cwd=tmp_path)
-    assert json.loads(status.stdout)["engine_restarts"] >= 1
-    assert servers(tmp_path) == []
-
-
-def test_a_server_that_is_replaced_loads_the_models_files_that_the_run_began_with(
-    tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_server_that_is_killed_is_replaced_by_one_of_the_same_model(
+    is_changed: bool, tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
 ) -> None:
     weights = tmp_path / MODEL  # engine.model starts from the working directory
     weights.write_text("of yesterday")
     folder = write(tmp_path, 80, f"{SERVER} --latency-s 0.1")
     run = begin()
     until(some_done(folder, 20))
-    weights.write_text("of a training that goes on")
+    if is_changed:
+        weights.write_text("of a training that goes on")
     (server,) = servers(tmp_path)
     server.kill()
     _, err = run.communicate(timeout=120)
-    assert run.returncode == 1, err
-    assert "other files than those that the run began with" in err
-    assert "engine.model_files" in err
-    assert len(records(folder)) < 80
+    assert "SIGKILL" in err
     assert servers(tmp_path) == []
-
-    weights.write_text("of yesterday")
-    assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
+    if is_changed:
+        assert run.returncode == 1, err
+        assert "other files than those that the run began with" in err
+        assert "engine.model_files" in err
+        assert len(records(folder)) < 80
+        weights.write_text("of yesterday")
+        assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
+    else:
+        assert run.returncode == 0, err
+        status = batchkit("status", "--json", folder, cwd=tmp_path)
+        assert json.loads(status.stdout)["engine_restarts"] >= 1
     assert sorted(r["index"] for r in records(folder)) == list(range(80))
+    assert {r["status"] for r in records(folder)} == {"ok"}
 
 
 def test_a_server_that_grows_too_large_is_replaced_between_rows(tmp_path: Path) -> None:
-    engine = {"options": {"max_num_seqs": 4}}
-    command = f"{SERVER} --latency-s 0.3 --leaks-mb 5"
-    folder = write(tmp_path, 45, command, engine={**table(tmp_path, command)["engine"], **engine})
+    options = {"options": {"max_num_seqs": 4}}
+    folder = write(tmp_path, 45, f"{SERVER} --latency-s 0.3 --leaks-mb 5", engine=options)
     ran = batchkit("run", "job.toml", "--set", "run.max_host_gb=0.2", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "engine restart: its process holds 0.2 GiB (run.max_host_gb = 0.2)" in ran.stderr
@@ -497,45 +473,35 @@ def test_a_server_that_answers_nobody_any_more_is_replaced(tmp_path: Path) -> No
 # --- however the run ends
 
 
-@pytest.mark.parametrize("signums", [[signal.SIGINT], [signal.SIGINT] * 2, [signal.SIGTERM]])
-def test_a_server_ends_with_a_run_that_is_interrupted(
-    signums: list[int], tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
+@pytest.mark.parametrize(
+    ("signums", "options"),
+    [
+        ([signal.SIGINT], "--latency-s 0.2"),
+        ([signal.SIGINT, signal.SIGINT], "--latency-s 0.2"),
+        ([signal.SIGTERM], "--latency-s 0.2"),
+        ([signal.SIGINT], "--loads-s 300"),
+        ([signal.SIGKILL], "--latency-s 0.2"),
+    ],
+)
+def test_a_server_ends_with_its_run_however_that_ends(
+    signums: list[int],
+    options: str,
+    tmp_path: Path,
+    begin: Callable[[], subprocess.Popen[str]],
 ) -> None:
-    folder = write(tmp_path, 100, f"{SERVER} --latency-s 0.2")
+    is_loading = "loads" in options
+    folder = write(tmp_path, 100, f"{SERVER} {options}", run={"price_per_gpu_hour": 2.0})
     run = begin()
-    until(some_done(folder, 10))
+    until((lambda: len(servers(tmp_path)) == 1) if is_loading else some_done(folder, 10))
     (server,) = servers(tmp_path)
     for signum in signums:
         run.send_signal(signum)
         time.sleep(0.1)
     _, err = run.communicate(timeout=60)
+    if signums == [signal.SIGKILL]:
+        until(lambda: not server.is_running())
+        return
     assert run.returncode == 128 + signums[0], err
     assert not server.is_running()
-    assert {r["status"] for r in records(folder)} == {"ok"}
-
-
-def test_a_server_ends_with_a_run_that_is_interrupted_while_it_loads(
-    tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
-) -> None:
-    prices = {"price_per_gpu_hour": 2.0}
-    folder = write(tmp_path, 10, f"{SERVER} --loads-s 300", run=prices)
-    run = begin()
-    until(lambda: len(servers(tmp_path)) == 1)
-    (server,) = servers(tmp_path)
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
-    assert run.returncode == 130, err
-    assert not server.is_running()
+    assert is_loading or {r["status"] for r in records(folder)} == {"ok"}
     assert json.loads((folder / "manifest.json").read_text())["starts"][-1]["gpu_seconds"] > 0
-
-
-def test_a_server_ends_with_a_run_that_is_killed(
-    tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
-) -> None:
-    folder = write(tmp_path, 100, f"{SERVER} --latency-s 0.2")
-    run = begin()
-    until(some_done(folder, 10))
-    (server,) = servers(tmp_path)
-    run.kill()
-    run.communicate()
-    until(lambda: not server.is_running())

@@ -46,6 +46,11 @@ SURPLUSES: dict[str, Callable[[str], Raw]] = {
     "a Content-Length that is too small": lambda text: Raw(
         http(own(text)) + http(said("SMUGGLED"))
     ),
+    "the same answer late": lambda text: Raw(http(own(text)), http(own(text)), wait_s=0.1),
+    "another answer late": lambda text: Raw(http(own(text)), http(said("AGAIN")), wait_s=0.1),
+    "another row's answer late": lambda text: Raw(
+        http(own(text)), http(said("asked: row 3")), wait_s=0.1
+    ),
 }
 
 
@@ -54,34 +59,20 @@ SURPLUSES: dict[str, Callable[[str], Raw]] = {
 def test_bytes_behind_an_answer_never_become_the_answer_to_another_row(
     kind: str, max_num_seqs: int
 ) -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        if text == "row 5":
-            raise SURPLUSES[kind](text)
-        raise Refused(200, own(text))
-
-    with serving(before) as server:
-        write_job(server, 40, engine={"options": {"max_num_seqs": max_num_seqs}})
-        assert batchkit("run", "job.toml").exit_code == 0
-    assert [r["text"] for r in records()] == [f"asked: row {n}" for n in range(40)]
-
-
-@pytest.mark.parametrize("second", ["the same", "another", "another row's"])
-def test_a_second_answer_that_comes_late_is_taken_for_no_row(second: str) -> None:
-    """Taken for the next row's, it would leave that one's to the row after, and so on to the end."""
-    seconds = {"the same": "asked: row 5", "another": "AGAIN", "another row's": "asked: row 3"}
     is_first = iter([True])
 
     def before(text: str, body: dict[str, Any]) -> None:
         if text == "row 5" and next(is_first, False):
-            raise Raw(http(own(text)), http(said(seconds[second])), wait_s=0.1)
-        time.sleep(0.03)  # so that the second one comes while a later row waits
+            raise SURPLUSES[kind](text)
+        if "late" in kind:
+            time.sleep(0.03)  # so that the second one comes while a later row waits
         raise Refused(200, own(text))
 
     with serving(before) as server:
-        write_job(server, 12, engine={"options": {"max_num_seqs": 1}})
+        write_job(server, 12, engine={"options": {"max_num_seqs": max_num_seqs}})
         assert batchkit("run", "job.toml").exit_code == 0
-    found = {r["index"]: r["text"] for r in records()}
-    assert found == {n: f"asked: row {n}" for n in range(12)}
+        assert server.connections >= 12  # each request has one of its own
+    assert [r["text"] for r in records()] == [f"asked: row {n}" for n in range(12)]
 
 
 def test_an_answer_that_was_there_before_the_request_is_not_taken() -> None:
@@ -93,18 +84,6 @@ def test_an_answer_that_was_there_before_the_request_is_not_taken() -> None:
         assert texts(ask(engine, [request(0)])) == ["asked: row 0"]
         time.sleep(0.3)
         assert texts(ask(engine, [request(0, "row 1")])) == ["0 images, asked: row 1"]
-
-
-def test_each_request_has_a_connection_of_its_own_whatever_the_framing() -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        content = json.dumps(own(text), indent=1).replace("\n", "\n\r\n").encode()
-        raise Raw(chunked(content)) if int(text.split()[-1]) % 2 else Refused(200, content)
-
-    with serving(before) as server:
-        write_job(server, 40, engine={"options": {"max_num_seqs": 2}})
-        assert batchkit("run", "job.toml").exit_code == 0
-        assert server.connections >= 40
-    assert [r["text"] for r in records()] == [f"asked: row {n}" for n in range(40)]
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -136,7 +115,7 @@ def test_a_server_that_comes_back_with_another_model_stops_the_run() -> None:
     assert len(records()) == 4
 
 
-@pytest.mark.parametrize(
+LISTS = pytest.mark.parametrize(
     ("first", "second", "is_another"),
     [
         ({"root": "/models/a"}, {"root": "/models/b"}, True),
@@ -147,6 +126,9 @@ def test_a_server_that_comes_back_with_another_model_stops_the_run() -> None:
         ({"meta": {"n_params": 7}}, {"meta": None}, False),
     ],
 )
+
+
+@LISTS
 def test_a_server_that_answers_under_any_name_is_known_by_its_list_when_it_comes_back(
     first: dict[str, Any], second: dict[str, Any], is_another: bool
 ) -> None:
@@ -210,15 +192,7 @@ def test_a_server_that_goes_away_after_its_last_answer_has_answered_it() -> None
     assert [r["status"] for r in records()] == ["ok"] * 4
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "is_another"),
-    [
-        ({"root": "/models/a"}, {"root": "/models/b"}, True),
-        ({"id": "a.gguf", "created": 1}, {"id": "a.gguf", "created": 2}, False),
-        ({"meta": {"n_params": 7, "n_ctx": 64}}, {"meta": {"n_params": 7, "n_ctx": 99}}, False),
-        ({"meta": {"n_params": 7}}, {"meta": None}, False),
-    ],
-)
+@LISTS
 def test_a_server_with_another_model_at_the_next_start_is_not_asked(
     first: dict[str, Any], second: dict[str, Any], is_another: bool
 ) -> None:
@@ -237,32 +211,22 @@ def test_a_server_with_another_model_at_the_next_start_is_not_asked(
     assert len(records()) == 6
 
 
-def test_a_retry_never_puts_the_sentences_of_a_dry_run_among_answers() -> None:
-    with serving(answering([Refused(400, error("bad"))])) as server:
-        write_job(server, 2)
+def test_a_retry_asks_only_the_model_of_the_run() -> None:
+    with serving(answering([said(), Refused(400, error("no"))]), model=A) as server:
+        write_job(server, 3)
         assert batchkit("run", "job.toml").exit_code == 3
         before = records()
         found = batchkit("retry-failed", str(RUN), "--set", "engine.kind=dry-run")
-    assert found.exit_code == 2
-    assert "its sentences would stand among the answers of" in found.stderr
-    assert records() == before
-
-
-def test_a_retry_with_another_option_still_asks_only_the_model_of_the_run() -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        if text == "row 1":
-            raise Refused(400, error("no"))
-
-    with serving(before, model={"root": "/models/a"}) as server:
-        write_job(server, 3)
-        assert batchkit("run", "job.toml").exit_code == 3
+        assert found.exit_code == 2
+        assert "its sentences would stand among the answers of" in found.stderr
+        assert records() == before
     retry = ("retry-failed", str(RUN), "--set", "engine.options.max_model_len=400")
-    with serving(model={"root": "/models/b"}, port=server.port) as other:
+    with serving(model=B, port=server.port) as other:
         found = batchkit(*retry)
     assert found.exit_code == 1
     assert "engine.served: " in found.stderr
     assert other.answered.total() == 0
-    with serving(model={"root": "/models/a"}, port=server.port):
+    with serving(model=A, port=server.port):
         assert batchkit(*retry).exit_code == 0
 
 

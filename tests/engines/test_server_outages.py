@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -22,16 +20,23 @@ from batchkit.engines.registry import open_engine
 from batchkit.errors import EngineError, RowTimeoutError
 from batchkit.types import Completion
 from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
-from tests.support.server_engine import KEY, ask, job, opened, request
+from tests.support.server_engine import KEY, ask, job, opened, request, texts
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("short_pauses"), pytest.mark.slow]
 
 
-def _poll_for(engine: Engine, within_s: float, done: list[Completion] | None = None) -> None:
+def _poll_for(engine: Engine, within_s: float, done: list[Completion], n: int = 10**6) -> None:
+    """Until ``done`` has ``n``."""
     deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        (done if done is not None else []).extend(engine.poll(0.05))
+    while len(done) < n and time.monotonic() < deadline:
+        done += engine.poll(0.05)
+
+
+def _submit(engine: Engine, n: int) -> list[Completion]:
+    for index in range(n):
+        engine.submit(request(index))
+    return []
 
 
 def test_a_storm_of_429_is_weathered_with_fewer_at_a_time() -> None:
@@ -83,7 +88,7 @@ def test_a_server_that_is_too_slow_for_so_many_gets_fewer_at_a_time() -> None:
 
 def test_a_request_that_is_interrupted_at_any_instant_holds_up_no_other() -> None:
     async def ask_all(url: str) -> None:
-        connections = Connections({}, trust_env=False)
+        connections = Connections({}, trust_env=False, max_bytes=1000)
         for turns in range(60):
             first = asyncio.create_task(models(connections, url))
             for _ in range(turns):
@@ -95,20 +100,49 @@ def test_a_request_that_is_interrupted_at_any_instant_holds_up_no_other() -> Non
         await connections.close()
 
     async def models(connections: Connections, url: str) -> Response:
-        return await connections.exchange(
-            "GET", f"{url}/models", None, timeout_s=5, max_bytes=lambda status: 1000
-        )
+        return await connections.exchange("GET", f"{url}/models", None, 5)
 
     with serving() as server:
         asyncio.run(ask_all(server.url))
 
 
-def test_retry_after_may_be_a_date() -> None:
-    assert retry_after_s("3") == 3
-    assert retry_after_s("nonsense") is retry_after_s(None) is None
-    in_ten = retry_after_s(formatdate(time.time() + 10, usegmt=True))
-    assert in_ten is not None
-    assert 7 < in_ten < 11
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("3", 3), ("-1", 0), ("nan", 0), ("Mon, 01 Jan 2035 00:00:00 GMT", None), (None, None)],
+)
+def test_retry_after_is_in_seconds(value: str | None, expected: float | None) -> None:
+    assert retry_after_s(value) == expected
+
+
+@pytest.mark.parametrize("status", [409, 424, 499])
+def test_a_refusal_that_says_nothing_of_the_row_is_tried_again(status: int) -> None:
+    """As ``text-generation-inference`` answers 424 to all requests while its model is gone."""
+    refused: list[str] = []
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text not in refused:
+            refused.append(text)
+            raise Refused(status, {"error": "Request failed during generation"})
+
+    with serving(before) as server, opened(server) as engine:
+        done = ask(engine, map(request, range(4)))
+    assert [c.error for c in done] == [None] * 4
+
+
+@pytest.mark.parametrize(("status", "others"), [(429, 0), (429, 12), (504, 12), (408, 0)])
+def test_a_row_that_is_always_turned_away_fails_in_the_end_and_no_other(
+    status: int, others: int
+) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text in ("row 0", "row 1"):
+            raise Refused(status, error("Request too large: Limit 30000, Requested 50000"))
+
+    options = {"max_num_seqs": 4, "give_up_s": 0.5}
+    with serving(before) as server, opened(server, options) as engine:
+        done = ask(engine, map(request, range(2 + others)), within_s=40)
+    assert texts(done[:2]) == ["ServerError"] * 2
+    assert "Limit 30000" in str(done[0].error)
+    assert [c.error for c in done[2:]] == [None] * others
 
 
 @pytest.mark.parametrize("status", [502, 503])
@@ -146,20 +180,13 @@ def test_a_connection_that_breaks_off_is_tried_again() -> None:
 def test_a_server_that_is_killed_and_comes_back_loses_no_row() -> None:
     server = ChatServer(latency_s=0.05)
     with opened(server, {"max_num_seqs": 8}) as engine:
-        for index in range(60):
-            engine.submit(request(index))
-        done: list[Completion] = []
-        while len(done) < 10:
-            done += engine.poll(0.05)
+        done = _submit(engine, 60)
+        _poll_for(engine, 20, done, n=10)
         server.kill()
-        gone_until = time.monotonic() + 0.5
-        while time.monotonic() < gone_until:
-            done += engine.poll(0.05)
+        _poll_for(engine, 0.5, done)
         assert len(done) < 60
         with serving(port=server.port) as again:
-            deadline = time.monotonic() + 20
-            while len(done) < 60 and time.monotonic() < deadline:
-                done += engine.poll(0.05)
+            _poll_for(engine, 20, done, n=60)
             assert again.most <= 8
     assert sorted(c.request.row.index for c in done) == list(range(60))
     assert all(c.error is None for c in done)
@@ -204,9 +231,7 @@ def test_an_outage_is_reported_and_waited_for_with_one_probe_at_a_time(
 
     with serving(before) as server, opened(server, {"max_num_seqs": 8}) as engine:
         well_at = time.monotonic() + 2.5
-        for index in range(8):
-            engine.submit(request(index))
-        done: list[Completion] = []
+        done = _submit(engine, 8)
         events: list[str] = []
         while len(done) < 8:
             done += engine.poll(0.05)
@@ -237,28 +262,26 @@ def test_answers_to_requests_sent_before_an_outage_blame_no_row() -> None:
 # --- what stops the run
 
 
-def test_a_server_that_stays_away_is_given_up_with_the_reason() -> None:
-    server = ChatServer()
+@pytest.mark.parametrize("is_away", [True, False])
+def test_a_server_that_answers_nothing_is_given_up_and_no_row_is_blamed(is_away: bool) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if server.answered:
+            raise Refused(500, error("EngineDeadError", "InternalServerError", code=500))
+
+    server = ChatServer(before)
     with opened(server, {"give_up_s": 1.0}) as engine:
         ask(engine, [request(0)])
-        server.kill()
-        for index in range(5):
-            engine.submit(request(index))
+        if is_away:
+            server.kill()
+        done = _submit(engine, 5)
         with pytest.raises(EngineError) as given_up:
-            _poll_for(engine, 15)
-    for part in (server.url, "give_up_s = 1", "ConnectError", "run the same command again"):
+            _poll_for(engine, 30, done)
+    why = "ConnectError" if is_away else "EngineDeadError"
+    for part in (server.url, "give_up_s = 1", why, "run the same command again"):
         assert part in str(given_up.value)
-
-
-def test_a_server_that_fails_over_everything_is_given_up_and_no_row_is_blamed() -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        raise Refused(500, error("EngineDeadError", "InternalServerError", code=500))
-
-    with serving(before) as server, opened(server, {"give_up_s": 1.0}) as engine:
-        for index in range(5):
-            engine.submit(request(index))
-        with pytest.raises(EngineError, match="EngineDeadError"):
-            _poll_for(engine, 30)
+    assert done == []
+    if not is_away:
+        server.kill()
 
 
 @pytest.mark.parametrize(
@@ -284,9 +307,7 @@ def test_what_waiting_does_not_fix_stops_the_run_at_once(
         serving(before, key=KEY) as server,
         opened(server, {"max_num_seqs": 2}, engine={"api_key_env": "MY_KEY"}) as engine,
     ):
-        for index in range(8):
-            engine.submit(request(index))
-        done: list[Completion] = []
+        done = _submit(engine, 8)
         with pytest.raises(EngineError) as stopped:
             _poll_for(engine, 10, done)
         with pytest.raises(EngineError):
@@ -298,39 +319,37 @@ def test_what_waiting_does_not_fix_stops_the_run_at_once(
 
 def test_an_unknown_model_stops_the_run_and_the_known_ones_are_listed() -> None:
     with serving() as server, opened(server, engine={"model": "tinny"}) as engine:
-        engine.submit(request(0))
+        done = _submit(engine, 1)
         with pytest.raises(EngineError, match=f"no model 'tinny'.*serves {MODEL}"):
-            _poll_for(engine, 10)
+            _poll_for(engine, 10, done)
 
 
-def test_a_server_that_refuses_the_key_is_reported_at_the_start() -> None:
-    with serving(key=KEY) as server, pytest.raises(EngineError) as refused:
-        open_engine(job(server, engine={"api_key_env": "BATCHKIT_NO_SUCH_VARIABLE"}))
-    assert "BATCHKIT_NO_SUCH_VARIABLE (engine.api_key_env): it is not set" in str(refused.value)
-
-
-def test_a_base_url_without_v1_is_reported_at_the_start() -> None:
-    with serving() as server, pytest.raises(EngineError, match="ends in /v1"):
-        open_engine(job(server, engine={"base_url": server.url.removesuffix("/v1")}))
-
-
-def test_a_server_that_is_not_there_is_reported_at_the_start() -> None:
-    with socket.socket() as silent:  # bound, so that no other test's server gets its port
-        silent.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
-        began = time.monotonic()
-        with serving() as server, pytest.raises(EngineError) as refused:
-            open_engine(job(server, engine={"base_url": url}))
-    assert time.monotonic() - began < 8
-    for part in (url, "ConnectError", "start the server"):
-        assert part in str(refused.value)
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (
+            {"api_key_env": "BATCHKIT_NO_SUCH_VARIABLE"},
+            r"BATCHKIT_NO_SUCH_VARIABLE \(engine.api_key_env\): it is not set",
+        ),
+        ({"base_url": "{host}"}, "ends in /v1"),
+        ({"base_url": "http://127.0.0.1:1/v1"}, r"http://127.0.0.1:1/v1: .*ConnectError.*start the server"),
+    ],
+)  # fmt: skip
+def test_a_server_that_can_not_be_used_is_reported_at_the_start(
+    engine: dict[str, str], message: str
+) -> None:
+    with serving(key=KEY) as server:
+        host = server.url.removesuffix("/v1")
+        found = {name: value.format(host=host) for name, value in engine.items()}
+        server.key = KEY if "api_key_env" in engine else None
+        with pytest.raises(EngineError, match=message):
+            open_engine(job(server, engine=found))
 
 
 def test_close_does_not_wait_for_a_slow_answer() -> None:
     with serving(latency_s=5) as server:
         with opened(server) as engine:
-            for index in range(50):
-                engine.submit(request(index))
+            _submit(engine, 50)
             time.sleep(0.2)
             began = time.monotonic()
         assert time.monotonic() - began < 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,14 @@ from msgspec.structs import replace
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
-from batchkit.engines.process.launcher import LOG, Launcher
+from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import JobError, RequestError
 from batchkit.types import Choice, Completion, Request
 from tests.support.engine_requests import ask, request
 from tests.support.small_vllm import SMALL
 from tests.support.taught_model import LESSONS, TOOLS, build_taught_model
-from tests.support.vllm_chat_reference import chat_reference
+from tests.support.vllm_reference import chat_reference
 
 pytestmark = pytest.mark.vllm
 
@@ -40,12 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "taught"
     build_taught_model(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    with closing(Launcher(tmp_path_factory.mktemp("launcher") / LOG)) as one:
-        yield one
 
 
 def a_job(model: Path, **engine: Any) -> JobConfig:

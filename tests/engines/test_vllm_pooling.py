@@ -14,7 +14,7 @@ from PIL import Image
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
-from batchkit.engines.process.launcher import LOG, Launcher
+from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import JobError
 from batchkit.storage.log import RESULTS
@@ -25,9 +25,9 @@ from tests.support.engine_requests import ask
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.pooling_models import build_classifier, build_embedding_model
-from tests.support.pooling_reference import pooled
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
+from tests.support.vllm_reference import pooled
 
 pytestmark = pytest.mark.vllm
 
@@ -52,13 +52,6 @@ def models(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Models
         build_classifier(folder / "classifier", text_model),
         build_classifier(folder / "cross-encoder", text_model, labels=("relevant",)),
     )
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """For one engine after another: its process imports vLLM once."""
-    with closing(Launcher(tmp_path_factory.mktemp("launcher") / LOG)) as one:
-        yield one
 
 
 @pytest.fixture
@@ -111,6 +104,19 @@ def vector_of(done: Completion) -> list[float]:
     return list(struct.unpack(f"<{len(vector) // 4}f", vector))
 
 
+def reference(model: Path, options: Mapping[str, Any] = TEXT_ONLY, **call: Any) -> Any:
+    """What one call of ``vllm.LLM`` answers."""
+    (answers,) = pooled({**options, "model": str(model)}, [{"params": {}, **call}])
+    return answers
+
+
+def pictures(folder: Path, n: int) -> list[str]:
+    paths = [str(folder / f"{number}.png") for number in range(n)]
+    for number, path in enumerate(paths):
+        Image.new("RGB", (128 + 32 * number, 96), (number * 80, 80, 140)).save(path)
+    return paths
+
+
 def kinds(records: list[dict[str, Any]]) -> dict[int, str]:
     return {record["index"]: record["error"]["kind"] for record in records if record["error"]}
 
@@ -121,8 +127,7 @@ def test_vectors_equal_those_of_llm_embed(models: Models, run: Any, tmp_path: Pa
     records = run(
         rows, models.embedding, 3, task="embed", prompt={"user": "{{ q }}"}, output=output
     )
-    calls = [{"method": "embed", "texts": TEXTS, "params": {}}]
-    (expected,) = pooled({**TEXT_ONLY, "model": str(models.embedding)}, calls)
+    expected = reference(models.embedding, method="embed", texts=TEXTS)
     vectors = Vectors(tmp_path / "output/a")
     assert len({tuple(vector) for vector in expected}) == len(TEXTS)
     for record, vector, text in zip(records, expected, TEXTS, strict=False):
@@ -168,8 +173,9 @@ def test_late_interaction_equals_llm_score(models: Models, launcher: Launcher) -
         scored, refused = ask(
             engine, score(0, "tea", TEXTS[:5]), score(1, "tea", ["one", "", "three"])
         )
-    calls = [{"method": "score", "query": "tea", "documents": TEXTS[:5], "params": {}}]
-    (expected,) = pooled({**TEXT_ONLY, **options, "model": str(models.embedding)}, calls)
+    options = {**TEXT_ONLY, **options}
+    query = {"query": "tea", "documents": TEXTS[:5]}
+    expected = reference(models.embedding, options, method="score", **query)
     assert scored.pooled is not None
     assert scored.pooled.scores == pytest.approx(expected, **NEAR)
     assert "document 1: the text is empty" in str(refused.error)
@@ -177,17 +183,13 @@ def test_late_interaction_equals_llm_score(models: Models, launcher: Launcher) -
 
 def test_classes_equal_those_of_llm_classify(models: Models, run: Any) -> None:
     rows = [{"q": text, "right": "good"} for text in [*TEXTS, TOO_LONG, ""]]
-    records = run(
-        rows,
-        models.classifier,
-        3,
-        task="classify",
-        prompt={"user": "{{ q }}"},
-        scoring={"scorers": ["em"], "reference": "right"},
-        retry={"on_too_long": "truncate-middle"},
-    )
-    calls = [{"method": "classify", "texts": TEXTS, "params": {}}]
-    (expected,) = pooled({**TEXT_ONLY, "model": str(models.classifier)}, calls)
+    tables = {
+        "prompt": {"user": "{{ q }}"},
+        "scoring": {"scorers": ["em"], "reference": "right"},
+        "retry": {"on_too_long": "truncate-middle"},
+    }
+    records = run(rows, models.classifier, 3, task="classify", **tables)
+    expected = reference(models.classifier, method="classify", texts=TEXTS)
     for record, probabilities in zip(records, expected, strict=False):
         assert record["probabilities"] == pytest.approx(probabilities, **NEAR)
         assert record["label"] == ("bad", "fair", "good")[probabilities.index(max(probabilities))]
@@ -206,8 +208,7 @@ def test_scores_equal_those_of_llm_score(models: Models, run: Any) -> None:
         {"q": "tea?", "d": []},
     ]
     records = run(rows, models.cross_encoder, 3, task="score", pair=PAIR)
-    calls = [{"method": "score", "query": "tea?", "documents": TEXTS, "params": {}}]
-    (expected,) = pooled({**TEXT_ONLY, "model": str(models.cross_encoder)}, calls)
+    expected = reference(models.cross_encoder, method="score", query="tea?", documents=TEXTS)
     several, one = records[:2]
     assert several["score"] == pytest.approx(expected, **NEAR)
     assert several["order"] == sorted(range(len(TEXTS)), key=lambda n: -several["score"][n])
@@ -217,29 +218,15 @@ def test_scores_equal_those_of_llm_score(models: Models, run: Any) -> None:
 
 
 def test_images_are_embedded_as_a_chat(demo_model: Path, run: Any, tmp_path: Path) -> None:
-    for n in range(3):
-        Image.new("RGB", (128 + 32 * n, 96), (n * 80, 80, 140)).save(tmp_path / f"{n}.png")
+    files = pictures(tmp_path, 3)
     rows = [{"q": "what is shown?", "file": f"{n}.png"} for n in range(4)]
-    records = run(
-        rows,
-        demo_model,
-        3,
-        SMALL,
-        task="embed",
-        prompt={"user": "{{ q }}", "images": ["{{ file }}"]},
-        output={"prompt": True},
-    )
-    calls = [
-        {
-            "method": "embed",
-            "params": {},
-            "texts": [
-                {"prompt": record["prompt"], "image": str(tmp_path / f"{record['index']}.png")}
-                for record in records[:3]
-            ],
-        }
+    prompt, output = {"user": "{{ q }}", "images": ["{{ file }}"]}, {"prompt": True}
+    records = run(rows, demo_model, 3, SMALL, task="embed", prompt=prompt, output=output)
+    texts = [
+        {"prompt": record["prompt"], "image": path}
+        for record, path in zip(records, files, strict=False)
     ]
-    (expected,) = pooled({**SMALL, "model": str(demo_model)}, calls)
+    expected = reference(demo_model, SMALL, method="embed", texts=texts)
     vectors = Vectors(tmp_path / "output/a")
     assert len({tuple(vector) for vector in expected}) == 3
     for record, vector in zip(records, expected, strict=False):
@@ -249,8 +236,7 @@ def test_images_are_embedded_as_a_chat(demo_model: Path, run: Any, tmp_path: Pat
 
 
 def test_images_of_documents_are_scored(demo_model: Path, run: Any, tmp_path: Path) -> None:
-    for n in range(2):
-        Image.new("RGB", (128 + 32 * n, 96), (n * 80, 80, 140)).save(tmp_path / f"{n}.png")
+    files = pictures(tmp_path, 2)
     rows = [
         {"q": "a cat", "d": ["one", "two"], "files": ["0.png", "1.png"]},
         {"q": "a cat", "d": ["one", "two"], "files": ["0.png", "none.png"]},
@@ -258,11 +244,9 @@ def test_images_of_documents_are_scored(demo_model: Path, run: Any, tmp_path: Pa
     pair = {**PAIR, "document_images": ["{{ files }}"]}
     records = run(rows, demo_model, 3, SMALL, task="score", pair=pair)
     documents = [
-        {"text": text, "image": str(tmp_path / name)}
-        for text, name in zip(rows[0]["d"], rows[0]["files"], strict=True)
+        {"text": text, "image": path} for text, path in zip(("one", "two"), files, strict=True)
     ]
-    calls = [{"method": "score", "query": "a cat", "documents": documents, "params": {}}]
-    (expected,) = pooled({**SMALL, "model": str(demo_model)}, calls)
+    expected = reference(demo_model, SMALL, method="score", query="a cat", documents=documents)
     assert expected[0] != pytest.approx(expected[1], abs=1e-3)
     assert records[0]["score"] == pytest.approx(expected, **NEAR)
     assert kinds(records) == {1: "media"}

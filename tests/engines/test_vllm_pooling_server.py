@@ -16,9 +16,9 @@ from batchkit.storage.vectors import Vectors
 from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit
 from tests.support.pooling_models import build_classifier, build_embedding_model
-from tests.support.pooling_reference import pooled
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.small_vllm import SMALL
+from tests.support.vllm_reference import pooled
 from tests.support.vllm_server import run_batch, serving
 
 pytestmark = pytest.mark.vllm

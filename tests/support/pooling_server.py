@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.support.chat_server import MODEL, ChatServer, Refused, error, read_content
 
-PATHS = frozenset(["/v1/embeddings", "/classify", "/v1/score", "/v1/rerank"])
+PATHS = frozenset(["/v1/embeddings", "/classify", "/v1/rerank"])
 LABELS = ["short", "middle", "long"]
 
 
@@ -35,38 +35,35 @@ def score(query: str, document: str) -> float:
 
 
 class PoolingServer(ChatServer):
-    """``lacks`` are paths that it does not have. ``numbers``: it knows no base64."""
+    """``paths`` are those that it has. ``numbers``: it knows no base64."""
 
     def __init__(
         self,
         before: Callable[[str, dict[str, Any]], str | None] = lambda text, body: None,
         *,
-        lacks: frozenset[str] = frozenset(),
+        paths: frozenset[str] = PATHS,
         numbers: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.paths = PATHS - lacks
+        self.paths = paths
         self.numbers = numbers
         super().__init__(before, counts=False, **kwargs)
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("model") != MODEL:
             raise Refused(404, error("The model does not exist.", "NotFoundError", code=404))
-        pair = {
-            "/v1/score": ("text_1", "text_2"),
-            "/v1/rerank": ("query", "documents"),
-        }.get(path)
-        if pair is None:
+        documents: list[tuple[str, int]] = []
+        if path == "/v1/rerank":
+            sides = [body["query"], *body["documents"]]
+            read = [read_content(s if isinstance(s, str) else s["content"]) for s in sides]
+            (text, _), *documents = read
+            seen = sum(count for _, count in read)
+        else:
             contents = (
                 [m["content"] for m in body["messages"]] if "messages" in body else [body["input"]]
             )
             texts, images = zip(*map(read_content, contents), strict=True)
-            text, seen, documents = " ".join(texts), sum(images), []
-        else:
-            sides = [body[pair[0]], *body[pair[1]]]
-            read = [read_content(s if isinstance(s, str) else s["content"]) for s in sides]
-            (query, _), *documents = read
-            text, seen = query, sum(count for _, count in read)
+            text, seen = " ".join(texts), sum(images)
         with self.lock:
             self.bodies.append(body)
         self.before(text, body)
@@ -97,14 +94,8 @@ class PoolingServer(ChatServer):
             item = {"index": 0, "label": LABELS[best], "probs": probs, "num_classes": 3}
             return {**made, "data": [item]}
         scores = [score(text, document) for document, _ in documents]
-        placed = list(reversed(list(enumerate(scores))))
-        if path == "/v1/score":
-            return {
-                **made,
-                "data": [{"index": n, "object": "score", "score": s} for n, s in placed],
-            }
-        results = [{"index": n, "relevance_score": s} for n, s in placed]
-        return {**made, "results": results}
+        results = [{"index": n, "relevance_score": s} for n, s in enumerate(scores)]
+        return {**made, "results": results[::-1]}
 
 
 @contextmanager

@@ -1,16 +1,18 @@
-"""Jobs of the transformers engine on a demo model."""
+"""Jobs of the transformers engine on a demo model, and those that both engines with a model run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import tomlkit
 from PIL import Image
 
 from batchkit.config.tables import JobConfig
 from tests.support.rows import write_jsonl
 
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
+N_ROWS = 24
 
 
 def make_job(model: Path, output: Path | str = "output", **options: Any) -> JobConfig:
@@ -20,30 +22,9 @@ def make_job(model: Path, output: Path | str = "output", **options: Any) -> JobC
     )
 
 
-JOB = """
-name = "run"
-[input]
-path = "rows.jsonl"
-[prompt]
-user = "{{ q }}"
-IMAGES
-[media]
-max_pixels = 65536
-[engine]
-kind = "transformers"
-model = "MODEL"
-[engine.options]
-dtype = "float32"
-max_model_len = 512
-[sampling]
-max_tokens = 24
-"""
-
-
-N_ROWS = 24
-
-
-def write_job(folder: Path, model: Path, *, images: bool = False) -> list[dict[str, Any]]:
+def write_job(
+    folder: Path, model: Path, *, images: bool = False, engine: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """The rows are written, too."""
     rows = [{"q": f"question {n} " + "about tea " * (n * 7 % 40)} for n in range(N_ROWS)]
     for n, row in enumerate(rows):
@@ -53,7 +34,19 @@ def write_job(folder: Path, model: Path, *, images: bool = False) -> list[dict[s
             row["file"] = f"{n}.png"
             image.save(folder / row["file"])
     write_jsonl(folder / "rows.jsonl", rows)
-    source = 'images = ["{{ file }}"]' if images else ""
-    text = JOB.replace("IMAGES", source).replace("MODEL", str(model))
-    (folder / "job.toml").write_text(text, encoding="utf-8")
+    options = {"dtype": "float32", "max_model_len": 512}
+    job = {
+        "name": "run",
+        "input": {"path": "rows.jsonl"},
+        "prompt": {"user": "{{ q }}", "images": ["{{ file }}"] if images else []},
+        "media": {"max_pixels": 65536},
+        "engine": {
+            "kind": "transformers",
+            "options": options,
+            **(engine or {}),
+            "model": str(model),
+        },
+        "sampling": {"max_tokens": 24},
+    }
+    (folder / "job.toml").write_text(tomlkit.dumps(job), encoding="utf-8")
     return rows

@@ -1,55 +1,72 @@
-"""What ``vllm.LLM`` itself answers, one call for all: ``main`` is a program, JSON in, JSON out.
-
-Input: {"options": for vllm.LLM, "conversations": [messages], "max_tokens": n}; an image part of a
-message is {"type": "image_path", "path": …}.
-"""
+"""What vLLM itself answers: ``main`` is a program, ``python -m tests.support.vllm_reference KIND``, JSON in
+and out. Each function here asks it in a process of its own; an image is given by its path."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from tests.support.forks import Fork
 
 
-def reference(
-    options: dict[str, Any], conversations: list[Any], max_tokens: int
-) -> list[dict[str, Any]]:
-    """What this program answers, in a process of its own."""
-    task = {"options": options, "conversations": conversations, "max_tokens": max_tokens}
+def reference(options: dict[str, Any], conversations: list[Any], max_tokens: int) -> list[Any]:
+    """``LLM.chat``, one call for all. An image part is {"type": "image_path", "path": …}."""
+    return _ask("chat", options=options, conversations=conversations, max_tokens=max_tokens)
+
+
+def pooled(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
+    """Pooling calls, {"method": "embed", "texts": […], "params": {…}}; one of ``score`` has "query" and
+    "documents" instead of "texts". A text with an image is {"prompt": its text with the image's place in
+    it, "image": path}, a document {"text": …, "image": path}. A list for each call."""
+    return _ask("pooled", options=options, calls=calls)
+
+
+def chat_reference(options: dict[str, Any], groups: list[dict[str, Any]]) -> list[list[Any]]:
+    """The OpenAI server's own classes on one engine: for each group, {"reasoning_parser",
+    "tool_call_parser", "bodies": [of a request]}, its ``chat.completion``s."""
+    return _ask("serve", options=options, groups=groups)
+
+
+def _ask(kind: str, **task: Any) -> list[Any]:
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-m", __name__, kind]
     with Fork(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         stdout, stderr = process.communicate(json.dumps(task), timeout=240)
-    assert process.returncode == 0, stderr[-2000:]
-    answers: list[dict[str, Any]] = json.loads(stdout)
+    assert process.returncode == 0, stderr[-3000:]
+    answers: list[Any] = json.loads(stdout)
     return answers
 
 
 def main() -> None:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    kind = sys.argv[1]
+    # For vLLM "01" is still true, but it leaves the worker in the engine's process: fewer imports.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "01" if kind == "serve" else "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    from PIL import Image
+    answer = {"chat": _chat, "pooled": _pooled, "serve": _serve}[kind]
+    json.dump(answer(**json.load(sys.stdin)), sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _chat(options: dict[str, Any], conversations: list[Any], max_tokens: int) -> list[Any]:
     from vllm import LLM, SamplingParams
 
-    task = json.load(sys.stdin)
-    for messages in task["conversations"]:
-        for message in messages:
-            if isinstance(message["content"], list):
-                message["content"] = [
-                    {"type": "image_pil", "image_pil": Image.open(part["path"]).convert("RGB")}
-                    if part["type"] == "image_path"
-                    else part
-                    for part in message["content"]
-                ]
-    llm = LLM(**task["options"])
-    params = SamplingParams(temperature=0, max_tokens=task["max_tokens"])
-    outputs = llm.chat(task["conversations"], params, use_tqdm=False)
-    answers = [
+    for message in (message for messages in conversations for message in messages):
+        if isinstance(message["content"], list):
+            message["content"] = [
+                _image_part(part["path"]) if part["type"] == "image_path" else part
+                for part in message["content"]
+            ]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    outputs = LLM(**options).chat(conversations, params, use_tqdm=False)
+    return [
         {
             "text": output.outputs[0].text,
             "finish_reason": output.outputs[0].finish_reason,
@@ -58,6 +75,92 @@ def main() -> None:
         }
         for output in outputs
     ]
-    json.dump(answers, sys.stdout)
-    sys.stdout.flush()
-    os._exit(0)
+
+
+def _pooled(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
+    from vllm import LLM
+
+    llm = LLM(runner="pooling", **options)
+    return [_answer(llm, **call) for call in calls]
+
+
+def _answer(llm: Any, method: str, params: dict[str, Any], **given: Any) -> list[Any]:
+    from vllm import PoolingParams
+
+    common = {"pooling_params": PoolingParams(**params), "use_tqdm": False}
+    if method == "score":
+        outputs = llm.score(given["query"], [*map(_document, given["documents"])], **common)
+        return [output.outputs.score for output in outputs]
+    outputs = getattr(llm, method)([*map(_prompt, given["texts"])], **common)
+    name = {"embed": "embedding", "classify": "probs"}[method]
+    return [getattr(output.outputs, name) for output in outputs]
+
+
+def _prompt(text: Any) -> Any:
+    if isinstance(text, str):
+        return text
+    return {"prompt": text["prompt"], "multi_modal_data": {"image": _image(text["image"])}}
+
+
+def _document(text: Any) -> Any:
+    if isinstance(text, str):
+        return text
+    return {"content": [_image_part(text["image"]), {"type": "text", "text": text["text"]}]}
+
+
+def _image_part(path: str) -> dict[str, Any]:
+    return {"type": "image_pil", "image_pil": _image(path)}
+
+
+def _image(path: str) -> Any:
+    from PIL import Image
+
+    return Image.open(Path(path)).convert("RGB")
+
+
+def _serve(options: dict[str, Any], groups: list[dict[str, Any]]) -> list[Any]:
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    return asyncio.run(_served(options, groups))
+
+
+async def _served(options: dict[str, Any], groups: list[dict[str, Any]]) -> list[Any]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+    found = []
+    for group in groups:
+        serving = _serving(engine, group["reasoning_parser"], group["tool_call_parser"])
+        requests = [ChatCompletionRequest(**body) for body in group["bodies"]]
+        answers = await asyncio.gather(*map(serving.create_chat_completion, requests))
+        found.append([answer.model_dump(mode="json") for answer in answers])
+    engine.shutdown()
+    return found
+
+
+def _serving(engine: Any, reasoning_parser: str | None, tool_call_parser: str | None) -> Any:
+    """As ``vllm.entrypoints.generate.api_router`` makes it."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.models.protocol import BaseModelPath
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    path = engine.model_config.model
+    shared: dict[str, Any] = {
+        "request_logger": None,
+        "chat_template": None,
+        "chat_template_content_format": "auto",
+        "enable_auto_tools": tool_call_parser is not None,
+        "tool_parser": tool_call_parser,
+        "reasoning_parser": reasoning_parser or "",
+    }
+    renderer = OnlineRenderer(engine.model_config, engine.renderer, **shared)
+    models = OpenAIServingModels(engine, [BaseModelPath(name=path, model_path=path)])
+    return OpenAIServingChat(engine, models, "assistant", online_renderer=renderer, **shared)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,9 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
-from email.utils import parsedate_to_datetime
-from time import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
@@ -22,7 +20,6 @@ from batchkit.rendering.messages import loaded, with_parts
 from batchkit.storage.plain_json import encoded as as_json
 from batchkit.storage.plain_json import parsed, valid
 from batchkit.storage.schema import is_count
-from batchkit.types import Content, Request
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,7 +33,7 @@ _COUNTS = (
     ),
     re.compile(r"maximum context length is (?P<most>\d+) tokens.* resulted in (?P<n>\d+) tokens"),
 )
-PAIR = frozenset(["query", "documents", "text_1", "text_2"])
+PAIR = frozenset(["query", "documents"])
 """Names that hold what is compared; text, or an object with ``content``."""
 _NO_SUCH_MODEL = ("model_not_found", "NotFoundError", "not_found_error", "model")
 _NO_MONEY = ("insufficient_quota", "billing_hard_limit_reached")
@@ -48,12 +45,14 @@ class ShapeError(ValueError):
 
 
 class Refusal(NamedTuple):
-    """An error response: the HTTP status, and what the server says about it."""
+    """An error response: the HTTP status, and what the server says about it.
+
+    ``signs``: its code, type and parameter, those that it has. The counts are None if it reports none.
+    """
 
     status: int
     message: str
     signs: frozenset[str] = frozenset()
-    """Its code, type and parameter, those that it has."""
     prompt_tokens: int | None = None
     max_model_len: int | None = None
 
@@ -75,32 +74,6 @@ class Refusal(NamedTuple):
         return f"{self.status}: {self.message}" if self.message else str(self.status)
 
 
-def tools_of(request: Request) -> dict[str, Any]:
-    """The request's tools, and how they may be called, in the API's names."""
-    if request.tools is None:
-        return {}
-    found = {
-        "tools": request.tools,
-        "tool_choice": request.tool_choice,
-        "parallel_tool_calls": request.parallel_tool_calls,
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def pair_of(request: Request, query: str = "query", documents: str = "documents") -> dict[str, Any]:
-    """The two sides of the request's pair under these names; their images are still PIL's."""
-
-    def side(content: Content) -> Any:
-        return content if isinstance(content, str) else {"content": content}
-
-    if request.pair is None:
-        raise RequestError("nothing to score: the row has no query with documents")
-    return {
-        query: side(request.pair.query),
-        documents: [side(document) for document in request.pair.documents],
-    }
-
-
 def encoded(body: Mapping[str, Any]) -> bytes:
     """The body as JSON, its images as PNG in data: URIs.
 
@@ -108,26 +81,9 @@ def encoded(body: Mapping[str, Any]) -> bytes:
         RequestError: it has a value that JSON can't represent.
     """
     try:
-        return orjson.dumps(
-            _with_images(body, lambda image: {"url": _data_uri(image)}),
-            option=orjson.OPT_NON_STR_KEYS,
-        )
+        return orjson.dumps(_with_images(body), option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, OSError, ValueError) as error:
         raise RequestError(f"can't be sent: {error}") from error
-
-
-def shown(request: Request) -> str:
-    """The prompt for people: tools and messages, or the pair, as JSON, with the size in place of each
-    image."""
-    if request.prompt is not None:
-        return request.prompt
-    parts = pair_of(request) if request.pair else {"messages": request.messages or []}
-    found = {
-        **tools_of(request),
-        **_with_images(parts, lambda image: f"<{image.width}x{image.height} PNG>"),
-    }
-    shown = found["messages"] if found.keys() == {"messages"} else found
-    return orjson.dumps(shown, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
 
 
 def refusal_of(status: int, content: bytes) -> Refusal:
@@ -141,12 +97,8 @@ def refusal_of(status: int, content: bytes) -> Refusal:
         return Refusal(status, in_words(found))
     message = in_words(found.get("message") or found.get("detail") or found)
     signs = (found.get(name) for name in ("code", "type", "param"))
-    return Refusal(
-        status,
-        message,
-        frozenset(sign for sign in signs if isinstance(sign, str)),
-        *_counts(found, message),
-    )
+    known = frozenset(sign for sign in signs if isinstance(sign, str))
+    return Refusal(status, message, known, *_counts(found, message))
 
 
 def in_words(error: Any) -> str:
@@ -157,24 +109,13 @@ def in_words(error: Any) -> str:
 
 def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | None]:
     """Tokens of the prompt, and how many the server allows, if it reports them."""
-    tokens, most = error.get("n_prompt_tokens"), error.get("n_ctx")  # llama.cpp
-    if is_count(tokens) and is_count(most) and tokens:
-        return tokens, most
-    for pattern in _COUNTS:
-        if found := pattern.search(message):
-            tokens, most = int(found["n"]), int(found["most"])
-            if is_count(tokens) and is_count(most) and tokens:
-                return tokens, most
+    pairs = [(error.get("n_prompt_tokens"), error.get("n_ctx"))]  # llama.cpp
+    found = (pattern.search(message) for pattern in _COUNTS)
+    pairs += [(int(words["n"]), int(words["most"])) for words in found if words]
+    for tokens, most in pairs:
+        if is_count(tokens) and is_count(most) and tokens:
+            return tokens, most
     return None, None
-
-
-def status_in(answer: Any) -> int | None:
-    """The error status in the body of a server that answers 200; None if there is none."""
-    if not isinstance(answer, Mapping) or answer.get("choices") or answer.get("data"):
-        return None
-    error = answer.get("error")
-    code = error.get("code") if isinstance(error, Mapping) else None
-    return code if isinstance(code, int) and code >= 400 else None
 
 
 def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
@@ -187,8 +128,7 @@ def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
 
 def max_model_len(model: Mapping[str, Any]) -> int | None:
     """A request's context, if the list of models has it: vLLM's field, or llama.cpp's of a slot."""
-    meta = model.get("meta")
-    most = model.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, Mapping) else None)
+    most = model.get("max_model_len") or _meta(model).get("n_ctx")
     return most if is_count(most) and most else None
 
 
@@ -202,45 +142,29 @@ def known_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str,
     if len(named) != 1:
         return {}
     (model,) = named
-    meta = model.get("meta")
-    known = {
-        **(meta if isinstance(meta, Mapping) else {}),
-        "id": model.get("id"),
-        "root": model.get("root"),
-    }
+    known = {**_meta(model), "id": model.get("id"), "root": model.get("root")}
     keys = ("id", "root", "n_params", "n_vocab", "size")
     return {key: known[key] for key in keys if known.get(key) is not None}
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """How a model differs between two lists, given what each says of it (``known_of``)."""
-    changes = [
-        f"{key} was {before[key]!r}, is {now[key]!r}"
-        for key in before
-        if key in now and now[key] != before[key]
-    ]
-    return "; ".join(changes) or None
+def _meta(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    meta = model.get("meta")
+    return meta if isinstance(meta, Mapping) else {}
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """The header in seconds, whether it gives seconds or a date (RFC 9110, 10.2.3)."""
-    if not value:
-        return None
+    """The header in seconds; None if it is a date, or nonsense."""
     try:
-        return max(0.0, float(value))
+        return max(0.0, float(value or ""))
     except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time())
-    except (ValueError, OverflowError):
         return None
 
 
-def _with_images(body: Mapping[str, Any], make: Callable[[Image], Any]) -> dict[str, Any]:
-    """``body`` with each image in its messages, or in its pair, replaced by the result of ``make``."""
+def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
+    """``body`` with each image in its messages, or in its pair, as OpenAI's part."""
 
     def part(image: Image) -> dict[str, Any]:
-        return {"type": "image_url", "image_url": make(image)}
+        return {"type": "image_url", "image_url": {"url": _data_uri(image)}}
 
     def side(content: Any) -> Any:
         if isinstance(content, str):
@@ -250,9 +174,9 @@ def _with_images(body: Mapping[str, Any], make: Callable[[Image], Any]) -> dict[
     made = dict(body)
     if "messages" in body:
         made["messages"] = loaded(list(body["messages"]), part)
-    for name in PAIR & body.keys():
-        value = body[name]
-        made[name] = [side(one) for one in value] if isinstance(value, list) else side(value)
+    if body.keys() >= PAIR:
+        made["query"] = side(body["query"])
+        made["documents"] = [side(document) for document in body["documents"]]
     return made
 
 

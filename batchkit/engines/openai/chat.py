@@ -11,7 +11,7 @@ import orjson
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
-from batchkit.engines.openai.api import ShapeError, in_words, tools_of
+from batchkit.engines.openai.api import ShapeError, in_words
 from batchkit.errors import RequestError
 from batchkit.storage.schema import choice_of, usage_of
 from batchkit.types import BROKEN_OFF, Choice, Completion, Request, Usage
@@ -44,6 +44,8 @@ class Endpoint:
         self._model, self._drop = job.engine.model, drop
         self._chat_template_kwargs = job.prompt.chat_template_kwargs
         self._selects = job.select.by is not None
+        self.seen: dict[str, Any] = {}
+        """What the answers so far have shown of the model."""
 
     @classmethod
     def check_names(cls, params: Mapping[str, Any]) -> None:
@@ -62,17 +64,36 @@ class Endpoint:
                     " put a server's own parameters into engine.options.extra_body"
                 )
 
-    def url(self, base_url: str, request: Request) -> str:
-        """Where ``request`` is sent."""
-        raise NotImplementedError
-
     def body_of(self, request: Request) -> dict[str, Any]:
         """The request in the API's terms; its images are still PIL's (``api.encoded`` converts them).
 
         Raises:
             RequestError: a parameter that the API does not have.
         """
+        self.check_names(request.sampling)
+        given = {name: value for name, value in request.sampling.items() if value is not None}
+        body = {
+            "model": self._model,
+            **self.input_of(request),
+            **self.parameters_of(request, given),
+        }
+        return {name: value for name, value in body.items() if name not in self._drop}
+
+    def template_kwargs(self, request: Request) -> dict[str, Any]:
+        """The job's, then the row's own."""
+        return {**self._chat_template_kwargs, **request.chat_template_kwargs}
+
+    def url(self, base_url: str, request: Request) -> str:
+        """Where ``request`` is sent."""
         raise NotImplementedError
+
+    def input_of(self, request: Request) -> dict[str, Any]:
+        """What the model reads."""
+        raise NotImplementedError
+
+    def parameters_of(self, request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        """``given``, the request's own, in the API's terms."""
+        return given
 
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
         """The server's answer; ``n`` choices were asked for (0: not known).
@@ -82,16 +103,6 @@ class Endpoint:
             RowError: it is, but can't be used.
         """
         raise NotImplementedError
-
-    def moved(self, url: str, status: int) -> bool:
-        """True if the server answered ``url`` with ``status``, so that another endpoint is used from
-        now on."""
-        return False
-
-    @property
-    def seen(self) -> Mapping[str, Any]:
-        """What the answers so far have shown of the model."""
-        return {}
 
 
 class _Part(msgspec.Struct):
@@ -165,21 +176,35 @@ class Chat(Endpoint):
     def url(self, base_url: str, request: Request) -> str:
         return base_url + ("/completions" if request.messages is None else "/chat/completions")
 
-    def body_of(self, request: Request) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self._model}
-        effort: dict[str, Any] = {}
+    def input_of(self, request: Request) -> dict[str, Any]:
         if request.messages is None:
-            body["prompt"] = request.prompt
-        else:
-            body |= {"messages": request.messages, **tools_of(request)}
-            own = {**self._chat_template_kwargs, **request.chat_template_kwargs}
-            if request.chat_template_kwargs.get("reasoning_effort") is not None:
-                effort["reasoning_effort"] = own.pop("reasoning_effort")
-            if own:
-                body["chat_template_kwargs"] = own
-        self.check_names(request.sampling)
-        body |= _sampling(request.sampling, is_chat=request.messages is not None) | effort
-        return {name: value for name, value in body.items() if name not in self._drop}
+            return {"prompt": request.prompt}
+        tools = {
+            "tools": request.tools,
+            "tool_choice": request.tool_choice,
+            "parallel_tool_calls": request.parallel_tool_calls,
+        }
+        used = {name: value for name, value in tools.items() if value is not None}
+        return {"messages": request.messages, **(used if request.tools is not None else {})}
+
+    def parameters_of(self, request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        for (
+            name,
+            value,
+        ) in given.items():  # JSON has only null for it: the server would use its default
+            if isinstance(value, float) and not math.isfinite(value):
+                raise RequestError(f"sampling.{name}: is {value}, expected a finite number")
+        if (response_format := _response_format(given.get("structured_outputs"))) is not None:
+            del given["structured_outputs"]
+            given["response_format"] = response_format
+        if request.messages is None:
+            return given
+        if "logprobs" in given:  # in chat it is a switch, and top_logprobs the count
+            given |= {"logprobs": True, "top_logprobs": given["logprobs"]}
+        kwargs = self.template_kwargs(request)
+        if request.chat_template_kwargs.get("reasoning_effort") is not None:
+            given["reasoning_effort"] = kwargs.pop("reasoning_effort")
+        return {**given, "chat_template_kwargs": kwargs} if kwargs else given
 
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
         found = as_shape(answer, _Answer)
@@ -215,20 +240,6 @@ def usage_in(counts: Any) -> Usage | None:
         counts.get("completion_tokens"),
         details.get("reasoning_tokens") if isinstance(details, Mapping) else None,
     )
-
-
-def _sampling(sampling: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
-    body = {name: value for name, value in sampling.items() if value is not None}
-    for name, value in body.items():  # JSON has only null for it: the server would use its default
-        if isinstance(value, float) and not math.isfinite(value):
-            raise RequestError(f"sampling.{name}: is {value}, expected a finite number")
-    if is_chat and "logprobs" in body:  # in chat it is a switch, and top_logprobs the count
-        body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
-    response_format = _response_format(body.get("structured_outputs"))
-    if response_format is not None:
-        del body["structured_outputs"]
-        body["response_format"] = response_format
-    return body
 
 
 def _response_format(wanted: Any) -> dict[str, Any] | None:

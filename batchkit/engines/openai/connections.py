@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from batchkit.engines.openai.rate_limiter import MOST_FAULTS, NoAnswer, Why
+from batchkit.engines.openai.rate_limiter import NoAnswer, Why
 from batchkit.errors import EngineError, RowTimeoutError
 
 if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 10.0
-_ACCEPT_ENCODING = "gzip"
-_GZIP = 16 + zlib.MAX_WBITS
+_MOST_ERROR_BYTES = 1 << 20  # of an error, of which 1,000 characters are shown
+# An answer comes as it is: what is packed may unpack to gigabytes.
+_HEADERS = {"Connection": "close", "Accept-Encoding": "identity"}
 
 
 class Response(NamedTuple):
@@ -29,23 +29,21 @@ class Response(NamedTuple):
 
 
 class Connections:
-    """Gives every request a connection of its own.
+    """Gives every request a connection of its own. An answer's first ``max_bytes`` are read.
 
     HTTP/1.1 has no id that ties an answer to its request. If a server or a proxy answers a request
-    twice, late, or with more bytes than it announced, the next request on that connection gets what
-    was left, and every later row the answer of the row before it. On a new connection nothing can be
-    left. ``benchmarks/LOG.md`` has what that costs.
+    twice, late, or with more bytes than it announced, every later row on that connection would get the
+    answer of the row before it. ``benchmarks/LOG.md`` has what new connections cost.
 
-    Once created, belongs to one event loop.
-
-    Raises:
-        EngineError: the environment's proxy or certificates can't be used.
+    Once created, belongs to one event loop. Raises EngineError if the environment's proxy or
+    certificates can't be used.
     """
 
-    def __init__(self, headers: Mapping[str, str], *, trust_env: bool) -> None:
+    def __init__(self, headers: Mapping[str, str], *, trust_env: bool, max_bytes: int) -> None:
         import httpx
 
-        self._headers, self._trust_env = {**headers, "Connection": "close"}, trust_env
+        self._headers, self._trust_env = {**headers, **_HEADERS}, trust_env
+        self._max_bytes = max_bytes
         self._idle: list[httpx.AsyncClient] = []
         try:
             self._certificates = httpx.create_ssl_context()
@@ -61,19 +59,12 @@ class Connections:
             await client.aclose()
 
     async def exchange(
-        self,
-        method: str,
-        url: str,
-        content: bytes | None,
-        *,
-        timeout_s: float,
-        max_bytes: Callable[[int], int],
+        self, method: str, url: str, content: bytes | None, timeout_s: float
     ) -> Response:
-        """``max_bytes``: how much of the content to read, given the status.
-
+        """
         Raises:
             RowTimeoutError: the response did not arrive in time.
-            NoAnswer: there is no response.
+            NoAnswer: there is no response, or one that is packed.
         """
         import httpx
 
@@ -83,10 +74,7 @@ class Connections:
                 asyncio.timeout(timeout_s),
                 client.stream(method, url, content=content) as response,
             ):
-                coding = response.headers.get("content-encoding", "")
-                most = max_bytes(response.status_code)
-                received, is_whole = await _read(response.aiter_raw(), coding, most)
-                return Response(response.status_code, response.headers, received, is_whole)
+                return await self._read(response)
         except TimeoutError:
             raise RowTimeoutError(
                 f"no answer for {timeout_s:.0f} s (run.row_timeout_s = {timeout_s:g})"
@@ -94,11 +82,22 @@ class Connections:
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
             raise NoAnswer(_text_of(error), Why.DOWN) from error
         except httpx.HTTPError as error:
-            # Twice as many tries: the server may just as well have gone away.
-            broke = f"the connection broke: {_text_of(error)}"
-            raise NoAnswer(broke, tries=2 * MOST_FAULTS) from error
-        except _CodingError as error:
-            raise NoAnswer(f"{url}: the answer can't be unpacked: {error}") from error
+            raise NoAnswer(f"the connection broke: {_text_of(error)}") from error
+
+    async def _read(self, response: httpx.Response) -> Response:
+        most = self._max_bytes if response.status_code < 300 else _MOST_ERROR_BYTES
+        coding = response.headers.get("content-encoding", "identity")
+        if coding.strip().lower() != "identity":
+            raise NoAnswer(
+                f"{response.url}: Content-Encoding is {coding!r}, which was not asked for"
+            )
+        received = bytearray()
+        async for chunk in response.aiter_raw():
+            received += chunk[: most + 1 - len(received)]
+            if len(received) > most:
+                break
+        is_whole = len(received) <= most
+        return Response(response.status_code, response.headers, bytes(received[:most]), is_whole)
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -118,7 +117,7 @@ class Connections:
         import httpx
 
         return httpx.AsyncClient(
-            headers={**self._headers, "Accept-Encoding": _ACCEPT_ENCODING},
+            headers=self._headers,
             verify=self._certificates,
             trust_env=self._trust_env,
             timeout=httpx.Timeout(None, connect=CONNECT_S),
@@ -128,50 +127,3 @@ class Connections:
 
 def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-class _CodingError(Exception):
-    """The body is not in the coding that its header names, or that coding was not requested."""
-
-
-async def _read(chunks: AsyncIterator[bytes], coding: str, max_bytes: int) -> tuple[bytes, bool]:
-    """The body in ``chunks``, whose Content-Encoding is ``coding``, up to ``max_bytes``; and whether
-    that is all of it. httpx decompresses a whole chunk at once, and nested codings: 64 kB can become
-    gigabytes.
-
-    Raises:
-        _CodingError: it can't be decompressed.
-    """
-    received = bytearray()
-    unpack = _unpacker(coding.strip().lower())
-    async for chunk in chunks:
-        received += unpack(chunk, max_bytes + 1 - len(received))
-        if len(received) > max_bytes:
-            return bytes(received[:max_bytes]), False
-    unpack(b"", 0)
-    return bytes(received), True
-
-
-def _unpacker(coding: str) -> Callable[[bytes, int], bytes]:
-    """A function of a chunk and the most bytes to return (an uncompressed chunk may exceed this).
-
-    An empty chunk is the end.
-    """
-    if coding in ("", "identity"):
-        return lambda chunk, most: chunk
-    if coding != _ACCEPT_ENCODING:
-        raise _CodingError(f"Content-Encoding is {coding!r}, expected {_ACCEPT_ENCODING} or none")
-    stream, is_empty = zlib.decompressobj(_GZIP), True
-
-    def unpack(chunk: bytes, most: int) -> bytes:
-        nonlocal is_empty
-        is_whole = stream.eof and not stream.unused_data
-        if stream.eof if chunk else not (is_whole or is_empty):
-            raise _CodingError("the gzip data end too soon or too late")
-        is_empty = is_empty and not chunk
-        try:
-            return stream.decompress(chunk, max(1, most)) if chunk else b""
-        except zlib.error as error:
-            raise _CodingError(str(error)) from error
-
-    return unpack

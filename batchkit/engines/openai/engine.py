@@ -1,23 +1,20 @@
 """A server that speaks OpenAI's API: OpenAI's own, ``vllm serve``, llama.cpp's ``llama-server``.
 
-It either runs already, at ``engine.base_url``, or is started for the run (``own_server.py``).
+It runs at ``engine.base_url``, or is started for the run (``own_server.py``). The server does the
+batching; this engine keeps requests in flight. A request has no answer for one of three reasons:
 
-The server does the batching; this engine keeps requests in flight. A request has no answer for one of
-three reasons:
-
-- it is the row's own fault (400, 413, 422, …, an answer that takes too long): that row fails;
-- waiting does not fix it (401, no such model, no money): EngineError. The run stops, and continues when it is
-  started again;
-- anything else (``NoAnswer``) may be the row's fault or the server's. The row is tried again, and fails after a few tries
-  if others are answered meanwhile; one that is turned away (429, 502, 503, 504, no connection), after
+- it is the row's own fault (400, an answer that takes too long): that row fails;
+- waiting does not fix it (401, no such model, no money): EngineError, and the run stops;
+- anything else (``NoAnswer``) may be the row's fault or the server's. The row is tried again, and fails after
+  a few tries if others are answered meanwhile; one that is turned away (429, 502, no connection), after
   ``give_up_s``. While nothing is answered, all requests wait, and now and then a request of one word is sent
   (``rate_limiter.py``); after ``give_up_s`` the run stops.
 
-Another model than before ends the run. Nothing need fail when a server is replaced, so its list of
-models is read again after an outage, after a gap, and before the last answer is returned.
+Nothing need fail when a server is replaced by one with another model, which ends the run: so its list
+of models is read again after an outage, after a gap, and before the last answer is returned.
 
-A server of our own that ends, or is given up, is an engine that died: EngineDied. The supervisor
-then starts another, and finds the row that kills it.
+A server of our own that ends, or is given up, is an engine that died: the supervisor starts another,
+and finds the row that kills it.
 """
 
 from __future__ import annotations
@@ -34,12 +31,18 @@ from batchkit.config.server_command import llama_server
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.faults import EngineDied, Fault
-from batchkit.engines.openai import api
 from batchkit.engines.openai.chat import SAMPLING as SAMPLING
 from batchkit.engines.openai.options import Options, options_of
 from batchkit.engines.openai.own_server import OwnServer
 from batchkit.engines.openai.pooling import ENDPOINTS
-from batchkit.engines.openai.rate_limiter import NoAnswer, Place, RateLimiter, Why, pause_s
+from batchkit.engines.openai.rate_limiter import (
+    MOST_FAULTS,
+    NoAnswer,
+    Place,
+    RateLimiter,
+    Why,
+    pause_s,
+)
 from batchkit.engines.openai.remote import Remote
 from batchkit.errors import (
     EngineError,
@@ -49,6 +52,7 @@ from batchkit.errors import (
     RowTimeoutError,
     ServerError,
 )
+from batchkit.rendering.messages import as_text
 from batchkit.types import Completion, Pair, Request, Row
 
 _CLOSE_S = 10.0
@@ -59,9 +63,8 @@ _QUIET_S = 5.0  # of an outage that nobody is told of
 class OpenAIServerEngine:
     """Keeps up to ``max_num_seqs`` requests in flight.
 
-    Threads: the processor's thread calls every method; one thread of ours runs the event loop that
-    does the rest. Completions arrive in ``_done``; ``_ended`` is set once, after the completions
-    before it.
+    Threads: the processor's thread calls every method; one of ours runs the event loop that does the
+    rest. Completions arrive in ``_done``; ``_ended`` is set once, after the completions before it.
 
     Raises:
         JobError: an option or a sampling parameter is wrong, or the server's program is missing.
@@ -72,17 +75,13 @@ class OpenAIServerEngine:
     def __init__(self, job: JobConfig, log: Path | None = None) -> None:
         self._options = options_of(job)
         self._row_timeout_s, self._task = job.run.row_timeout_s, job.task
+        self.max_num_seqs = self._options.max_num_seqs
+        self.limits = {"max_num_seqs": self.max_num_seqs}
         self._events: deque[str] = deque()  # the loop's thread appends, the caller's takes
-        self._own = _own_server(job, self._options, self.limits, log)
-        self._remote = Remote(
-            job,
-            self._own.base_url if self._own else job.engine.base_url or "",
-            extra_body=self._options.extra_body,
-            drop=self._options.drop,
-            event=self._events.append,
-            max_model_len=self._options.max_model_len,
-        )
-        self._limiter = RateLimiter(self._options.max_num_seqs)
+        self._own = _own_server(job, self._options, log)
+        base_url = self._own.base_url if self._own else job.engine.base_url or ""
+        self._remote = Remote(job, base_url, self._options, self._events.append)
+        self._limiter = RateLimiter(self.max_num_seqs)
         self._in_flight = 0
         self._quiet_s = _QUIET_S
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
@@ -97,25 +96,20 @@ class OpenAIServerEngine:
             if self._own is not None:
                 self._own.start()
             asyncio.run_coroutine_threadsafe(self._reach(), self._loop).result()
-            self._check(job.params())
+            owners = {
+                str(model["owned_by"]) for model in self._remote.models if "owned_by" in model
+            }
+            owner = {"owned_by": owners.pop()} if len(owners) == 1 else {}
+            where = self._own.command if self._own else self._remote.base_url
+            self.versions = {"server": where, **owner}
+            is_pair = job.task == "score"
+            self._remote.body_of(_one_word(is_chat=False, is_pair=is_pair, sampling=job.params()))
+        except RequestError as error:
+            self.close()
+            raise JobError(str(error)) from None
         except BaseException:
             self.close()
             raise
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self._options.max_num_seqs
-
-    @property
-    def limits(self) -> Mapping[str, Any]:
-        return {"max_num_seqs": self._options.max_num_seqs}
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        owners = {str(model["owned_by"]) for model in self._remote.models if "owned_by" in model}
-        owner = {"owned_by": owners.pop()} if len(owners) == 1 else {}
-        where = self._own.command if self._own else self._remote.base_url
-        return {"server": where, **owner}
 
     def submit(self, request: Request) -> None:
         self._in_flight += 1
@@ -138,9 +132,8 @@ class OpenAIServerEngine:
     def load(self) -> EngineLoad:
         running = min(self._limiter.running, self._in_flight)
         host_bytes = self._own.host_bytes if self._own else 0
-        waiting, events = self._in_flight - running, []
-        while self._events:
-            events.append(self._events.popleft())
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        waiting = self._in_flight - running
         return EngineLoad(running, waiting, 0.0, 0, host_bytes, events, self._remote.served)
 
     def close(self) -> None:
@@ -149,14 +142,6 @@ class OpenAIServerEngine:
             self._thread.join(_CLOSE_S)
         if self._own is not None:
             self._own.stop()
-
-    def _check(self, params: Mapping[str, Any]) -> None:
-        """Raises JobError if no request with these parameters can be sent to the server."""
-        try:
-            pair = Pair("Hi", ["Hi"], is_list=False)
-            self._remote.body_of(Request(Row(-1, "", {}), None, "Hi", params, "", pair=pair))
-        except RequestError as error:
-            raise JobError(str(error)) from None
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -173,11 +158,11 @@ class OpenAIServerEngine:
 
     async def _reach(self) -> None:
         """Check that the server answers; if it is ours, also watch it."""
-        if self._own is not None:
+        if self._own is None:
+            await self._remote.reach()
+        else:
             await self._own.come_up(self._remote.is_ready)
             self._tasks.add(self._loop.create_task(self._watch_over(self._own)))
-        else:
-            await self._remote.reach()
 
     async def _watch_over(self, own: OwnServer) -> None:
         self._end(EngineDied(await own.death()))
@@ -201,8 +186,7 @@ class OpenAIServerEngine:
             self._end(error)
             return
         except Exception as error:  # without this, the request would never come back
-            failed = ServerError(f"{type(error).__name__}: {error}")
-            completion = Completion(request, error=failed)
+            completion = Completion(request, error=ServerError(f"{type(error).__name__}: {error}"))
         self._unsettled -= 1
         if not self._unsettled:  # this may be the run's last answer
             self._remote.doubt()
@@ -222,33 +206,47 @@ class OpenAIServerEngine:
                 task.cancel()
 
     async def _answer(self, request: Request) -> Completion:
-        """Try until there is an answer, or the row's own error."""
-        row = _Tries(self._limiter)
+        """Try until there is an answer, or the row's own error.
+
+        The tries without an answer count since the server was last away; they are the row's own fault if
+        a request that was sent after the first of them was answered. A busy server turns rows away, too,
+        and answers each of them eventually: ``give_up_s`` is for that.
+        """
+        tries, since = 0, 0.0
         while True:
-            place = await self._place(request, row)
+            place = await self._limiter.enter()
+            if place.is_probe:
+                if not await self._is_well(request, place):
+                    tries = 0
+                continue
             try:
                 return await self._ask(request, place)
             except NoAnswer as problem:
-                row.count(self._loop.time())
-                if row.is_at_fault(problem, self._loop.time(), self._options.give_up_s):
-                    raise self._error_of(problem, row.tries) from None
-                if row.is_alone or (problem.why is not Why.BUSY and not self._limiter.is_open):
-                    await asyncio.sleep(pause_s(row.tries))
+                now = self._loop.time()
+                since = since if tries else now
+                tries += 1
+                others_are_answered = self._limiter.newest_answered > since
+                waits_s = self._options.give_up_s if problem.why in (Why.BUSY, Why.DOWN) else 0.0
+                if others_are_answered and tries >= MOST_FAULTS and now - since >= waits_s:
+                    raise self._error_of(problem, tries) from None
+                if others_are_answered or not (problem.why is Why.BUSY or self._limiter.is_open):
+                    await asyncio.sleep(pause_s(tries))
 
-    async def _place(self, request: Request, row: _Tries) -> Place:
-        """Wait for a place; while the server answers nothing, for the answer to a prompt of one word."""
-        while (place := await self._limiter.enter()).is_probe:
-            try:
-                await self._ask(self._one_word(request), place)
-            except (NoAnswer, RowTimeoutError) as problem:
-                if isinstance(problem, NoAnswer) and problem.stops is not None:
-                    raise EngineError(problem.stops) from None
-                row.forget()
-                self._report(problem)
-                self._lose_patience(problem)
-            except RowError:
-                pass  # it is refused, and so the server works
-        return place
+    async def _is_well(self, request: Request, place: Place) -> bool:
+        """Whether the server, which answered nothing before, answers a prompt of one word."""
+        try:
+            is_chat, is_pair = request.messages is not None, request.pair is not None
+            sampling = {"max_tokens": 1} if self._task == "generate" else {}
+            await self._ask(_one_word(is_chat=is_chat, is_pair=is_pair, sampling=sampling), place)
+        except (NoAnswer, RowTimeoutError) as problem:
+            if isinstance(problem, NoAnswer) and problem.stops is not None:
+                raise EngineError(problem.stops) from None
+            self._report(problem)
+            self._lose_patience(problem)
+            return False
+        except RowError:
+            pass  # it is refused, and so the server works
+        return True
 
     async def _ask(self, request: Request, place: Place) -> Completion:
         """``Remote.ask``; an answer, or a refusal other than a timeout, shows that it works."""
@@ -268,17 +266,6 @@ class OpenAIServerEngine:
             return completion
         finally:
             self._limiter.leave(place)
-
-    def _one_word(self, request: Request) -> Request:
-        is_chat, is_pair = request.messages is not None, request.pair is not None
-        return Request(
-            row=Row(-1, "", {}),
-            messages=[{"role": "user", "content": "Hi"}] if is_chat else None,
-            prompt=None if is_chat or is_pair else "Hi",
-            sampling={"max_tokens": 1} if self._task == "generate" else {},
-            input_hash="",
-            pair=Pair("Hi", ["Hi"], is_list=False) if is_pair else None,
-        )
 
     def _error_of(self, problem: NoAnswer, tries: int) -> RowError:
         if problem.why is Why.BARRED:
@@ -330,34 +317,15 @@ class OpenAIServerEngine:
         )
 
 
-class _Tries:
-    """The tries of one row that had no answer, since the server was last away."""
-
-    def __init__(self, limiter: RateLimiter) -> None:
-        self._limiter = limiter
-        self._since = 0.0
-        self.tries = 0
-
-    def count(self, now: float) -> None:
-        if not self.tries:
-            self._since = now
-        self.tries += 1
-
-    def forget(self) -> None:
-        """No other request is answered, either."""
-        self.tries = 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether a request that was sent after the first of them was answered."""
-        return self.tries > 0 and self._limiter.newest_answered > self._since
-
-    def is_at_fault(self, problem: NoAnswer, now: float, give_up_s: float) -> bool:
-        """A busy server turns rows away, too, and answers each of them eventually: ``give_up_s`` is for
-        that."""
-        if not self.is_alone or self.tries < problem.tries:
-            return False
-        return problem.why not in (Why.BUSY, Why.DOWN) or now - self._since >= give_up_s
+def _one_word(*, is_chat: bool, is_pair: bool, sampling: Mapping[str, Any]) -> Request:
+    return Request(
+        row=Row(-1, "", {}),
+        messages=[{"role": "user", "content": "Hi"}] if is_chat else None,
+        prompt=None if is_chat or is_pair else "Hi",
+        sampling=sampling,
+        input_hash="",
+        pair=Pair("Hi", ["Hi"], is_list=False) if is_pair else None,
+    )
 
 
 class OpenAIServerPreflight:
@@ -368,7 +336,7 @@ class OpenAIServerPreflight:
 
     def render(self, request: Request) -> RenderedPrompt:
         ENDPOINTS[self._job.task].check_names(request.sampling)
-        return RenderedPrompt(api.shown(request), None)
+        return RenderedPrompt(as_text(request), None)
 
 
 def open_engine(job: JobConfig, log: Path | None = None) -> OpenAIServerEngine:
@@ -380,19 +348,16 @@ def open_preflight(job: JobConfig) -> OpenAIServerPreflight:
     return OpenAIServerPreflight(job)
 
 
-def _own_server(
-    job: JobConfig, options: Options, limits: Mapping[str, Any], log: Path | None
-) -> OwnServer | None:
+def _own_server(job: JobConfig, options: Options, log: Path | None) -> OwnServer | None:
     table = job.engine.server
     if table is None:
         return None
     if table.command is not None:
-        limits = {"max_num_seqs": 1}  # can't be reduced
-        return OwnServer(job, table, table.command, limits, log=log)
+        return OwnServer(job, table.command, {"max_num_seqs": 1}, log=log)  # can't be reduced
     command = llama_server(
         job.engine.model,
         max_model_len=options.max_model_len or 0,  # options_of checked that it is set
         max_num_seqs=options.max_num_seqs,
         task=job.task,
     )
-    return OwnServer(job, table, command, limits, log=log)
+    return OwnServer(job, command, {"max_num_seqs": options.max_num_seqs}, log=log)

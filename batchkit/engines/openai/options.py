@@ -1,7 +1,8 @@
-"""The ``[engine.options]`` of this engine."""
+"""The ``[engine.options]`` of this engine, and what llama.cpp's server lacks of vLLM's parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, PositiveInt
@@ -15,6 +16,19 @@ from batchkit.errors import JobError, RequestError
 _NOT_EXTRA = api.PAIR | {
     *("model", "messages", "prompt", "input", "stream", "stream_options"),
     *("embed_dtype", "endianness"),  # a vector would be read as other numbers
+}
+# What llama.cpp's server ignores, as fields that it doesn't know, with its own name for some of them.
+# Structured outputs are other than JSON here, which is sent as response_format.
+_LLAMA_CPP_LACKS = {
+    "repetition_penalty": "repeat_penalty",
+    "structured_outputs": "grammar",
+    "use_activation": "embd_normalize",
+    **dict.fromkeys(["repetition_detection", "min_tokens", "stop_token_ids", "bad_words"]),
+    **dict.fromkeys(["allowed_token_ids", "logprob_token_ids", "include_stop_str_in_output"]),
+    **dict.fromkeys(["skip_special_tokens", "spaces_between_special_tokens", "padding"]),
+    **dict.fromkeys(["truncate_prompt_tokens", "truncation_side", "add_special_tokens"]),
+    **dict.fromkeys(["mm_processor_kwargs", "instruction"]),
+    **dict.fromkeys(["max_tokens_per_query", "max_tokens_per_doc"]),
 }
 
 
@@ -59,3 +73,17 @@ def options_of(job: JobConfig) -> Options:
     if problems:
         raise JobError("\n".join(problems))
     return Options(**given)
+
+
+def check_for_llama_cpp(task: str, body: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        RequestError: naming the parameter that the server would ignore.
+    """
+    for name in _LLAMA_CPP_LACKS.keys() & body.keys():
+        own = None if task == "score" else _LLAMA_CPP_LACKS[name]
+        hint = f", or use its own engine.options.extra_body.{own}" if own else ""
+        raise RequestError(
+            f"{ENDPOINTS[task].table}.{name}: llama.cpp's server lacks it, and would answer without"
+            f" it; leave it out{hint}"
+        )

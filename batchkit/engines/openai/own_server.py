@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import random
 import re
 import shutil
@@ -12,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,18 +23,18 @@ from batchkit.engines.faults import (
     mentions_memory,
     points_elsewhere,
 )
-from batchkit.engines.memory import LOOK_S, MemoryWatch, family_bytes
-from batchkit.engines.process import guard
+from batchkit.engines.memory import HostMemory, MemoryWatch
+from batchkit.engines.process import guard as guard_program
 from batchkit.engines.process.engine_log import EngineLog
 from batchkit.engines.process.guard import GRACE_S
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import EngineError, JobError
 from batchkit.storage.files import open_log
 
-_GUARD = Path(guard.__file__)
-_UNASSIGNED = range(20_000, 32_768)
-_PORTS_TRIED = 20
+_GUARD = Path(guard_program.__file__)
+_PORTS = range(20_000, 32_768)  # the ephemeral ones begin behind it on Linux
 _LOOK_S = 0.1
+_TRIM_S = 1.0
 _STOP_S = GRACE_S + 5.0
 _LAST_LINES = 12
 _LONGEST_CAUSE = 300
@@ -49,33 +47,28 @@ class OwnServer:
     ``engine.log``.
 
     ``start`` starts it. A second process (``guard.py``) ends it with the run. ``limits`` are the
-    options that decide how much memory it claims when it starts. ``memory`` watches the host's
-    memory; by default, from now on. ``host_bytes``: the memory of the server and its guard, updated
-    once a second if ``run.max_host_gb`` limits it; else 0.
+    options that decide how much memory it claims when it starts.
     """
 
     def __init__(
-        self,
-        job: JobConfig,
-        table: ServerTable,
-        command: str,
-        limits: Mapping[str, Any],
-        *,
-        log: Path | None = None,
-        memory: MemoryWatch | None = None,
+        self, job: JobConfig, command: str, limits: Mapping[str, Any], *, log: Path | None = None
     ) -> None:
         self.command = command
-        self._table, self._limits = table, limits
+        self._table, self._limits = job.engine.server or ServerTable(), limits
         self._log = EngineLog(log or job.folder / LOG)
-        self._is_memory_limited = job.run.max_host_gb is not None
-        self.host_bytes = 0
+        self._host_memory = HostMemory(job)
         self._port, self._claim = claimed_port()
         self._guard: subprocess.Popen[bytes] | None = None
-        self._memory = memory or MemoryWatch()
+        self._memory = MemoryWatch()
 
     @property
     def base_url(self) -> str:
         return f"http://{HOST}:{self._port}/v1"
+
+    @property
+    def host_bytes(self) -> int:
+        """The memory of the server and its guard, if ``run.max_host_gb`` limits it; else 0."""
+        return 0 if self._guard is None else self._host_memory.bytes_of(self._guard.pid)
 
     def start(self) -> None:
         """
@@ -99,15 +92,9 @@ class OwnServer:
             self._control.setblocking(False)
             try:
                 with theirs:
+                    guard = [sys.executable, "-I", str(_GUARD), str(theirs.fileno())]
                     self._guard = subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-I",
-                            str(_GUARD),
-                            str(theirs.fileno()),
-                            program,
-                            *arguments,
-                        ],
+                        [*guard, program, *arguments],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
@@ -150,8 +137,8 @@ class OwnServer:
         hung_up = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._control, 16))
         try:
             while not hung_up.done():
-                self._look()
-                await asyncio.wait([hung_up], timeout=LOOK_S)
+                self._log.trim()
+                await asyncio.wait([hung_up], timeout=_TRIM_S)
         finally:
             hung_up.cancel()  # no effect if it has ended
         code = hung_up.result()
@@ -159,19 +146,9 @@ class OwnServer:
         returncode = int(code) if code else -signal.SIGKILL
         return fault_of_exit(returncode, _cause(self._log.printed()), self._memory.evidence())
 
-    def _look(self) -> None:
-        """Check its memory and its log while it runs."""
-        self._memory.look()
-        self._log.trim()
-        if self._is_memory_limited and self._guard is not None:
-            self.host_bytes = family_bytes(self._guard.pid)
-
     def stop(self) -> None:
-        """End it and wait for that; called after the event loop has ended. May be called twice.
-
-        Raises:
-            EngineError: it can't be ended, for example because a driver hangs.
-        """
+        """End it and wait for that; called after the event loop has ended. May be called twice. Raises
+        EngineError if it can't be ended, for example because a driver hangs."""
         if self._guard is None:
             self._claim.close()
             return
@@ -205,32 +182,26 @@ class ClaimedPort(NamedTuple):
     claim: socket.socket
 
 
-def claimed_port(pick: Callable[[], int] | None = None) -> ClaimedPort:
-    """A free port. Two runs must never get the same one: a server may load for minutes before it
-    binds its port, and meanwhile its run would send its rows to the other run's server.
+def claimed_port(ports: Iterable[int] = ()) -> ClaimedPort:
+    """A free port of ``ports``, by default any outside the ephemeral range, which no other process gets
+    by chance. Two runs must never get the same one: a server may load for minutes before it binds its
+    port, and meanwhile its run would send its rows to the other run's server.
 
     The claim is the name of a Linux abstract socket: it ends with the process; all users see it.
+
+    Raises:
+        EngineError: none is free.
     """
-    while True:
-        number = (pick or _free_port)()
+    for number in ports or random.sample(_PORTS, len(_PORTS)):
         claim = socket.socket(socket.AF_UNIX)
         try:
             claim.bind(f"\0batchkit-server-{number}")
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                claim.close()
-                continue
-        return ClaimedPort(number, claim)
-
-
-def _free_port() -> int:
-    """A port outside the ephemeral range (Linux: from 32768 on, IANA: from 49152 on), if one is
-    free there: no other process gets it by chance while the server loads."""
-    for port in [*random.sample(_UNASSIGNED, _PORTS_TRIED), 0]:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            found: int = probe.getsockname()[1]
-            return found
+            with socket.socket() as probe:
+                probe.bind((HOST, number))
+        except OSError:
+            claim.close()
+        else:
+            return ClaimedPort(number, claim)
     raise EngineError(f"{HOST}: no free port for the server")
 
 

@@ -29,8 +29,8 @@ class Why(Enum):
 class NoAnswer(Exception):
     """A try without an answer: the row's own failure if others are answered, else the server's.
 
-    ``tries``: after how many of them. ``stops``: why the run stops if every request is refused so.
-    ``retry_after_s``: the time that the server named.
+    ``stops``: why the run stops if every request is refused so. ``retry_after_s``: the time that the
+    server named.
     """
 
     def __init__(
@@ -38,13 +38,11 @@ class NoAnswer(Exception):
         message: str,
         why: Why = Why.FAULT,
         *,
-        tries: int = MOST_FAULTS,
         retry_after_s: float | None = None,
         stops: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.why, self.tries = why, tries
-        self.retry_after_s, self.stops = retry_after_s, stops
+        self.why, self.retry_after_s, self.stops = why, retry_after_s, stops
 
 
 class Place(NamedTuple):

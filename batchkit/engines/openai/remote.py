@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
+from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
-from batchkit.engines.openai import api, llama_cpp, pooling
+from batchkit.engines.openai import api
 from batchkit.engines.openai.connections import CONNECT_S, Connections, Response
+from batchkit.engines.openai.options import Options, check_for_llama_cpp
+from batchkit.engines.openai.pooling import ENDPOINTS
 from batchkit.engines.openai.rate_limiter import NoAnswer, Why
 from batchkit.errors import (
     AnswerTooLargeError,
@@ -21,6 +24,7 @@ from batchkit.errors import (
     RowError,
     RowTimeoutError,
 )
+from batchkit.rendering.messages import as_text
 from batchkit.storage.plain_json import parsed
 from batchkit.storage.schema import is_count
 from batchkit.types import Completion, Request
@@ -31,13 +35,12 @@ _DOWN = (408, 425, 502, 504, 529)
 _BUSY = (429, 503)
 _OF_THE_ROW = (400, 406, 413, 414, 415, 422, 431, 451)
 _OF_THE_MOMENT = (409, 423, 424, 499)  # TGI answers 424 when its model fails
+_LACKS = (404, 405, 501)
 _SHORTEST_KEY = 8  # a shorter one may be a part of words that don't quote it: "token"
-_MOST_ERROR_BYTES = 1 << 20  # of an error, of which 1,000 characters are shown
 
 
 class Remote:
-    """The server at ``base_url``. ``extra_body`` overrides every body, ``drop`` is left out of it.
-    ``max_model_len`` applies if the server reports none. ``event`` gets what the run should report.
+    """The server at ``base_url``. ``event`` gets what the run should report.
 
     Once created, belongs to one event loop.
 
@@ -46,38 +49,27 @@ class Remote:
     """
 
     def __init__(
-        self,
-        job: JobConfig,
-        base_url: str,
-        *,
-        extra_body: Mapping[str, Any],
-        drop: Sequence[str],
-        event: Callable[[str], None],
-        max_model_len: int | None = None,
+        self, job: JobConfig, base_url: str, options: Options, event: Callable[[str], None]
     ) -> None:
-        engine = job.engine
         self.base_url = base_url.rstrip("/")
         self.models: list[Mapping[str, Any]] = []
-        self._model, self._key_name = engine.model, engine.api_key_env
-        self._endpoint = pooling.ENDPOINTS[job.task](job, drop)
-        self._extra_body = extra_body
-        self._asked_max_model_len = max_model_len
-        self._timeout_s = job.run.row_timeout_s
-        self._max_answer_bytes = engine.max_answer_bytes
-        self._counts = job.retry.on_too_long != "fail"
-        self._event = event
+        self._job, self._options, self._event = job, options, event
+        self._model, self._timeout_s = job.engine.model, job.run.row_timeout_s
+        self._endpoint = ENDPOINTS[job.task](job, options.drop)
         self._answered_as: str | None = None
         self._known: dict[str, Any] = {}
         """What its lists of models have said about the model so far."""
         self._may_differ = False
         self._listed_at = time.monotonic()
         self._ignores_n = False
-        self._key = _key(engine.api_key_env)
+        self._key = _key(job.engine.api_key_env)
         headers = {"Content-Type": "application/json", "User-Agent": "batchkit"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        may_be_far = engine.server is None  # our own server has no proxy in front of it
-        self._connections = Connections(headers, trust_env=may_be_far)
+        may_be_far = job.engine.server is None  # our own server has no proxy in front of it
+        self._connections = Connections(
+            headers, trust_env=may_be_far, max_bytes=job.engine.max_answer_bytes
+        )
 
     @property
     def served(self) -> Mapping[str, Any]:
@@ -110,8 +102,7 @@ class Remote:
         Raises:
             EngineError: naming the address and the remedy.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + START_S
+        deadline = time.monotonic() + START_S
         while True:
             try:
                 self._learn(await self._list_models())
@@ -119,7 +110,7 @@ class Remote:
             except NoAnswer as problem:
                 if problem.stops is not None:
                     raise EngineError(problem.stops) from None
-                if loop.time() + _START_PAUSE_S >= deadline:
+                if time.monotonic() + _START_PAUSE_S >= deadline:
                     raise EngineError(
                         f"{self.base_url}: no answer ({problem}); start the server, or correct"
                         " engine.base_url, then run the same command again"
@@ -132,9 +123,9 @@ class Remote:
             RequestError: it can't be sent to this server.
         """
         body = self._endpoint.body_of(request)
-        if llama_cpp.serves(self.models):
-            llama_cpp.check(body)
-        return {**body, **self._extra_body}
+        if any(model.get("owned_by") == "llamacpp" for model in self.models):
+            check_for_llama_cpp(self._job.task, body)
+        return {**body, **self._options.extra_body}
 
     async def ask(self, request: Request) -> Completion:
         """Send the request once.
@@ -150,44 +141,35 @@ class Remote:
         await self.check_model()
         began = time.monotonic()
         response = await self._exchange("POST", url, content, self._timeout_s)
-        status = response.status
-        if status < 300:
-            took_s = time.monotonic() - began
-            n = asked if is_count(asked := body.get("n") or 1) else 0
-            try:
-                answer = parsed(response.content)
-            except ValueError as error:
-                raise NoAnswer(f"{url}: the answer is no JSON: {error}") from None
-            try:
-                completion = self._endpoint.completion_of(request, answer, took_s, n)
-            except api.ShapeError as problem:
-                in_body = api.status_in(answer)
-                if in_body is None:
-                    shape = api.in_words(response.content[:200].decode("utf-8", "replace"))
-                    raise NoAnswer(f"{url}: {problem}: {shape}") from None
-            else:
-                self._check_model_of(answer.get("model"))
-                self._check_count(len(completion.choices), n)
-                return completion
-            status = in_body
-            self._check(status, response.content, url, {})
-        if self._endpoint.moved(url, status):
-            return await self.ask(request)
-        raise await self._refused(request, url, api.refusal_of(status, response.content))
+        if response.status >= 300:
+            refusal = api.refusal_of(response.status, response.content)
+            raise await self._refused(request, url, refusal)
+        took_s = time.monotonic() - began
+        n = asked if is_count(asked := body.get("n") or 1) else 0
+        try:
+            answer = parsed(response.content)
+            completion = self._endpoint.completion_of(request, answer, took_s, n)
+        except ValueError as problem:  # no JSON, or a ShapeError
+            shape = api.in_words(response.content[:200].decode("utf-8", "replace"))
+            raise NoAnswer(f"{url}: {problem}: {shape}") from None
+        self._check_model_of(answer.get("model"))
+        if 0 < len(completion.choices) < n and not self._ignores_n:
+            self._ignores_n = True
+            self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
+        return completion
 
     async def _refused(self, request: Request, url: str, refusal: api.Refusal) -> Exception:
         """The error for a refusal that concerns this request, or all of its kind."""
         status = refusal.status
-        if status in pooling.LACKS and self._endpoint.hint and self._lists_its_model:
-            return _barred(
-                refusal,
-                f"{url}: answered {refusal}: the server lacks this endpoint, or its model does not"
-                f" fit the task; {self._endpoint.hint}",
-            )
+        lists_it = any(model.get("id") == self._model for model in self.models)
+        if status in _LACKS and self._endpoint.hint and lists_it:
+            lacks = "the server lacks this endpoint, or its model does not fit the task"
+            return _barred(refusal, f"{url}: answered {refusal}: {lacks}; {self._endpoint.hint}")
         if refusal.is_of_the_model:
             return _barred(refusal, await self._without_model(refusal))
         if refusal.is_too_long:
-            return api.too_long(await self._counted(refusal, request), self._max_model_len)
+            counted = await self._counted(refusal, request)
+            return api.too_long(counted, self._max_model_len)
         if status in _OF_THE_ROW:
             return RequestError(f"the server answered {refusal}")
         if status in _OF_THE_MOMENT or (status >= 500 and status != 501):
@@ -208,11 +190,6 @@ class Remote:
                     f" {self._answered_as!r}; a run's answers are all of one model. Serve that one"
                     " again or name it as engine.model, then run the same command again"
                 )
-
-    def _check_count(self, found: int, n: int) -> None:
-        if 0 < found < n and not self._ignores_n:
-            self._ignores_n = True
-            self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
 
     def doubt(self, after_s: float = 0.0) -> None:
         """The server may have another model now, if its list was read ``after_s`` ago or earlier."""
@@ -237,11 +214,16 @@ class Remote:
             self._may_differ, self._listed_at = False, time.monotonic()
             return
         found = api.known_of(models, self._model)
-        if difference := api.difference(self._known, found):
+        changes = [
+            f"{name} was {before!r}, is {found[name]!r}"
+            for name, before in self._known.items()
+            if found.get(name, before) != before
+        ]
+        if changes:
             since_s = time.monotonic() - self._listed_at
             raise EngineError(
                 f"{self.base_url}: the server came back with another model, or changed it:"
-                f" {difference}. A run's answers are all of one model, and those of the last"
+                f" {'; '.join(changes)}. A run's answers are all of one model, and those of the last"
                 f" {since_s:.0f} s may be of either. Serve the first one again, then run the"
                 " same command again, or begin a new run (--fresh)"
             )
@@ -257,15 +239,16 @@ class Remote:
 
         ``vllm serve`` stops counting at its limit; its ``/tokenize`` (beside ``/v1``) counts them all.
         """
-        if not self._counts or refusal.prompt_tokens is not None:
+        if self._job.retry.on_too_long == "fail" or refusal.prompt_tokens is not None:
             return refusal
+        if (pair := request.pair) is not None:  # the query with the longest document
+            longest = max(pair.documents, key=lambda document: len(str(document)), default="")
+            request = replace(request, pair=pair._replace(documents=[longest]))
+        chat = {"messages": request.messages}
+        text = {"prompt": as_text(request)} if request.messages is None else chat
         url = f"{self.base_url.removesuffix('/v1')}/tokenize"
-        content = await _encoded(
-            {"model": self._model, "messages": request.messages}
-            if request.messages is not None
-            else {"model": self._model, "prompt": request.prompt or pooling.longest_of(request)}
-        )
         try:
+            content = await _encoded({"model": self._model, **text})
             response = await self._exchange("POST", url, content, self._timeout_s)
             count = orjson.loads(response.content)["count"] if response.status == 200 else None
         except (RowError, NoAnswer, EngineError, ValueError, KeyError, TypeError):
@@ -276,23 +259,22 @@ class Remote:
         url = f"{self.base_url}/models"
         try:
             response = await self._exchange("GET", url, None, CONNECT_S)
-            status, content = response.status, response.content
         except RowTimeoutError:
             raise NoAnswer(f"connected, but silent for {CONNECT_S:.0f} s", Why.DOWN) from None
         except AnswerTooLargeError as error:
             raise EngineError(f"{url}: no list of models: {error}") from None
-        if status == 404:
+        if response.status == 404:
             raise EngineError(
                 f"{url}: not found; engine.base_url is the address without /chat/completions, and"
                 " nearly always ends in /v1"
             )
-        if status >= 500:
-            raise NoAnswer(str(api.refusal_of(status, content)), Why.DOWN)
+        refusal = api.refusal_of(response.status, response.content)
+        if response.status >= 500:
+            raise NoAnswer(str(refusal), Why.DOWN)
         try:
-            models = orjson.loads(content)["data"]
+            models = orjson.loads(response.content)["data"]
             return [model for model in models if isinstance(model, Mapping)]
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            refusal = api.refusal_of(status, content)
             raise EngineError(
                 f"{url}: no list of models, but {refusal}; does the server speak OpenAI's API?"
             ) from None
@@ -302,61 +284,53 @@ class Remote:
     ) -> Response:
         """A response that concerns only this request. Raises like ``ask``."""
         try:
-            response = await self._connections.exchange(
-                method, url, content, timeout_s=timeout_s, max_bytes=self._most_bytes
-            )
+            response = await self._connections.exchange(method, url, content, timeout_s)
         except (NoAnswer, RowTimeoutError):
             self._may_differ = True
             raise
-        status, received = response.status, response.content
-        if status < 300 and not response.is_whole:
+        if response.status < 300 and not response.is_whole:
             raise AnswerTooLargeError(
-                f"the answer has more than engine.max_answer_bytes = {self._max_answer_bytes}; the"
-                " rest was not read. Lower sampling.max_tokens, n or logprobs, or raise"
-                " engine.max_answer_bytes"
+                "the answer has more than engine.max_answer_bytes ="
+                f" {self._job.engine.max_answer_bytes}; the rest was not read. Lower"
+                " sampling.max_tokens, n or logprobs, or raise engine.max_answer_bytes"
             )
-        if status != 200 and len(self._key) >= _SHORTEST_KEY:  # which some servers quote
-            received = received.replace(self._key.encode(), b"***")
-        self._check(status, received, url, response.headers)
-        return response._replace(content=received)
+        if response.status != 200 and len(self._key) >= _SHORTEST_KEY:  # which some servers quote
+            without = response.content.replace(self._key.encode(), b"***")
+            response = response._replace(content=without)
+        self._check(response, url)
+        return response
 
-    def _most_bytes(self, status: int) -> int:
-        return self._max_answer_bytes if status < 300 else _MOST_ERROR_BYTES
-
-    def _check(self, status: int, received: bytes, url: str, headers: Mapping[str, str]) -> None:
+    def _check(self, response: Response, url: str) -> None:
         """Raise EngineError or NoAnswer if the response concerns all requests."""
+        status = response.status
         if status < 300:
             return
         if status >= 500 or status in _DOWN:  # any may be a proxy's, whose server is away
             self._may_differ = True
-        refusal = api.refusal_of(status, received)
+        refusal = api.refusal_of(status, response.content)
         if status < 400:
-            where = api.in_words(headers.get("location"))
+            where = api.in_words(response.headers.get("location"))
             raise _barred(
                 refusal,
                 f"{url}: answered {status}, moved to {where}; redirects are not"
                 " followed: give the new address as engine.base_url",
             )
-        if status == 402 or refusal.is_out_of_money:
-            unpaid = f"{url}: {refusal}; no waiting helps, the account must be paid"
-            raise EngineError(unpaid) if refusal.is_out_of_money else _barred(refusal, unpaid)
-        if status in (401, 403):
-            how = "does the key in it fit the server?" if self._key else "it is not set"
-            denied = (
-                f"{url}: access refused ({refusal}); the key is read from the environment variable"
-                f" {self._key_name} (engine.api_key_env): {how}"
-            )
-            raise EngineError(denied) if status == 401 else _barred(refusal, denied)
+        unpaid = f"{url}: {refusal}; no waiting helps, the account must be paid"
+        how = "does the key in it fit the server?" if self._key else "it is not set"
+        denied = (
+            f"{url}: access refused ({refusal}); the key is read from the environment variable"
+            f" {self._job.engine.api_key_env} (engine.api_key_env): {how}"
+        )
+        if refusal.is_out_of_money or status == 401:
+            raise EngineError(unpaid if refusal.is_out_of_money else denied)
+        if status in (402, 403):
+            raise _barred(refusal, unpaid if status == 402 else denied)
         if status in _BUSY or status in _DOWN:
             raise NoAnswer(
                 f"the server answered {refusal}",
                 Why.DOWN if status in _DOWN else Why.BUSY,
-                retry_after_s=api.retry_after_s(headers.get("retry-after")),
+                retry_after_s=api.retry_after_s(response.headers.get("retry-after")),
             )
-
-    @property
-    def _lists_its_model(self) -> bool:
-        return any(model.get("id") == self._model for model in self.models)
 
     async def _without_model(self, refusal: api.Refusal) -> str:
         try:
@@ -376,12 +350,12 @@ class Remote:
             length = api.max_model_len(model)
             if length is not None and (model.get("id") == self._model or len(self.models) == 1):
                 return length
-        return self._asked_max_model_len
+        return self._options.max_model_len
 
 
 def _barred(refusal: api.Refusal, stops: str) -> NoAnswer:
     """Others are asked before it counts: the run ends if each of them is refused, else the row fails."""
-    return NoAnswer(f"the server answered {refusal}", Why.BARRED, tries=2, stops=stops)
+    return NoAnswer(f"the server answered {refusal}", Why.BARRED, stops=stops)
 
 
 def _key(name: str) -> str:

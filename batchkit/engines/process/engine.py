@@ -25,7 +25,7 @@ import msgspec
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of_exit, with_log
-from batchkit.engines.memory import LOOK_S, MemoryWatch
+from batchkit.engines.memory import MemoryWatch
 from batchkit.engines.process.channel import (
     Channel,
     Close,
@@ -51,8 +51,8 @@ _WAIT_S = 0.2
 class ProcessEngine:
     """The job's engine in a child process. What it prints goes to ``engine.log`` in the run folder.
 
-    Without a ``launcher`` it creates its own, which ends with it. ``memory`` watches the host's
-    memory; by default, from now on.
+    Without a ``launcher`` it creates its own, which ends with it. ``memory`` knows whether
+    memory ran out; by default, from now on.
 
     Raises:
         JobError: the engine's options can't be right.
@@ -128,7 +128,6 @@ class ProcessEngine:
         done, self._refused = self._refused, []
         deadline = time.monotonic() + timeout_s
         try:
-            self._memory.look()
             self._printed.trim()
             while self._channel.poll(0 if done else max(0.0, deadline - time.monotonic())):
                 message = self._channel.recv()
@@ -168,8 +167,6 @@ class ProcessEngine:
         message: Ready | Refused | NotStarted
         try:
             self._channel.send(Open.of(job))
-            while not self._channel.poll(LOOK_S):
-                self._memory.look()
             message = self._channel.recv()
         except (EOFError, OSError):
             fault = self._exit_fault()

@@ -1,14 +1,23 @@
-"""Answers that are generated together."""
+"""Answers that are generated together: their next tokens, and when they end."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from batchkit.engines.transformers.answer import Answer
-from batchkit.engines.transformers.loading import Loaded
+from batchkit.engines.transformers.rendering import Prepared
+from batchkit.types import Choice
+
+
+class Loaded(NamedTuple):
+    """A model in memory. ``eos_ids`` end an answer; ``device``: where its inputs go."""
+
+    model: Any
+    device: Any
+    eos_ids: frozenset[int]
+    pad_token_id: int
 
 
 class _Abandoned(Exception):
@@ -98,27 +107,18 @@ class Batch:
 
 
 def next_batch(waiting: Sequence[Answer], size: int) -> list[Answer]:
-    """The answer that has waited longest, and those most similar to it in length.
+    """``size`` answers of about one length, with the one that has waited longest: none waits forever.
 
-    First in the maximum length of their answers: until a batch ends, a row whose answer has ended
-    costs as much as the others. Then in their prompts, to reduce padding. Of all runs of ``size``
-    in that order that contain the oldest answer, the run with the least spread is taken: no answer
-    waits forever. An answer that runs alone is taken when it is the oldest.
+    First by the maximum length of the answers: until a batch ends, a row whose answer has ended
+    costs as much as the others. Then by that of the prompts, to reduce padding. An answer that runs
+    alone is taken when it is the oldest.
     """
     if waiting[0].runs_alone:
         return [waiting[0]]
     ordered = sorted(waiting, key=lambda a: (a.prepared.max_tokens, a.prepared.prompt_tokens))
-    if len(ordered) <= size:
-        return ordered
     oldest = next(n for n, answer in enumerate(ordered) if answer is waiting[0])
-    starts = range(max(0, oldest - size + 1), min(oldest, len(ordered) - size) + 1)
-    return min((ordered[n : n + size] for n in starts), key=_spread)
-
-
-def _spread(run: Sequence[Answer]) -> tuple[int, int]:
-    prompts = [answer.prepared.prompt_tokens for answer in run]
-    answers = [answer.prepared.max_tokens for answer in run]
-    return max(answers) - min(answers), max(prompts) - min(prompts)
+    start = max(0, min(oldest // size * size, len(ordered) - size))
+    return ordered[start : start + size]
 
 
 def collate(prompts: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
@@ -147,3 +147,156 @@ def collate(prompts: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str
 
 def _is_by_token(prompt: Mapping[str, Any], name: str) -> bool:
     return name not in prompt or prompt[name].shape == prompt["input_ids"].shape
+
+
+class Answer:
+    """One of the ``n`` answers to a request; ``siblings`` are all of them.
+
+    ``seed`` decides what is sampled, whatever other rows are in the batch. ``eos_ids``: the model's
+    own end tokens. ``since``: when the request was submitted. ``runs_alone``: it is never batched
+    with others.
+    """
+
+    def __init__(
+        self, prepared: Prepared, seed: int, tokenizer: Any, eos_ids: frozenset[int]
+    ) -> None:
+        self.prepared = prepared
+        self.since = 0.0
+        self.siblings: Sequence[Answer] = [self]
+        self.runs_alone = False
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(prepared.sampling.stop_token_ids or ())
+        if not prepared.sampling.ignore_eos:
+            self._stop_ids |= eos_ids
+        self._muted = list(self._stop_ids | eos_ids)  # before min_tokens
+        self._seed = seed
+        self.begin()
+
+    def begin(self) -> None:
+        """Start, or start again, from the prompt."""
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._text: str | None = None
+        self._logprobs: list[dict[str, Any]] = []
+        self._generator: Any = None
+
+    @property
+    def takes_the_likeliest(self) -> bool:
+        """The next token is the argmax of the unchanged logits."""
+        asked = self.prepared.sampling
+        changes = (asked.presence_penalty, asked.frequency_penalty, asked.logit_bias)
+        is_plain = not any(changes) and asked.repetition_penalty == 1.0
+        is_free = asked.allowed_token_ids is None and len(self.token_ids) >= asked.min_tokens
+        return asked.is_greedy and is_plain and is_free
+
+    def choose(self, logits: Any) -> Any:
+        """The next token, sampled from ``logits`` in the order of vLLM's sampler."""
+        import torch
+
+        asked = self.prepared.sampling
+        scores = self._penalized(self._allowed(logits)[None])
+        if asked.is_greedy:
+            return scores.argmax()
+        if self._generator is None:
+            self._generator = torch.Generator(scores.device).manual_seed(self._seed)
+        for warp in self._warpers():
+            scores = warp(None, scores)
+        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0, 0]
+
+    def take(self, token_id: int, logits: Any) -> None:
+        """Add the token; ``logits`` are the unchanged ones that it was chosen from."""
+        asked = self.prepared.sampling
+        self.token_ids.append(token_id)
+        if asked.logprobs is not None:
+            self._logprobs.append(self._logprob(token_id, logits, asked.logprobs))
+        may_stop = len(self.token_ids) >= asked.min_tokens
+        if (may_stop and token_id in self._stop_ids) or self._has_stop_text():
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.prepared.max_tokens:
+            self.finish_reason = "length"
+
+    def to_choice(self) -> Choice:
+        """The text ends before the token that ended it, unless the request wants that token."""
+        asked, text = self.prepared.sampling, self._text
+        if text is None:
+            is_stopped = self.finish_reason == "stop" and not asked.include_stop_str_in_output
+            text = self._decode(self.token_ids[:-1] if is_stopped else self.token_ids)
+        return Choice(text, self.finish_reason, None if asked.logprobs is None else self._logprobs)
+
+    def _allowed(self, logits: Any) -> Any:
+        """A copy with masks and biases applied."""
+        asked, scores = self.prepared.sampling, logits.clone()
+        if asked.allowed_token_ids is not None:
+            scores[:] = -float("inf")
+            scores[asked.allowed_token_ids] = logits[asked.allowed_token_ids]
+        if len(self.token_ids) < asked.min_tokens:
+            scores[self._muted] = -float("inf")
+        for token_id, bias in (asked.logit_bias or {}).items():
+            scores[token_id] += bias
+        return scores
+
+    def _penalized(self, scores: Any) -> Any:
+        import torch
+        from transformers import RepetitionPenaltyLogitsProcessor
+
+        asked = self.prepared.sampling
+        answered = torch.tensor(self.token_ids, dtype=torch.long)
+        if asked.repetition_penalty != 1.0:
+            seen = torch.cat([self.prepared.inputs["input_ids"], answered[None]], dim=-1)
+            repetition = RepetitionPenaltyLogitsProcessor(asked.repetition_penalty)
+            scores = repetition(seen.to(scores.device), scores)
+        if asked.frequency_penalty or asked.presence_penalty:
+            found, counts = answered.to(scores.device).unique(return_counts=True)
+            scores[0, found] -= asked.frequency_penalty * counts + asked.presence_penalty
+        return scores
+
+    def _warpers(self) -> Iterable[Callable[[Any, Any], Any]]:
+        from transformers import (
+            MinPLogitsWarper,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
+
+        asked = self.prepared.sampling
+        yield TemperatureLogitsWarper(asked.temperature)
+        if asked.min_p > 0:
+            yield MinPLogitsWarper(asked.min_p)
+        if asked.top_k > 0:
+            yield TopKLogitsWarper(asked.top_k)
+        if asked.top_p < 1:
+            yield TopPLogitsWarper(asked.top_p)
+
+    def _has_stop_text(self) -> bool:
+        """If so, the text is cut there. Stop texts within the first ``min_tokens`` are ignored."""
+        asked = self.prepared.sampling
+        if not asked.stops:
+            return False
+        text = self._decode(self.token_ids)
+        after = len(self._decode(self.token_ids[: asked.min_tokens]))
+        starts = {stop: text.find(stop, max(0, after - len(stop) + 1)) for stop in asked.stops}
+        found = [(at, stop) for stop, at in starts.items() if at >= 0]
+        if found:
+            at, stop = min(found)
+            self._text = text[: at + len(stop)] if asked.include_stop_str_in_output else text[:at]
+        return bool(found)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids,
+            skip_special_tokens=self.prepared.sampling.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete character
+
+    def _logprob(self, token_id: int, logits: Any, top: int) -> dict[str, Any]:
+        """The token and the ``top`` most likely ones, in OpenAI's shape, as in engines/vllm/."""
+        logprobs = logits.log_softmax(-1)
+        values, token_ids = logprobs.topk(min(top, len(logprobs)))
+        likeliest = dict(zip(token_ids.tolist(), values.tolist(), strict=True))
+        likeliest.setdefault(token_id, float(logprobs[token_id]))
+        shown = {
+            n: {"token": self._tokenizer.decode([n]), "logprob": logprob}
+            for n, logprob in likeliest.items()
+        }
+        return {**shown[token_id], "top_logprobs": list(shown.values())}

@@ -1,29 +1,29 @@
-"""The engine: runs static batches, and recovers when one of them fails."""
+"""The engine: loads the model, runs static batches, and recovers when one of them fails."""
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-import psutil
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
-from batchkit.engines.faults import EngineDied, Fault, fault_of
-from batchkit.engines.memory_ladder import Ladder
-from batchkit.engines.transformers.answer import Answer
-from batchkit.engines.transformers.batch import Batch, next_batch
-from batchkit.engines.transformers.loading import free_memory, is_sound, load_model
+from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of
+from batchkit.engines.memory import HostMemory
+from batchkit.engines.process.startup import explain
+from batchkit.engines.transformers.batch import Answer, Batch, Loaded, next_batch
 from batchkit.engines.transformers.options import Options
-from batchkit.engines.transformers.rendering import TransformersRenderer
+from batchkit.engines.transformers.rendering import Prepared, TransformersRenderer
 from batchkit.errors import EngineCrashError, RequestError, RowError, RowOutOfMemoryError
 from batchkit.types import Completion, Request, Usage
 
-STRETCH = 100  # answers before a reduced batch size is raised again
+_STRETCH = 100  # answers before a reduced batch size is doubled
+FLASH = "flash_attention_2"
 _LOG = logging.getLogger(__name__)  # warnings reach stderr, which is engine.log
 # The model's Python code raises these for inputs that it can't take; torch raises RuntimeError.
 _REFUSALS = (ValueError, TypeError, LookupError, AssertionError, NotImplementedError)
@@ -43,28 +43,18 @@ class TransformersEngine:
         import torch
         import transformers
 
-        self._options = options
-        self._renderer = renderer
+        self.max_num_seqs = options.max_num_seqs
+        self.limits = {"max_num_seqs": options.max_num_seqs}
+        self._options, self._renderer = options, renderer
         self._seed = job.run.seed
         self._loaded = load_model(job, options, renderer.config, renderer.tokenizer)
-        self._versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-        self._process = psutil.Process() if job.run.max_host_gb is not None else None
+        self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        self._host_memory = HostMemory(job)
         self._submitted: deque[tuple[Request, float]] = deque()
         self._waiting: list[Answer] = []  # those that run alone come first
         self._batch: Batch | None = None
-        self._ladder = Ladder(stretch=STRETCH)
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self._options.max_num_seqs
-
-    @property
-    def limits(self) -> Mapping[str, Any]:
-        return {"max_num_seqs": self._options.max_num_seqs}
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        return self._versions
+        self._size = self._size_that_worked = options.max_num_seqs
+        self._successes = 0
 
     def submit(self, request: Request) -> None:
         self._submitted.append((request, time.monotonic()))
@@ -83,8 +73,8 @@ class TransformersEngine:
 
     def load(self) -> EngineLoad:
         running = len(self._batch.unfinished) if self._batch is not None else 0
-        host_bytes = self._process.memory_info().rss if self._process is not None else 0
-        return EngineLoad(running, len(self._submitted) + len(self._waiting), 0.0, 0, host_bytes)
+        waiting = len(self._submitted) + len(self._waiting)
+        return EngineLoad(running, waiting, 0.0, 0, self._host_memory.bytes_of(os.getpid()))
 
     def close(self) -> None:
         self._submitted.clear()
@@ -102,22 +92,19 @@ class TransformersEngine:
             return [Completion(request, error=error)]
         answers = [
             Answer(
-                prepared,
-                since=since,
-                seed=self._seed_of(request, prepared.sampling.seed, number),
-                tokenizer=self._renderer.tokenizer,
-                eos_ids=self._loaded.eos_ids,
+                prepared, self._seed_of(prepared, n), self._renderer.tokenizer, self._loaded.eos_ids
             )
-            for number in range(prepared.sampling.n)
+            for n in range(prepared.sampling.n)
         ]
         for answer in answers:
-            answer.siblings = answers
+            answer.since, answer.siblings = since, answers
         self._waiting += answers
         return []
 
-    def _seed_of(self, request: Request, own: int | None, number: int) -> int:
-        if own is not None:
+    def _seed_of(self, prepared: Prepared, number: int) -> int:
+        if (own := prepared.sampling.seed) is not None:
             return own + number
+        request = prepared.request
         name = f"{self._seed}/{request.row.index}/{request.attempt}/{number}"
         return random.Random(name).getrandbits(63)
 
@@ -127,11 +114,6 @@ class TransformersEngine:
         self._waiting = _without(self._waiting, answers)
         self._batch = Batch(answers, self._loaded)
         return self._batch
-
-    @property
-    def _size(self) -> int:
-        size: int = self._ladder.overrides.get("max_num_seqs", self.max_num_seqs)
-        return size
 
     def _step(self, batch: Batch) -> list[Completion]:
         """Give each unfinished answer a token; returns the requests that this completes."""
@@ -150,9 +132,10 @@ class TransformersEngine:
         return self._recover(batch, unfinished, fault, is_refusal=is_refusal)
 
     def _count_success(self, batch: Batch) -> None:
-        self._ladder.keep()
-        if self._ladder.succeeded(len(batch.answers)):
-            self._ladder.step_up()
+        self._size_that_worked = self._size
+        self._successes += len(batch.answers)
+        if self._successes >= _STRETCH and self._size < self.max_num_seqs:
+            self._successes, self._size = 0, min(2 * self._size, self.max_num_seqs)
             _LOG.warning("a stretch of success: batches of up to %d again", self._size)
 
     def _end_batch(self) -> None:
@@ -174,15 +157,14 @@ class TransformersEngine:
         if not (self._options.shrink_on_oom if is_oom else is_sound(self._loaded.device)):
             raise EngineDied(fault)
         if size == 1:
-            if is_oom:  # it says nothing about the batch size
-                self._ladder.back()
+            self._size = self._size_that_worked  # it says nothing about the batch size
             answer = unfinished[0]
             self._waiting = _without(self._waiting, answer.siblings)
             latency_s = time.monotonic() - answer.since
             error = _row_error(fault, is_refusal=is_refusal)
             return [Completion(answer.prepared.request, latency_s=latency_s, error=error)]
         if is_oom:
-            self._ladder.step_down({"max_num_seqs": size}, fault)
+            self._successes, self._size = 0, size // 2
             _LOG.warning("out of memory (%s): batches of up to %d", fault, self._size)
         else:
             _LOG.warning("a batch failed (%s): falling back to sequential", fault)
@@ -222,3 +204,85 @@ def _row_error(fault: Fault, *, is_refusal: bool) -> RowError:
     if is_refusal:
         return RequestError(f"the model can't take this row: {fault}")
     return EngineCrashError(f"the model fails on this row alone: {fault}")
+
+
+def load_model(job: JobConfig, options: Options, config: Any, tokenizer: Any) -> Loaded:
+    """Load on one GPU, or on the CPU if there is none, unless ``device_map`` is set.
+
+    Raises:
+        StartFailed: it can't be loaded.
+    """
+    import torch
+    from transformers import GenerationConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # it would fill engine.log
+    placed = {
+        "device_map": options.device_map,
+        "attn_implementation": _attention(options.attn_implementation),
+    }
+    try:
+        model = _class_for(config).from_pretrained(
+            job.engine.model_source,
+            dtype=options.dtype,
+            revision=options.revision or "main",
+            trust_remote_code=options.trust_remote_code,
+            **{name: value for name, value in placed.items() if value is not None},
+        )
+        if job.engine.lora is not None:
+            model.load_adapter(job.engine.lora)
+        if not options.device_map:
+            model.to("cuda" if torch.cuda.is_available() else "cpu")
+    except Exception as error:
+        # Loading runs the model's code and the device's drivers, which may raise any type.
+        limits = {"max_num_seqs": options.max_num_seqs}
+        raise StartFailed(explain(error, job.engine.model), fault_of(error), limits) from error
+    own = model.generation_config
+    # Otherwise the model's own temperature and penalties would apply beneath those of the rows.
+    model.generation_config = GenerationConfig()
+    listed = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    ends = frozenset(n for n in [*listed, tokenizer.eos_token_id] if n is not None)
+    # Any token will do if none is set, because padding is masked.
+    pads = [n for n in (own.pad_token_id, tokenizer.pad_token_id, 0) if n is not None]
+    return Loaded(model.eval(), model.get_input_embeddings().weight.device, ends, pads[0])
+
+
+def free_memory() -> None:
+    """Release memory that nothing refers to any more."""
+    import torch
+
+    gc.collect()  # an error and its frames, which hold tensors, refer to each other
+    torch.cuda.empty_cache()  # does nothing if no GPU is in use
+
+
+def is_sound(device: Any) -> bool:
+    """Whether it still computes: a GPU that has failed once also fails on everything later."""
+    import torch
+
+    try:
+        return bool(torch.ones(1, device=device).add(1).item() == 2)
+    except RuntimeError:
+        return False
+
+
+def _class_for(config: Any) -> Any:
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as WITH_IMAGES
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_remote = AutoModelForImageTextToText.__name__ in (getattr(config, "auto_map", None) or {})
+    return (
+        AutoModelForImageTextToText
+        if is_remote or type(config) in WITH_IMAGES
+        else AutoModelForCausalLM
+    )
+
+
+def _attention(wanted: str | None) -> str | None:
+    from transformers.utils import is_flash_attn_2_available
+
+    if wanted != FLASH or is_flash_attn_2_available():
+        return wanted
+    _LOG.warning(
+        "engine.options.attn_implementation: no package for %s here; the default is taken", FLASH
+    )
+    return None

@@ -1,18 +1,42 @@
-"""The ``[engine.options]`` of this engine."""
+"""The ``[engine.options]`` of this engine, and those of vLLM's sampling parameters that it supports."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from batchkit.config.tables import JobConfig, Table
 from batchkit.engines import request_checks
-from batchkit.engines.transformers.sampling import sampling_of
 from batchkit.engines.vllm.options import set_environment
 from batchkit.engines.vllm.parsing import unknown_parsers
 from batchkit.errors import JobError, RequestError
+
+GREEDY_BELOW = 1e-5  # as in vLLM
+
+
+def _by_number(bias: Any) -> Any:
+    """Token ids as numbers: JSON's and TOML's keys are text."""
+    if not isinstance(bias, Mapping):
+        return bias
+    return {
+        int(key) if isinstance(key, str) and key.isdigit() else key: value
+        for key, value in bias.items()
+    }
+
+
+TokenIds = list[NonNegativeInt]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Options(Table):
@@ -38,31 +62,82 @@ def options_of(job: JobConfig) -> Options:
     """
     given, template = job.engine.options, None
     problems = request_checks.problems_with("engine.options", Options, given, job.engine.kind)
-    if not problems:
-        try:
-            template = request_checks.chat_template(given)
-        except JobError as error:
-            problems.append(str(error))
     try:
+        template = None if problems else request_checks.chat_template(given)
         sampling_of(job.sampling.params())
-    except RequestError as error:
+    except (JobError, RequestError) as error:
         problems.append(str(error))
     if (missing := request_checks.missing_folder(job.engine.model)) is not None:
         problems.append(missing)
-    parsers = {
-        f"engine.{name}": getattr(job.engine, name)
-        for name in ("reasoning_parser", "tool_call_parser")
-    }
+    engine = job.engine
     for key, value, package in (
-        *((key, value, "vllm") for key, value in parsers.items()),
-        ("engine.lora", job.engine.lora, "peft"),
+        ("engine.reasoning_parser", engine.reasoning_parser, "vllm"),
+        ("engine.tool_call_parser", engine.tool_call_parser, "vllm"),
+        ("engine.lora", engine.lora, "peft"),
         ("engine.options.device_map", given.get("device_map"), "accelerate"),
     ):
         if value is not None and find_spec(package) is None:
             problems.append(f"{key} needs the package {package}: pip install {package}")
-    if any(parsers.values()) and not problems:
-        set_environment()
-        problems = unknown_parsers(job)
-    if problems:
+    set_environment()
+    if problems := problems or unknown_parsers(job):
         raise JobError("\n".join(problems))
     return Options(**{**given, "chat_template": template})
+
+
+class Sampling(Table):
+    """Names, defaults and bounds are vLLM's."""
+
+    n: PositiveInt = 1
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # 0 and -1: all
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    logit_bias: Annotated[dict[NonNegativeInt, float], BeforeValidator(_by_number)] | None = None
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    max_tokens: PositiveInt | None = 16  # None: all that fit
+    min_tokens: NonNegativeInt = 0
+    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: NonNegativeInt | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All token ids in the parameters."""
+        named = (self.logit_bias or (), self.allowed_token_ids or (), self.stop_token_ids or ())
+        return [*itertools.chain(*named)]
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Sampling:
+        if self.n > 1 and self.is_greedy:
+            raise ValueError("n: greedy sampling (temperature = 0) gives the same answer n times")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is over max_tokens {self.max_tokens}")
+        if self.stop == "":
+            raise ValueError("stop: found '', which would end every answer before it begins")
+        return self
+
+
+def sampling_of(values: Mapping[str, Any]) -> Sampling:
+    """
+    Raises:
+        RequestError: naming each parameter that is wrong, or that only vLLM knows.
+    """
+    if problems := request_checks.problems_with("sampling", Sampling, values, "transformers"):
+        raise RequestError("\n".join(problems))
+    return Sampling(**values)

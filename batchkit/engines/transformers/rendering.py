@@ -11,8 +11,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import RenderedPrompt
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import cause, check_forced_call, check_length, template_kwargs
-from batchkit.engines.transformers.options import Options
-from batchkit.engines.transformers.sampling import Sampling, sampling_of
+from batchkit.engines.transformers.options import Options, Sampling, sampling_of
 from batchkit.engines.vllm.parsing import ADJUSTED, AnswerParser, parsing_of
 from batchkit.errors import JobError, MediaError, RequestError, RowError
 from batchkit.types import Request
@@ -113,11 +112,7 @@ class TransformersRenderer:
     def _text(self, request: Request) -> str:
         if request.messages is None:
             return request.prompt or ""
-        conversation = [
-            {**_with_reasoning(_with_arguments_read(m)), "content": self._content(m)}
-            for m in request.messages
-        ]
-        conversation = _without_developers(conversation, self._chat_template)
+        conversation = [{**self._message(m), "content": self._content(m)} for m in request.messages]
         text: str = self._processor.apply_chat_template(
             conversation,
             **{
@@ -143,6 +138,24 @@ class TransformersRenderer:
             )
         )
 
+    def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As vLLM gives it to the chat template: a developer is the system if the template does not know
+        the role; an earlier answer's reasoning has both names that templates read; the arguments of its
+        tool calls are tables, not OpenAI's JSON text."""
+        made = dict(message)
+        if made["role"] == "developer" and "developer" not in str(self._chat_template):
+            made["role"] = "system"
+        reasoning = made.get("reasoning") or made.get("reasoning_content")
+        if reasoning is not None and made["role"] == "assistant":
+            made |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if made.get("tool_calls"):
+            functions = [call["function"] for call in made["tool_calls"]]
+            made["tool_calls"] = [
+                {**call, "function": {**function, "arguments": _table_in(function)}}
+                for call, function in zip(made["tool_calls"], functions, strict=True)
+            ]
+        return made
+
     def _content(self, message: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         """As chat templates of models with images expect it, in parts, and images are passed separately;
         as in vLLM, what a tool answered is one text."""
@@ -167,47 +180,6 @@ class TransformersRenderer:
 
 def _types(content: str | Sequence[Mapping[str, Any]]) -> set[str]:
     return set() if isinstance(content, str) else {part["type"] for part in content}
-
-
-def _without_developers(messages: list[dict[str, Any]], chat_template: Any) -> list[dict[str, Any]]:
-    """As in vLLM: for a chat template that does not know the role, developers are the system, and all
-    of the system is one message, the first."""
-    knows = any(f"{quote}developer{quote}" in str(chat_template) for quote in "\"'")
-    if knows or all(message["role"] != "developer" for message in messages):
-        return messages
-    of_system = [message for message in messages if message["role"] in ("developer", "system")]
-    others = [message for message in messages if message["role"] not in ("developer", "system")]
-    if len(of_system) == 1 and of_system[0] is messages[0]:
-        return [{**of_system[0], "role": "system"}, *others]
-    texts = [_joined(message["content"]) for message in of_system]
-    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
-
-
-def _joined(content: str | Sequence[Mapping[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content if "text" in part)
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An earlier answer's reasoning, under both names that chat templates read, as in vLLM."""
-    found = message.get("reasoning")
-    found = message.get("reasoning_content") if found is None else found
-    if found is None or message["role"] != "assistant":
-        return message
-    return {**message, "reasoning": found, "reasoning_content": found}
-
-
-def _with_arguments_read(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Chat templates want the arguments of earlier tool calls as tables; OpenAI has JSON text. As in
-    vLLM, what is no JSON object becomes an empty table."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _table_in(call["function"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
 
 
 def _table_in(function: Mapping[str, Any]) -> dict[str, Any]:

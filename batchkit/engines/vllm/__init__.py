@@ -19,10 +19,8 @@ MAX_NUM_SEQS = 256  # vLLM's smallest default
 
 
 def preload() -> None:
-    """Import what vLLM itself imports before it forks its engine, without starting a device.
-
-    What vLLM logs goes to a file here; a worker process's error appears nowhere else.
-    """
+    """Import what vLLM itself imports before it forks its engine, without starting a device. What it logs
+    goes to a file here; a worker process's error appears nowhere else."""
     if os.environ.get("VLLM_LOGGING_LEVEL") == QUIET:
         del os.environ["VLLM_LOGGING_LEVEL"]  # set in the run's own process, for its terminal
     set_environment("ERROR")
@@ -32,11 +30,7 @@ def preload() -> None:
 
 
 def open_preflight(job: JobConfig) -> VllmRenderer | PoolingRenderer:
-    """Checks options and sampling with vLLM's classes; needs the model's config and tokenizer.
-
-    Raises:
-        JobError: an option or a sampling parameter is wrong, or the model's files are missing.
-    """
+    """Checks options and sampling with vLLM's classes; needs the model's config and tokenizer."""
     vllm_config = check_config(job)
     from vllm.renderers import renderer_from_config
 
@@ -48,10 +42,4 @@ def open_preflight(job: JobConfig) -> VllmRenderer | PoolingRenderer:
 
 
 def open_engine(job: JobConfig) -> VllmEngine:
-    """Loads the model.
-
-    Raises:
-        JobError: an option or a sampling parameter is wrong, or the model's files are missing.
-        StartFailed: the model can't be loaded.
-    """
     return VllmEngine(job, check_config(job))

@@ -10,31 +10,29 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import BURST_GAP_S, EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of
-from batchkit.engines.memory import family_bytes
+from batchkit.engines.memory import HostMemory
 from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import cause
-from batchkit.engines.vllm.options import limits_of, llm_options, lora_request
+from batchkit.engines.vllm.options import check_task, limits_of, llm_options, lora_request
 from batchkit.engines.vllm.parsing import AnswerParser
 from batchkit.engines.vllm.pooling import PoolingRenderer
-from batchkit.engines.vllm.pooling_task import check_task
 from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusal
-from batchkit.engines.vllm.stats import follow_stats
 from batchkit.engines.vllm.stepper import Stepper
 from batchkit.errors import JobError, RequestError, RowError, RowTimeoutError
 from batchkit.types import Completion, Request
 
-_STUCK_CHECK_S = _MEMORY_LOOK_S = 1.0
+_STUCK_CHECK_S = 1.0
 _TOKEN_LOOK_S = 0.25
 _MOST_TRIES = 3  # retries of preparing a request whose images the engine lacks
 
@@ -74,19 +72,17 @@ class VllmEngine:
         import vllm
 
         self._row_timeout_s = job.run.row_timeout_s
-        self._is_memory_limited = job.run.max_host_gb is not None
-        self._host_memory = 0
-        self._next_memory_look = self._next_token_look = 0.0
+        self._host_memory = HostMemory(job)
+        self._next_token_look = 0.0
         self._unfinished_tokens = 0
-        self._versions = {"vllm": vllm.__version__}
+        self.versions = {"vllm": vllm.__version__}
         self._llm = _load(job, limits_of(vllm_config))
         self._engine = self._llm.llm_engine
         self._lora = lora_request(job)
-        config = self._engine.vllm_config
-        self._limits = limits_of(config)
+        self.limits = limits_of(self._engine.vllm_config)
+        self.max_num_seqs: int = self.limits["max_num_seqs"]
         self._renderer = _renderer_of(job, self._llm)
         self._stepper = Stepper(self._engine, meanwhile=self._while_the_device_works)
-        self._stats = follow_stats(self._engine)
         self._inbox: queue.SimpleQueue[_Unprepared | None] = queue.SimpleQueue()
         self._prepared: queue.SimpleQueue[Prepared | Completion] = queue.SimpleQueue()
         self._preparing = 0
@@ -101,19 +97,6 @@ class VllmEngine:
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
         self._thread = threading.Thread(target=self._prepare, name="vllm-render", daemon=True)
         self._thread.start()
-
-    @property
-    def max_num_seqs(self) -> int:
-        seqs: int = self._limits["max_num_seqs"]
-        return seqs
-
-    @property
-    def limits(self) -> Mapping[str, Any]:
-        return self._limits
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        return self._versions
 
     def submit(self, request: Request) -> None:
         self._queue(_Unprepared(request))
@@ -144,9 +127,8 @@ class VllmEngine:
         return done
 
     def load(self) -> EngineLoad:
-        return self._stats.load._replace(
-            preempted=self._stepper.preempted(),
-            host_bytes=self._host_bytes(),
+        return self._stepper.load()._replace(
+            host_bytes=self._host_memory.bytes_of(os.getpid()),
             unfinished_tokens=self._count_unfinished(),
         )
 
@@ -158,16 +140,6 @@ class VllmEngine:
             requests = self._engine.engine_core.engine_core.scheduler.requests.values()
             self._unfinished_tokens = sum(request.num_output_tokens for request in requests)
         return max(0, self._unfinished_tokens)
-
-    def _host_bytes(self) -> int:
-        """Memory of this process and its workers, read once a second, and only if it is limited."""
-        if not self._is_memory_limited:
-            return 0
-        now = time.monotonic()
-        if now >= self._next_memory_look:
-            self._next_memory_look = now + _MEMORY_LOOK_S
-            self._host_memory = family_bytes(os.getpid())
-        return self._host_memory
 
     def close(self) -> None:
         if self._closing:
@@ -381,7 +353,8 @@ class _Running:
 def _load(job: JobConfig, limits: Mapping[str, Any]) -> Any:
     import vllm
 
-    _keep_rendezvous_in(os.environ.get(SCRATCH))
+    if SCRATCH in os.environ:  # deleted with this process: vLLM leaves files behind
+        tempfile.tempdir = os.environ[SCRATCH]
     try:
         llm = vllm.LLM(**llm_options(job))
     except Exception as error:
@@ -402,15 +375,6 @@ def _renderer_of(job: JobConfig, llm: Any) -> VllmRenderer | PoolingRenderer:
     if job.task == "generate":
         return VllmRenderer(job, llm.llm_engine.renderer, config)
     return PoolingRenderer(job, llm.llm_engine.renderer, config, llm.pooling_io_processors)
-
-
-def _keep_rendezvous_in(folder: str | None) -> None:
-    """In ``folder``, which is deleted with the engine, create the file by which vLLM's processes
-    find each other: vLLM leaves it among the temporary files, and has no setting for this."""
-    from vllm.utils import network_utils
-
-    if folder is not None and hasattr(network_utils, "get_file_store_init_method"):
-        network_utils.tempfile = SimpleNamespace(gettempdir=lambda: folder)
 
 
 def unknown_images(error: Any, prompt: Mapping[str, Any]) -> Sequence[str]:

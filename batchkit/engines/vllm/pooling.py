@@ -12,7 +12,7 @@ from typing import Any
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import RenderedPrompt
 from batchkit.engines.request_checks import chat_template, check_length
-from batchkit.engines.vllm.pooling_task import pooling_params, task_by_config
+from batchkit.engines.vllm.options import pooling_params, task_by_config
 from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusing
 from batchkit.errors import JobError, RequestError, RowError
 from batchkit.types import Completion, Content, Pair, Pooled, Request, Usage

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import RenderedPrompt
 from batchkit.engines.request_checks import (
@@ -18,7 +20,6 @@ from batchkit.engines.request_checks import (
 )
 from batchkit.engines.vllm.options import sampling_params, why_not_bounded
 from batchkit.engines.vllm.parsing import AnswerParser, parsing_of
-from batchkit.engines.vllm.tools import tools_of
 from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowError
 from batchkit.types import Choice, Completion, Request, Usage
 
@@ -132,11 +133,11 @@ class VllmRenderer:
         return prompts[0]
 
     def _params_of_chat(self, request: Request) -> Any:
-        tools = tools_of(request)
+        tools = _tools_of(request)
         params = replace(
             self._chat_params,
             chat_template_kwargs={
-                "tools": None if tools is None else [tool.model_dump() for tool in tools],
+                "tools": tools,
                 "tokenize": False,
                 **self._template_kwargs(request),
             },
@@ -172,6 +173,23 @@ def refusing(request: Request) -> Iterator[None]:
         # The model's own processor runs here, and may raise anything for an unusual image.
         kind = MediaError if request.media_bytes else RequestError
         raise kind(cause(error)) from error
+
+
+def _tools_of(request: Request) -> list[Any] | None:
+    """The request's tools, as vLLM's server gives them to the chat template. Raises RequestError."""
+    if request.tools is None:
+        return None
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
+    found = []
+    for n, tool in enumerate(request.tools):
+        try:
+            found.append(ChatCompletionToolsParam.model_validate(tool).model_dump())
+        except ValidationError as error:
+            (first, *_) = error.errors(include_url=False)
+            place = "".join(f".{part}" for part in first["loc"])
+            raise RequestError(f"tools[{n}]{place}: {first['msg']}") from error
+    return found
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from batchkit.engines.base import EngineLoad
+
 
 class Stepper:
     """Steps ``engine``, a vLLM LLMEngine whose core is in this process.
@@ -24,7 +26,9 @@ class Stepper:
         from vllm.v1.engine import EngineCoreEventType
 
         self._engine = engine
+        engine.logger_manager = None  # vLLM's own counters have no reader
         self._meanwhile = meanwhile
+        self._load = EngineLoad(0, 0, 0.0, 0)
         self._preempted = 0
         self._preemption = EngineCoreEventType.PREEMPTED
         self._states = engine.output_processor.request_states
@@ -40,10 +44,10 @@ class Stepper:
         outputs: list[Any] = self._engine.step()
         return outputs
 
-    def preempted(self) -> int:
-        """Requests preempted since the last call."""
+    def load(self) -> EngineLoad:
+        """How busy the scheduler was in the last step, with the preemptions since the last call."""
         preempted, self._preempted = self._preempted, 0
-        return preempted
+        return self._load._replace(preempted=preempted)
 
     def forget_aborted(self) -> None:
         """Drop what is held of requests that the engine no longer knows."""
@@ -58,6 +62,9 @@ class Stepper:
     def _get(self) -> Any:
         outputs = self._get_output()
         outputs.outputs = list(self._to_process(outputs.outputs))
+        if (stats := outputs.scheduler_stats) is not None:
+            busy = (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage)
+            self._load = EngineLoad(*busy, preempted=0)
         return outputs
 
     def _to_process(self, outputs: Iterable[Any]) -> Iterator[Any]:
