@@ -41,7 +41,7 @@ from batchkit.commands.plan.forecast import Engines, Prices, Rest, rest_of
 from batchkit.commands.plan.lengths import Lengths
 from batchkit.commands.plan.sample import Sample, waves_of
 from batchkit.commands.plan.throughput import Wave
-from batchkit.commands.trial import Answer
+from batchkit.commands.trial.measurement import Answer
 
 SAMPLED = 64
 WANTED = 0.85

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 import batchkit.cli.options as options
-from batchkit.cli.frame import Result, echo, say, show
+from batchkit.cli.frame import Result, echo, say
 from batchkit.cli.options import COUNT, JOB, JSON, LIMIT, SET, Texts, load, printed
 from batchkit.errors import JobError
 
@@ -86,29 +86,20 @@ def _prices(text: str | None) -> list[float] | None:
 )
 @click.option("--write", is_flag=True, help="Set the best size in JOB; nothing else in it changes.")
 @SET
-@JSON
-def find_bs(job: Path, write: bool, overrides: Texts, as_json: bool, **limits: Any) -> None:
+@printed
+def find_bs(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
     """Find the best batch size for JOB, tried with its own rows.
 
     The engine batches continuously: the batch size is how many requests it runs at once,
-    engine.options.max_num_seqs, which costs GPU memory. If run.max_in_flight, the window of
-    requests handed to the engine, is a smaller number, the batch size is that window, which costs
-    host memory; the first lines say so.
+    engine.options.max_num_seqs, which costs GPU memory.
 
     Each size is tried with its own engine: doubled from --low on, then narrowed down to the largest
     that fits. Stops when twice the size gains less than 3 %. Exits with 1 if no size fits.
     """
     from batchkit.commands.tuning.find import find_batch_size
 
-    found = find_batch_size(
-        load(job, overrides),
-        write_to=job if write else None,
-        say=say,
-        show=(lambda line: None) if as_json else echo,
-        **limits,
-    )
-    show(found, as_json)
-    raise SystemExit(found.exit_code)
+    write_to = job if write else None
+    return find_batch_size(load(job, overrides), write_to=write_to, say=say, **limits)
 
 
 @click.command()

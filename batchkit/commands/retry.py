@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from batchkit.commands import Say
 from batchkit.commands.run import with_scores
-from batchkit.commands.score.answer import Say
 from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig

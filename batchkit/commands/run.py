@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from batchkit.commands import Say
 from batchkit.commands.export import export
 from batchkit.commands.export.outputs import format_for
 from batchkit.commands.forecast_file import announced, turned_out
 from batchkit.commands.score import finish_scoring
-from batchkit.commands.score.answer import Say
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, Interrupted, JobError
 from batchkit.execution.notify import notifying

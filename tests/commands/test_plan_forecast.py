@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchkit.commands.plan.answers import replicates, strata_of, stratified
 from batchkit.commands.plan.throughput import StepTime, Wave, fit, points_of, steps_of
-from batchkit.commands.trial import Answer
+from batchkit.commands.trial.measurement import Answer
 
 
 def wave(answers: list[int], window: int, steps: StepTime) -> Wave:

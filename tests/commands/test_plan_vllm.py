@@ -49,7 +49,7 @@ def test_vllm_answers_the_sample_with_one_engine(tmp_path: Path, text_model: Pat
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["forecast"]
     assert found["prompts"]["exact"]
     assert found["load_seconds"] > 0
-    assert found["engine"]["running"] == 16
+    assert found["running"] == 16
     assert 0 < found["seconds"]["low"] < found["seconds"]["high"]
     assert found["price"]["expected"] > found["load_seconds"]
 

@@ -15,7 +15,6 @@ import tomlkit
 from msgspec.structs import replace
 from PIL import Image
 
-from batchkit.commands.tuning.batch_size_option import batch_size_option
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.engines.faults import StartFailed
@@ -352,13 +351,6 @@ def test_speed_is_no_part_of_what_decides_the_answers(demo_model: Path) -> None:
     assert identity(plain_job) == identity(faster)
     assert identity(plain_job) != identity(make_job(demo_model, dtype="bfloat16"))
     assert identity(plain_job) != identity(make_job(demo_model, attn_implementation="eager"))
-
-
-def test_the_size_of_a_batch_is_known_without_loading_the_model() -> None:
-    engine = {"kind": "transformers", "model": "org/no-such-model"}
-    option = batch_size_option(JobConfig(engine=engine, run={"max_in_flight": 2}))
-    assert option.key == "run.max_in_flight"
-    assert "the 8 at once" in option.reason
 
 
 def test_validate_and_dry_run_need_no_weights(text_model: Path, tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batchkit.commands import Say
 from batchkit.commands.parity.differences import SideAnswer, difference
 from batchkit.commands.parity.findings import Answers, ParityResult, RowFailure
 from batchkit.commands.parity.sides import Side, sides_of
-from batchkit.commands.trial import Say, scratch_folder, tried
+from batchkit.commands.trial import scratch_folder, tried
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import open_preflight

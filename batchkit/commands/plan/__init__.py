@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from batchkit.commands import Say
 from batchkit.commands.forecast_file import hash_of_job, shown, time_of, tokens_of, write_forecast
 from batchkit.commands.plan.answers import strata_of, stratified
-from batchkit.commands.plan.forecast import Engines, Prices, Rest, rest_of, summary_of
+from batchkit.commands.plan.forecast import Engines, Prices, Rest, rest_of
 from batchkit.commands.plan.lengths import Lengths, count_lengths
-from batchkit.commands.plan.sample import Sample, answer_sample, memory_of
-from batchkit.commands.trial import Say
+from batchkit.commands.plan.sample import Sample, answer_sample, rows_in_kv_cache
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import TooManyFailuresError
@@ -61,23 +61,11 @@ class Plan(NamedTuple):
         for name, key in (("GPU hours", "gpu_hours"), ("price", "price")):
             if found[key] is not None:
                 yield f"{name}: {shown(found[key], number)}"
-        yield from self._extremes()
-        yield from self._failures()
-        yield "in brackets: 90 % intervals"
-
-    def _extremes(self) -> Iterator[str]:
-        prompts, answers, memory = (self.figures[name] for name in ("prompts", "answers", "memory"))
         for longest in prompts["longest"][:1]:
             row = f"row {longest['index']} (id {longest['id']})"
             yield f"longest prompt: {longest['size']:,} {prompts['unit']}, {row}"
-        if answers["max"]:
-            yield (
-                f"answers in the sample: median {number(answers['median'])} tokens,"
-                f" longest {number(answers['max'])}"
-            )
-        if memory["host_gb"] is not None:
-            gpu = "" if memory["gpu_gb"] is None else f", {number(memory['gpu_gb'])} GiB on a GPU"
-            yield f"memory: {number(memory['host_gb'])} GiB on the host{gpu}"
+        yield from self._failures()
+        yield "in brackets: 90 % intervals"
 
     def _failures(self) -> Iterator[str]:
         failing = self.figures["failing"]
@@ -131,9 +119,8 @@ def _figures(
     folder, run = job.folder, job.run
     starts = read_manifest(folder).starts if is_run(folder) else []
     done = counts_of(folder).tokens if is_run(folder) else Usage(0, 0)
-    memory = memory_of(folder, starts_before)
     left = lengths.left - len(sample.rows)
-    running = min(sample.running, memory.kv_cache_rows or sample.running)
+    running = min(sample.running, rows_in_kv_cache(folder, starts_before) or sample.running)
     per_gpu_s = job.gpus * (run.price_per_gpu_hour or 0.0) / _HOUR_S
     rest = Rest()
     if sample.waves:
@@ -172,21 +159,7 @@ def _figures(
             "problems": [asdict(problem) for problem in lengths.problems],
             "sampled": sample.failed,
         },
-        "answers": summary_of([row.completion_tokens for row in sample.rows]),
-        "engine": _engine(sample, run.workers or 1, running),
-        "memory": memory._asdict(),
+        "running": running,
         "starts": len(starts),
         "of": hash_of_job(job),
-    }
-
-
-def _engine(sample: Sample, workers: int, running: int) -> dict[str, Any]:
-    """How the sample was answered, and how the rest will be."""
-    if not sample.waves:
-        return {}
-    return {
-        "workers": workers,
-        "running": running,
-        "sampled_at": [wave.window for wave in sample.measured],
-        "sample_seconds": round(sample.seconds, 3),
     }

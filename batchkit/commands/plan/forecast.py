@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import mul
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -217,14 +217,3 @@ class _Rest(NamedTuple):
             mean += float(self.sizes.std()) / math.sqrt(len(self.sizes)) * rng.standard_normal()
         others = self.n_rows - len(self.sizes)
         return per_size * (float(self.sizes.sum()) + others * mean)
-
-
-def summary_of(values: Sequence[float]) -> dict[str, Any]:
-    """Of the sampled answers' lengths."""
-    low, median, high = np.quantile(values, (0.05, 0.5, 0.95)) if len(values) else (0.0, 0.0, 0.0)
-    return {
-        "p5": float(low),
-        "median": float(median),
-        "p95": float(high),
-        "max": float(max(values, default=0)),
-    }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchkit.commands.trial import Say
+from batchkit.commands import Say
 from batchkit.commands.validate import SHOWN, Problem, checked
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig

@@ -12,8 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from batchkit.commands import Say
 from batchkit.commands.plan.throughput import Wave
-from batchkit.commands.trial import Answer, Say, answers_in, scratch_folder, tried
+from batchkit.commands.trial import scratch_folder, tried
+from batchkit.commands.trial.measurement import Answer, answers_in
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import max_num_seqs_of
@@ -53,21 +55,6 @@ class Sample(NamedTuple):
         """How many of its rows failed."""
         return sum(bool(row.kind) for row in self.rows)
 
-    @property
-    def seconds(self) -> float:
-        """With the engine up."""
-        return sum(wave.took_s for wave in self.waves)
-
-
-class Memory(NamedTuple):
-    """Peaks in GiB: resident memory of the run's processes, and memory in use on one GPU of this
-    machine, by any process. ``kv_cache_rows``: how many such requests fill the KV cache. None if
-    unknown."""
-
-    host_gb: float | None
-    gpu_gb: float | None
-    kv_cache_rows: int | None
-
 
 def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) -> Sample:
     """Answer ``rows`` of ``source``, which are in random order.
@@ -105,21 +92,15 @@ def waves_of(rows: int, running: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def memory_of(folder: Path, starts_before: int) -> Memory:
-    """Of the starts after the first ``starts_before``."""
-    lines = [line for line in read_metrics(folder) if line.start > starts_before]
-    host = max((line.host_bytes or 0 for line in lines), default=0)
-    gpu = max((gpu.memory_bytes for line in lines for gpu in line.gpus), default=0)
+def rows_in_kv_cache(folder: Path, starts_before: int) -> int | None:
+    """How many such requests fill the KV cache, by the starts after the first ``starts_before``; None if
+    unknown."""
     full = [
         line.running / line.kv_cache_usage
-        for line in lines
-        if line.running and line.kv_cache_usage > _LEAST_USAGE
+        for line in read_metrics(folder)
+        if line.start > starts_before and line.running and line.kv_cache_usage > _LEAST_USAGE
     ]
-    return Memory(
-        round(host / 2**30, 3) if host else None,
-        round(gpu / 2**30, 3) if gpu else None,
-        max(1, int(median(full))) if full else None,
-    )
+    return max(1, int(median(full))) if full else None
 
 
 def _running(job: JobConfig, kept: KeptEngine) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchkit.commands.trial import Answer
+from batchkit.commands.trial.measurement import Answer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchkit.commands import Say
 from batchkit.commands.report.rows import read_rows
-from batchkit.commands.score.answer import Say
 from batchkit.commands.view.overview import Figures, about, overview
 from batchkit.commands.view.page import check_page, write_page
 from batchkit.commands.view.runs import Look

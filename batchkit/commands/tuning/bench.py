@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchkit.commands.trial import Say
-from batchkit.commands.tuning.rounds import Budget
-from batchkit.commands.tuning.table import SizeResult, SizeTable
-from batchkit.commands.tuning.trial import Trials, trials_of, with_one_prompt
-from batchkit.config.numbers import number
+from batchkit.commands import Say
+from batchkit.commands.trial import trials_of
+from batchkit.commands.tuning.batch_size import most_of
+from batchkit.commands.tuning.table import Sizes, SizeTable
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 
@@ -39,57 +38,21 @@ def bench(
     """Measure each of ``batch_sizes`` for ``rounds`` rounds of at most ``seconds`` s.
 
     Each round has its own engine, and the sizes take turns, so that a disturbance of the machine
-    affects all of them. If loading takes longer than a round, all rounds of a size run one after
-    another in one engine, over further rows.
+    affects all of them. A size that failed is not tried again.
 
     Raises:
         JobError: the job itself is invalid, or its input has no rows.
     """
-    job = with_one_prompt(job, say)
-    with trials_of(job, rows=rows, say=say) as trials:
-        _warn(trials, batch_sizes, say)
-        for doubt in few_rounds(rounds):
-            say(doubt)
-        _measure(trials, batch_sizes, rounds, seconds, say)
-    return trials.table
-
-
-def few_rounds(rounds: int) -> list[str]:
-    """A warning if the spread over so many rounds means little."""
-    if rounds >= FEW_ROUNDS:
-        return []
-    times = "one round" if rounds == 1 else f"{rounds} rounds"
-    return [
-        f"only {times} for each batch size: a difference may be chance; give --rounds {FEW_ROUNDS}"
-    ]
-
-
-def _measure(
-    trials: Trials, batch_sizes: Sequence[int], rounds: int, seconds: float, say: Say
-) -> None:
-    left = dict.fromkeys(batch_sizes, rounds)
-    at_a_time = 1
-    while pending := [size for size in left if left[size] > 0]:
-        for size in pending:
-            wanted = min(at_a_time, left[size])
-            trial = trials.run(size, Budget(seconds, wanted))
-            say(_summary(trial))
-            left[size] = left[size] - len(trial.rounds) if trial.rounds else 0
-            at_a_time = rounds if trial.load_s > seconds else 1
-
-
-def _warn(trials: Trials, batch_sizes: Sequence[int], say: Say) -> None:
-    option = trials.option
-    say(f"{option.key}: {option.reason}")
-    for size in batch_sizes:
-        if size > trials.rows:
-            say(f"batch size {size:,} is more than the {trials.rows:,} rows: it is never full")
-        elif option.most is not None and size > option.most:
-            say(f"batch size {size:,} is never reached: {option.reason}")
-
-
-def _summary(line: SizeResult) -> str:
-    if not line.rounds:
-        return f"batch size {line.batch_size:,}: {line.status_text}"
-    latency = f"p50 {line.median('p50_ms'):,.0f} ms, p99 {line.median('p99_ms'):,.0f} ms"
-    return f"batch size {line.batch_size:,}: {number(line.rows_per_s)} rows/s, {latency}"
+    sizes, failed = Sizes(job, say), set[int]()
+    if rounds < FEW_ROUNDS:
+        say(f"with --rounds {rounds} a difference may be chance; give --rounds {FEW_ROUNDS}")
+    with trials_of(job, rows) as trials:
+        most, why = most_of(job, trials.rows)
+        for size in batch_sizes:
+            if size > most:
+                say(f"batch size {size:,} is never full: {why}")
+        for _ in range(rounds):
+            for size in batch_sizes:
+                if size not in failed and sizes.run(trials, size, seconds).figures is None:
+                    failed.add(size)
+    return sizes.table(trials.signum)

@@ -8,8 +8,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from batchkit.commands.tuning.bench import FEW_ROUNDS, few_rounds
-from batchkit.commands.tuning.table import SizeResult, SizeTable
+from batchkit.commands.tuning.batch_size import KEY
+from batchkit.commands.tuning.table import Line, SizeTable
 from batchkit.commands.view.page import policy, style
 from batchkit.config.numbers import nice, number
 from batchkit.errors import JobError
@@ -24,8 +24,7 @@ def write_curve(table: SizeTable, path: Path) -> None:
     JobError: ``path`` can't be written.
     """
     lines = table.lines
-    top = nice(max((found.rows_per_s for line in lines for found in line.rounds), default=1.0))
-    rounds = [len(line.rounds) for line in lines if line.rounds]
+    top = nice(max((each["rows_per_s"] for line in lines for each in line["rounds"]), default=1.0))
     step = (WIDTH - _LEFT - _RIGHT) / max(1, len(lines))
     # Spaced evenly, because batch sizes mostly double from one to the next.
     points = [_point(line, _LEFT + step * (n + 0.5), top) for n, line in enumerate(lines)]
@@ -35,14 +34,12 @@ def write_curve(table: SizeTable, path: Path) -> None:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    environment.filters["number"] = number
-    pieces = environment.get_template("curve.html.j2").generate(
+    page = environment.get_template("curve.html.j2").render(
         policy=Markup(policy(style())),
         style=Markup(style()),
         bench=table,
-        lines=lines,
+        option=KEY,
         points=points,
-        doubts=[*table.doubts(), *few_rounds(min(rounds, default=FEW_ROUNDS))],
         path=" ".join(f"{p['x']:.1f},{p['y']:.1f}" for p in points if p["y"] is not None),
         ticks=[(_y(top * part / 4, top), number(top * part / 4)) for part in range(5)],
         width=WIDTH,
@@ -52,31 +49,26 @@ def write_curve(table: SizeTable, path: Path) -> None:
         bottom=HEIGHT - _BOTTOM,
     )
     try:
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            file.writelines(pieces)
+        with replacing(path) as temporary:
+            temporary.write_text(page, encoding="utf-8")
     except OSError as error:
         raise JobError(f"--html {path}: can't be written: {error.strerror}") from error
 
 
-def _point(line: SizeResult, x: float, top: float) -> dict[str, Any]:
+def _point(line: Line, x: float, top: float) -> dict[str, Any]:
     """A batch size on the page, for the template; ``y`` is None if it did not run."""
-    rates = [found.rows_per_s for found in line.rounds]
-    if not rates or line.rows_per_s is None:
-        label = line.status.partition(":")[0]
-        text = f"{line.batch_size}: {label}"
-        return {"x": x, "y": None, "size": line.batch_size, "label": label, "text": text}
-    output = number(line.median("completion_tokens_per_s") or 0.0)
-    label = f"{number(line.rows_per_s)} rows/s, {output} output tokens/s"
-    y, y_low, y_high = (_y(rate, top) for rate in (line.rows_per_s, min(rates), max(rates)))
-    return {
+    point = {
         "x": x,
-        "y": y,
-        "y_low": y_low,
-        "y_high": y_high,
-        "size": line.batch_size,
-        "label": label,
-        "text": f"{line.batch_size}: {label}",
+        "size": line["batch_size"],
+        "y": None,
+        "label": line["status"].partition(":")[0],
     }
+    if rates := [each["rows_per_s"] for each in line["rounds"]]:
+        y, low, high = (_y(rate, top) for rate in (line["rows_per_s"], min(rates), max(rates)))
+        output = number(line["completion_tokens_per_s"])
+        label = f"{number(line['rows_per_s'])} rows/s, {output} output tokens/s"
+        point |= {"y": y, "y_low": low, "y_high": high, "label": label}
+    return point
 
 
 def _y(rate: float, top: float) -> float:

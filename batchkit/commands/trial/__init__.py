@@ -1,0 +1,301 @@
+"""Trials: real runs of a job with other settings, in a scratch folder, measured from what they write.
+
+``find-bs`` and ``bench`` measure batch sizes with ``Trials``. ``plan``, ``parity`` and the judge read the
+records of a run that they start with ``tried``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from batchkit.commands.trial.measurement import (
+    Figures,
+    Idle,
+    Measurement,
+    answers_in,
+    idle_of,
+    seconds_at,
+)
+from batchkit.config.tables import JobConfig
+from batchkit.engines.faults import EngineDied, StartFailed
+from batchkit.engines.memory import family_bytes, gpu_bytes
+from batchkit.engines.process.launcher import LOG
+from batchkit.engines.registry import holds_model
+from batchkit.errors import EngineError, InputError, Interrupted, JobError
+from batchkit.execution.kept_engine import KeptEngine
+from batchkit.execution.run import start_run
+from batchkit.execution.signals import StopRequest
+from batchkit.execution.start import Options
+from batchkit.execution.summary import RunSummary
+from batchkit.rendering.ordering import well_ordered
+from batchkit.rendering.steps import renderer_of
+from batchkit.sources import count_rows, never
+from batchkit.sources.input import Input, from_job
+from batchkit.storage.log import RESULTS
+from batchkit.storage.metrics import read_metrics
+
+OK, OOM = "ok", "OOM"
+LOOK_S = 0.1
+VECTORS_LAG_S = 1.0  # records of vectors are written once a second
+_LEAST_GPU_BYTES = 64 * 2**20  # less than a CUDA context: the engine runs on the host
+
+
+def tried(
+    job: JobConfig,
+    source: Input | None,
+    options: Options,
+    *,
+    kept: KeptEngine | None = None,
+    stop: StopRequest | None = None,
+) -> RunSummary:
+    """As ``start_run``.
+
+    Raises:
+        BatchkitError: the run stopped, or could not begin.
+        Interrupted: a signal ended it.
+    """
+    summary = start_run(job, source, options, kept=kept, stop=stop).checked()
+    if summary.exit >= 128:
+        raise Interrupted(summary.exit - 128)
+    return summary
+
+
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A new folder, removed at the end unless the EngineError that ends the block names a file in it."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    is_kept = False
+    try:
+        yield folder
+    except EngineError as error:
+        is_kept = str(folder) in str(error)
+        raise
+    finally:
+        if not is_kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class Memory(NamedTuple):
+    """In units of 2**30 bytes, as nvidia-smi and ``run.max_host_gb`` count them."""
+
+    gb: float
+    of: Literal["gpu", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """``status``: ``ok``, ``OOM``, or ``error: …``; ``reason``: why an engine died. ``figures`` is None
+    unless it is ok. ``seconds``: of the whole trial, including ``load_s`` for loading the engine.
+    ``failed``: rows by kind of error. ``memory``: the peak; None if unknown."""
+
+    status: str
+    reason: str
+    seconds: float
+    load_s: float = 0.0
+    figures: Figures | None = None
+    answered: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    memory: Memory | None = None
+    idle: Idle | None = None
+
+
+@contextmanager
+def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
+    """Trials over the first ``rows`` rows of ``job``, in a folder that is removed at the end.
+
+    A signal ends the ``with`` block early; ``signum`` of the trials is that signal's.
+
+    Raises:
+        JobError: the job itself is invalid.
+        InputError: its input has no rows.
+    """
+    with (
+        StopRequest().installed(),
+        scratch_folder("batchkit-trial-") as folder,
+        closing(KeptEngine(folder / LOG)) as kept,  # its engines are forks of one process
+    ):
+        trials = Trials(job, rows, folder, kept)
+        try:
+            yield trials
+        except Interrupted as interrupted:
+            trials.signum = interrupted.signum
+
+
+class Trials:
+    """Trials of the settings of one job, one after the other, each with a new engine.
+
+    ``total``: rows of the job, of which the trials use the first ``rows``.
+    """
+
+    def __init__(self, job: JobConfig, rows: int | None, folder: Path, kept: KeptEngine) -> None:
+        self.total = count_rows(job.input)
+        if not self.total:
+            raise InputError(f"{job.input.path}: no rows to try it with")
+        self.rows = self.total if rows is None else min(rows, self.total)
+        self.signum: int | None = None
+        self._folder, self._kept = folder, kept
+        table = job.input.model_copy(update={"limit": self.rows})
+        self._source = from_job(job.model_copy(update={"input": table}))
+        self._hint = renderer_of(job).hint
+        self._number = 0
+
+    def run(self, job: JobConfig, at_once: int, seconds: float) -> Trial:
+        """Measure ``job``, the one that the trials are of but for its settings, which runs ``at_once``
+        requests at once: for at most ``seconds``, after as many to fill the engine.
+
+        Raises:
+            JobError: the first trial finds the job invalid, or its rows can't be read.
+        """
+        self._number += 1
+        job = _of_trial(job, self._folder / str(self._number))
+        measurement = self._measurement(job, at_once, seconds)
+        status, reason, started = OK, "", time.time()
+        with closing(_Watch(job, measurement)) as watch:
+            try:
+                self._start(job, watch)
+            except (EngineError, JobError) as error:
+                if self._number == 1 and isinstance(error, JobError):
+                    raise
+                status, reason = _failure(error)
+        ended = time.time()
+        is_sample = self.rows < self.total
+        figures = measurement.figures(ended, is_sample=is_sample) if status == OK else None
+        if status == OK and figures is None:
+            status = f"error: {_why_no_answer(measurement)}"
+        return Trial(
+            status,
+            reason,
+            ended - started,
+            max(0.0, watch.began - started),
+            figures,
+            len(measurement.answers),
+            measurement.failed,
+            watch.memory,
+            None if job.has_several else idle_of(measurement, read_metrics(job.folder)),
+        )
+
+    def _measurement(self, job: JobConfig, at_once: int, seconds: float) -> Measurement:
+        rows = well_ordered(self._source.read(never), self._hint, max(1, job.run.look_ahead))
+        first = {row.index for row, _ in islice(rows, at_once)}
+        return Measurement(at_once, seconds, total=self.rows, first=first)
+
+    def _start(self, job: JobConfig, watch: _Watch) -> None:
+        """Raises as ``tried``, but the end that ``watch`` asked for is none."""
+        try:
+            options = Options(command="trial", quiet=True)
+            tried(job, self._source, options, kept=self._kept, stop=watch.stop)
+        except Interrupted:
+            if watch.stop.signum is None:
+                raise
+        finally:
+            for loaded in self._kept.idle.values():
+                loaded.engine.close()
+            self._kept.idle.clear()
+
+
+def _of_trial(job: JobConfig, folder: Path) -> JobConfig:
+    """A death of the engine ends a trial; rows that fail do not."""
+    run = job.run.of_part(
+        workers=None, max_seconds=None, max_completion_tokens=None, max_host_gb=None
+    )
+    return job.model_copy(
+        update={
+            "name": folder.name,
+            "engine": job.engine.model_copy(update={"in_process": False}),
+            "run": run.model_copy(update={"max_engine_restarts": 0, "check_rows": 0}),
+            "output": job.output.model_copy(update={"dir": str(folder.parent)}),
+        }
+    )
+
+
+class _Watch:
+    """Reads what the run of ``job`` writes, asks it to stop once it is measured, and samples the memory of
+    this process and all that it started, if the engine holds a model.
+
+    Threads: one of ours does all this; the trial's thread reads the results after ``close``.
+    ``StopRequest.ask`` may come from any thread.
+    """
+
+    def __init__(self, job: JobConfig, measurement: Measurement) -> None:
+        self._folder, self._measurement = job.folder, measurement
+        self._lag_s = VECTORS_LAG_S if job.task == "embed" else 0.0
+        self._samples_memory = holds_model(job.engine.kind)
+        self.stop = StopRequest(drain_s=0)
+        self.began = 0.0
+        """When its engine was loaded, in seconds since the epoch; 0 if it was not."""
+        self._end_of_log = 0
+        self._gpu_before = gpu_bytes() if self._samples_memory else None
+        self._gpu_peak = self._host_peak = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="trial-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def memory(self) -> Memory | None:
+        if self._gpu_peak >= _LEAST_GPU_BYTES:
+            return Memory(self._gpu_peak / 2**30, "gpu")
+        return Memory(self._host_peak / 2**30, "host") if self._host_peak else None
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(timeout=10)
+
+    def _watch(self) -> None:
+        n_looks = 0
+        while True:
+            is_last = self._closing.wait(LOOK_S)
+            if self._samples_memory and n_looks % 5 == 0:
+                self._look_at_memory()
+            n_looks += 1
+            self._read()
+            if is_last:
+                return
+            if self.began and self._measurement.is_over(self.began, time.time() - self._lag_s):
+                self.stop.ask(signal.SIGTERM, drain_s=0)
+
+    def _read(self) -> None:
+        if not self.began:  # the first line of its metrics is written when the model is loaded
+            self.began = next((seconds_at(line.at) for line in read_metrics(self._folder)), 0.0)
+        for answer, end in answers_in(self._folder / RESULTS, self._end_of_log):
+            self._measurement.add(answer)
+            self._end_of_log = end
+
+    def _look_at_memory(self) -> None:
+        self._host_peak = max(self._host_peak, family_bytes(os.getpid()))
+        if self._gpu_before is not None and (now := gpu_bytes()) is not None:
+            self._gpu_peak = max(self._gpu_peak, now - self._gpu_before)
+
+
+def _failure(error: EngineError | JobError) -> tuple[str, str]:
+    """The status of a trial, and the reason in one line, without the log, which is removed with the
+    trial's folder."""
+    match error:
+        case StartFailed():
+            text = error.message
+        case EngineDied():
+            text = str(error.fault)
+        case _:
+            text = str(error)
+    reason = " ".join(text.split())
+    fault = error.fault if isinstance(error, EngineDied) else None
+    if fault is not None and (fault.kind == "oom" or fault.is_short_of_cache):
+        return OOM, reason
+    return f"error: {reason}", reason
+
+
+def _why_no_answer(measurement: Measurement) -> str:
+    if measurement.failed:
+        return f"all {measurement.failed.total():,} rows failed; {measurement.first_error}"
+    return f"no row was answered within {measurement.seconds:g} s (--seconds)"

@@ -1,0 +1,233 @@
+"""What is measured of a trial: rates and latencies while the engine was kept full.
+
+An engine that has just started answers short rows first, and one that runs out of rows is half
+empty; a job of many rows has little of either. So the measured period begins when all rows that were
+submitted first, as many as run at once, are answered, and ends when fewer rows than that are left. (If it
+began when merely that many rows were answered, with lengths from 6 to 96 tokens and 64 at once, the answers
+had 0.7 of the tokens a second that they have in a long run.) If that leaves too little, because there are
+few rows or little time, the whole trial is measured; and so it is if it has answered every row of the job.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from batchkit.execution.window import KV_CACHE_FULL
+from batchkit.storage.lines import tokens_in
+from batchkit.storage.log import read_lines
+from batchkit.storage.metrics import Metrics
+
+ENOUGH_S, ENOUGH_ROWS, ENOUGH_WAVES = 5.0, 32, 4
+_LEAST_ROWS, _LEAST_STEADY_S = 4, 0.5
+_CLOCK_S = 0.001  # the times of records are no finer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A row, from its record: answered, or failed with an error of the ``kind``.
+
+    ``began`` and ``ended``: seconds since the epoch, from its entry into the engine's queue on. Tokens are
+    those of all its attempts, ``last_tokens`` those of the last one's answers.
+    """
+
+    index: int
+    began: float
+    ended: float
+    prompt_tokens: int
+    completion_tokens: int
+    last_tokens: int
+    kind: str = ""
+    message: str = ""
+
+    @property
+    def latency_s(self) -> float:
+        return self.ended - self.began
+
+
+def answers_in(log: Path, offset: int = 0) -> Iterator[tuple[Answer, int]]:
+    """The rows whose records are past ``offset``, and where in ``log`` each ends. A record that is being
+    written is left out."""
+    for line in read_lines(log, offset):
+        if (record := line.record) is not None:
+            ended, error = seconds_at(record.finished_at), record.error
+            yield (
+                Answer(
+                    record.index,
+                    ended - record.latency_s,
+                    ended,
+                    *tokens_in(record),
+                    0 if record.usage is None else record.usage.completion_tokens,
+                    "" if error is None else error.kind,
+                    "" if error is None else error.message,
+                ),
+                line.end,
+            )
+
+
+def seconds_at(time: str) -> float:
+    """A time of a record or of the metrics, in seconds since the epoch."""
+    return datetime.fromisoformat(time).timestamp()
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one period. ``is_typical``: the engine was as busy as in the whole job, always full; or this was
+    the whole job."""
+
+    seconds: float
+    rows: int
+    prompt_tokens: int
+    completion_tokens: int
+    p50_ms: float
+    p99_ms: float
+    is_typical: bool
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], seconds: float, *, is_typical: bool) -> Figures:
+        latencies = sorted(answer.latency_s for answer in answers)
+        return cls(
+            seconds=max(seconds, _CLOCK_S),
+            rows=len(answers),
+            prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+            completion_tokens=sum(answer.completion_tokens for answer in answers),
+            p50_ms=1000 * _percentile(latencies, 0.50),
+            p99_ms=1000 * _percentile(latencies, 0.99),
+            is_typical=is_typical,
+        )
+
+    @property
+    def rows_per_s(self) -> float:
+        return self.rows / self.seconds
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return self.prompt_tokens / self.seconds
+
+    @property
+    def completion_tokens_per_s(self) -> float:
+        return self.completion_tokens / self.seconds
+
+
+class Bound(NamedTuple):
+    """A moment ``at`` which ``rows`` had been answered."""
+
+    at: float
+    rows: int
+
+
+class Period(NamedTuple):
+    since: Bound
+    until: Bound
+
+    @property
+    def seconds(self) -> float:
+        return self.until.at - self.since.at
+
+    @property
+    def rows(self) -> int:
+        return self.until.rows - self.since.rows
+
+    def of(self, answers: Sequence[Answer]) -> Sequence[Answer]:
+        """Those that came in it; by their number, since many may end within one millisecond."""
+        return answers[self.since.rows : self.until.rows]
+
+
+class Measurement:
+    """Of a trial while it is running: ``at_once`` rows run at once, of ``total``, for at most ``seconds``
+    with the engine full, and as long before that. ``first``: the rows that are submitted first.
+
+    It is over earlier once the engine was full for 5 s, and for 32 rows and 4 for each that runs at once.
+    """
+
+    def __init__(self, at_once: int, seconds: float, *, total: int, first: Collection[int]) -> None:
+        self.at_once, self.seconds = at_once, seconds
+        self._left = total
+        self._first = set(first)
+        self.full: Period | None = None
+        """How long the engine was kept full, if it was."""
+        self.answers: list[Answer] = []
+        self.failed = Counter[str]()
+        self.first_error = ""
+
+    def add(self, answer: Answer) -> None:
+        """The next row that is settled."""
+        self._left -= 1
+        self._first.discard(answer.index)
+        if answer.kind:
+            self.failed[answer.kind] += 1
+            self.first_error = self.first_error or f"{answer.kind}: {answer.message}"
+        else:
+            self.answers.append(answer)
+        if self._left >= self.at_once and not self._first:
+            now = Bound(answer.ended, len(self.answers))
+            self.full = Period(now if self.full is None else self.full.since, now)
+
+    def is_over(self, began: float, now: float) -> bool:
+        """True if the trial, whose engine ``began`` then, may stop ``now``."""
+        if self.full is None:
+            return now >= began + self.seconds
+        enough = max(ENOUGH_ROWS, ENOUGH_WAVES * self.at_once)
+        is_enough = self.full.seconds >= ENOUGH_S and self.full.rows >= enough
+        return is_enough or now >= self.full.since.at + self.seconds
+
+    def figures(self, ended: float, *, is_sample: bool) -> Figures | None:
+        """Of a trial that ``ended`` then; None if nothing was answered. ``is_sample``: the job has other
+        rows, so that the rate of all of these is not the job's."""
+        answers, full = self.answers, self.full
+        if not answers:
+            return None
+        is_whole = not self._left and not is_sample
+        if full is not None and full.rows >= max(_LEAST_ROWS, self.at_once) and not is_whole:
+            return Figures.of(full.of(answers), full.seconds, is_typical=True)
+        end = ended if self._left else answers[-1].ended
+        began = min(answer.began for answer in answers)
+        return Figures.of(answers, end - began, is_typical=is_whole)
+
+
+class Idle(NamedTuple):
+    """Shares, 0 to 1, while the engine was kept full; ``running`` is how many requests ran at once on
+    average.
+
+    ``rendering``: of its places that were empty because no rendered row was ready. ``preparing``: that were
+    empty although there were rows, because these were still being tokenised or their images preprocessed.
+    ``kv_cache``: of the time in which the KV cache was full.
+    """
+
+    rendering: float
+    preparing: float
+    kv_cache: float
+    running: float
+    preempted: int
+
+
+def idle_of(measurement: Measurement, metrics: Sequence[Metrics]) -> Idle | None:
+    """What kept places of the engine empty; None if it was full for too short a time to judge."""
+    full, places = measurement.full, measurement.at_once
+    if full is None or full.seconds < _LEAST_STEADY_S:
+        return None
+    lines = [line for line in metrics if full.since.at <= seconds_at(line.at) <= full.until.at]
+    if not lines:
+        return None
+    # By Little's law, in its queue or running; the others in flight are being prepared for that.
+    held = sum(answer.latency_s for answer in full.of(measurement.answers)) / full.seconds
+    preparing = sum(line.in_flight for line in lines) / len(lines) - held
+    empty = max(0.0, places - held)
+    preparing = min(empty, max(0.0, preparing))
+    return Idle(
+        rendering=(empty - preparing) / places,
+        preparing=preparing / places,
+        kv_cache=sum(line.kv_cache_usage >= KV_CACHE_FULL for line in lines) / len(lines),
+        running=sum(line.running for line in lines) / len(lines),
+        preempted=lines[-1].preemptions - lines[0].preemptions,
+    )
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """By nearest rank."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
