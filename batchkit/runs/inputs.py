@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -72,14 +72,12 @@ def with_fields(
     records: Iterable[dict[str, Any]],
     job: JobConfig,
     names: set[str],
-    rare: Set[str] = frozenset(),
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Each record with its row's fields: those it kept if ``names`` are among them, else the row's.
-    ``rare``: names of fields that a row may lack. They are looked for as well, and missing only if
-    the row is.
 
     The rows are read again if they are needed; ``records`` must be in the order of the input. A
-    failed record, which is only counted, keeps its own fields if its row is not there.
+    failed record, which is only counted, keeps its own fields if its row is not there; so does one that
+    lacks only names that ``[vars]`` has.
 
     Raises:
         InputError: the row of an answer is not there.
@@ -87,12 +85,11 @@ def with_fields(
     rows = InputRows(job)
     for record in records:
         kept = record.get("fields") or {}
-        is_enough = names <= kept.keys()
-        if is_enough and (rare <= kept.keys() or job.input.path is None):
+        if names <= kept.keys():
             yield record, kept
         elif (row := rows.row(record)) is not None:
             yield record, row.fields
-        elif is_enough or record["status"] == "failed":
+        elif names - job.vars.keys() <= kept.keys() or record["status"] == "failed":
             yield record, kept
         else:
             raise InputError(

@@ -251,69 +251,47 @@ def test_answers_that_show_a_judge_the_same_are_judged_once(tmp_path: Path) -> N
     assert [scores["judge"] for _, scores in scored(folder).values()] == [0.5] * 5
 
 
-@pytest.mark.parametrize("keep", [["a"], ["a", "id", "tone"]])
+@pytest.mark.parametrize(
+    ("keep", "is_there", "tone"),
+    [(["a"], True, "rude"), (["a", "id", "tone"], False, "rude"), (["a", "id"], False, "kind")],
+    ids=["from the input", "as it was kept", "not known any more"],
+)
 def test_a_judge_sees_the_rows_own_value_of_a_name_that_vars_has(
-    keep: list[str], tmp_path: Path
+    keep: list[str], is_there: bool, tone: str, tmp_path: Path
 ) -> None:
     judge, (first, second) = Judge({}), counted(2)
-    rows = [{**first, "tone": "rude"}, second]
+    rows = [first, {**second, "tone": "rude"}]
     made = {
         "vars": {"tone": "kind", "reference": "none", "unread": 1},
         "output": {"keep": keep},
         "judge": {"prompt": {"user": "JUDGE {{ id }} {{ tone }} {{ reference }}"}},
     }
     with serving(judge) as server:
-        run(judged_job(tmp_path, server, rows, **made))
-    assert sorted(judge.prompts) == ["JUDGE q0 rude 0", "JUDGE q1 kind 1"]
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_judge_sees_the_own_value_of_rows_after_a_first_one_that_has_none(
-    is_there: bool, tmp_path: Path
-) -> None:
-    """Where the input is gone, what was kept of a row has to do."""
-    judge, (first, second) = Judge({}), counted(2)
-    made = {
-        "vars": {"tone": "kind"},
-        "output": {"keep": ["a", "id"]},
-        "judge": {"prompt": {"user": "JUDGE {{ id }} {{ tone }}"}},
-    }
-    with serving(judge) as server:
-        rows = [first, {**second, "tone": "rude"}]
         folder = run(judged_job(tmp_path, server, rows, scoring={"scorers": ["em"]}, **made))
         judged = judged_job(tmp_path, server, rows, **made)
         if not is_there:
             (tmp_path / "rows.jsonl").unlink()
         score_run(folder, judged, say=quiet)
-    tone = "rude" if is_there else "kind"
-    assert sorted(judge.prompts) == ["JUDGE q0 kind", f"JUDGE q1 {tone}"]
+    assert sorted(judge.prompts) == ["JUDGE q0 kind 0", f"JUDGE q1 {tone} 1"]
 
 
 def test_a_judge_with_another_file_in_its_prompt_is_another_judge(tmp_path: Path) -> None:
+    """A secret that it does not read is no part of it: that is masked in job.toml."""
     judge, rules = Judge({}), tmp_path / "rules.txt"
     prompt = {
         "user": "JUDGE {{ id }} {{ rules }} {{ prediction }}",
         "texts": {"rules": "rules.txt"},
     }
+    tables = {"media": {"root": str(tmp_path)}, "vars": {"api_key": "sk-secret"}}
     with serving(judge) as server:
-        made = judged_job(tmp_path, server, judge={"prompt": prompt}, media={"root": str(tmp_path)})
         rules.write_text("kind")
-        folder = run(made)
+        folder = run(judged_job(tmp_path, server, judge={"prompt": prompt}, **tables))
         score_run(folder, say=quiet)
         assert judge.asked.total() == 3
         rules.write_text("strict")
         score_run(folder, say=quiet)
     assert judge.asked.total() == 6
     assert {prompt.split()[2] for prompt in judge.prompts} == {"kind", "strict"}
-
-
-def test_a_secret_that_the_judge_does_not_read_is_no_part_of_it(tmp_path: Path) -> None:
-    """It is masked in the run's job.toml, from which `score` goes on."""
-    judge = Judge({})
-    with serving(judge) as server:
-        folder = run(judged_job(tmp_path, server, vars={"api_key": "sk-secret"}))
-        score_run(folder, say=quiet)
-    assert judge.asked.total() == 3
 
 
 @pytest.mark.parametrize(("command", "signum"), [("score", signal.SIGINT), ("run", signal.SIGTERM)])
@@ -368,6 +346,28 @@ def test_judging_that_was_killed_pays_again_only_for_what_was_in_flight(tmp_path
         run(made)
     assert {scores["judge"] for _, scores in scored(made.folder).values()} == {0.5}
     assert 40 <= judge.asked.total() <= 40 + 2 * 3  # two in flight, and one being written
+
+
+def test_judgements_that_came_before_earlier_ones_are_kept_when_judging_stops(
+    tmp_path: Path,
+) -> None:
+    judge = Judge({})
+
+    def fails_last(text: str, body: dict[str, Any]) -> str:
+        if text.startswith("JUDGE q0"):
+            until(lambda: judge.asked.total() == 2)
+            time.sleep(0.5)
+            raise Refused(401, error("Incorrect API key provided"))
+        return judge(text, body)
+
+    with serving(fails_last) as server:
+        made = judged_job(tmp_path, server)
+        with pytest.raises(BatchkitError):
+            run(made)
+        server.before = judge
+        score_run(made.folder, say=quiet)
+    assert {scores["judge"] for _, scores in scored(made.folder).values()} == {0.5}
+    assert judge.asked == {"q0": 1, "q1": 1, "q2": 1}
 
 
 def test_only_the_rows_of_a_rule_are_judged_with_their_texts_and_images(tmp_path: Path) -> None:
@@ -440,22 +440,6 @@ def test_charts_are_run_only_where_that_is_allowed_and_one_that_can_t_be_spares_
     assert any(t.startswith("row q1: its chart is unscored: 'SubQType' is undef") for t in said)
 
 
-def test_predictions_from_elsewhere_are_judged_too(tmp_path: Path) -> None:
-    judge = Judge({"q1": ["[Score]: 30"]})
-    write_jsonl(tmp_path / "made.jsonl", [{"id": "q1", "prediction": "1"}])
-    with serving(judge) as server:
-        made = judged_job(tmp_path, server)
-        found, _ = score_predictions(made, tmp_path / "made.jsonl", quiet)
-    assert found.to_json()["overall"] == {
-        "n": 1,
-        "em": 100,
-        "judge": 30,
-        "unscored": 0,
-        "failed": 0,
-    }
-    assert not (tmp_path / "output").exists()
-
-
 def test_judgements_of_predictions_from_elsewhere_are_kept_beside_them(tmp_path: Path) -> None:
     judge = Judge({})
     made_elsewhere = [{"id": f"q{n}", "prediction": str(n)} for n in range(3)]
@@ -474,6 +458,8 @@ def test_judgements_of_predictions_from_elsewhere_are_kept_beside_them(tmp_path:
         server.before = judge
         for _ in range(2):
             found, _ = score_predictions(made, path, quiet)
-            assert found.to_json()["overall"]["judge"] == 50
+            overall = {"n": 3, "em": 100, "judge": 50, "unscored": 0, "failed": 0}
+            assert found.to_json()["overall"] == overall
+    assert not (tmp_path / "output").exists()
     assert judge.asked == {"q0": 1, "q1": 1, "q2": 1}
     assert (tmp_path / "made.jsonl.judge").is_dir()

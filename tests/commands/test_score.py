@@ -145,45 +145,38 @@ def test_a_scorer_that_breaks_costs_its_score_and_no_answer(
     assert "row q1: the extractor number fails: ArithmeticError" in (folder / "run.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("extract", "text"),
-    [
-        ("json", '{"x": 123456789012345678901234567890}'),
-        ("json", '{"x": ' + "9" * 5000 + "}"),
-        ("json", '{"x": "\\ud800"}'),
-        ("json", '{"x": ' + "[" * 400 + "]" * 400 + "}"),
-        ("json", "[" * 100_000),
-        ("code", "```" + " " * 100_000),
-        ("number", "7" * 100_000),
-        ("reward", "7" * 100_000 + "x"),
-        ("final-answer", "[Final Answer]: \0 \u2028"),
-        ("text", "0" * 5000 + "a1" * 5000),
-    ],
-)
-def test_hostile_answers_are_scored_like_others_and_at_once(
-    tmp_path: Path, extract: str, text: str
-) -> None:
-    scoring = {"extract": extract, "reference": "a", "scorers": ["f1", "em", "rouge-l"]}
-    for mode in ("official", "fixed"):
-        began = time.monotonic()
-        rows = [{"id": "1", "say": text, "kind": "k", "a": "7"}]
-        with serving(echo) as server:
-            made = job(tmp_path, rows, engine=engine(server), scoring={**scoring, "mode": mode})
-            folder = run(made)
-        ((_, before),) = scored(folder).values()
-        assert score_run(folder, say=quiet).total == 1
-        ((_, after),) = scored(folder).values()
-        assert before == after
-        assert time.monotonic() - began < 20  # minutes, before
-        shutil.rmtree(folder)
+HOSTILE = [
+    ("json", '{"x": 123456789012345678901234567890}'),
+    ("json", '{"x": ' + "9" * 5000 + "}"),
+    ("json", '{"x": "\\ud800"}'),
+    ("json", '{"x": ' + "[" * 400 + "]" * 400 + "}"),
+    ("json", "[" * 100_000),
+    ("code", "```" + " " * 100_000),
+    ("number", "7" * 100_000),
+    ("reward", "7" * 100_000 + "x"),
+    ("final-answer", "[Final Answer]: \0 \u2028"),
+    ("final-answer", "word " * 200_000 + "[Final Answer]: 7"),
+    ("text", "0" * 5000 + "a1" * 5000),
+]
 
 
-def test_a_long_answer_is_scored_whole(tmp_path: Path) -> None:
-    text = "word " * 200_000 + "[Final Answer]: 7"
-    rows = [{"id": "1", "say": "x", "a": "7", "kind": "k"}]
-    with serving(lambda asked, body: echo(text, body)) as server:
-        folder = run(job(tmp_path, rows, engine=engine(server), scoring=SCORING))
-    assert scored(folder) == {"1": ("7", {"f1": 1.0, "em": 1.0})}
+@pytest.mark.parametrize("mode", ["official", "fixed"])
+def test_hostile_answers_are_scored_like_others_and_at_once(tmp_path: Path, mode: str) -> None:
+    rows = [
+        {"id": str(n), "say": str(n), "kind": extract, "a": "7"}
+        for n, (extract, _) in enumerate(HOSTILE)
+    ]
+    kinds = sorted({extract for extract, _ in HOSTILE})
+    rules = [{"where": {"kind": kind}, "extract": kind} for kind in kinds]
+    scoring = {"reference": "a", "scorers": ["f1", "em", "rouge-l"], "rules": rules, "mode": mode}
+    began = time.monotonic()
+    with serving(lambda text, body: echo(HOSTILE[int(text)][1], body)) as server:
+        folder = run(job(tmp_path, rows, engine=engine(server), scoring=scoring))
+    before = scored(folder)
+    assert score_run(folder, say=quiet).total == len(HOSTILE)
+    assert scored(folder) == before
+    assert before["9"] == ("7", {"f1": 1.0, "em": 1.0, "rouge-l": 1.0})
+    assert time.monotonic() - began < 20  # minutes, before
 
 
 def test_references_that_are_no_text_are_compared_as_json(tmp_path: Path) -> None:
@@ -237,28 +230,27 @@ def test_scorings_are_never_mixed_however_often_they_change_on_the_way(tmp_path:
     assert {tuple(scores) for _, scores in scored(folder).values()} == {("em",)}
 
 
-def test_score_with_a_job_file_takes_its_scoring_and_the_run_keeps_it(
-    tmp_path: Path, answered: Path
+@pytest.mark.parametrize("is_file", [True, False], ids=["job file", "--set"])
+def test_another_scoring_is_kept_by_the_run_and_secrets_stay_masked(
+    tmp_path: Path, is_file: bool
 ) -> None:
-    made = table(tmp_path, ROWS, engine={"kind": "dry-run"}, scoring={**SCORING, "scorers": ["em"]})
-    made["vars"] = {"api_key": "sk-secret"}
-    (tmp_path / "job.toml").write_text(tomlkit.dumps(made), encoding="utf-8")
-    found = json.loads(batchkit("score", "job.toml", "--json", cwd=tmp_path).stdout)
-    assert "f1" not in found["overall"]
-    again = json.loads(batchkit("score", answered, "--json", cwd=tmp_path).stdout)
-    assert again == found
-    kept = load_job(answered / "job.toml")
-    assert kept.engine.kind == "openai-server"  # the run is what it was, but for its scoring
-    assert kept.scoring.scorers == ["em"]
-
-
-def test_score_by_set_is_remembered_and_secrets_stay_masked(tmp_path: Path) -> None:
-    made = job(tmp_path, counted(3), scoring=NUMBER, vars={"api_key": "sk-secret"})
-    folder = run(made)
-    done = batchkit("score", folder, "--set", 'scoring.scorers=["numeric"]', "--json", cwd=tmp_path)
-    assert json.loads(done.stdout)["overall"]["numeric"] == 100
+    tables: dict[str, Any] = {"scoring": NUMBER, "vars": {"api_key": "sk-secret"}}
+    folder = run(job(tmp_path, counted(3), **tables))
+    tables |= {
+        "scoring": {**NUMBER, "scorers": ["numeric"]},
+        "engine": {"kind": "vllm", "model": "m"},
+    }
+    made = tomlkit.dumps(table(tmp_path, counted(3), **tables))
+    (tmp_path / "job.toml").write_text(made, encoding="utf-8")
+    setting = ("--set", 'scoring.scorers=["numeric"]')
+    args = ("job.toml",) if is_file else (folder, *setting)
+    found = json.loads(batchkit("score", *args, "--json", cwd=tmp_path).stdout)
+    assert (found["overall"]["numeric"], "em" in found["overall"]) == (100, False)
+    assert json.loads(batchkit("score", folder, "--json", cwd=tmp_path).stdout) == found
     assert "sk-secret" not in (folder / "job.toml").read_text()
-    assert load_job(folder / "job.toml").scoring.scorers == ["numeric"]
+    kept = load_job(folder / "job.toml")
+    assert kept.engine.kind == "dry-run"  # the run is what it was, but for its scoring
+    assert kept.scoring.scorers == ["numeric"]
     assert scored(folder)["q2"] == ("2", {"numeric": 1.0})
 
 
@@ -298,6 +290,9 @@ def test_rows_that_changed_places_keep_their_own_scores(tmp_path: Path) -> None:
     made = job(tmp_path, rows[10:] + rows[:10], scoring=NUMBER)
     ProductionBatchProcessor(made, on_change="requeue", quiet=True).process()
     assert scored(folder) == before
+    assert is_mixed(folder)
+    run(made)
+    assert not is_mixed(folder)
 
 
 def test_requeue_does_not_bring_scores_of_an_earlier_scoring_back(tmp_path: Path) -> None:
@@ -308,16 +303,6 @@ def test_requeue_does_not_bring_scores_of_an_earlier_scoring_back(tmp_path: Path
     now = [{"id": "new", "say": "?", "a": "x", "b": "other"}, *rows]
     run_job(job(tmp_path, now, scoring=other), on_change="requeue", say=quiet).checked()
     assert {scores["em"] for _, scores in scored(folder).values()} == {0}
-    assert not is_mixed(folder)
-
-
-def test_requeue_of_a_scored_run_is_mixed_until_it_is_scored_again(tmp_path: Path) -> None:
-    folder = run(job(tmp_path, counted(4), scoring=NUMBER))
-    score_run(folder, say=quiet)
-    made = job(tmp_path, counted(4)[::-1], scoring=NUMBER)
-    ProductionBatchProcessor(made, on_change="requeue", quiet=True).process()
-    assert is_mixed(folder)
-    run(made)
     assert not is_mixed(folder)
 
 
@@ -367,11 +352,7 @@ def test_an_input_that_is_no_longer_the_one_that_was_answered_is_refused(
         score_run(folder, by_kind(folder), say=quiet)
     assert message in str(refused.value)
     assert scored(folder) == before
-
-
-def test_fields_that_were_kept_need_no_input(tmp_path: Path, answered: Path) -> None:
-    (tmp_path / "rows.jsonl").unlink()
-    assert score_run(answered, say=quiet).total == 5
+    assert not is_mixed(folder)
 
 
 def test_a_failed_row_that_was_mended_since_does_not_stop_the_scoring(tmp_path: Path) -> None:
@@ -397,6 +378,7 @@ def test_a_run_folder_may_be_moved(tmp_path: Path, answered: Path) -> None:
     moved = tmp_path / "elsewhere/renamed"
     moved.parent.mkdir()
     answered.rename(moved)
+    (tmp_path / "rows.jsonl").unlink()  # the fields that were kept are enough
     assert score_run(moved, say=quiet).total == 5
     assert not answered.exists()
     assert (moved / SCORES).exists()
@@ -457,36 +439,22 @@ def test_scores_count_only_for_the_record_that_they_were_made_from(answered: Pat
     assert scored(answered)["q1"] == ("1955, 62170", {"f1": 1.0, "em": 1.0})
 
 
-def test_a_misspelt_reference_is_said_at_once(tmp_path: Path) -> None:
-    folder = run(job(tmp_path, counted(2, answer="x"), scoring={**NUMBER, "reference": "anwser"}))
-    said = (folder / "run.log").read_text()
-    assert "scoring: the first row has no field 'anwser'; did you mean 'answer'?" in said
-
-
 @pytest.mark.parametrize("key", ["reference", "group_by"])
-def test_a_misspelt_field_is_said_by_score_too(tmp_path: Path, key: str) -> None:
-    folder = run(job(tmp_path, counted(2, answer="x"), scoring=NUMBER))
-    changed = job_of_run(folder).scoring.model_copy(update={key: "anwser"})
-    made = job_of_run(folder).model_copy(update={"scoring": changed})
+def test_a_misspelt_field_is_said_at_once_and_by_score_too(tmp_path: Path, key: str) -> None:
+    rows, misspelt = counted(2, answer="x"), {**NUMBER, key: "anwser"}
+    made = job(tmp_path, rows, scoring=misspelt)
     hint = "scoring: the first row has no field 'anwser'; did you mean 'answer'?"
-    for _ in range(2):
-        said: list[str] = []
-        score_run(folder, made, say=said.append)
-        assert said == [hint]
+    assert hint in (run(made) / "run.log").read_text()
     path = write_jsonl(tmp_path / "made.jsonl", [{"id": "q1", "prediction": "1"}])
-    said = []
-    score_predictions(made, path, said.append)
-    assert said == [hint]
-
-
-def test_a_misspelt_field_is_said_by_a_run_that_has_nothing_left_but_to_score(
-    tmp_path: Path,
-) -> None:
-    run(job(tmp_path, counted(2, answer="x"), scoring=NUMBER))
-    said: list[str] = []
-    misspelt = {**NUMBER, "reference": "anwser"}
-    run_job(job(tmp_path, counted(2, answer="x"), scoring=misspelt), say=said.append).checked()
-    assert said[0] == "scoring: the first row has no field 'anwser'; did you mean 'answer'?"
+    run(job(tmp_path, rows, name="other", scoring=NUMBER))
+    for act in (
+        lambda say: score_run(made.folder, made, say=say),
+        lambda say: score_predictions(made, path, say),
+        lambda say: run_job(job(tmp_path, rows, name="other", scoring=misspelt), say=say),
+    ):
+        said: list[str] = []
+        act(said.append)
+        assert said[0] == hint
 
 
 def test_scorers_without_anything_to_compare_with_are_reported(tmp_path: Path) -> None:
@@ -537,14 +505,6 @@ def test_scores_that_were_replaced_by_a_score_that_was_killed_are_known_to_be_mi
             (answered / other).write_bytes(content)
 
 
-def test_a_scoring_that_fails_leaves_nothing_mixed(tmp_path: Path) -> None:
-    folder = without_fields(tmp_path, counted(3))
-    write_jsonl(tmp_path / "rows.jsonl", counted(3)[::-1])
-    with pytest.raises(InputError):
-        score_run(folder, by_kind(folder), say=quiet)
-    assert not is_mixed(folder)
-
-
 def test_a_run_that_was_stopped_after_its_scoring_changed_is_mixed(tmp_path: Path) -> None:
     first = job(tmp_path, counted(9), input={"limit": 3}, scoring=NUMBER)
     ProductionBatchProcessor(first, quiet=True).process()
@@ -564,14 +524,6 @@ def test_a_run_whose_log_is_gone_is_not_scored(answered: Path) -> None:
         with pytest.raises(StoreError, match=r"results\.jsonl: is missing"):
             act(answered)
     assert (answered / SCORES).read_bytes() == scores
-
-
-def test_three_thousand_rows(tmp_path: Path) -> None:
-    rows = [{"id": n, "say": "?", "a": str(n - n % 3), "kind": "abc"[n % 3]} for n in range(3000)]
-    folder = run(job(tmp_path, rows, scoring={**NUMBER, "group_by": "kind"}))
-    found = score_run(folder, say=quiet).to_json()
-    assert [found["metrics"][kind]["em"] for kind in "abc"] == [100, 0, 0]
-    assert found["overall"]["em"] == pytest.approx(100 / 3)
 
 
 # Exports

@@ -167,6 +167,7 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
         ("a.jsonl", '\n["q1"]\n{}', "a.jsonl line 2: found \"['q1']\""),
         ("a.json", '{\n  "results": [\n    {"id": 1},\n', "a.json: not JSON: "),
         ("a.jsonl", '{"id": "q1", "text": ' + "[" * 100_000, "a.jsonl line 1: not JSON: nested"),
+        ("a.json", '{"results": ' + "[" * 100_000, "a.json: not JSON: nested"),
         ("a.json", "[3]", "a.json entry 0: found '3'"),
         ("a.json", "[]", "a.json: holds no prediction"),
         ("a.jsonl", '{"id": "77", "text": "x"}', "(first there: '77', here: 'q1'); set input.id"),

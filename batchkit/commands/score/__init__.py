@@ -8,15 +8,15 @@ or a second model, are scored only here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from batchkit.commands.score.answer import Answered, Say
+from batchkit.commands import Say
 from batchkit.commands.score.deferred import deferred_scores, is_deferred, names_of_deferred
 from batchkit.commands.score.job import check_scoring
-from batchkit.commands.score.judge import FOLDER
+from batchkit.commands.score.judge import FOLDER, Answered
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError
 from batchkit.execution.first_rows import scoring_hints
@@ -98,22 +98,19 @@ def _score_run(
 ) -> ScoreTable:
     check_scoring(job)
     check_log(folder)
-    first = _first_row(job)
-    for hint in scoring_hints(job.scoring, first):
+    for hint in scoring_hints(job.scoring, _first_row(job)):
         say(hint)
     made_from = scored_from(folder, job)
     if references := references_of(job):
         ids = Counter(record["id"] for record in read_newest(folder / RESULTS))
         check_one_row_each(references, (name for name, n_rows in ids.items() if n_rows > 1))
     scoring = Scoring(job.scoring, references, say)
-    deferred = names_of_deferred(job, scoring)
-    rare = deferred & (job.vars.keys() - (first or {}).keys())  # a row's field counts over [vars]
-    names = scoring.fields | (deferred - rare)
+    names = scoring.fields | names_of_deferred(job, scoring)
     later: dict[int, dict[str, float | None]] = {}
     if is_deferred(scoring.scorers):
         needs_later = [
             _answered(record, fields, scoring)
-            for record, fields in _answers(folder, job, names, rare)
+            for record, fields in _answers(folder, job, names)
             if _text_of(record).strip() and is_deferred(scoring.table_for(fields).scorers)
         ]
         later = deferred_scores(job, scoring, needs_later, folder / FOLDER, stop, say)
@@ -152,11 +149,11 @@ def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
 
 
 def _answers(
-    folder: Path, job: JobConfig, names: set[str], rare: Set[str] = frozenset()
+    folder: Path, job: JobConfig, names: set[str]
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """The newest ok record of each row, and the row's fields, as ``with_fields`` finds them."""
     ok = (record for record in read_newest(folder / RESULTS) if record["status"] == "ok")
-    return with_fields(ok, job, names, rare)
+    return with_fields(ok, job, names)
 
 
 def _answered(record: Mapping[str, Any], fields: Mapping[str, Any], scoring: Scoring) -> Answered:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from batchkit.commands.score.answer import Answered, Say
-from batchkit.commands.score.judge import NAMES, judge, judged_by_step, names_read
+from batchkit.commands import Say
+from batchkit.commands.score.judge import NAMES, Answered, judge, judged_by_step, names_read
 from batchkit.config.tables import JobConfig
 from batchkit.errors import RowError
 from batchkit.execution.signals import StopRequest

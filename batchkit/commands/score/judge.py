@@ -1,22 +1,23 @@
 """GPT_EVAL: a second model gives each answer a score.
 
-Judging is a batchkit run of its own, which resumes, retries and loses nothing. Its rows are the
-questions: what the judge is shown of an answer, identified by a hash. So a judgement that was paid
-for is found again whatever happens to the answer's row; and each judge (its model, prompt and all
-that decides its answers) has its own run folder, so trying another one does not affect the first.
+Judging is an ordinary run, which resumes, retries and loses nothing. Its rows are the questions: what the
+judge is shown of an answer, identified by a hash. So a judgement that was paid for is found again
+whatever happens to the answer's row; and each judge (its model, prompt and all that decides its answers)
+has its own run folder, so trying another one does not affect the first.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from batchkit.commands.score.answer import Answered, Say
+from batchkit.commands import Say
 from batchkit.commands.trial import tried
 from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable, ScoringTable
@@ -25,7 +26,7 @@ from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.templates.prompt import names_in
-from batchkit.scoring import Scoring
+from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.values import numbers_in
 from batchkit.sources.input import Input
 from batchkit.sources.rowhash import input_hash
@@ -49,6 +50,19 @@ _READ: dict[str, Any] = {"extract": "regex", "pattern": _PATTERN}
 _NOTE = "Answer with one line in this format alone: [Score]: xx/100"
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer, the fields of its row, and the scores that could be computed at once; ``steps``: what
+    each of the row's ``[[steps]]`` answered, as in its record."""
+
+    index: int
+    id: str
+    fields: Mapping[str, Any]
+    text: str
+    known: Scored
+    steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
 def judge(
     job: JobConfig,
     scoring: Scoring,
@@ -65,72 +79,66 @@ def judge(
     Raises:
         BatchkitError, Interrupted: the judge's run stopped; the next call continues it.
     """
-    if not answers:
-        return {}
     judging, names = _job(job, table, folder), names_read(job, table)
     key_of: dict[int, str] = {}
     questions: dict[str, Mapping[str, Any]] = {}
     for answer in answers:
         shown = _shown(answer, scoring.reference(answer.fields, answer.id), names, job.vars)
         key_of[answer.index] = key = input_hash(shown)
-        questions.setdefault(key, shown)
+        questions[key] = shown
     with claim(folder):  # no other process may judge meanwhile
-        judged = _judged(judging, questions, stop)
-    _report_failures(judged.values(), say)
-    found = {key: _unless_cut(record.get("prediction"), record) for key, record in judged.items()}
-    return {index: _score(found[key], table) for index, key in key_of.items()}
-
-
-def judged_by_step(
-    job: JobConfig, table: JudgeTable, answers: Sequence[Answered], say: Say
-) -> dict[int, float | None]:
-    """As ``judge``, from what the step ``table.step`` of each row answered: the first number of its
-    prediction, if it has an extractor of its own, else the same score as in a judge's text."""
-    found: dict[int, float | None] = {}
-    name, reading = table.step or "", Scoring(ScoringTable(**_READ), say=say)
-    extracts = {step.extract for step in job.steps if step.name == name} - {None, "text"}
-    for answer in answers:
-        verdict = answer.steps.get(name, {})
-        score: str | float | None
-        if extracts:
-            score = next(iter(numbers_in(verdict.get("prediction") or "")), None)
-        else:
-            score = _unless_cut(reading.found(verdict.get("text", ""), {}, answer.id), verdict)
-        found[answer.index] = _score(score, table)
-    if missing := sum(score is None for score in found.values()):
-        where = "number that its extract finds" if extracts else "line [Score]: x in its text"
+        _ask(judging, questions, stop)
+        judged = _records(judging)
+    failed = [judged[key] for key in questions if failure_kind(judged[key]) is not None]
+    if failed:
+        error = failed[0].get("error") or {}
         say(
-            f"{missing:,} of {len(found):,} answers have no score from the step {name}: it was skipped, or"
-            f" there is no {where}"
+            f"{len(failed):,} of {len(questions):,} judgements failed, the first with"
+            f" {failure_kind(failed[0])}: {error.get('message', 'no answer')}; `batchkit score`"
+            " tries them again"
         )
-    return found
+    scores = {
+        key: _score(_unless_cut(judged[key].get("prediction"), judged[key]), table)
+        for key in questions
+    }
+    return {index: scores[key] for index, key in key_of.items()}
 
 
-def join_judgements(folders: Sequence[Path], into: Path) -> None:
-    """Give the run folder ``into`` every judgement of the runs ``folders``."""
-    names = {path.parent.name for run in folders for path in run.glob(f"{FOLDER}/*/{MANIFEST}")}
-    for name in sorted(names):
-        places = [run / FOLDER / name for run in folders if is_run(run / FOLDER / name)]
-        joined = into / FOLDER / name
-        joined.mkdir(parents=True)
-        known: set[str] = set()
-        with closing(Ledger(joined)) as ledger:
-            ledger.write(_answers(places, known))
-        shutil.copyfile(places[0] / JOB, joined / JOB)
-        manifest = read_manifest(places[0])
-        manifest.total = len(known)
-        manifest.write(joined)
+def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: StopRequest) -> None:
+    """Those that have no answer yet. Each keeps the index at which it was first asked."""
+    known = _records(judging)
+    new = count(1 + max((record["index"] for record in known.values()), default=-1))
+    rows, attempts = list[Row](), dict[int, int]()
+    for key, shown in questions.items():
+        record = known.get(key) or {"index": next(new), "attempt": 0}
+        if key not in known or failure_kind(record) is not None:
+            rows.append(Row(record["index"], key, shown))
+            attempts[record["index"]] = record["attempt"]
+    if not rows:
+        return
+
+    def read(skip: Callable[[int], bool]) -> Iterator[Row]:
+        return (row for row in rows if not skip(row.index))
+
+    size = next(new)
+    # No files: other questions are not a change of the input.
+    source = Input(files=[], read=read, everything=read, size=lambda: size, has_ids=True)
+    options = Options(attempts=attempts, command="score")
+    summary = tried(judging, source, options, stop=stop)
+    if summary.stopped_by:
+        raise BudgetError(
+            f"{judging.folder}: the judge was stopped by {summary.stopped_by}; all rows are answered, and"
+            " every judgement that was made is kept. `batchkit score` continues, with a larger budget"
+            " unless it is that of a start"
+        )
 
 
-def _answers(places: Sequence[Path], known: set[str]) -> Iterator[RecordLine]:
-    """One for each id that is not ``known`` yet."""
-    for place in places:
-        check_log(place)
-        for record in read_newest(place / RESULTS):
-            if failure_kind(record) is None and record["id"] not in known:
-                record["index"] = len(known)
-                known.add(record["id"])
-                yield rewritten(record)
+def _records(judging: JobConfig) -> dict[str, dict[str, Any]]:
+    """The newest record of every question that was ever asked."""
+    if not is_run(judging.folder):
+        return {}
+    check_log(judging.folder)
+    return {record["id"]: record for record in read_newest(judging.folder / RESULTS)}
 
 
 def names_read(job: JobConfig, table: JudgeTable) -> set[str]:
@@ -189,59 +197,56 @@ def _shown(
     }
 
 
-def _judged(
-    judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: StopRequest
-) -> dict[str, dict[str, Any]]:
-    """The record of each question, once those without an answer have been asked. A question keeps the
-    index at which it was first asked; new ones get the next indexes."""
-    known = _records(judging)
-    new = count(len(known))
-    attempts: dict[int, int] = {}
-    rows: list[Row] = []
-    for key, shown in questions.items():
-        record = known.get(key)
-        if record is None or failure_kind(record) is not None:
-            index = next(new) if record is None else record["index"]
-            attempts[index] = 0 if record is None else record["attempt"]
-            rows.append(Row(index, key, shown))
-    if not rows:
-        return {key: known[key] for key in questions}
-
-    def read(skip: Callable[[int], bool]) -> Iterator[Row]:
-        return (row for row in rows if not skip(row.index))
-
-    size = next(new)
-    # No files: other questions are not a change of the input.
-    source = Input(files=[], read=read, everything=read, size=lambda: size, has_ids=True)
-    options = Options(attempts=attempts, command="score")
-    summary = tried(judging, source, options, stop=stop)
-    if summary.stopped_by:
-        raise BudgetError(
-            f"{judging.folder}: the judge was stopped by {summary.stopped_by}; all rows are answered, and"
-            " every judgement that was made is kept. `batchkit score` continues, with a larger budget"
-            " unless it is that of a start"
-        )
-    known = _records(judging)
-    return {key: known[key] for key in questions}
-
-
-def _records(judging: JobConfig) -> dict[str, dict[str, Any]]:
-    """The newest record of every question that was ever asked."""
-    if not is_run(judging.folder):
-        return {}
-    check_log(judging.folder)
-    return {record["id"]: record for record in read_newest(judging.folder / RESULTS)}
-
-
-def _report_failures(judged: Collection[Mapping[str, Any]], say: Say) -> None:
-    failed = [record for record in judged if failure_kind(record) is not None]
-    if failed:
-        error = failed[0].get("error") or {}
+def judged_by_step(
+    job: JobConfig, table: JudgeTable, answers: Sequence[Answered], say: Say
+) -> dict[int, float | None]:
+    """As ``judge``, from what the step ``table.step`` of each row answered: the first number of its
+    prediction, if it has an extractor of its own, else the same score as in a judge's text."""
+    found: dict[int, float | None] = {}
+    name, reading = table.step or "", Scoring(ScoringTable(**_READ), say=say)
+    extracts = {step.extract for step in job.steps if step.name == name} - {None, "text"}
+    for answer in answers:
+        verdict = answer.steps.get(name, {})
+        score: str | float | None
+        if extracts:
+            score = next(iter(numbers_in(verdict.get("prediction") or "")), None)
+        else:
+            score = _unless_cut(reading.found(verdict.get("text", ""), {}, answer.id), verdict)
+        found[answer.index] = _score(score, table)
+    if missing := sum(score is None for score in found.values()):
+        where = "number that its extract finds" if extracts else "line [Score]: x in its text"
         say(
-            f"{len(failed):,} of {len(judged):,} judgements failed, the first with"
-            f" {failure_kind(failed[0])}: {error.get('message', 'no answer')}; `batchkit score`"
-            " tries them again"
+            f"{missing:,} of {len(found):,} answers have no score from the step {name}: it was skipped, or"
+            f" there is no {where}"
         )
+    return found
+
+
+def join_judgements(folders: Sequence[Path], into: Path) -> None:
+    """Give the run folder ``into`` every judgement of the runs ``folders``."""
+    names = {path.parent.name for run in folders for path in run.glob(f"{FOLDER}/*/{MANIFEST}")}
+    for name in sorted(names):
+        places = [run / FOLDER / name for run in folders if is_run(run / FOLDER / name)]
+        joined = into / FOLDER / name
+        joined.mkdir(parents=True)
+        known: set[str] = set()
+        with closing(Ledger(joined)) as ledger:
+            ledger.write(_answers(places, known))
+        shutil.copyfile(places[0] / JOB, joined / JOB)
+        manifest = read_manifest(places[0])
+        manifest.total = len(known)
+        manifest.write(joined)
+
+
+def _answers(places: Sequence[Path], known: set[str]) -> Iterator[RecordLine]:
+    """One for each id that is not ``known`` yet."""
+    for place in places:
+        check_log(place)
+        for record in read_newest(place / RESULTS):
+            if failure_kind(record) is None and record["id"] not in known:
+                record["index"] = len(known)
+                known.add(record["id"])
+                yield rewritten(record)
 
 
 def _unless_cut(found: str | None, answer: Mapping[str, Any]) -> str | None:

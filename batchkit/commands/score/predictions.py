@@ -1,15 +1,18 @@
-"""Scores predictions that were made elsewhere, against the rows of a job's input."""
+"""Scores predictions that were made elsewhere, against the rows of a job's input: a JSONL file, OpenAI's
+batch output, or the results file of RealHiTBench's harness."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchkit.commands.score.answer import Answered, Say
+from batchkit.commands import Say
 from batchkit.commands.score.deferred import deferred_scores
 from batchkit.commands.score.job import check_scoring
-from batchkit.commands.score.prediction_file import Prediction, read_predictions
+from batchkit.commands.score.judge import Answered
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.execution.first_rows import scoring_hints
@@ -17,8 +20,14 @@ from batchkit.execution.signals import StopRequest
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources import read_rows
+from batchkit.storage.plain_json import parsed, valid
 from batchkit.storage.score_store import references_of
-from batchkit.types import Row
+from batchkit.types import BROKEN_OFF, Row
+
+_IDS = ("id", "Id", "custom_id", "query_id")
+_PREDICTIONS = ("prediction", "Prediction", "Model_Answer", "answer")
+_TEXTS = ("text", "response", "Response", "output")
+_NO_ANSWER = "[ERROR]"  # what that harness stores if the model gave no answer
 
 
 class PredictionScores(NamedTuple):
@@ -64,7 +73,7 @@ def score_predictions(job: JobConfig, path: Path, say: Say = print) -> Predictio
         Answered(row.index, row.id, row.fields, found.text or found.prediction or "", scored)
         for row, found in known
         if not found.failed
-        for scored in [_of_prediction(scoring, found, row.fields, row.id)]
+        for scored in [_scored(scoring, found, row.fields, row.id)]
     ]
     with StopRequest().installed() as stop:
         judgements = path.with_name(f"{path.name}.judge")
@@ -95,9 +104,126 @@ def _rows_by_id(job: JobConfig) -> dict[str, Row]:
     return rows
 
 
-def _of_prediction(
-    scoring: Scoring, found: Prediction, fields: Mapping[str, Any], row_id: str
-) -> Scored:
+def _scored(scoring: Scoring, found: Prediction, fields: Mapping[str, Any], row_id: str) -> Scored:
     if found.prediction is None:
         return scoring.score(found.text or "", fields, row_id)
     return scoring.score_prediction(found.prediction, fields, row_id)
+
+
+class Prediction(NamedTuple):
+    """What was predicted for a row: the ``prediction`` itself, or the whole ``text`` of an answer."""
+
+    prediction: str | None
+    text: str | None
+    failed: bool = False
+
+
+def read_predictions(path: Path) -> dict[str, Prediction]:
+    """Predictions by row id; if several have one id, the last counts.
+
+    A line, or a member of ``results`` (or of a list) in a ``.json`` file, has an ``id`` and a
+    ``prediction`` or a ``text``, or is a line of OpenAI's batch output. An entry that says it failed
+    is a failure, and so are null, a blank text and the harness's ``[ERROR] …``: none of them is an
+    answer. A blank prediction is one if the text is not known: the harness's metrics score it 0.
+
+    Raises:
+        JobError: missing, not JSON, or a line without an id or without either of the two.
+    """
+    found: dict[str, Prediction] = {}
+    for where, given in _entries(path):
+        entry = _of_batch(given) if _is_batch(given) else given
+        row_id = _first(entry, _IDS)
+        if row_id is None:
+            raise JobError(f"{where}: no id; one of {', '.join(_IDS)} must name the row")
+        found[str(row_id)] = _prediction(entry, where)
+    if not found:
+        raise JobError(f"{path}: holds no prediction")
+    return found
+
+
+def _is_batch(entry: Mapping[str, Any]) -> bool:
+    """Whether it is a line of OpenAI's batch output or error file."""
+    response = entry.get("response")
+    return "custom_id" in entry and (
+        isinstance(response, Mapping) or (response is None and "error" in entry)
+    )
+
+
+def _of_batch(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The first choice is the answer, as in a record; the line's own ``id`` is no row's."""
+    failed = {"id": entry["custom_id"], "status": "failed"}
+    response = entry.get("response") or {}
+    if entry.get("error") or response.get("status_code", 200) != 200:
+        return failed
+    try:
+        body = response["body"]
+        first = min(body["choices"], key=lambda choice: choice.get("index") or 0)
+        text = first["message"]["content"] if "message" in first else first["text"]
+        is_whole = not body.get("error") and first.get("finish_reason") not in BROKEN_OFF
+    except (KeyError, TypeError, ValueError, AttributeError):  # no answer, or not to a chat
+        return failed
+    return {"id": entry["custom_id"], "text": text} if is_whole else failed
+
+
+def _prediction(entry: Mapping[str, Any], where: str) -> Prediction:
+    if entry.get("status") == "failed":
+        return Prediction(None, None, failed=True)
+    known = _PREDICTIONS + _TEXTS
+    if not any(name in entry for name in known):
+        names = ", ".join(map(str, entry))
+        raise JobError(
+            f"{where}: neither a prediction nor a text; it has {names}. One of {', '.join(known)}"
+            " must hold it"
+        )
+    prediction, text = _text(_first(entry, _PREDICTIONS)), _text(_first(entry, _TEXTS))
+    answer = text if prediction is None else prediction
+    is_blank = text is not None and not text.strip() and not (prediction or "").strip()
+    if answer is None or is_blank or answer.lstrip().startswith(_NO_ANSWER):
+        return Prediction(None, None, failed=True)
+    return Prediction(prediction, text)
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    return valid(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each entry, and its place for error messages."""
+    try:
+        data = path.read_bytes().removeprefix(BOM_UTF8)
+    except FileNotFoundError:
+        raise JobError(f"--predictions {path}: no such file") from None
+    except OSError as error:
+        raise JobError(f"--predictions {path}: can't be read: {error.strerror}") from error
+    for where, entry in _listed(path, data) if path.suffix == ".json" else _lines(path, data):
+        if not isinstance(entry, dict):
+            raise JobError(f"{where}: found {str(entry)[:60]!r}, expected an object with an id")
+        yield where, entry
+
+
+def _listed(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
+    whole = _parsed(f"{path}", data)
+    entries = whole.get("results") if isinstance(whole, dict) else whole
+    if not isinstance(entries, list):
+        raise JobError(f"{path}: expected a list, or an object with a list of `results`")
+    return ((f"{path} entry {number}", entry) for number, entry in enumerate(entries))
+
+
+def _lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            where = f"{path} line {number}"
+            yield where, _parsed(where, line)
+
+
+def _parsed(where: str, data: bytes) -> Any:
+    try:
+        return parsed(data)
+    except ValueError as error:
+        raise JobError(f"{where}: not JSON: {error}") from None
+
+
+def _first(entry: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((entry[name] for name in names if entry.get(name) is not None), None)
