@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from batchkit.commands.demo_model import PACKAGES
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 
@@ -71,46 +71,34 @@ def assert_one_line(ended: subprocess.CompletedProcess[str], *words: str) -> Non
     assert "out of memory" not in ended.stderr
 
 
+SETUP = f"make -C {ROOT} setup"
+TRANSFORMERS = "--set engine.kind=transformers"
+
+
 @pytest.mark.parametrize(
-    "args",
+    ("name", "command_line", "remedy"),
     [
-        ["run", "job.toml"],
-        ["run", "job.toml", "--fresh"],
-        ["run", "job.toml", "--dry-run"],
-        ["run", "job.toml", "--set", "engine.in_process=true"],
-        ["validate", "job.toml"],
-        ["generate", "--model", "no-such-org/no-such-model", "tea?"],
+        ("vllm", "run job.toml", SETUP),
+        ("vllm", "run job.toml --fresh", SETUP),
+        ("vllm", "run job.toml --dry-run", SETUP),
+        ("vllm", "run job.toml --set engine.in_process=true", SETUP),
+        ("vllm", "validate job.toml", SETUP),
+        ("vllm", "generate --model no-such-org/no-such-model tea?", SETUP),
+        ("torch", f"run job.toml {TRANSFORMERS}", SETUP),
+        ("transformers", f"run job.toml {TRANSFORMERS}", SETUP),
+        ("torch", f"validate job.toml {TRANSFORMERS}", SETUP),
+        ("transformers", f"validate job.toml {TRANSFORMERS}", SETUP),
+        *((name, "demo-model model", SETUP) for name in PACKAGES),
+        ("starlette", "view .", f"pip install -e '{ROOT}[view]'"),
+        ("uvicorn", "view .", f"pip install -e '{ROOT}[view]'"),
     ],
-    ids=" ".join,
 )
-def test_without_vllm_a_command_ends_with_one_line_that_says_what_to_install(
-    tmp_path: Path, args: Sequence[str]
+def test_without_a_package_a_command_ends_with_one_line_that_says_what_to_install(
+    tmp_path: Path, name: str, command_line: str, remedy: str
 ) -> None:
-    ended = command(tmp_path, WITHOUT.format(names=["vllm"]), *args)
-    assert_one_line(ended, "vllm is not installed", f"make -C {ROOT} setup")
-
-
-@pytest.mark.parametrize("command_name", ["run", "validate"])
-@pytest.mark.parametrize("name", ["torch", "transformers"])
-def test_without_its_packages_the_transformers_engine_says_what_to_install(
-    tmp_path: Path, command_name: str, name: str
-) -> None:
-    settings = ["--set", "engine.kind=transformers"]
-    ended = command(tmp_path, WITHOUT.format(names=[name]), command_name, "job.toml", *settings)
-    assert_one_line(ended, f"{name} is not installed", f"make -C {ROOT} setup")
-
-
-@pytest.mark.parametrize("name", ["torch", "transformers", "safetensors", "tokenizers"])
-def test_without_its_packages_demo_model_says_what_to_install(tmp_path: Path, name: str) -> None:
-    ended = command(tmp_path, WITHOUT.format(names=[name]), "demo-model", "model")
-    assert_one_line(ended, name, "is not installed", f"make -C {ROOT} setup")
+    ended = command(tmp_path, WITHOUT.format(names=[name]), *command_line.split())
+    assert_one_line(ended, f"{name} ", " not installed", remedy)
     assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize("name", ["starlette", "uvicorn"])
-def test_without_its_packages_view_says_what_to_install(tmp_path: Path, name: str) -> None:
-    ended = command(tmp_path, WITHOUT.format(names=[name]), "view", ".")
-    assert_one_line(ended, f"{name} is not installed", f"pip install -e '{ROOT}[view]'")
 
 
 def test_a_package_that_can_not_be_imported_is_one_line_too(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ CPU = Facts(
     },
     gpus=[],
     arch="x86_64",
-    cpu_flags=frozenset({"sse2", "avx2"}),
     cores=2,
     memory_gib=16.0,
     available_gib=12.0,
@@ -135,7 +134,6 @@ SICK = [
         "90 of 140 GiB",
         "gpu_memory_utilization",
     ),
-    ("cpu", replace(CPU, cpu_flags=frozenset()), "2 cores", "AVX2"),
     ("memory", replace(CPU, available_gib=1.5), "1.5 of 16.0 GiB", "VLLM_CPU_KVCACHE_SPACE=1"),
     ("shared memory", replace(CPU, shm_gib=0.0625), "0.1 GiB", "--shm-size"),
     (

@@ -34,6 +34,18 @@ from batchkit.cli.rows import show_rows, status, view
 from batchkit.cli.tuning import bench, find_bs, parity, plan
 from batchkit.errors import JobError
 
+_KEYS = {  # of the job, that options of `run` set
+    "model": "engine.model",
+    "rows": "input.path",
+    "prompt": "prompt.user",
+    "task": "task",
+    "images": "prompt.images",
+    "limit": "input.limit",
+    "workers": "run.workers",
+    "ray_address": "run.ray_address",
+    "notify": "run.on_end",
+}
+
 
 @click.group(cls=Cli, context_settings=options.CONTEXT)
 @click.version_option(__version__, prog_name="batchkit")
@@ -111,17 +123,8 @@ def cli() -> None:
 )
 def run(
     job: Path | None,
-    model: str | None,
-    rows: str | None,
-    prompt: str | None,
-    task: str | None,
-    images: Texts,
     output: Path | None,
-    limit: int | None,
     shard: str | None,
-    workers: int | None,
-    ray_address: str | None,
-    notify: str | None,
     overrides: Texts,
     dry_run: bool,
     **how: Any,
@@ -139,22 +142,13 @@ def run(
     from batchkit.commands.validate import not_checked, preview
     from batchkit.config.shard import asked_for
 
-    keys = {
-        "engine.model": model,
-        "input.path": rows,
-        "prompt.user": prompt,
-        "task": task,
-        "prompt.images": [*images] or None,
-        "input.limit": limit,
-        "run.workers": workers,
-        "run.ray_address": ray_address,
-        "run.on_end": notify,
-    }
-    given = {key: value for key, value in keys.items() if value is not None}
-    has_engine = model is not None or any(text.startswith("engine.") for text in overrides)
+    how["images"] = [*how["images"]] or None
+    values = {key: how.pop(name) for name, key in _KEYS.items()}
+    given = {key: value for key, value in values.items() if value is not None}
+    has_engine = "engine.model" in given or any(text.startswith("engine.") for text in overrides)
     if job is not None:
         loaded = load(job, overrides, given)
-    elif rows is not None and has_engine:
+    elif "input.path" in given and has_engine:
         loaded = one_line_job(given, overrides)
     else:
         raise click.UsageError(
@@ -164,8 +158,8 @@ def run(
     if shard is not None:
         loaded = loaded.of_shard(asked_for(shard, os.environ))
     if dry_run:
-        for row in preview(loaded, limit or 3):
-            echo(row.to_text())
+        for text in preview(loaded, given.get("input.limit", 3)):
+            echo(text)
         for line in not_checked(loaded):
             say(line)
         return
@@ -423,13 +417,14 @@ def generate(
 
     The run is kept in output/generate, and an earlier one beside it. --json prints one record a line.
     """
-    from batchkit.commands.generate import answers_of, prompts_of
     from batchkit.commands.generate import generate as answer
+    from batchkit.commands.generate import in_words, prompts_of
 
     wanted = prompts_of(texts, prompts_file)
     summary = answer(model, wanted, overrides)
-    for found in answers_of(summary, wanted):
-        echo(json.dumps(found.record, ensure_ascii=False) if as_json else found.to_text())
+    for record in summary.records():
+        prompt = wanted[record["index"]]
+        echo(json.dumps(record, ensure_ascii=False) if as_json else in_words(prompt, record))
     say_summary(summary)
     raise SystemExit(summary.exit)
 

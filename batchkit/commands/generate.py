@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
@@ -14,18 +14,6 @@ from batchkit.execution.start import Options
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import from_python
 from batchkit.storage.answers import answers_in_words
-
-
-class Answer(NamedTuple):
-    """A prompt, and its record."""
-
-    prompt: str
-    record: dict[str, Any]
-
-    def to_text(self) -> str:
-        error = self.record["error"]
-        reply = answers_in_words(self.record)[0] if error is None else f"({error['message']})"
-        return f"> {self.prompt}\n{reply}\n"
 
 
 def prompts_of(texts: Sequence[str], file: Path | None) -> list[str]:
@@ -54,7 +42,8 @@ def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) 
         return start_run(job, source, options, stop=stop).checked()
 
 
-def answers_of(summary: RunSummary, prompts: Sequence[str]) -> Iterator[Answer]:
-    """The answers of a run of ``prompts``, in their order."""
-    for record in summary.records():
-        yield Answer(prompts[record["index"]], record)
+def in_words(prompt: str, record: Mapping[str, Any]) -> str:
+    """A prompt, and what its record says."""
+    error = record["error"]
+    reply = answers_in_words(record)[0] if error is None else f"({error['message']})"
+    return f"> {prompt}\n{reply}\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -70,51 +70,6 @@ class Validation:
         if self.failed > len(self.problems):
             lines.append(f"  … and {self.failed - len(self.problems):,} more")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class Preview:
-    """One row as the engine would get it, or the error it would fail with.
-
-    ``params`` are of the job's table ``[sampling]`` or ``[pooling]``; ``table`` is its name. Of a job
-    with steps, it is the first that the row does not skip, named ``step``; the function of a rollout ``gets`` the row.
-    """
-
-    index: int
-    id: str
-    prompt: str | None
-    prompt_tokens: int | None
-    images: list[tuple[int, int]]
-    table: str
-    params: dict[str, Any]
-    error: str | None
-    tools: Sequence[str] = ()
-    tool_choice: Any = None
-    step: str | None = None
-    gets: Mapping[str, Any] | None = None
-
-    def to_text(self) -> str:
-        step = "" if self.step is None else f", step {self.step}"
-        head = f"--- row {self.index} (id {self.id}){step}"
-        if self.error is not None:
-            return f"{head}\nwould fail, {self.error}"
-        if self.gets is not None:
-            fields = json.dumps(self.gets, default=str, ensure_ascii=False)
-            return f"{head}\nthe function gets: {shortened(fields, _MOST_SHOWN)}"
-        sizes = ", ".join(f"{width}x{height}" for width, height in self.images)
-        tokens = "uncounted" if self.prompt_tokens is None else f"{self.prompt_tokens:,}"
-        return (
-            f"{head}\n{tokens} prompt tokens, images: {sizes or 'none'}{self._tools}\n"
-            f"{self.table}: {json.dumps(masked(self.params, self.table))}\n{self.prompt}"
-        )
-
-    @property
-    def _tools(self) -> str:
-        if not self.tools:
-            return ""
-        choice = self.tool_choice or "auto"
-        named = choice["function"]["name"] if isinstance(choice, dict) else choice
-        return f", tools: {', '.join(self.tools)} (tool_choice: {named})"
 
 
 def validate(job: JobConfig, rows: int | None = None) -> Validation:
@@ -202,37 +157,43 @@ def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[Checked]:
                     yield Checked(rendered.row, request, prompt, None)
 
 
-def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
-    """The first ``rows`` rows as the engine would get them.
+def preview(job: JobConfig, rows: int) -> Iterator[str]:
+    """The first ``rows`` rows as the engine would get them, or the error that they would fail with, as
+    text. Of a job with steps, it is the first that the row does not skip.
 
     Raises:
         JobError: the job itself is invalid.
     """
     renderer, preflights = renderer_of(job), _opened_preflights(job)
-    table = "sampling" if job.task == "generate" else "pooling"
     for row in islice(read_rows(job.input), rows):
+        head = f"--- row {row.index} (id {row.id})"
         try:
             if job.rollout is not None and row.error is None:
-                yield Preview(row.index, row.id, None, None, [], table, {}, None, gets=row.fields)
+                fields = json.dumps(row.fields, default=str, ensure_ascii=False)
+                yield f"{head}\nthe function gets: {shortened(fields, _MOST_SHOWN)}"
                 continue
             request, prompt = _fitted(renderer.render(row), renderer, preflights)
         except RowError as error:
-            message = f"{error.kind}: {masked_text(str(error))}"
-            yield Preview(row.index, row.id, None, None, [], table, {}, message)
+            yield f"{head}\nwould fail, {error.kind}: {masked_text(str(error))}"
             continue
-        yield Preview(
-            row.index,
-            row.id,
-            prompt.text,
-            prompt.prompt_tokens,
-            [image.size for image in request.images],
-            table,
-            dict(request.sampling),
-            None,
-            [tool["function"]["name"] for tool in request.tools or ()],
-            request.tool_choice,
-            request.step or None,
-        )
+        step = f", step {request.step}" if request.step else ""
+        yield f"{head}{step}\n{_shown(job, request, prompt)}"
+
+
+def _shown(job: JobConfig, request: Request, prompt: RenderedPrompt) -> str:
+    sizes = ", ".join(f"{image.size[0]}x{image.size[1]}" for image in request.images)
+    tokens = "uncounted" if prompt.prompt_tokens is None else f"{prompt.prompt_tokens:,}"
+    table = "sampling" if job.task == "generate" else "pooling"
+    tools = ""
+    if request.tools:
+        choice = request.tool_choice or "auto"
+        named = choice["function"]["name"] if isinstance(choice, dict) else choice
+        names = ", ".join(tool["function"]["name"] for tool in request.tools)
+        tools = f", tools: {names} (tool_choice: {named})"
+    return (
+        f"{tokens} prompt tokens, images: {sizes or 'none'}{tools}\n"
+        f"{table}: {json.dumps(masked(dict(request.sampling), table))}\n{prompt.text}"
+    )
 
 
 def not_checked(job: JobConfig) -> Iterator[str]:

@@ -199,12 +199,9 @@ def test_output_that_cannot_be_written_is_found_before_the_run(
     assert f"batchkit: error: --output {output}: " in result.stderr
     assert words in result.stderr
     assert not (folder / "output/rows-Small").exists()
-
-
-def test_shards_do_not_write_one_output(folder: Path) -> None:
-    result = run(*PROMPT, "--shard", "0/2", "--output", "a.csv")
-    assert result.exit_code == 2
-    assert "each shard would write the same file" in result.stderr
+    shards = run(*PROMPT, "--shard", "0/2", "--output", "a.csv")
+    assert shards.exit_code == 2
+    assert "each shard would write the same file" in shards.stderr
 
 
 def test_output_without_the_rows_of_another_run_is_refused(folder: Path) -> None:
@@ -233,9 +230,6 @@ def test_data_file_in_place_of_a_job_says_what_to_do(name: str, folder: Path) ->
         assert result.exit_code == 2
         assert f"--input {name} --prompt" in result.stderr
         assert "batchkit init" in result.stderr
-
-
-def test_job_file_that_was_mistyped_is_suggested(folder: Path) -> None:
     (folder / "reviews.toml").write_text("")
     result = batchkit("run", "review.toml")
     assert "review.toml: no such job file; did you mean 'reviews.toml'?" in result.stderr

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from batchkit.commands.parity import parity
-from batchkit.commands.parity.differences import Difference, SideAnswer, Token, difference
+from batchkit.commands.parity.differences import SideAnswer, Token, difference
 from batchkit.commands.parity.findings import ParityResult
 from batchkit.commands.parity.sides import MODEL_OPTIONS, sides_of
 from batchkit.config.loading import load_job
@@ -369,22 +369,13 @@ def test_what_can_not_be_compared_is_refused_by_side_and_key(
     write: Write, engines: str, only_b: tuple[str, ...], message: str
 ) -> None:
     job = load_job(write(None, options={}))
+    with pytest.raises(JobError, match='task = "classify": parity compares generated texts'):
+        compare(job.model_copy(update={"task": "classify"}), engines)
     with pytest.raises(JobError) as raised:
         compare(job, engines, *only_b)
     assert message in str(raised.value)
-
-
-def test_the_first_side_is_named_too(write: Write) -> None:
-    job = load_job(write(None, options={}))
-    wrong = ("engine.options.latency=1",)
     with pytest.raises(JobError, match=r"^side a \(dry-run\): engine\.options\.latency"):
-        compare(job, "dry-run,dry-run", only_a=wrong)
-
-
-def test_no_rows_are_no_comparison(write: Write) -> None:
-    job = load_job(write(None, options={}), ['input.where={id="nobody"}'])
-    with pytest.raises(InputError, match="no rows to compare"):
-        compare(job, "dry-run,dry-run")
+        compare(job, "dry-run,dry-run", only_a=("engine.options.latency=1",))
 
 
 @pytest.mark.parametrize("rows", [N_ROWS - 1, N_ROWS, N_ROWS + 1])
@@ -416,6 +407,9 @@ def test_only_the_first_rows_are_asked(write: Write) -> None:
     assert compare(job, "dry-run,dry-run", rows=5).rows == 5
     limited = load_job(write(None, options={}), ["input.limit=3"])
     assert compare(limited, "dry-run,dry-run", rows=5).rows == 3
+    none = load_job(write(None, options={}), ['input.where={id="nobody"}'])
+    with pytest.raises(InputError, match="no rows to compare"):
+        compare(none, "dry-run,dry-run")
 
 
 def test_a_row_that_fails_on_both_sides_is_no_difference(write: Write, tmp_path: Path) -> None:
@@ -446,7 +440,7 @@ def test_servers_are_compared_by_their_tokens(write: Write) -> None:
     (each,) = found.differences
     assert (each.index, each.id, each.position, each.unit) == (7, "q7", 2, "token")
     assert (each.a.token, each.b.token) == ("three", "four")
-    assert (each.gap, each.is_least) == (1.5, True)
+    assert (each.gap, each.gap_is_least) == (1.5, True)
     assert (found.equal, found.ties, found.exit_code) == (N_ROWS - 1, 0, 3)
     text = found.to_text()
     assert "row 7 (id q7), token 2, gap 1.5000 or more" in text
@@ -523,55 +517,62 @@ def token(text: str, logprob: float = -0.1, **others: float) -> Token:
     return Token(text, logprob, {text: logprob, **others})
 
 
-def part(a: SideAnswer, b: SideAnswer) -> Difference:
+@pytest.mark.parametrize(
+    ("a", "b", "position", "gap", "is_least", "is_tie"),
+    [
+        pytest.param(
+            answer(token("a"), token("b", -0.690, c=-0.694)),
+            answer(token("a"), token("c", -0.691, b=-0.692)),
+            *(1, 0.004, False, True),
+            id="a gap near zero is a tie",
+        ),
+        pytest.param(
+            answer(token("b", -0.7, c=-0.701)),
+            answer(token("c", -0.1, b=-3.1)),
+            *(0, 3.0, False, False),
+            id="the more certain side decides",
+        ),
+        pytest.param(
+            answer(token("b", -0.7, x=-0.702)),
+            answer(token("c", -0.7, b=-0.7)),
+            *(0, 0.002, True, False),
+            id="a token that is not among the likeliest is no tie",
+        ),
+        pytest.param(  # vLLM gives nothing for the first pieces and the whole for the last
+            answer(token("a"), token(""), token("é"), token("b"), text="aéb"),
+            answer(token("a"), token("\ufffd"), token("\ufffd"), token("c"), text="aéc"),
+            *(3, 0.0, True, False),
+            id="pieces of a character",
+        ),
+        pytest.param(
+            answer(token("a")),
+            answer(token("a"), token("b")),
+            *(1, None, False, False),
+            id="an answer that ends sooner",
+        ),
+        pytest.param(
+            answer(token("a")),
+            answer(token("a"), finish_reason="length"),
+            *(1, None, False, False),
+            id="the same text with another end",
+        ),
+        pytest.param(
+            answer(text=""), answer(token("a")), *(0, None, False, False), id="an empty answer"
+        ),
+    ],
+)
+def test_where_answers_part(
+    a: SideAnswer,
+    b: SideAnswer,
+    position: int,
+    gap: float | None,
+    is_least: bool,
+    is_tie: bool,
+) -> None:
     found = difference(0, "q", a, b)
     assert found is not None
     assert difference(0, "q", a, a) is difference(0, "q", b, b) is None
-    return found
-
-
-def test_a_gap_near_zero_is_a_tie() -> None:
-    close = part(
-        answer(token("a"), token("b", -0.690, c=-0.694)),
-        answer(token("a"), token("c", -0.691, b=-0.692)),
-    )
-    assert close.position == 1
-    assert close.gap == pytest.approx(0.004)
-    assert close.is_tie(TIE)
-    assert not close.is_tie(0.003)
-
-
-def test_the_more_certain_side_decides() -> None:
-    found = part(answer(token("b", -0.7, c=-0.701)), answer(token("c", -0.1, b=-3.1)))
-    assert found.gap == pytest.approx(3.0)
-    assert not found.is_tie(TIE)
-
-
-def test_a_token_that_is_not_among_the_likeliest_is_no_tie() -> None:
-    found = part(answer(token("b", -0.7, x=-0.702)), answer(token("c", -0.7, b=-0.7)))
-    assert found.gap == pytest.approx(0.002)
-    assert found.is_least
-    assert not found.is_tie(TIE)
-
-
-def test_pieces_of_a_character_are_not_taken_for_a_difference() -> None:
-    """vLLM gives nothing for the first pieces and the whole for the last, transformers U+FFFD."""
-    ours = answer(token("a"), token(""), token("é"), token("b"), text="aéb")
-    theirs = answer(token("a"), token("\ufffd"), token("\ufffd"), token("c"), text="aéc")
-    assert part(ours, theirs).position == 3
-
-
-def test_an_answer_that_ends_sooner_parts_where_it_ends() -> None:
-    short = answer(token("a"))
-    found = part(short, answer(token("a"), token("b")))
-    assert (found.position, found.a.token, found.b.token, found.gap) == (1, None, "b", None)
-
-
-def test_the_same_text_with_another_end_is_a_difference() -> None:
-    found = part(answer(token("a")), answer(token("a"), finish_reason="length"))
-    assert (found.position, found.gap) == (1, None)
-
-
-def test_an_empty_answer_is_an_answer() -> None:
-    found = part(answer(text=""), answer(token("a")))
-    assert (found.position, found.unit) == (0, "token")
+    assert (found.position, found.unit) == (position, "token")
+    assert found.gap == (None if gap is None else pytest.approx(gap))
+    assert (found.gap_is_least, found.is_tie(TIE)) == (is_least, is_tie)
+    assert not found.is_tie(0.003)

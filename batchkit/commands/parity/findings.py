@@ -109,19 +109,9 @@ class ParityResult:
                 }
                 for found in self.sides
             },
-            "differences": [self._difference_json(found) for found in self.differences],
-        }
-
-    def _difference_json(self, found: Difference) -> dict[str, Any]:
-        return {
-            "index": found.index,
-            "id": found.id,
-            "position": found.position,
-            "unit": found.unit,
-            "gap": found.gap,
-            "gap_is_least": found.is_least,
-            "tie": found.is_tie(self.tie),
-            **{side: _part_json(part) for side, part in (("a", found.a), ("b", found.b))},
+            "differences": [
+                {**asdict(found), "tie": found.is_tie(self.tie)} for found in self.differences
+            ],
         }
 
     def to_text(self) -> str:
@@ -173,7 +163,7 @@ class ParityResult:
 
     def _shown(self, found: Difference) -> Iterator[str]:
         gap = "unknown" if found.gap is None else f"{found.gap:.4f}"
-        least = " or more" if found.is_least else ""
+        least = " or more" if found.gap_is_least else ""
         tie = " (a tie)" if found.is_tie(self.tie) else ""
         yield f"{_row(found)}, {found.unit} {found.position}, gap {gap}{least}{tie}"
         for name, part in (("a", found.a), ("b", found.b)):
@@ -209,7 +199,3 @@ def _continuation(part: Part) -> str:
     before = "…" if start else ""
     after = "…" if start + _SHOWN_CHARACTERS < len(part.text) else f" [{part.finish_reason}]"
     return f"{before}{line}{after}"
-
-
-def _part_json(part: Part) -> dict[str, Any]:
-    return {name: value for name, value in part._asdict().items() if name != "begins"}
