@@ -13,9 +13,7 @@ from batchkit.config.seams import SCORERS as SEAM
 from batchkit.config.tables import ScoringTable
 from batchkit.scoring.bounds import MOST_COMPARED, check_length
 from batchkit.scoring.overlap import overlap, pair
-from batchkit.scoring.values import choice as same_choice
-from batchkit.scoring.values import numeric as same_numbers
-from batchkit.scoring.values import parse_reward
+from batchkit.scoring.values import chosen, numbers_in, parse_reward
 
 Scorer = Callable[[str, str | None, ScoringTable], float | None]
 
@@ -72,8 +70,30 @@ def _of_words(name: str) -> Scorer:
 
 f1, em = _of_words("f1"), _of_words("em")
 rouge_l, sacrebleu = _of_words("rouge-l"), _of_words("sacrebleu")
-numeric = _of_two(lambda text, right, table: same_numbers(text, right, table.tolerance))
-choice = _of_two(lambda text, right, table: same_choice(text, right, table.choices))
+
+
+@_of_two
+def numeric(prediction: str, reference: str, table: ScoringTable) -> float | None:
+    """1 if both have the same numbers in the same order, within the tolerance; else 0.
+
+    The tolerance is a share of the reference. None if the reference has no number.
+    """
+    right, found = numbers_in(reference), numbers_in(prediction)
+    if not right:
+        return None
+    pairs = zip(found, right, strict=False)
+    close = (abs(x - y) <= table.tolerance * abs(y) + 1e-9 for x, y in pairs)
+    return float(len(found) == len(right) and all(close))
+
+
+@_of_two
+def choice(prediction: str, reference: str, table: ScoringTable) -> float | None:
+    """1 if the prediction names the same one of the choices as the reference; else 0.
+
+    None if the reference is none of them.
+    """
+    right = chosen(reference, table.choices)
+    return None if right is None else float(chosen(prediction, table.choices) == right)
 
 
 def reward(prediction: str, reference: str | None, table: ScoringTable) -> float | None:

@@ -1,4 +1,4 @@
-"""Scorers of values: numbers within a tolerance, one of several choices, a score from 0 to 10."""
+"""Values in a text: numbers, one of several choices, a score from 0 to 10."""
 
 from __future__ import annotations
 
@@ -42,41 +42,20 @@ def in_digits(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:.15g}"
 
 
-def numeric(prediction: str, reference: str, tolerance: float) -> float | None:
-    """1 if both have the same numbers in the same order, within the tolerance; else 0.
-
-    ``tolerance`` is a share of the reference. None if the reference has no number.
-    """
-    right, found = numbers_in(reference), numbers_in(prediction)
-    if not right:
-        return None
-    close = (abs(x - y) <= tolerance * abs(y) + 1e-9 for x, y in zip(found, right, strict=False))
-    return float(len(found) == len(right) and all(close))
-
-
-def choice(prediction: str, reference: str, choices: Sequence[str]) -> float | None:
-    """1 if the prediction names the same one of ``choices`` as the reference; else 0.
-
-    None if the reference is none of them.
-    """
-    right = _chosen(reference, choices)
-    return None if right is None else float(_chosen(prediction, choices) == right)
-
-
 def vote_of(prediction: str, choices: Sequence[str]) -> str | None:
     """Equal for predictions that say the same: the same one of ``choices``, if there are any, and None
     for none of them; else the same number, or the same text but for case, white space, brackets and
     quotation marks around it, and a full stop.
     """
     if choices:
-        return _chosen(prediction, choices)
+        return chosen(prediction, choices)
     words = " ".join(prediction.split()).replace("\u2212", "-").casefold()
     plain = words.lstrip("([\"'*` ").rstrip(".)]\"'*` ")
     numbers = numbers_in(plain) if _NUMBER.fullmatch(plain) else []
     return in_digits(numbers[0]) if numbers else plain
 
 
-def _chosen(text: str, choices: Sequence[str]) -> str | None:
+def chosen(text: str, choices: Sequence[str]) -> str | None:
     """The choice that ``text`` is, else the only one that it contains as a separate word.
 
     Case is ignored if none appears in the right case, but never for a single letter: "a" in a

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -22,6 +22,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("openpyxl")
 
 VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
+Score = Callable[..., ChartScore]
 IMPORTS = "import pandas as pd\nimport matplotlib.pyplot as plt\n"
 
 
@@ -32,17 +33,6 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path, index=False
     )
     return path
-
-
-class Score(Protocol):
-    def __call__(
-        self,
-        response: str,
-        reference: str = "[1, 2]",
-        chart_type: str = "BarChart",
-        mode: Mode = "fixed",
-        table: Path | None = None,
-    ) -> ChartScore: ...
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +91,11 @@ def test_fixed_mode_passes_whatever_official_mode_passes(
 @pytest.mark.parametrize("vector", vectors("chart_compare"))
 def test_values_are_compared_as_the_official_code_does(vector: dict[str, Any], mode: Mode) -> None:
     chart_type = "PieChart" if vector["kind"] == "pie" else "BarChart"
-    reference, prediction = with_nan(vector["reference"]), with_nan(vector["prediction"])
+    reference, prediction = (
+        [math.nan if value == "NaN" else value for value in vector[name]]
+        for name in ("reference", "prediction")
+    )
     assert same_values(chart_type, reference, prediction, mode) == vector["pass"]
-
-
-def with_nan(values: list[Any]) -> list[Any]:
-    return [math.nan if value == "NaN" else value for value in values]
 
 
 # Our own: what each mode runs and reads.

@@ -11,7 +11,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import pytest
@@ -33,10 +32,7 @@ QUICK = SandboxLimits(timeout_s=0.8)
 SECRET = "batchkit-test-secret-5d1f"
 
 
-class Run(Protocol):
-    def __call__(self, body: str, limits: SandboxLimits = NORMAL) -> ChartScore: ...
-
-
+Run = Callable[..., ChartScore]
 Refused = Callable[[str], str]
 
 

@@ -15,7 +15,8 @@ from batchkit.config.tables import ScoringTable
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.metrics import tabulate
 from batchkit.scoring.overlap import OVERLAPS, Mode, normalise, overlap, pair
-from batchkit.scoring.values import choice, numbers_in, numeric, parse_reward, vote_of
+from batchkit.scoring.scorers import score_by
+from batchkit.scoring.values import numbers_in, parse_reward, vote_of
 from tests.support.paths import ROOT
 
 VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
@@ -189,6 +190,14 @@ def test_numbers() -> None:
     assert numeric("1, 2", "1, 2, 3", 0.01) == 0
     assert numeric("none", "100", 0.01) == 0
     assert numeric("100", "none", 0.01) is None
+
+
+def numeric(prediction: str, reference: str, tolerance: float) -> float | None:
+    return score_by("numeric", prediction, reference, ScoringTable(tolerance=tolerance))
+
+
+def choice(prediction: str, reference: str, choices: list[str]) -> float | None:
+    return score_by("choice", prediction, reference, ScoringTable(choices=choices))
 
 
 def test_choices() -> None:

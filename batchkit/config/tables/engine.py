@@ -132,11 +132,6 @@ class EngineTable(Table):
             return str(Path(__file__).parents[2] / "demo_model")
         return self.model
 
-    @property
-    def is_gguf(self) -> bool:
-        """True if the model is a file for llama.cpp."""
-        return self.model.endswith(".gguf")
-
     @model_validator(mode="after")
     def _has_model(self) -> EngineTable:
         if self.kind in ("vllm", "transformers", "openai-server") and not self.model:
@@ -155,7 +150,8 @@ class EngineTable(Table):
             )
         if self.base_url is not None and self.server is not None:
             raise ValueError("base_url and [engine.server] are both given; keep one")
-        if self.server is not None and self.server.command is None and not self.is_gguf:
+        knows_command = self.server is None or self.server.command or self.model.endswith(".gguf")
+        if not knows_command:
             raise ValueError("server.command is missing; only a .gguf file as model needs none")
         if is_server and self.lora is not None:
             raise ValueError("lora: the server loads it; give the name it has there as model")

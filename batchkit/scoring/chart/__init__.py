@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple, NoReturn
 
 from batchkit.scoring.chart.answer import TABLE_NAME, chart_code, with_table
@@ -72,8 +71,7 @@ def score_charts(
 ) -> Iterator[ChartScore]:
     """The scores in the order of ``charts``, which is read only a little ahead.
 
-    Each of the ``workers`` (None: one per core) is a thread with its own sandbox. Closing the
-    iterator ends running charts.
+    ``workers`` charts (None: one per core) run at a time. Closing the iterator ends them.
 
     Raises:
         SandboxError: at once, before any code runs, if code can't be confined here.
@@ -85,7 +83,7 @@ def score_charts(
 def score_chart(
     chart: Chart, sandbox: Sandbox, mode: Mode, limits: SandboxLimits = DEFAULT_LIMITS
 ) -> ChartScore:
-    """Run one chart in ``sandbox``, which is then ready for the next, whatever this one did.
+    """Run one chart in ``sandbox``, which no chart can harm.
 
     Raises:
         SandboxError: the sandbox can't be started, or did not confine this chart.
@@ -121,32 +119,19 @@ def score_chart(
 def _scores(
     charts: Iterable[Chart], mode: Mode, workers: int, limits: SandboxLimits
 ) -> Iterator[ChartScore]:
-    sandboxes = [Sandbox() for _ in range(workers)]
-    idle: SimpleQueue[Sandbox] = SimpleQueue()
-    for sandbox in sandboxes:
-        idle.put(sandbox)
-
-    def score(chart: Chart) -> ChartScore:
-        sandbox = idle.get()  # never waits: there are as many as threads
-        try:
-            return score_chart(chart, sandbox, mode, limits)
-        finally:
-            idle.put(sandbox)
-
+    sandbox = Sandbox()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="chart")
     running: deque[Future[ChartScore]] = deque()
     try:
         for chart in charts:
-            running.append(pool.submit(score, chart))
+            running.append(pool.submit(score_chart, chart, sandbox, mode, limits))
             if len(running) >= workers * _AHEAD:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for sandbox in sandboxes:
-            sandbox.close()  # the threads would wait for their charts otherwise
-        pool.shutdown()
+        sandbox.close()  # the threads would wait for their charts otherwise
+        pool.shutdown(cancel_futures=True)
 
 
 def reference_values(text: str, mode: Mode) -> list[Any] | None:

@@ -95,12 +95,12 @@ def check_sandbox() -> None:
 
 
 class Sandbox:
-    """Starts with the first run. One run at a time; ``close`` may be called by another thread."""
+    """Starts with the first run. Any thread may run charts in it, or close it."""
 
     def __init__(self) -> None:
         self._server: Server | None = None
         self._is_closed = False
-        self._running = threading.Lock()  # held by the thread that runs a chart or closes it
+        self._starting = threading.Lock()  # held by the thread that starts a server
 
     def run(self, run: Run) -> Outcome:
         """The outcome of ``run``; a server that died during it is started again, once.
@@ -108,17 +108,15 @@ class Sandbox:
         Raises:
             SandboxError: the sandbox can't be started, did not confine this run, or was closed.
         """
-        with self._running:
-            for _ in range(2):
-                with contextlib.suppress(Gone):
-                    return _outcome(self._ended(run, self._started()), run.limits.timeout_s)
-            return Outcome([], "the sandbox's own process died or hung under it, twice")
+        for _ in range(2):
+            with contextlib.suppress(Gone):
+                return _outcome(self._ended(run, self._started()), run.limits.timeout_s)
+        return Outcome([], "the sandbox's own process died or hung under it, twice")
 
     def close(self) -> None:
-        """End it and the chart that it runs. A ``run`` that waits in another thread ends, too."""
+        """End it and the charts that run in it: every ``run`` in another thread raises soon."""
         self._is_closed = True
-        with self._running:
-            self._server = None
+        self._server = None
 
     def __enter__(self) -> Sandbox:
         return self
@@ -128,18 +126,19 @@ class Sandbox:
 
     def _started(self) -> Server:
         """The server, of which a fork has been tried: code is confined as it should be."""
-        if self._server is not None and self._server.is_alive:
-            return self._server
-        try:
-            server = server_of(_HANDLER, "drawing charts")
-        except EngineError as error:
-            raise _refusal(str(error)) from error
-        ended = self._ended(Run(), server)
-        if ended.returncode != 0 or ended.written != CONFINED:
-            reason = ended.written.removeprefix(CONFINED)
-            raise _refusal(reason or f"confining a process ended in {ended}")
-        self._server = server
-        return server
+        with self._starting:
+            if (server := self._server) is not None and server.is_alive:
+                return server
+            try:
+                server = server_of(_HANDLER, "drawing charts")
+            except EngineError as error:
+                raise _refusal(str(error)) from error
+            ended = self._ended(Run(), server)
+            if ended.returncode != 0 or ended.written != CONFINED:
+                reason = ended.written.removeprefix(CONFINED)
+                raise _refusal(reason or f"confining a process ended in {ended}")
+            self._server = server
+            return server
 
     def _ended(self, run: Run, server: Server) -> _Ended:
         """Runs ``run`` in its own process, and leaves nothing behind. Raises Gone."""
