@@ -9,7 +9,7 @@ here, and ``batchkit.commands.score`` fills them in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -86,23 +86,22 @@ class Scoring:
         A blank text is unscored. The log has one only as the first of several choices.
         """
         if not text.strip():
-            return self._compared(None, fields, row_id, [_BLANK])
+            return self.score_prediction(None, fields, row_id, [_BLANK])
         table, reasons = self.table_for(fields), list[str]()
         prediction = self._extracted(text, table, row_id, reasons)
         if prediction is None and table.extract == "final-answer" and not reasons:
             prediction = text.strip()
-        return self._compared(prediction, fields, row_id, reasons)
+        return self.score_prediction(prediction, fields, row_id, reasons)
 
     def score_prediction(
-        self, prediction: str | None, fields: Mapping[str, Any], row_id: str
+        self,
+        prediction: str | None,
+        fields: Mapping[str, Any],
+        row_id: str,
+        why: Iterable[str] = (),
     ) -> Scored:
-        """Like ``score``, for a prediction that was already extracted."""
-        return self._compared(prediction, fields, row_id, [])
-
-    def _compared(
-        self, prediction: str | None, fields: Mapping[str, Any], row_id: str, reasons: list[str]
-    ) -> Scored:
-        table = self.table_for(fields)
+        """Like ``score``, for a prediction that was already extracted; ``why`` it is None."""
+        table, reasons = self.table_for(fields), [*why]
         reference = self.reference(fields, row_id)
         scores: dict[str, float | None] = {}
         for name in table.scorers:

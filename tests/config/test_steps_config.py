@@ -351,16 +351,3 @@ def test_secrets_of_named_engines_are_masked_and_come_back() -> None:
     assert back.engines["auth"].options == {"hf_token": "***"}
     assert with_secrets_of(back, job).engines == job.engines
     assert masked(f"Bearer {CANARY}", "steps.draft.prompt.user") == f"Bearer {CANARY}"
-
-
-@pytest.mark.usefixtures("folder")
-def test_no_secret_of_a_named_engine_is_written() -> None:
-    write_toml(
-        steps=[step(), step("b", engine="judge")],
-        engines={"judge": {**DRY, "options": {"api_key": CANARY}}},
-    )
-    for command in (["validate"], ["run", "--dry-run"]):
-        found = batchkit(*command, "job.toml")
-        assert CANARY not in found.stdout + found.stderr
-    write_job(Path(), load_job(Path("job.toml")))
-    assert CANARY not in Path("job.toml").read_text()

@@ -18,7 +18,6 @@ from batchkit.rendering.templates.prompt import names_in
 from batchkit.types import Request, Row
 from tests.support.chat_server import MODEL, serving
 from tests.support.jobs import with_tables
-from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 
 
@@ -177,16 +176,3 @@ def test_the_names_that_a_prompt_reads_are_those_of_the_row(root: Path) -> None:
     assert names_in(made, made.prompt, ["{{ more }}"]) == {"q", "file", "more"}
     hidden = made.prompt.model_copy(update={"texts": {"Table": "{{ Table }}.csv"}})
     assert names_in(made, hidden, []) == {"q", "Table"}
-
-
-def test_texts_from_the_command_line(root: Path) -> None:
-    write_jsonl(root.parent / "rows.jsonl", [{"file": "a.csv"}])
-    (root.parent / "job.toml").write_text(
-        '[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ t }}"\n'
-        '[prompt.texts]\nt = "tables/{{ file }}"\n'
-        '[media]\nroot = "root"\n[engine]\nkind = "dry-run"\n',
-        encoding="utf-8",
-    )
-    done = batchkit("run", "job.toml", "--dry-run", cwd=root.parent)
-    assert "user: x,y\n1,2\n" in done.stdout
-    assert done.returncode == 0
