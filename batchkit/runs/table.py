@@ -22,7 +22,7 @@ from batchkit.runs.vector_column import EMBEDDING, PLACE, arrow_type, with_vecto
 from batchkit.storage.lines import whole_record
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import NewestLog
-from batchkit.storage.score_store import newest_scores
+from batchkit.storage.score_store import Scores
 from batchkit.storage.vectors import VectorType
 from batchkit.types import COUNT_LIMIT
 
@@ -125,7 +125,7 @@ class _Batches:
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         self._path, self._layout = folder / RESULTS, layout
-        self._newest_of = newest_scores(folder) if layout.scores is not None else None
+        self._scores = Scores(folder) if layout.scores is not None else None
 
     def read(self) -> Iterator[pa.Table]:
         import numpy as np
@@ -190,12 +190,12 @@ class _Batches:
         return msgspec.json.Decoder(msgspec.defstruct("_Line", fields, gc=False)).decode
 
     def _put_scores(self, records: Sequence[Any]) -> None:
-        if self._newest_of is None:
+        if self._scores is None:
             return
         for record in records:
-            found = self._newest_of(record.index, record.input_hash, record.finished_at)
+            found = self._scores.of(record.index, record.input_hash, record.finished_at)
             if found is not None:
-                record.prediction, record.scores = found["prediction"], found["scores"]
+                record.prediction, record.scores = found.prediction, found.scores
 
 
 _MUST = ("index", "id", "status")

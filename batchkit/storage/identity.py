@@ -29,32 +29,13 @@ _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
 # Options that change speed and memory, not answers.
 _SPEED_ONLY = frozenset(
     [
-        "max_num_seqs",
-        "give_up_s",
-        "shrink_on_oom",
-        "device_map",
-        "max_num_batched_tokens",
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "enforce_eager",
-        "swap_space",
-        "cpu_offload_gb",
-        "mm_processor_cache_gb",
-        "disable_log_stats",
-        "enable_prefix_caching",
-        "worker_cls",
-        "distributed_executor_backend",
-        "num_gpu_blocks_override",
-        "block_size",
-        "async_scheduling",
-        "max_parallel_loading_workers",
-        "download_dir",
-        "enable_chunked_prefill",
-        "compilation_config",
-        "hf_token",
+        *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
+        *("kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size", "swap_space"),
+        *("cpu_offload_gb", "mm_processor_cache_gb", "enable_prefix_caching"),
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "device_map"),
+        *("distributed_executor_backend", "worker_cls", "enforce_eager", "compilation_config"),
+        *("async_scheduling", "enable_chunked_prefill", "max_parallel_loading_workers"),
+        *("disable_log_stats", "download_dir", "hf_token", "give_up_s", "shrink_on_oom"),
     ]
 )
 # Options that may name a file or folder which decides the answers. Others name folders that change
@@ -81,7 +62,7 @@ _READ_TO_SELECT = {
 }
 CHANGING = "changing"  # in place of the hash of a file that changed while a run read it
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
-_BLOCKS, _BLOCK_BYTES = 64, 2**16
+_BLOCKS, _BLOCK_BYTES, _END_BYTES = 64, 2**16, 2**20
 
 
 def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -137,11 +118,8 @@ def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
     }
     if (command := found.pop("engine.server.command", None)) is not None:
         its["engine.server.command"] = what_decides_answers(command)
-    if files := [*_files(job)]:
-        its["engine.files"] = {name: model_fingerprint(name) for name in files}
-    models = {job.engine.model_source, job.engine.lora or "", *files}
-    if blocks := {name: of for name in models if (of := blocks_fingerprint(name)) is not None}:
-        its["engine.blocks"] = blocks
+    if files := {name: model_fingerprint(name) for name in _files(job)}:
+        its["engine.files"] = files
     if commits := hub_commits(job):
         its["engine.commits"] = commits
     return its
@@ -303,16 +281,12 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         changed = [name for name in old if name in new and old[name] != new[name]]
         if changed:
             then[key], now[key] = ({name: of[name] for name in changed} for of in (old, new))
-    return [
-        f"{key}: {_short(then.get(key))} → {_short(now.get(key))}"
-        for key in sorted({*then, *now})
-        if _json(
-            known_of(now.get(key), then.get(key), key), sort=not home_of(key).startswith(_ORDERED)
-        )
-        != _json(
-            known_of(then.get(key), now.get(key), key), sort=not home_of(key).startswith(_ORDERED)
-        )
-    ]
+    lines = []
+    for key in sorted({*then, *now}):
+        old, new, sort = then.get(key), now.get(key), not home_of(key).startswith(_ORDERED)
+        if _json(known_of(new, old, key), sort=sort) != _json(known_of(old, new, key), sort=sort):
+            lines.append(f"{key}: {_short(old)} → {_short(new)}")
+    return lines
 
 
 def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,41 +318,29 @@ def known_of(value: Any, other: Any, key: str = "") -> Any:
 
 
 def model_fingerprint(model: str) -> str | None:
-    """Hash over a model's file or files: small files whole, large ones at both ends.
-
-    None if ``model`` is a name. Reading all of a large model would take minutes; what was trained
-    further may differ only between the ends: see ``blocks_fingerprint``.
-    """
-    files, end = _files_of(model), 2**20
-    if files is None:
+    """Hash over a model's file or files: small files whole; of large ones both ends, and blocks spread evenly,
+    since reading all of a large model would take minutes. None if ``model`` is a name."""
+    if (files := _files_of(model)) is None:
         return None
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            digest.update(file.read(end))
-            if size > end:
-                file.seek(max(end, size - end))
-                digest.update(file.read(end))
+            for start, length in _spans(size):
+                file.seek(start)
+                digest.update(file.read(length))
     return digest.hexdigest()[:16]
 
 
-def blocks_fingerprint(model: str) -> str | None:
-    """Hash over what ``model_fingerprint`` leaves out of large files: all of it, or blocks spread
-    evenly. None if there is no large file."""
-    large = [path for path in _files_of(model) or () if path.stat().st_size > 2 * 2**20]
-    digest = hashlib.sha256()
-    for path in large:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            if size <= _WHOLE_BYTES:
-                digest.update(file.read())
-                continue
-            for n in range(_BLOCKS):
-                file.seek(n * (size - _BLOCK_BYTES) // (_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
-    return digest.hexdigest()[:16] if large else None
+def _spans(size: int) -> Iterator[tuple[int, int]]:
+    if size <= _WHOLE_BYTES:
+        yield 0, size
+        return
+    yield 0, _END_BYTES
+    yield size - _END_BYTES, _END_BYTES
+    for n in range(_BLOCKS):
+        yield n * (size - _BLOCK_BYTES) // (_BLOCKS - 1), _BLOCK_BYTES
 
 
 def _files_of(model: str) -> list[Path] | None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
@@ -23,20 +22,18 @@ from batchkit.storage.files import replacing
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import is_run
-from batchkit.storage.schema import is_count
+from batchkit.types import Count
 
 SCORES = "scores.jsonl"
-_KEYS = ("index", "input_hash", "finished_at")
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreLine:
+class ScoreLine(msgspec.Struct, frozen=True):
     """The scores of the record of row ``index`` that was finished at ``finished_at``.
 
     ``input_hash`` is the record's: many rows finish within one millisecond.
     """
 
-    index: int
+    index: Count
     input_hash: str | None
     finished_at: str
     prediction: str | None
@@ -44,47 +41,45 @@ class ScoreLine:
     unscored: str | None = None  # why some of them could not be computed
 
 
-_NAMES = [field.name for field in fields(ScoreLine)]
+_decoder = msgspec.json.Decoder(ScoreLine)
+
+
+class Scores:
+    """The scores of the run in ``folder``, if it has some. It must be asked for ascending rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines = _lines(folder / SCORES)
+        self._line = next(self._lines, None)
+
+    def of_row(self, index: int) -> ScoreLine | None:
+        """Raises StoreError if a line is damaged."""
+        while self._line is not None and self._line.index < index:
+            self._line = next(self._lines, None)
+        return self._line if self._line is not None and self._line.index == index else None
+
+    def of(self, index: int, input_hash: str | None, finished_at: str | None) -> ScoreLine | None:
+        """That of the row's record with this hash and time."""
+        line = self.of_row(index)
+        is_its = line and (line.input_hash, line.finished_at) == (input_hash, finished_at)
+        return line if is_its else None
 
 
 def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
     """The newest record of each row, in the order of the input, with its newest scores."""
-    newest_of = newest_scores(folder)
+    scores = Scores(folder)
     for record in read_newest(folder / RESULTS):
-        line = newest_of(*(record.get(key) for key in _KEYS))
+        line = scores.of(record["index"], record.get("input_hash"), record["finished_at"])
         if line is not None:
-            record["prediction"], record["scores"] = line["prediction"], line["scores"]
-            record["unscored"] = line.get("unscored")
+            names = ("prediction", "scores", "unscored")
+            record |= {name: getattr(line, name) for name in names}
         yield record
-
-
-def newest_scores(folder: Path) -> Callable[[Any, Any, Any], dict[str, Any] | None]:
-    """A function from a record's index, input hash and time to its line; it must be asked for ascending
-    indexes."""
-    lines = _lines(folder / SCORES)
-    line = next(lines, None)
-
-    def of(index: int, input_hash: str | None, finished_at: str | None) -> dict[str, Any] | None:
-        nonlocal line
-        while line is not None and line["index"] < index:
-            line = next(lines, None)
-        found = line is not None and [line[key] for key in _KEYS]
-        return line if found == [index, input_hash, finished_at] else None
-
-    return of
 
 
 def join_scores(folders: Sequence[Path], chosen: Iterable[tuple[int, int]]) -> Iterator[ScoreLine]:
     """For each (row index, folder number), indexes ascending, the row's line there, if any."""
-    books = [_lines(folder / SCORES) for folder in folders]
-    lines = [next(book, None) for book in books]
-    for index, number in chosen:
-        line = lines[number]
-        while line is not None and line["index"] < index:
-            line = next(books[number], None)
-        lines[number] = line
-        if line is not None and line["index"] == index:
-            yield ScoreLine(**{name: line[name] for name in _NAMES if name in line})
+    books = [*map(Scores, folders)]
+    lines = (books[number].of_row(index) for index, number in chosen)
+    return (line for line in lines if line is not None)
 
 
 def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[], None]) -> None:
@@ -99,7 +94,7 @@ def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[
     try:
         with replacing(path) as temporary, temporary.open("wb") as file:
             for line in lines:
-                file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+                file.write(msgspec.json.encode(line) + b"\n")
             file.flush()
             os.fsync(file.fileno())
             before()
@@ -148,19 +143,14 @@ def check_one_row_each(references: Mapping[str, Any], shared_ids: Iterable[str])
         )
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[ScoreLine]:
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             try:
-                line: dict[str, Any] = orjson.loads(raw)
-                if not all(name in line for name in _NAMES):
-                    raise ValueError("not a line of scores")
-                if not is_count(line["index"]) or not isinstance(line["scores"], dict):
-                    raise ValueError("index or scores is not what a line of scores has")
-            except (ValueError, TypeError) as error:
+                yield _decoder.decode(raw)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise StoreError(
                     f"{path} line {number}: damaged: {error}; `batchkit score` writes it again"
                 ) from error
-            yield line

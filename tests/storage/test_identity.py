@@ -97,11 +97,7 @@ def test_weights_that_differ_only_in_the_middle_are_another_model(
         file.seek(int(size * 0.45))
         file.write(b"x" * (size // 10))
     (message,) = differences(begun, identity(job))
-    assert message.startswith("engine.blocks: ")
-    with weights.open("r+b") as file:
-        file.write(b"x")
-    messages = differences(begun, identity(job))
-    assert messages[-1].startswith(f"engine.{key}_files: ")
+    assert message.startswith(f"engine.{key}_files: ")
 
 
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
