@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import os
 import resource
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
@@ -36,7 +35,7 @@ from batchkit.storage.newest import NewestLine, NewestLog
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
 from batchkit.storage.steps import GenerationLine, fresh_line
-from batchkit.storage.vectors import MOST_OPEN, Vectors
+from batchkit.storage.vectors import Vectors
 from batchkit.types import utc_now
 
 NAMED = 5  # ids shown of the rows that are missing, and of those in conflict
@@ -162,7 +161,9 @@ def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
         StoreError: a process works on one of the runs, a log is damaged, the disk refuses.
     """
     _check_places(runs, into)
-    _allow_open_files((3 + MOST_OPEN) * len(runs) + 100)  # per run: its lock, log, scores, vectors
+    _allow_open_files(
+        8 * len(runs) + 100
+    )  # per run: its lock, log, scores, some segments of vectors
     with ExitStack() as held:
         parts = []
         for folder in runs:
@@ -297,10 +298,9 @@ def _write(
     try:
         with building(into) as folder:
             runs = [part.folder for part in parts]
-            chosen = _copy(folder, runs, records, settled, merged)
+            picked = _copy(folder, runs, records, settled, merged)
             if any((run / SCORES).exists() for run in runs):
-                lines = join_scores(runs, zip(settled, chosen, strict=True))
-                write_scores(folder, lines, before=lambda: None)
+                write_scores(folder, join_scores(runs, picked), before=lambda: None)
             join_judgements(runs, folder)
             write_job(folder, job)
             _manifest(folder, newest, parts, job, merged).write(folder)
@@ -314,16 +314,13 @@ def _copy(
     records: Iterator[NewestRecord],
     settled: IndexSet,
     merged: Merged,
-) -> array[int]:
-    """Write log, vectors, generations and checkpoint. Returns, for each row, the number of the run of its
-    record."""
-    vectors = [*map(Vectors, runs)]
-    chosen, picked = array("I"), [IndexSet() for _ in runs]
+) -> list[IndexSet]:
+    """Write log, vectors, generations and checkpoint. Returns, for each run, the rows whose record is from there."""
+    vectors, picked = [*map(Vectors, runs)], [IndexSet() for _ in runs]
 
     def lines() -> Iterator[RecordLine]:
         for newest in records:
             merged.add(newest)
-            chosen.append(newest.run)
             picked[newest.run].add(newest.record["index"])
             if newest.record.get("embedding") is None:
                 yield raw_line(newest.raw)
@@ -335,7 +332,7 @@ def _copy(
     with closing(Ledger(folder)) as ledger:
         ledger.write(lines())
         ledger.write(_generations(runs, settled, picked))
-    return chosen
+    return picked
 
 
 def _generations(

@@ -4,28 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import marshal
 import resource
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
 
-class Answer(NamedTuple):
-    """``is_last``: the process ends after it, and the next one starts with little memory."""
+class Refusal(Exception):
+    """Why there is no answer: its ``kind``, and what to say."""
 
-    content: bytes
-    is_last: bool = False
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
-def answer_all(connection: Connection, answer: Callable[[bytes], Answer]) -> None:
-    """Answer the questions that arrive over ``connection``, one at a time, until the caller ends."""
+def answer_all(connection: Connection, answer: Callable[[bytes], Any]) -> None:
+    """Answer the questions that arrive over ``connection``, one at a time, until the caller ends.
+
+    What is sent is ``marshal``'s bytes of "value" and what ``answer`` returns; or of the kind and the message of
+    what it raises: a Refusal, "memory" after a MemoryError (then the process ends: the next one
+    starts with little), or "error" after any other.
+    """
     with contextlib.suppress(EOFError, OSError):  # the caller has ended
-        is_last = False
-        while not is_last:
-            content, is_last = answer(connection.recv_bytes())
+        kind = ""
+        while kind != "memory":
+            question = connection.recv_bytes()
+            try:
+                kind = "value"
+                content = marshal.dumps((kind, answer(question)))
+            except Refusal as refusal:
+                kind, content = refusal.kind, marshal.dumps((refusal.kind, str(refusal)))
+            except MemoryError as error:
+                kind, content = "memory", marshal.dumps(("memory", str(error)))
+            except Exception as error:  # a template or a broken file may raise anything
+                kind = "error"
+                content = marshal.dumps((kind, f"{type(error).__name__}: {error}"))
             connection.send_bytes(content)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import marshal
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import weakref
 from multiprocessing.connection import Connection
+from typing import Any
 
 from batchkit.errors import EngineError
 from batchkit.isolation.server import FAILED, READY, START_S
@@ -34,8 +36,8 @@ class Gone(Exception):
         self.returncode = returncode
 
 
-def ask(handler: str, task: str, question: bytes, timeout_s: float) -> bytes:
-    """The answer of this thread's process that runs ``handler``. A process that was killed from
+def ask(handler: str, task: str, question: bytes, timeout_s: float) -> tuple[str, Any]:
+    """What this thread's process that runs ``handler`` answers (``child.answer_all``). A process that was killed from
     outside is replaced once; the one that died over its own limit of CPU time is not.
 
     Raises:
@@ -44,11 +46,13 @@ def ask(handler: str, task: str, question: bytes, timeout_s: float) -> bytes:
         EngineError: none can be started; ``task`` says what it was for.
     """
     try:
-        return _child_of_thread(handler, task).ask(question, timeout_s)
+        answer = _child_of_thread(handler, task).ask(question, timeout_s)
     except Gone as gone:
         if gone.returncode == -signal.SIGPROF:
             raise
-    return _child_of_thread(handler, task).ask(question, timeout_s)
+        answer = _child_of_thread(handler, task).ask(question, timeout_s)
+    kind, found = marshal.loads(answer)
+    return kind, found
 
 
 def server_of(handler: str, task: str) -> Server:

@@ -12,7 +12,7 @@ import signal
 from collections import deque
 from multiprocessing.connection import Connection
 
-from batchkit.isolation.child import Answer, answer_all, limit_memory
+from batchkit.isolation.child import answer_all, limit_memory
 
 TIMEOUT_S = 2.0
 MEMORY_BYTES = 2 << 30
@@ -21,28 +21,16 @@ MEMORY_BYTES = 2 << 30
 def main(connection: Connection) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     limit_memory(MEMORY_BYTES)
-    answer_all(connection, _answer)
+    answer_all(connection, _last_in)
 
 
-def _answer(question: bytes) -> Answer:
-    """The ``marshal`` bytes of "value" and the last match, or of "error" and the reason."""
+def _last_in(question: bytes) -> str | None:
+    """The last match of a pattern in a text: its first group, if it has one."""
+    pattern, text = marshal.loads(question)
     signal.setitimer(signal.ITIMER_PROF, TIMEOUT_S)
     try:
-        return _in_bytes("value", _last_in(*marshal.loads(question)))
-    except MemoryError:
-        return _in_bytes("error", f"needs more than {MEMORY_BYTES >> 30} GiB of memory")
-    except Exception as error:  # after any error, the next question is still answered
-        return _in_bytes("error", f"fails: {type(error).__name__}: {error}")
+        last = deque(re.finditer(pattern, text), maxlen=1)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _last_in(pattern: str, text: str) -> str | None:
-    """The last match of ``pattern`` in ``text``: its first group, if it has one."""
-    last = deque(re.finditer(pattern, text), maxlen=1)
     found: list[str | None] = [match[1 if match.re.groups else 0] for match in last]
     return found[0] if found else None
-
-
-def _in_bytes(kind: str, found: str | None) -> Answer:
-    return Answer(marshal.dumps((kind, found)))

@@ -42,7 +42,7 @@ def ask(what: str, place: str, *arguments: int, memory_bytes: int = MEMORY_BYTES
     """
     question = marshal.dumps((what, place, arguments, memory_bytes))
     try:
-        kind, value = marshal.loads(client.ask(_HANDLER, "reading PDFs", question, PAGE_S))
+        kind, found = client.ask(_HANDLER, "reading PDFs", question, PAGE_S)
     except TimeoutError:
         raise PdfProcessError(f"it takes longer than {PAGE_S:g} s; save it anew") from None
     except client.Gone as gone:
@@ -56,9 +56,14 @@ def ask(what: str, place: str, *arguments: int, memory_bytes: int = MEMORY_BYTES
             f" more memory than {memory_bytes:,} bytes; save it anew, for example by printing it to"
             " a PDF"
         ) from None
-    if kind == "value":
-        return value
-    raise UnreadablePdfError(value)
+    match kind:
+        case "value":
+            return found
+        case "memory":
+            raise UnreadablePdfError(f"needs more memory than {memory_bytes:,} bytes")
+        case "error":  # what pypdfium2 raises for a broken file is not documented
+            raise UnreadablePdfError(f"is broken ({found}); save it anew")
+    raise UnreadablePdfError(found)
 
 
 def place_of(descriptor: int) -> str:

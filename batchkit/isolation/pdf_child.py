@@ -11,7 +11,7 @@ from typing import Any
 import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
-from batchkit.isolation.child import Answer, answer_all, limit_memory
+from batchkit.isolation.child import Refusal, answer_all, limit_memory
 
 _BYTES_PER_PIXEL = 4  # of a picture in a page, once PDFium has decoded it
 _HYPHENS = {2: "-", 0xFFFE: "-"}  # how PDFium writes one at the end of a line
@@ -19,34 +19,17 @@ _MOST_OPEN = 2
 _open: dict[Any, pdfium.PdfDocument] = {}
 
 
-class _NoSuchPage(Exception):
-    """Which pages there are."""
-
-
 def main(connection: Connection) -> None:
     answer_all(connection, _answer)
 
 
-def _answer(question: bytes) -> Answer:
-    """The ``marshal`` bytes of "value" and the answer, or of "unreadable" and why."""
+def _answer(question: bytes) -> Any:
     what, place, arguments, memory_bytes = marshal.loads(question)
     limit_memory(memory_bytes)
     try:
-        value = _ANSWERS[what](_document(place), *arguments)
-        return Answer(marshal.dumps(("value", value)))
+        return _ANSWERS[what](_document(place), *arguments)
     except pdfium.PdfiumError as error:
-        return _unreadable(_reason(error, place))
-    except MemoryError:
-        message = f"needs more memory than {memory_bytes:,} bytes"
-        return _unreadable(message)._replace(is_last=True)
-    except _NoSuchPage as error:
-        return _unreadable(str(error))
-    except Exception as error:  # what pypdfium2 raises for a broken file is not documented
-        return _unreadable(f"is broken ({type(error).__name__}: {error}); save it anew")
-
-
-def _unreadable(message: str) -> Answer:
-    return Answer(marshal.dumps(("unreadable", message)))
+        raise Refusal("unreadable", _reason(error, place)) from error
 
 
 def _reason(error: pdfium.PdfiumError, place: str) -> str:
@@ -85,7 +68,7 @@ def _pages(document: pdfium.PdfDocument) -> int:
 def _page(document: pdfium.PdfDocument, number: int) -> pdfium.PdfPage:
     if number > len(document):
         pages = "1 page" if len(document) == 1 else f"{len(document):,} pages"
-        raise _NoSuchPage(f"has {pages}; there is no page {number:,}")
+        raise Refusal("unreadable", f"has {pages}; there is no page {number:,}")
     return document[number - 1]
 
 

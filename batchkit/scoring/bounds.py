@@ -6,7 +6,7 @@ import marshal
 import signal
 
 from batchkit.isolation.client import Gone, ask
-from batchkit.isolation.pattern_child import TIMEOUT_S
+from batchkit.isolation.pattern_child import MEMORY_BYTES, TIMEOUT_S
 
 MOST_READ = 4_000_000  # characters of an answer that an extractor reads
 MOST_COMPARED = 200_000  # characters of a prediction, and of a reference
@@ -33,7 +33,7 @@ def last_match(pattern: str, text: str) -> str | None:
         EngineError: no process can be started.
     """
     try:
-        answer = ask(_HANDLER, "scoring.pattern", marshal.dumps((pattern, text)), _WAIT_S)
+        kind, found = ask(_HANDLER, "scoring.pattern", marshal.dumps((pattern, text)), _WAIT_S)
     except TimeoutError:
         reason = f"did not finish within {_WAIT_S:g} s"
     except Gone as gone:
@@ -41,9 +41,9 @@ def last_match(pattern: str, text: str) -> str | None:
         if gone.returncode != -signal.SIGPROF:
             reason = "ended its process twice"
     else:
-        kind, found = marshal.loads(answer)
         if kind == "value":
             match: str | None = found
             return match
-        reason = found
+        too_much = f"needs more than {MEMORY_BYTES >> 30} GiB of memory"
+        reason = too_much if kind == "memory" else f"fails: {found}"
     raise Unscorable(f"scoring.pattern {reason}: {pattern}")

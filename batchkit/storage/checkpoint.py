@@ -129,12 +129,12 @@ class Checkpoint(NamedTuple):
                 "prompt_tokens": totals.prompt_tokens,
                 "completion_tokens": totals.completion_tokens,
             },
-            "crc32": self.checksum.segments,
+            "crc32": self.checksum.crc32,
             "steps": {
                 **steps.spent._asdict(),
                 "first": steps.first,
                 "end": steps.checksum.end,
-                "crc32": steps.checksum.segments,
+                "crc32": steps.checksum.crc32,
             },
             "vectors": self.vectors,
         }
@@ -175,8 +175,8 @@ def check_log(folder: Path) -> None:
     Raises:
         StoreError: the log is missing or damaged.
     """
-    log, known = log_of(folder), read_checkpoint(folder) or Checkpoint.none()
-    if (damage := damage_of(log, known.checksum)) is not None:
+    known = read_checkpoint(folder) or Checkpoint.none()
+    if (damage := damage_of(log_of(folder), known.checksum)) is not None:
         raise StoreError(damage)
 
 

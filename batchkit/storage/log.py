@@ -28,7 +28,6 @@ from batchkit.types import Record
 RESULTS = "results.jsonl"
 STEPS = "steps.jsonl"
 REQUEUE = ".requeue"  # a folder beside the log: holds what will replace the log
-_SEGMENT_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20
 
 
@@ -102,53 +101,26 @@ def log_of(folder: Path) -> Path:
     return path
 
 
-class Span(NamedTuple):
-    """Byte positions from ``start`` to ``end``, the end not included."""
-
-    start: int
-    end: int
-
-
-class Checksum:
-    """CRC-32 of each segment of a log (16 MiB), from its first byte to ``end``.
+class Checksum(NamedTuple):
+    """CRC-32 of a log's bytes before ``end``.
 
     CRC-32 detects every burst of up to 32 wrong bits, and misses one in 2^32 of all other changes;
     it can be continued from its own value, and reads 2 GiB/s.
     """
 
-    def __init__(
-        self, segments: Iterable[int] = (), end: int = 0, *, segment_bytes: int = _SEGMENT_BYTES
-    ) -> None:
-        self.segments = list(segments)
-        self.end = end
-        self._segment_bytes = segment_bytes
+    crc32: int = 0
+    end: int = 0
 
-    def add(self, block: bytes) -> None:
-        """Continue with ``block``, the bytes from ``end`` on."""
-        view = memoryview(block)
-        while len(view):
-            room = self._segment_bytes - self.end % self._segment_bytes
-            if room == self._segment_bytes:
-                self.segments.append(0)
-            self.segments[-1] = zlib.crc32(view[:room], self.segments[-1])
-            self.end += len(view[:room])
-            view = view[room:]
+    def and_of(self, block: bytes) -> Checksum:
+        """Continued with ``block``, the bytes from ``end`` on."""
+        return Checksum(zlib.crc32(block, self.crc32), self.end + len(block))
 
-    def extend(self, path: Path, end: int) -> None:
-        """Continue with the file's own bytes, up to ``end``."""
-        for block in _blocks(path, Span(self.end, end)):
-            self.add(block)
-
-    def difference(self, path: Path) -> Span | None:
-        """The first segment of the file that is not what was added; None if all of it is."""
-        now = Checksum(segment_bytes=self._segment_bytes)
-        for number, expected in enumerate(self.segments):
-            start = number * self._segment_bytes
-            end = min(start + self._segment_bytes, self.end)
-            now.extend(path, end)
-            if now.end < end or now.segments[number] != expected:
-                return Span(start, end)
-        return None
+    def extended(self, path: Path, end: int) -> Checksum:
+        """Continued with the file's own bytes, up to ``end``."""
+        found = self
+        for block in _blocks(path, self.end, end):
+            found = found.and_of(block)
+        return found
 
 
 class Log(Generic[Parsed]):
@@ -208,12 +180,12 @@ class Log(Generic[Parsed]):
                 raise
         except OSError as error:
             raise self._cant_write(error) from error
-        self.checksum.add(block)
+        self.checksum = self.checksum.and_of(block)
 
-    def read(self, span: Span) -> bytes:
+    def read(self, start: int, end: int) -> bytes:
         """Any thread may call it."""
         assert self._file is not None
-        return os.pread(self._file, span.end - span.start, span.start)
+        return os.pread(self._file, end - start, start)
 
     def check(self) -> None:
         """Check that the file is still there.
@@ -264,7 +236,7 @@ class Log(Generic[Parsed]):
         if os.fstat(self._file).st_size > end:
             self._file = self._set_aside(self._file, end, rewritten)
             end = self._take(end, take)
-        self.checksum.extend(self.path, end)
+        self.checksum = self.checksum.extended(self.path, end)
 
     def _take(self, start: int, take: Callable[[LogLine[Parsed]], None]) -> int:
         """Takes the sound lines from ``start`` on; returns where they end."""
@@ -279,7 +251,7 @@ class Log(Generic[Parsed]):
         """Keep all from ``broken_at`` on in a file of its own; returns the log's descriptor, which ends
         in the sound lines of that part."""
         size = os.fstat(file).st_size
-        write_atomically(free_name(self.path, ".torn-"), _blocks(self.path, Span(broken_at, size)))
+        write_atomically(free_name(self.path, ".torn-"), _blocks(self.path, broken_at, size))
         self.salvaged_bytes = size - broken_at
         with self.path.open("rb") as rest:
             rest.seek(broken_at)
@@ -288,7 +260,7 @@ class Log(Generic[Parsed]):
                 os.ftruncate(file, broken_at)
                 return file
             # In one step, so that a kill loses no line behind the broken one.
-            kept = _blocks(self.path, Span(0, broken_at))
+            kept = _blocks(self.path, 0, broken_at)
             write_atomically(self.path, chain(kept, [first], sound))
         os.close(file)
         return open_private(self.path, os.O_RDWR | os.O_APPEND)
@@ -305,13 +277,12 @@ def difference(path: Path, checksum: Checksum, parse: Callable[[bytes], Any]) ->
     if path.name == RESULTS and not path.exists():
         return _missing(path)
     size = path.stat().st_size if path.exists() else 0
-    span = Span(0, size) if size < checksum.end else checksum.difference(path)
-    if span is None:
+    if Checksum().extended(path, min(size, checksum.end)) == checksum:
         return None
     for line in _lines(path, 0, parse):
-        if line.offset >= span.end:
+        if line.offset >= checksum.end:
             break
-        if line.record is None and line.end > span.start:
+        if line.record is None:
             return _damaged(line, path)
     repair = f"`batchkit verify --repair {path.parent}`"
     if size < checksum.end:
@@ -320,9 +291,9 @@ def difference(path: Path, checksum: Checksum, parse: Callable[[bytes], Any]) ->
             f" back, or keep what is left with {repair}"
         )
     return (
-        f"{path}: was changed since the last checkpoint, between byte {span.start} and {span.end},"
-        " and each line there is a whole record, so the change can't be located. Restore a copy"
-        f", or accept the file as it is now with {repair}"
+        f"{path}: was changed since the last checkpoint, before byte {checksum.end}, and each line there is"
+        " a whole record, so the change can't be located. Restore a copy, or accept the file as it is now"
+        f" with {repair}"
     )
 
 
@@ -349,9 +320,11 @@ def _missing(path: Path) -> str:
     return f"{path}: is missing; its rows must be run again: batchkit run --fresh"
 
 
-def _blocks(path: Path, span: Span) -> Iterator[bytes]:
+def _blocks(path: Path, start: int, end: int) -> Iterator[bytes]:
     """The file's bytes in blocks: a log may be larger than memory."""
+    if start >= end:
+        return
     with path.open("rb") as file:
-        file.seek(span.start)
-        while block := file.read(min(span.end - file.tell(), _BLOCK_BYTES)):
+        file.seek(start)
+        while block := file.read(min(end - file.tell(), _BLOCK_BYTES)):
             yield block

@@ -8,6 +8,7 @@ record whose row index changed (``--on-change requeue``).
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import replacing
+from batchkit.storage.index_set import IndexSet
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import is_run
@@ -51,17 +53,17 @@ class Scores:
         self._lines = _lines(folder / SCORES)
         self._line = next(self._lines, None)
 
-    def of_row(self, index: int) -> ScoreLine | None:
-        """Raises StoreError if a line is damaged."""
-        while self._line is not None and self._line.index < index:
-            self._line = next(self._lines, None)
-        return self._line if self._line is not None and self._line.index == index else None
-
     def of(self, index: int, input_hash: str | None, finished_at: str | None) -> ScoreLine | None:
-        """That of the row's record with this hash and time."""
-        line = self.of_row(index)
-        is_its = line and (line.input_hash, line.finished_at) == (input_hash, finished_at)
-        return line if is_its else None
+        """The line of the row's record with this hash and time. Raises StoreError if one is damaged."""
+        while (line := self._line) is not None and line.index < index:
+            self._line = next(self._lines, None)
+        if line is None or (line.index, line.input_hash, line.finished_at) != (
+            index,
+            input_hash,
+            finished_at,
+        ):
+            return None
+        return line
 
 
 def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
@@ -75,11 +77,13 @@ def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def join_scores(folders: Sequence[Path], chosen: Iterable[tuple[int, int]]) -> Iterator[ScoreLine]:
-    """For each (row index, folder number), indexes ascending, the row's line there, if any."""
-    books = [*map(Scores, folders)]
-    lines = (books[number].of_row(index) for index, number in chosen)
-    return (line for line in lines if line is not None)
+def join_scores(folders: Sequence[Path], picked: Sequence[IndexSet]) -> Iterator[ScoreLine]:
+    """The lines of the rows that are ``picked`` of each folder, in the order of the rows."""
+
+    def of(folder: Path, rows: IndexSet) -> Iterator[ScoreLine]:
+        return (line for line in _lines(folder / SCORES) if line.index in rows)
+
+    return heapq.merge(*map(of, folders, picked), key=lambda line: line.index)
 
 
 def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ import batchkit.errors
 from batchkit.errors import RowError, ServerError, StoreError
 from batchkit.storage.checkpoint import StepsPoint, Totals
 from batchkit.storage.lines import Generation, Spent, encoded, generation_in
-from batchkit.storage.log import STEPS, Log, LogLine, Span, read_generations
+from batchkit.storage.log import STEPS, Log, LogLine, read_generations
 from batchkit.storage.schema import error_of, possible, seconds_of
 from batchkit.types import Choice, Completion, Request, Usage, line_of_choice, utc_now
 
@@ -136,9 +136,7 @@ class StepsLog:
         """
         places = self._places.get(index, ())
         try:
-            return [
-                self._read(Span(*place)) for place in zip(places[::2], places[1::2], strict=True)
-            ]
+            return [self._read(*place) for place in zip(places[::2], places[1::2], strict=True)]
         except OSError as error:
             raise StoreError(f"{self.log.path}: {error.strerror or error}") from error
 
@@ -176,9 +174,9 @@ class StepsLog:
     def _hold(self, index: int, start: int, end: int) -> None:
         self._places.setdefault(index, array("q")).extend((start, end))
 
-    def _read(self, span: Span) -> dict[str, Any]:
-        line: dict[str, Any] = orjson.loads(self.log.read(span))
-        return line if span.end > self._recalled_end else {**line, "earlier": True}
+    def _read(self, start: int, end: int) -> dict[str, Any]:
+        line: dict[str, Any] = orjson.loads(self.log.read(start, end))
+        return line if end > self._recalled_end else {**line, "earlier": True}
 
 
 def spent_in(folder: Path, point: StepsPoint) -> Spent:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 VECTORS = "vectors"
 DTYPES = ("float32", "float16")
 _NAME = re.compile(r"(\d{6,})\.arrow", re.ASCII)
-MOST_OPEN = 64  # segments of a run at a time, for reading or writing: each is an open file
 _RELEASE_BYTES = 64 << 20
 
 
@@ -60,6 +59,11 @@ def segments_of(folder: Path) -> dict[int, Path]:
     return {}
 
 
+def _sizes(folder: Path) -> dict[str, int]:
+    """Of the segments, by their files' names."""
+    return {path.name: path.stat().st_size for path in segments_of(folder).values()}
+
+
 class VectorWriter:
     """Writes vectors to new segments of the run in ``folder``, one for each type of them.
 
@@ -73,15 +77,9 @@ class VectorWriter:
     def __init__(self, folder: Path, first: int, ends: Mapping[str, int]) -> None:
         self._folder, self._first = folder, first
         self._open: dict[VectorType, _OpenSegment] = {}
-        self._ends = ends
+        self.ends = dict(ends)
         self.check()
-        there = {path.name: path.stat().st_size for path in segments_of(folder).values()}
-        self._ends = {**ends, **there}
-
-    @property
-    def ends(self) -> Mapping[str, int]:
-        mine = {segment_path(self._folder, s.number).name: s.end for s in self._open.values()}
-        return {**self._ends, **mine}
+        self.ends |= _sizes(folder)
 
     def check(self) -> None:
         """Check that the segments are still there.
@@ -89,8 +87,7 @@ class VectorWriter:
         Raises:
             StoreError: one was removed or cut.
         """
-        there = segments_of(self._folder).values()
-        sizes = {path.name: path.stat().st_size for path in there}
+        sizes = _sizes(self._folder)
         for name, end in self.ends.items():
             if (size := sizes.get(name, 0)) < end:
                 raise StoreError(
@@ -125,31 +122,28 @@ class VectorWriter:
             self._close(next(iter(self._open)))
 
     def _close(self, kind: VectorType) -> None:
-        self._ends = self.ends
         os.close(self._open.pop(kind).file)
 
     def _append(self, kind: VectorType, rows: Sequence[tuple[int, Vector]]) -> list[VectorPlace]:
         segment = self._open.get(kind) or self._begin(kind)
+        name = segment_path(self._folder, segment.number).name
         block = _batch(kind, rows).serialize()
         try:
             write_all(segment.file, memoryview(block))
             os.fsync(segment.file)
-            first, segment.rows = segment.rows, segment.rows + len(rows)
-            segment.end += block.size
         except BaseException:  # what its end is, is not known: the next ones go to a new segment
             with suppress(OSError):
-                os.ftruncate(segment.file, segment.end)
+                os.ftruncate(segment.file, self.ends[name])
             self._close(kind)
             raise
-        assert kind.dimensions is not None
+        self.ends[name] += block.size
+        first, segment.rows = segment.rows, segment.rows + len(rows)
         return [
-            VectorPlace(segment.number, row, kind.dimensions)
-            for row in range(first, first + len(rows))
+            VectorPlace(segment.number, row, len(vector))
+            for row, (_, vector) in enumerate(rows, first)
         ]
 
     def _begin(self, kind: VectorType) -> _OpenSegment:
-        if len(self._open) >= MOST_OPEN:
-            self._close(next(iter(self._open)))
         number = max([self._first, *(known + 1 for known in segments_of(self._folder))])
         path = segment_path(self._folder, number)
         path.parent.mkdir(exist_ok=True)
@@ -163,17 +157,15 @@ class VectorWriter:
             os.close(file)
             path.unlink(missing_ok=True)
             raise
-        self._open[kind] = segment = _OpenSegment(number, file, head.size)
+        self.ends[path.name] = head.size
+        self._open[kind] = segment = _OpenSegment(number, file)
         return segment
 
 
 @dataclass
 class _OpenSegment:
-    """``end`` in bytes, and ``rows``: of what is whole."""
-
     number: int
     file: int
-    end: int
     rows: int = 0
 
 
@@ -201,14 +193,15 @@ class Vectors:
         segment = self._segment(place.segment, place.row)
         batch = bisect_right(segment.firsts, place.row) - 1
         if not 0 <= place.row < segment.n_rows:
-            raise self._error(segment, index, place, _SHORT)
+            raise self._error(segment, index, place, f"has {segment.n_rows:,} whole vectors")
         at = place.row - segment.firsts[batch]
         indexes, vectors, checksums = segment.batches[batch]
         vector: Vector = vectors[at]
         if len(vector) != place.dimensions or indexes[at] != index:
-            raise self._error(segment, index, place, _OTHER.format(indexes[at], len(vector)))
+            found = f"has the vector of row {indexes[at]}, with {len(vector):,} dimensions, at that place"
+            raise self._error(segment, index, place, found)
         if zlib.crc32(vector.data) != checksums[at]:
-            raise self._error(segment, index, place, _DAMAGED)
+            raise self._error(segment, index, place, "is damaged at that place")
         self._read_bytes += vector.nbytes
         if self._read_bytes > _RELEASE_BYTES:
             self._read_bytes = 0
@@ -238,16 +231,13 @@ class Vectors:
         """Opened again if it has grown since, and ``row`` is behind the part that was read."""
         found = self._segments.get(number)
         if found is None or (row >= found.n_rows and found.has_grown()):
-            self._segments.pop(number, None)
-            if len(self._segments) >= MOST_OPEN:
-                self._segments.pop(next(iter(self._segments)))
             found = self._segments[number] = _Segment(segment_path(self._folder, number))
         return found
 
     def _error(
         self, segment: _Segment, index: int, place: VectorPlace, fault: str
     ) -> _BadVectorError:
-        fault = fault.format(segment.n_rows) if segment.path.exists() else "is missing"
+        fault = fault if segment.path.exists() else "is missing"
         return _BadVectorError(
             f"{segment.path}: {fault}; the record of row {index} names vector {place.row} of this file,"
             f" with {place.dimensions:,} dimensions. Restore the file, if there is a copy; `batchkit"
@@ -258,11 +248,6 @@ class Vectors:
 
 class _BadVectorError(StoreError):
     """A record's vector is not there, is damaged, or is another row's."""
-
-
-_SHORT = "has {:,} whole vectors"
-_OTHER = "has the vector of row {}, with {:,} dimensions, at that place"
-_DAMAGED = "is damaged at that place"
 
 
 class _Batch(NamedTuple):

@@ -20,7 +20,6 @@ from batchkit.storage.steps import line_with
 from tests.support.chat_server import serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import status, verify
-from tests.support.paths import ROOT
 from tests.support.rollouts import (
     RUN,
     SOLVE,
@@ -270,30 +269,6 @@ def test_nothing_is_written_through_a_link(dangling: bool) -> None:
     assert (found.exit_code, "Traceback" in found.stderr) == (1, False)
     assert f"{STEPS}: is a symbolic link, and nothing is written through one" in found.stderr
     assert dangling != Path("elsewhere").exists()
-
-
-@pytest.mark.parametrize("limit", [10_000, 10_001, 10_240])
-def test_full_disk_leaves_whole_generations_and_says_so(tmp_path: Path, limit: int) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.full_disk",
-        str(folder),
-        str(limit),
-        "generations",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    flushed, counted, message = done.stdout.split(" ", 2)
-    assert int(flushed) == int(counted) > 0
-    assert "File too large" in message
-    assert "run the same command again" in message
-    ledger = (folder / STEPS).read_bytes()
-    assert len(ledger) <= limit
-    assert [json.loads(line)["index"] for line in ledger.splitlines()] == list(range(int(flushed)))
-    assert ledger.endswith(b"\n")
 
 
 def test_run_whose_disk_fills_up_stops_and_goes_on() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -17,11 +16,10 @@ from batchkit.errors import StoreError
 from batchkit.storage.ledger import Ledger, line_of
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
-from batchkit.storage.vectors import MOST_OPEN, Vectors, VectorType, segment_path, segments_of
+from batchkit.storage.vectors import Vectors, VectorType, segment_path, segments_of
 from tests.support.forks import LightFork
 from tests.support.killed_store import ROWS
 from tests.support.mounts import small_disk
-from tests.support.paths import ROOT
 from tests.support.records import indexes, record, vector, with_vector, written
 
 
@@ -104,20 +102,6 @@ def test_vectors_of_several_lengths_go_to_several_segments(tmp_path: Path) -> No
         (1, 1, 2),
     ]
     assert Vectors(tmp_path).type_of(1) == VectorType("float32", 2)
-
-
-def test_any_number_of_lengths_needs_few_open_files(tmp_path: Path) -> None:
-    before = len([*Path("/proc/self/fd").iterdir()])
-    ledger = Ledger(tmp_path)
-    for row in range(2 * MOST_OPEN):
-        ledger.write([with_vector(row, 1 + row)])
-    ledger.flush()
-    assert len([*Path("/proc/self/fd").iterdir()]) - before <= MOST_OPEN + 5
-    ledger.write([with_vector(2 * MOST_OPEN, 1)])  # of a length whose segment was closed
-    ledger.close()
-    vectors = Vectors(tmp_path)
-    found = [vectors.of(one) for one in read_newest(tmp_path / RESULTS)]
-    assert [len(one) for one in found] == [*range(1, 2 * MOST_OPEN + 1), 1]
 
 
 def test_vectors_of_a_second_share_an_fsync(tmp_path: Path) -> None:
@@ -298,22 +282,6 @@ def test_kill_at_any_step_of_a_flush_costs_nothing(tmp_path: Path) -> None:
             assert [r["index"] for r in embedded(folder)] == [0, 1, 3, 4, 6, 7]
         assert number > 1
     assert len(seen) > 3
-
-
-@pytest.mark.parametrize("limit", [4000, 6001, 20_000])
-def test_disk_that_fills_up_leaves_whole_records_and_says_so(tmp_path: Path, limit: int) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    command = [sys.executable, "-m", "tests.support.full_disk", str(folder), str(limit), "vectors"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    flushed, counted, message = done.stdout.split(" ", 2)
-    assert int(flushed) == int(counted) > 0
-    assert "can't write: File too large" in message
-    assert "run the same command again" in message
-    assert [r["index"] for r in embedded(folder)] == list(range(int(flushed)))
-    written(folder, *range(int(flushed), 1000))
-    assert [r["index"] for r in embedded(folder)] == list(range(1000))
 
 
 def test_store_outlives_a_disk_that_was_full_of_vectors(tmp_path: Path) -> None:

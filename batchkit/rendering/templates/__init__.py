@@ -7,7 +7,6 @@ memory, and nothing in Python can stop it there: it is rendered in a process tha
 
 from __future__ import annotations
 
-import marshal
 import os
 import pickle
 import re
@@ -112,7 +111,7 @@ class RowTemplate:
             ) from error
         try:
             with _CORES:
-                answer = client.ask(_HANDLER, "rendering templates", question, self._timeout_s)
+                kind, value = client.ask(_HANDLER, "rendering templates", question, self._timeout_s)
         except TimeoutError as error:
             raise RenderTimeoutError(
                 f"{self.key}: not rendered within {self._timeout_s:g} s (run.row_timeout_s)"
@@ -122,10 +121,9 @@ class RowTemplate:
                 "the process that rendered its template died twice over it; it may need too much"
                 " memory"
             ) from error
-        kind, value = marshal.loads(answer)
         if kind == "undefined":
             raise _undefined(value or self._is_undefined, names)
-        if kind == "error":
+        if kind != "value":
             raise TemplateError(value)
         return value
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import StrictUndefined, UndefinedError
 
-from batchkit.isolation.child import Answer, answer_all, limit_memory
+from batchkit.isolation.child import Refusal, answer_all, limit_memory
 from batchkit.rendering.templates.sandbox import functions_called, with_functions
 
 MOST_MEMORY = 1 << 30  # bytes, plus eight times the size of the question
@@ -25,32 +25,23 @@ def main(connection: Connection) -> None:
     answer_all(connection, _answer)
 
 
-def _answer(question: bytes) -> Answer:
-    """The ``marshal`` bytes of "value" and the result, or of the kind and text of an error."""
+def _answer(question: bytes) -> Any:
     limit = limit_memory(MOST_MEMORY + 8 * len(question))
     try:
         source, expression, names = pickle.loads(question)
         found = _compiled(source, expression)(names)
         if isinstance(found, StrictUndefined):
-            return _because("undefined", "")
-        line = marshal.dumps(("value", _plain(found)))
-        most = MOST_BYTES + 4 * len(question)
-        if len(line) > most:
-            return _because(
-                "error", f"its template gives {len(line):,} bytes; the most is {most:,}"
-            )
-        return Answer(line)
+            raise Refusal("undefined", "")
+        plain = _plain(found)
+        most, n_bytes = MOST_BYTES + 4 * len(question), len(marshal.dumps(plain))
+        if n_bytes > most:
+            raise Refusal("error", f"its template gives {n_bytes:,} bytes; the most is {most:,}")
+        return plain
     except UndefinedError as error:
-        return _because("undefined", str(error))
+        raise Refusal("undefined", str(error)) from None
     except MemoryError:
         message = f"its template needs more than {limit / (1 << 30):.1f} GiB of memory"
-        return _because("error", message)._replace(is_last=True)
-    except Exception as error:  # a template may call any code on the row's values
-        return _because("error", f"{type(error).__name__}: {error}")
-
-
-def _because(kind: str, message: str) -> Answer:
-    return Answer(marshal.dumps((kind, message)))
+        raise MemoryError(message) from None
 
 
 @lru_cache(maxsize=64)
