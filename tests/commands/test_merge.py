@@ -121,10 +121,24 @@ def test_shards_are_merged_in_steps() -> None:
     assert settled(MERGED / "results.jsonl") == dict.fromkeys(range(80), "ok")
 
 
-def test_records_stand_in_the_order_of_the_input() -> None:
+def test_a_merge_leaves_its_runs_as_they_are_and_their_torn_ends_behind() -> None:
     prepare(50)
-    merge(*run_shards(3))
-    assert list(settled(MERGED / "results.jsonl")) == list(range(50))
+    shards = run_shards(3)
+    with (shards[0] / "results.jsonl").open("ab") as log:
+        log.write(b'{"index":29,"id":"29","status":"ok","te')
+    before = {f: f.read_bytes() for s in shards for f in s.iterdir() if f.name != ".lock"}
+    merged = Path("elsewhere/deep/merged")
+    assert reported(merge(*shards, into=merged, partial=True), "exit", "ok") == (0, 50)
+    assert {f: f.read_bytes() for s in shards for f in s.iterdir() if f.name != ".lock"} == before
+    assert list(settled(merged / "results.jsonl")) == list(range(50)), "in the order of the input"
+    assert verify(merged)["torn_bytes"] == 0
+    assert not [path for path in Path().rglob("*") if path.name.endswith(".tmp")]
+    found = manifest(merged)
+    assert found["merged_from"] == [*map(str, shards)]
+    assert [start["command"] for start in found["starts"]] == ["run", "run", "run", "merge"]
+    assert [start.get("run") for start in found["starts"][:3]] == found["merged_from"]
+    assert (found["name"], found["total"]) == ("merged", 50)
+    assert "input.shard" not in found["identity"]
 
 
 def test_more_shards_than_rows_are_merged() -> None:
@@ -209,15 +223,6 @@ def test_shard_that_was_killed_is_finished_and_merged() -> None:
     assert verify(MERGED)["duplicates"] == 0
 
 
-def test_torn_tail_of_a_run_is_left_behind() -> None:
-    prepare(30)
-    shards = run_shards(2)
-    with (shards[0] / "results.jsonl").open("ab") as log:
-        log.write(b'{"index":29,"id":"29","status":"ok","te')
-    assert merge(*shards).exit_code == 0
-    assert verify(MERGED)["torn_bytes"] == 0
-
-
 # Missing rows
 
 
@@ -250,11 +255,6 @@ def test_partial_merge_is_carried_on_by_its_job() -> None:
     assert verify()["duplicates"] == 0
 
 
-def test_partial_is_no_hindrance_where_nothing_is_missing() -> None:
-    prepare(20)
-    assert merge(*run_shards(2), partial=True).exit_code == 0
-
-
 def test_failed_rows_alone_do_not_stop_the_writing() -> None:
     write_rows([{"q": "x"}, {"other": "x"}, {"q": "y"}])
     write_job()
@@ -280,69 +280,79 @@ def at(hour: str) -> str:
     return f"2026-11-21T{hour}:00:00.000Z"
 
 
-def text_of_merged(index: int) -> str:
-    return str(records(MERGED / "results.jsonl")[index]["text"])
+Change = Callable[[dict[str, Any]], object]
 
 
-def test_same_text_is_double_and_differing_text_conflicts(
-    base_and_later: tuple[Path, Path],
-) -> None:
-    base, later = base_and_later
+def unchanged(record: dict[str, Any]) -> None:
+    """As the run has it."""
+
+
+def calling(number: int) -> Change:
+    """Answers with a tool call that is the same in both runs, but for its id, and in row 3."""
 
     def change(record: dict[str, Any]) -> None:
-        if record["index"] >= 8:
-            record["text"] = "another"
+        town = f"town {number}" if record["index"] == 3 else "here"
+        function = {"name": "weather", "arguments": town}
+        call = {"id": f"call-{number}", "type": "function", "function": function}
+        record.update(text="", tool_calls=[call])
 
-    rewrite(later, change)
-    found = merge(base, later)
-    assert reported(found, "exit", "double", "conflicting", "ok") == (0, 8, 2, 10)
-    assert found.json["conflicting_ids"] == ["k8", "k9"]
-    assert text_of_merged(9) == "another", "the newest counts"
+    return change
 
 
-def test_tool_calls_are_compared_by_function_and_arguments(
-    base_and_later: tuple[Path, Path],
-) -> None:
-    """Their ids are random."""
-
-    def calling(town: Callable[[int], str]) -> Callable[[dict[str, Any]], None]:
-        def change(record: dict[str, Any]) -> None:
-            function = {"name": "weather", "arguments": town(record["index"])}
-            call = {"id": f"call-{town(0)}", "type": "function", "function": function}
-            record.update(text="", tool_calls=[call])
-
-        return change
-
-    for folder, town in zip(base_and_later, ("north", "south"), strict=True):
-        rewrite(folder, calling(lambda index, town=town: town if index == 3 else "here"))
-    found = merge(*base_and_later)
-    assert reported(found, "double", "conflicting") == (9, 1)
-    assert found.json["conflicting_ids"] == ["k3"]
+def choosing(second: str) -> Change:
+    texts = ("a", second)
+    choices = [{"text": text, "finish_reason": "stop", "logprobs": None} for text in texts]
+    return lambda record: record.update(choices=choices)
 
 
-def test_newest_answer_counts_wherever_its_run_stands(base_and_later: tuple[Path, Path]) -> None:
+def late_failure(record: dict[str, Any]) -> None:
+    failure(record)
+    record["error"]["message"] = "later"
+
+
+def from_row(first: int, change: Change) -> Change:
+    return lambda record: change(record) if record["index"] >= first else None
+
+
+IN_BOTH: dict[str, tuple[Change, Change, dict[str, Any], str | None]] = {
+    "the same text": (unchanged, unchanged, {"double": 10}, "dry-run: no model answered row 9"),
+    "another text": (
+        unchanged,
+        from_row(8, lambda record: record.update(text="newer")),
+        {"double": 8, "conflicting": 2, "conflicting_ids": ["k8", "k9"]},
+        "newer",
+    ),
+    "tool calls": (
+        calling(1),
+        calling(2),
+        {"double": 9, "conflicting": 1, "conflicting_ids": ["k3"]},
+        "",
+    ),
+    "the second choice": (choosing("b"), choosing("c"), {"conflicting": 10}, None),
+    "a later failure": (unchanged, from_row(6, failure), {"ok": 10, "double": 6}, None),
+    "a blank answer": (
+        unchanged,
+        lambda record: record.update(text=" \n"),
+        {"ok": 10},
+        "dry-run: no model answered row 9",
+    ),
+    "two failures": (failure, late_failure, {"exit": 3, "ok": 0, "failed": 10}, None),
+}
+
+
+@pytest.mark.parametrize("case", IN_BOTH)
+def test_the_newest_answer_of_a_row_counts(base_and_later: tuple[Path, Path], case: str) -> None:
     base, later = base_and_later
-    rewrite(later, lambda record: record.update(text="newer"))
-    for n, runs in enumerate(((base, later), (later, base))):
-        merge(*runs, into=f"output/m{n}")
-        assert {r["text"] for r in records(Path(f"output/m{n}/results.jsonl"))} == {"newer"}
-
-
-def test_answer_counts_over_a_later_failure(base_and_later: tuple[Path, Path]) -> None:
-    base, later = base_and_later
-    rewrite(later, lambda record: failure(record) if record["index"] < 4 else None)
-    found = merge(base, later)
-    assert reported(found, "exit", "ok", "failed", "double", "conflicting") == (0, 10, 0, 6, 0)
-
-
-def test_newest_failure_counts_where_there_is_no_answer(base_and_later: tuple[Path, Path]) -> None:
-    for folder in base_and_later:
-        rewrite(folder, failure)
-    rewrite(base_and_later[1], lambda record: record["error"].update(message="later"))
-    found = merge(*base_and_later)
-    assert reported(found, "exit", "failed", "double", "conflicting") == (3, 10, 0, 0)
-    assert {r["error"]["message"] for r in records(MERGED / "results.jsonl")} == {"later"}
-    assert status(MERGED)["failed_by_kind"] == {"timeout": 10}
+    *changes, expected, text = IN_BOTH[case]
+    for folder, change in zip(base_and_later, changes, strict=True):
+        rewrite(folder, change)
+    nothing = {"exit": 0, "double": 0, "conflicting": 0, "conflicting_ids": []}
+    for number, runs in enumerate(((base, later), (later, base))):
+        found = merge(*runs, into=f"output/m{number}")
+        assert found.json | nothing | expected == found.json
+        last = records(Path(f"output/m{number}/results.jsonl"))[-1]
+        assert text is None or last["text"] == text
+        assert case != "two failures" or last["error"]["message"] == "later"
 
 
 def test_within_a_run_its_newest_record_counts(base_and_later: tuple[Path, Path]) -> None:
@@ -354,24 +364,6 @@ def test_within_a_run_its_newest_record_counts(base_and_later: tuple[Path, Path]
     assert reported(merge(base), "exit", "ok", "failed") == (3, 9, 1)
 
 
-def test_blank_answer_is_none(base_and_later: tuple[Path, Path]) -> None:
-    base, later = base_and_later
-    rewrite(later, lambda record: record.update(text=" \n"))
-    found = merge(base, later)
-    assert reported(found, "exit", "double", "conflicting") == (0, 0, 0)
-    assert "dry-run" in text_of_merged(0)
-
-
-def test_any_of_several_choices_may_conflict(base_and_later: tuple[Path, Path]) -> None:
-    base, later = base_and_later
-    for folder, second in ((base, "b"), (later, "c")):
-        choices = [
-            {"text": text, "finish_reason": "stop", "logprobs": None} for text in ("a", second)
-        ]
-        rewrite(folder, lambda record, choices=choices: record.update(choices=choices))  # type: ignore[misc]
-    assert merge(base, later).json["conflicting"] == 10
-
-
 def test_more_runs_than_a_process_may_open_files_at_first() -> None:
     prepare(60)
     shards = " ".join(map(str, run_shards(20)))
@@ -379,34 +371,6 @@ def test_more_runs_than_a_process_may_open_files_at_first() -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, check=True)
     assert json.loads(done.stdout)["ok"] == 60
-
-
-def test_new_folders_on_the_way_are_made() -> None:
-    prepare(5)
-    run()
-    assert merge("output/a", into="elsewhere/deep/a").exit_code == 0
-    assert status(Path("elsewhere/deep/a"))["ok"] == 5
-    leftovers = [path for path in Path().rglob("*") if path.name.endswith(".tmp")]
-    assert not leftovers
-
-
-def test_runs_are_as_before() -> None:
-    prepare(30)
-    shards = run_shards(2)
-    before = {f: f.read_bytes() for s in shards for f in s.iterdir() if f.name != ".lock"}
-    merge(*shards)
-    assert {f: f.read_bytes() for s in shards for f in s.iterdir() if f.name != ".lock"} == before
-
-
-def test_manifest_says_where_the_rows_came_from() -> None:
-    prepare(30)
-    merge(*run_shards(2))
-    found = manifest(MERGED)
-    assert found["merged_from"] == [str(shard(0, 2)), str(shard(1, 2))]
-    assert [start["command"] for start in found["starts"]] == ["run", "run", "merge"]
-    assert [start.get("run") for start in found["starts"][:2]] == found["merged_from"]
-    assert (found["name"], found["total"]) == ("merged", 30)
-    assert "input.shard" not in found["identity"]
 
 
 # Real vLLM

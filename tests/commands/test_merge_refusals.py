@@ -45,21 +45,16 @@ def test_runs_of_different_jobs_are_refused_with_a_diff(override: str, words: st
 def test_runs_over_different_inputs_are_refused() -> None:
     rows = write_rows(20)
     write_job(input={"id": "key"})
-    run("--shard", "0/2")
+    run_shards(2)
+    write_rows(21)
+    found = merge(shard(0, 2), shard(1, 2))
+    assert (found.exit_code, MERGED.exists()) == (2, False)
+    assert "input changed since" in found.stderr
     write_rows(rows[::-1])
-    run("--shard", "1/2")
+    run("--shard", "1/2", "--fresh")
     found = merge(shard(0, 2), shard(1, 2))
     assert (found.exit_code, MERGED.exists()) == (2, False)
     assert "in.jsonl: " in found.stderr
-
-
-def test_input_that_changed_since_is_refused() -> None:
-    prepare(20)
-    shards = run_shards(2)
-    write_rows(21)
-    found = merge(*shards)
-    assert (found.exit_code, MERGED.exists()) == (2, False)
-    assert "input changed since" in found.stderr
 
 
 def served_shards(*models: str) -> list[Path]:
@@ -106,64 +101,40 @@ def test_shards_in_which_a_prompts_file_changed_are_refused(n_shards: int) -> No
     assert 'prompt.files: {"prompt.texts.guide":"changing"}' in found.stderr
 
 
-def test_speed_alone_makes_no_other_job() -> None:
-    prepare(20)
-    run("--shard", "0/2", "--set", "run.max_in_flight=3")
-    run("--shard", "1/2")
-    assert merge(shard(0, 2), shard(1, 2)).exit_code == 0
-
-
 def test_run_at_work_is_refused() -> None:
     prepare(20)
-    shards = run_shards(2)
+    run("--shard", "0/2", "--set", "run.max_in_flight=3")  # speed alone makes no other job
+    run("--shard", "1/2")
+    shards = [shard(0, 2), shard(1, 2)]
     with claim(shards[1]):
         found = merge(*shards)
     assert (found.exit_code, MERGED.exists()) == (1, False)
     assert f"{shards[1]}: process {os.getpid()}" in found.stderr
     assert merge(*shards).exit_code == 0
+    assert run("--shard", "1/2").exit_code == 0
 
 
-def test_runs_are_held_only_while_they_are_merged() -> None:
-    prepare(20)
-    merge(*run_shards(2))
-    assert run("--shard", "0/2").exit_code == 0
-
-
-def test_target_among_the_runs_is_refused() -> None:
-    prepare(20)
-    a, b = run_shards(2)
-    found = merge(a, b, into=f"output/../{b}/")
-    assert found.exit_code == 2
-    assert "is one of the runs" in found.stderr
-    assert merge(a, a).exit_code == 2
-
-
-@pytest.mark.parametrize("kind", ["a run", "an empty folder", "a file"])
-def test_target_that_is_there_stays_as_it_is(kind: str) -> None:
+def test_targets_that_are_refused_leave_everything_as_it_is() -> None:
     prepare(20)
     shards = run_shards(2)
-    target = Path("output/there")
-    if kind == "a run":
-        run("--set", "name=there")
-    elif kind == "an empty folder":
-        target.mkdir()
-    else:
-        target.symlink_to("nowhere")
+    run("--set", "name=there")
+    Path("output/empty").mkdir()
+    Path("output/link").symlink_to("nowhere")
     before = files()
-    found = merge(*shards, into=target)
-    assert found.exit_code == 2
-    assert "is there already and stays as it is; move it aside" in found.stderr
-    assert files() == before
-
-
-@pytest.mark.parametrize("name", ["my run", "-x", "ä"])
-def test_target_that_no_run_could_have_is_refused(name: str) -> None:
-    prepare(20)
-    shards = run_shards(2)
-    before = files()
-    found = merge(*shards, into=Path("output") / name)
-    assert (found.exit_code, files()) == (2, before)
-    assert "name: " in found.stderr
+    is_there = "is there already and stays as it is; move it aside"
+    for target, words in {
+        f"output/../{shards[1]}/": "is one of the runs",
+        "output/there": is_there,
+        "output/empty": is_there,
+        "output/link": is_there,
+        "output/my run": "name: ",
+        "output/-x": "name: ",
+        "output/ä": "name: ",
+    }.items():
+        found = merge(*shards, into=target)
+        assert (found.exit_code, files()) == (2, before)
+        assert words in found.stderr
+    assert "is named twice" in merge(shards[0], shards[0]).stderr
 
 
 def test_damaged_record_stops_the_merge_and_leaves_nothing() -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from batchkit.cli import cli
 from batchkit.config.loading import make_job
 from batchkit.config.shard import Shard, asked_for, parse_shard
 from batchkit.config.tables import InputTable
@@ -43,18 +41,20 @@ def run_shards(count: int, *args: str) -> list[set[int]]:
     """The rows of each shard, run one after the other."""
     for number in range(count):
         assert run("--shard", f"{number}/{count}", *args).exit_code == 0
+        assert verify(shard(number, count))["pending"] == 0
     return [rows_of(number, count) for number in range(count)]
 
 
 # Which rows
 
 
+@pytest.mark.parametrize(("rows", "count"), [(200, 3), (2, 5)])
 @pytest.mark.parametrize("with_ids", [False, True])
-def test_shards_share_all_rows_between_them(with_ids: bool) -> None:
-    prepare(200, input={"id": "key"} if with_ids else {})
-    shares = run_shards(3)
-    assert sum(map(len, shares)) == 200
-    assert set().union(*shares) == set(range(200))
+def test_shards_share_all_rows_between_them(with_ids: bool, rows: int, count: int) -> None:
+    prepare(rows, input={"id": "key"} if with_ids else {})
+    shares = run_shards(count)
+    assert sum(map(len, shares)) == rows
+    assert set().union(*shares) == set(range(rows))
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 16])
@@ -115,12 +115,6 @@ def test_row_that_cannot_be_read_is_in_one_shard() -> None:
     assert sum(shard["failed"] for shard in found) == 2
 
 
-def test_more_shards_than_rows() -> None:
-    prepare(2)
-    assert sum(map(len, run_shards(5))) == 2
-    assert all(verify(shard(number, 5))["pending"] == 0 for number in range(5))
-
-
 # Each is a run like any other
 
 
@@ -133,15 +127,9 @@ def test_counts_are_those_of_the_shard() -> None:
         assert (counts["ok"], counts["pending"]) == (len(mine), 0)
     assert status(shard(0, 3))["total"] == verify(shard(0, 3))["rows"] == len(mine)
     assert not Path("output/a").exists()
-
-
-def test_total_is_counted_anew_where_the_manifest_has_none() -> None:
-    prepare(100)
-    run("--shard", "0/3")
-    path = shard(0, 3) / "manifest.json"
-    n_rows = manifest(shard(0, 3))["total"]
-    path.write_text(json.dumps(manifest(shard(0, 3)) | {"total": None}))
-    assert status(shard(0, 3))["total"] == n_rows
+    without = json.dumps(manifest(shard(0, 3)) | {"total": None})
+    (shard(0, 3) / "manifest.json").write_text(without)
+    assert status(shard(0, 3))["total"] == len(mine), "counted anew"
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
@@ -169,17 +157,6 @@ def test_retry_failed_stays_within_the_shard() -> None:
     assert verify(shard(0, 2)) | {"failed": 0, "pending": 0} == verify(shard(0, 2))
 
 
-def test_score_reads_the_rows_of_the_shard_alone() -> None:
-    write_rows(
-        [{"key": f"k{n}", "q": "x", "a": "dry-run: no model answered row 1"} for n in range(60)]
-    )
-    write_job(input={"id": "key"}, scoring={"extract": "text", "reference": "a", "scorers": ["em"]})
-    run("--shard", "0/2")
-    n_rows = len(rows_of(0, 2))
-    found = batchkit("score", str(shard(0, 2)), "--json")
-    assert (found.exit_code, found.json["total"], found.json["scored"]) == (0, n_rows, n_rows)
-
-
 def test_folder_of_a_shard_cannot_become_that_of_another() -> None:
     prepare(50)
     run("--shard", "0/2")
@@ -194,13 +171,6 @@ def test_folder_of_a_shard_cannot_become_that_of_another() -> None:
     assert found.exit_code == 2
     assert 'input.shard: "0/2" → null' in found.stderr
     assert not manifest_file.exists()
-
-
-def test_shard_can_be_moved_aside() -> None:
-    prepare(10)
-    run("--shard", "0/2")
-    assert run("--shard", "0/2", "--fresh").exit_code == 0
-    assert Path("output/a.shard-0-of-2.1").is_dir()
 
 
 def test_folder_of_a_shard_grows_into_the_whole_run_on_demand() -> None:
@@ -226,24 +196,6 @@ def test_rows_from_python_have_no_shard() -> None:
     job = make_job({"engine": {"kind": "dry-run"}, "input": {"shard": "0/2"}}, "the test")
     with pytest.raises(JobError, match=r"input\.shard"):
         ProductionBatchProcessor(job, quiet=True).process(["a", "b"])
-
-
-def test_processor_runs_the_shard_that_its_job_names() -> None:
-    prepare(30)
-    job = make_job(
-        {
-            "name": "a",
-            "input": {"path": "in.jsonl"},
-            "prompt": {"user": "{{ q }}"},
-            "engine": {"kind": "dry-run"},
-        },
-        "the test",
-    )
-    found = [
-        ProductionBatchProcessor(job.of_shard(Shard(n, 2)), quiet=True).process() for n in (0, 1)
-    ]
-    assert sum(summary.ok for summary in found) == 30
-    assert [Path(summary.folder).name for summary in found] == ["a.shard-0-of-2", "a.shard-1-of-2"]
 
 
 # What names a shard
@@ -284,44 +236,30 @@ SLURM = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "4"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("changes", "found"),
     [
-        (SLURM, "2/4"),
-        (SLURM | {"SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_STEP": "1"}, "2/4"),
-        (SLURM | {"SLURM_ARRAY_TASK_MIN": "1"}, "1/4"),
-        (
-            {
-                "SLURM_ARRAY_TASK_ID": "13",
-                "SLURM_ARRAY_TASK_COUNT": "5",
-                "SLURM_ARRAY_TASK_MIN": "1",
-                "SLURM_ARRAY_TASK_STEP": "4",
-            },
-            "3/5",
-        ),
+        ({}, "2/4"),
+        ({"MIN": "0", "STEP": "1"}, "2/4"),
+        ({"MIN": "1"}, "1/4"),
+        ({"ID": "13", "COUNT": "5", "MIN": "1", "STEP": "4"}, "3/5"),
+        ({"COUNT": None}, "auto: SLURM_ARRAY_TASK_COUNT not set"),
+        ({"ID": None, "COUNT": None}, "SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT not set"),
+        ({"ID": "x"}, "SLURM_ARRAY_TASK_ID=x, SLURM_ARRAY_TASK_COUNT=4"),
+        ({"ID": "7"}, "SLURM_ARRAY_TASK_ID=7, SLURM_ARRAY_TASK_COUNT=4"),
+        ({"MIN": "3"}, "SLURM_ARRAY_TASK_MIN=3, "),
+        ({"STEP": "4"}, "SLURM_ARRAY_TASK_STEP=4 is no task of"),
+        ({"COUNT": "0"}, "SLURM_ARRAY_TASK_COUNT=0, "),
     ],
 )
-def test_auto_is_the_task_of_a_slurm_array(environ: dict[str, str], expected: str) -> None:
-    assert str(asked_for("auto", environ)) == expected
-
-
-@pytest.mark.parametrize(
-    ("environ", "words"),
-    [
-        ({}, "SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT not set"),
-        ({"SLURM_ARRAY_TASK_ID": "1"}, "auto: SLURM_ARRAY_TASK_COUNT not set"),
-        (SLURM | {"SLURM_ARRAY_TASK_ID": "x"}, "SLURM_ARRAY_TASK_ID=x, SLURM_ARRAY_TASK_COUNT=4"),
-        (SLURM | {"SLURM_ARRAY_TASK_ID": "7"}, "SLURM_ARRAY_TASK_ID=7, SLURM_ARRAY_TASK_COUNT=4"),
-        (SLURM | {"SLURM_ARRAY_TASK_MIN": "3"}, "SLURM_ARRAY_TASK_MIN=3, "),
-        (SLURM | {"SLURM_ARRAY_TASK_STEP": "4"}, "SLURM_ARRAY_TASK_STEP=4 is no task of"),
-        (SLURM | {"SLURM_ARRAY_TASK_COUNT": "0"}, "SLURM_ARRAY_TASK_COUNT=0, "),
-    ],
-)
-def test_auto_outside_of_a_regular_array_names_the_variables(
-    environ: dict[str, str], words: str
-) -> None:
+def test_auto_is_the_task_of_a_slurm_array(changes: dict[str, str | None], found: str) -> None:
+    environ = SLURM | {f"SLURM_ARRAY_TASK_{name}": value for name, value in changes.items()}
+    given = {name: value for name, value in environ.items() if value is not None}
+    if "/" in found:
+        assert str(asked_for("auto", given)) == found
+        return
     with pytest.raises(JobError, match="--shard auto") as caught:
-        asked_for("auto", environ)
-    assert words in str(caught.value)
+        asked_for("auto", given)
+    assert found in str(caught.value)
 
 
 def test_auto_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,8 +269,3 @@ def test_auto_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     assert run("--shard", "auto").exit_code == 0
     assert shard(2, 4).is_dir()
-
-
-def test_help_describes_shards() -> None:
-    options: list[Any] = [p.opts[0] for p in cli.commands["run"].params]
-    assert "--shard" in options

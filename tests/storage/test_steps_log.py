@@ -3,7 +3,6 @@ makes of that."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections import Counter
