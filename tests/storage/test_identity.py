@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic.fields import FieldInfo
@@ -84,18 +85,19 @@ def test_changed_file_of_an_option_is_another_model(
 
 @pytest.mark.parametrize("size", [3 * 2**20, 40 * 2**20])
 @pytest.mark.parametrize("key", ["model", "lora"])
-def test_weights_that_differ_only_in_the_middle_are_another_model(
-    tmp_path: Path, size: int, key: str
+@pytest.mark.parametrize(("start", "share"), [(0.45, 0.1), (0, 0)])
+def test_weights_that_differ_only_in_the_middle_or_in_one_byte_are_another_model(
+    tmp_path: Path, size: int, key: str, start: float, share: float
 ) -> None:
-    """As after a training with frozen embeddings, head and vision tower."""
+    """In the middle: as after a training with frozen embeddings, head and vision tower."""
     weights = tmp_path / "model.safetensors"
     with weights.open("wb") as file:
         file.truncate(size)
     job = JobConfig.model_validate({"engine": {"model": "m", key: str(tmp_path)}})
     begun = identity(job)
     with weights.open("r+b") as file:
-        file.seek(int(size * 0.45))
-        file.write(b"x" * (size // 10))
+        file.seek(int(size * start))
+        file.write(b"x" * max(1, int(size * share)))
     (message,) = differences(begun, identity(job))
     assert message.startswith(f"engine.{key}_files: ")
 
@@ -123,36 +125,42 @@ def test_name_on_the_hub_that_moved_to_another_commit_is_another_model(
     assert differences(unknown, identity(job)) == []
 
 
-def check_that_a_new_commit_is_noticed(job: JobConfig, ref: Path, name: str) -> None:
+OF_VLLM = {"model": "acme/tiny", "options": {"tokenizer": "acme/words"}}
+OF_SERVER = {"kind": "openai-server", "model": "acme/tiny"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "command", "name", "revision"),
+    [
+        (OF_VLLM, None, None, "words", "main"),
+        (OF_VLLM, "tokenizer_revision", None, "words", "v1"),
+        (OF_SERVER, None, "vllm serve acme/tiny --port {port}", "tiny", "main"),
+        (OF_SERVER, None, "vllm serve acme/tiny --port {port} --revision v1", "tiny", "v1"),
+        (OF_SERVER, None, "vllm serve acme/tiny --port {port} --revision=v1", "tiny", "v1"),
+    ],
+)
+def test_other_names_on_the_hub_that_moved_are_noticed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: dict[str, Any],
+    option: str | None,
+    command: str | None,
+    name: str,
+    revision: str,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    if option is not None:
+        engine = engine | {"options": engine["options"] | {option: revision}}
+    if command is not None:
+        engine = engine | {"server": {"command": command}}
+    job = JobConfig.model_validate({"engine": engine})
+    ref = tmp_path / f"models--acme--{name}" / "refs" / revision
     ref.parent.mkdir(parents=True)
     ref.write_text("a" * 40)
     begun = identity(job)
     ref.write_text("b" * 40)
     (message,) = differences(begun, identity(job))
-    assert message.startswith(f'engine.commits: {{"{name}":"aaa')
-
-
-@pytest.mark.parametrize("revision", [None, "v1"])
-def test_tokenizer_on_the_hub_that_moved_to_another_commit_is_another_one(
-    tmp_path: Path, revision: str | None
-) -> None:
-    options = {"download_dir": str(tmp_path), "tokenizer": "acme/words"}
-    options |= {"tokenizer_revision": revision} if revision else {}
-    job = JobConfig.model_validate({"engine": {"model": "acme/tiny", "options": options}})
-    ref = tmp_path / "models--acme--words" / "refs" / (revision or "main")
-    check_that_a_new_commit_is_noticed(job, ref, "acme/words")
-
-
-@pytest.mark.parametrize("revision", ["", " --revision v1", " --revision=v1"])
-def test_hub_name_in_a_servers_command_that_moved_is_another_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    server = {"command": f"vllm serve acme/tiny --port {{port}}{revision}"}
-    engine = {"kind": "openai-server", "model": "acme/tiny", "server": server}
-    job = JobConfig.model_validate({"engine": engine})
-    ref = tmp_path / "models--acme--tiny" / "refs" / ("v1" if revision else "main")
-    check_that_a_new_commit_is_noticed(job, ref, "acme/tiny")
+    assert message.startswith(f'engine.commits: {{"acme/{name}":"aaa')
 
 
 def test_file_that_changed_while_a_run_used_it_differs_from_itself() -> None:

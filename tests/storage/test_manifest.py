@@ -87,17 +87,6 @@ EVERYTHING: dict[str, Any] = {
     "merged_from": ["output/b"],
     "of_a_later_version": {"x": 1},
 }
-OLDEST = (
-    "name",
-    "input",
-    "identity",
-    "model",
-    "seed",
-    "total",
-    "engine_steps",
-    "starts",
-    "version",
-)
 
 
 def put(folder: Path, content: Any) -> None:
@@ -112,17 +101,6 @@ def test_every_key_is_kept(tmp_path: Path) -> None:
     put(tmp_path, EVERYTHING)
     read_manifest(tmp_path).write(tmp_path)
     assert written(tmp_path) == EVERYTHING
-
-
-def test_manifest_of_the_first_version_is_read(tmp_path: Path) -> None:
-    oldest = {key: EVERYTHING[key] for key in OLDEST}
-    oldest["input"] = [{"path": "in.jsonl", "size": 3, "mtime_ns": 4, "sha256": "ab"}]
-    oldest["starts"] = [{"started_at": START["started_at"], "ended_at": None}]
-    put(tmp_path, oldest)
-    found = read_manifest(tmp_path)
-    assert (found.input[0].ctime_ns, found.input[0].read_as) == (0, "")
-    assert (found.skipped_elsewhere, found.suspects.groups) == (0, [])
-    assert (found.last_start.engine_restarts, found.last_start.seconds) == (0, None)
 
 
 def test_key_that_nothing_has_set_is_not_written(tmp_path: Path) -> None:
@@ -157,6 +135,9 @@ def test_steps_of_other_engine_options_are_forgotten(tmp_path: Path) -> None:
     assert (manifest.engine_steps, manifest.engine_steps_for) == ([], "def")
 
 
+GROUP = {"rows": {"3": "ff"}, "deaths": [], "is_quarantined": False}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -165,9 +146,17 @@ def test_steps_of_other_engine_options_are_forgotten(tmp_path: Path) -> None:
         ('{"name": "a"}', "version 1 expected"),
         ('{"version": 2}', "version 1 expected"),
         ('{"version": 1}', "damaged at name"),
+        ('{"version": 1, "name": "a", "input": 3}', "damaged at input"),
+        ({"identity": []}, "damaged at identity"),
+        ({"suspects": None}, "damaged at suspects"),
+        ({"suspects": {"of": "x"}}, "damaged at suspects"),
+        ({"suspects": {"of": "x", "groups": [GROUP | {"rows": ["1"]}]}}, "damaged at suspects"),
+        ({"suspects": {"of": "x", "groups": [GROUP | {"rows": {"-1": "h"}}]}}, "damaged at susp"),
     ],
+    ids=str,
 )
-def test_what_is_no_manifest_is_refused(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "manifest.json").write_text(content)
+def test_what_is_no_manifest_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+    text = content if isinstance(content, str) else json.dumps(EVERYTHING | content)
+    (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(StoreError, match=rf"manifest.json: {message}"):
         read_manifest(tmp_path)

@@ -26,8 +26,8 @@ from batchkit.storage.ledger import line_of
 from batchkit.storage.lines import record_in, record_of, whole_record
 from batchkit.storage.log import RESULTS
 from batchkit.storage.plain_json import parsed
-from batchkit.types import Completion, Record, Request, Row, Usage
-from tests.support.records import record
+from batchkit.types import Choice, Completion, Record, Request, Row, Usage, line_of_choice
+from tests.support.records import indexes, record, write
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates, too
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
@@ -163,7 +163,24 @@ class Broken:
         raise RuntimeError("no text")
 
 
+class Colour:
+    def __str__(self) -> str:
+        return "red"
+
+
+NEST: Any = "leaf"
+for _ in range(300):
+    NEST = [NEST]
+
 VALUES: dict[str, tuple[Any, Any]] = {
+    "bytes": (b"\x00\xff", "AP8="),
+    "infinity": (float("-inf"), None),
+    "an integer past 64 bits": (2**70, str(2**70)),
+    "the largest that JSON readers agree on": (2**64 - 1, 2**64 - 1),
+    "an integer of 10,000 digits": (1 << 33_220, hex(1 << 33_220)),
+    "a lone surrogate": ("a\ud800b", "a?b"),
+    "a lone surrogate in a key": ({"a\ud800": 1}, {"a?": 1}),
+    "newlines and NUL": ("a\nb\r\n\u2028\x85\0", "a\nb\r\n\u2028\x85\0"),
     "datetime": (datetime(2026, 1, 2, 3, tzinfo=UTC), "2026-01-02T03:00:00+00:00"),
     "date": (date(2026, 1, 2), "2026-01-02"),
     "time": (time(1, 2, 3), "01:02:03"),
@@ -175,8 +192,11 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "numpy's truth": (np.bool_(True), True),
     "numpy's array": (np.arange(3), [0, 1, 2]),
     "set": ({5}, [5]),
-    "true as a key": ({True: 1, None: 2}, {"true": 1, "null": 2}),
-    "an integer of 10,000 digits": (1 << 33_220, hex(1 << 33_220)),
+    "true, a number and a tuple as keys": (
+        {True: 1, None: 2, 3: 4, (1, 2): 5},
+        {"true": 1, "null": 2, "3": 4, "(1, 2)": 5},
+    ),
+    "NaN beside a foreign object": ({"c": [float("nan"), Colour()]}, {"c": [None, "red"]}),
     "without a text": (Broken(), "(Broken)"),
 }
 
@@ -188,6 +208,21 @@ def test_a_value_is_stored_alike_whatever_stands_beside_it(
 ) -> None:
     found = read_back(record(3, fields={"v": value, "w": beside}))
     assert found["fields"]["v"] == stored
+
+
+def test_deeply_nested_value_does_not_stop_the_run(tmp_path: Path) -> None:
+    write(tmp_path, record(0, fields={"v": NEST}), record(1))
+    assert indexes(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\0", "\u2028\n", "é🙂", ""])
+def test_any_text_of_a_model_is_one_line(text: str) -> None:
+    choices = [Choice(text, "stop"), Choice("b", "length", [{"token": "b", "logprob": -0.5}])]
+    several = structs.replace(record(1, text), choices=[*map(line_of_choice, choices)])
+    found, kept = read_back(several), text.replace("\ud800", "?")
+    assert line_of(several).raw.count(b"\n") == 1
+    assert (found["text"], found["choices"][0]["text"]) == (kept, kept)
+    assert found["choices"][1]["logprobs"] == [{"token": "b", "logprob": -0.5}]
 
 
 WHOLE = orjson.loads(line_of(record(3)).raw)
