@@ -10,7 +10,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -127,12 +126,11 @@ class Log(Generic[Parsed]):
     """One log, whose lines ``parse`` reads, open for appending by one thread of the process that holds the folder.
 
     ``checksum`` is that of the last checkpoint at first; opening checks the file against it, then reads on from byte
-    ``start`` and gives each line to ``take``. If a line is not sound, the rest of the file is set aside as
-    ``<name>.torn-<n>``, and sound lines behind it are written again, each as ``rewritten`` makes it.
-    ``salvaged_bytes``: the size of what was set aside. The file is made when its first line is written.
+    ``start`` and gives each line to ``take``. An end without a sound line is cut off and set aside as
+    ``<name>.torn-<n>``; ``salvaged_bytes`` is its size. The file is made when its first line is written.
 
     Raises:
-        StoreError: the log is not what it was at the checkpoint, or the disk refuses.
+        StoreError: the log is not what it was at the checkpoint, or is damaged behind it, or the disk refuses.
     """
 
     def __init__(
@@ -143,7 +141,6 @@ class Log(Generic[Parsed]):
         take: Callable[[LogLine[Parsed]], None],
         *,
         start: int,
-        rewritten: Callable[[bytes], bytes] = lambda raw: raw,
     ) -> None:
         self.path, self.checksum, self._parse = path, checksum, parse
         self.salvaged_bytes = 0
@@ -154,7 +151,7 @@ class Log(Generic[Parsed]):
                 self._file = open_private(path, os.O_RDWR | os.O_APPEND)
             if (damage := difference(path, checksum, parse)) is not None:
                 raise StoreError(damage)
-            self._recover(start, take, rewritten)
+            self._recover(start, take)
         except OSError as error:
             raise StoreError(f"{path}: {error.strerror or error}") from error
 
@@ -224,46 +221,24 @@ class Log(Generic[Parsed]):
             " the same command again"
         )
 
-    def _recover(
-        self,
-        start: int,
-        take: Callable[[LogLine[Parsed]], None],
-        rewritten: Callable[[bytes], bytes],
-    ) -> None:
+    def _recover(self, start: int, take: Callable[[LogLine[Parsed]], None]) -> None:
+        """Take the sound lines from ``start`` on, and set a torn end aside."""
         if self._file is None:
             return
-        end = self._take(start, take)
-        if os.fstat(self._file).st_size > end:
-            self._file = self._set_aside(self._file, end, rewritten)
-            end = self._take(end, take)
-        self.checksum = self.checksum.extended(self.path, end)
-
-    def _take(self, start: int, take: Callable[[LogLine[Parsed]], None]) -> int:
-        """Takes the sound lines from ``start`` on; returns where they end."""
-        for line in _lines(self.path, start, self._parse):
+        lines = _lines(self.path, start, self._parse)
+        for line in lines:
             if line.record is None:
+                if any(behind.record is not None for behind in lines):
+                    raise StoreError(_damaged(line, self.path))
+                size = os.fstat(self._file).st_size
+                torn = _blocks(self.path, line.offset, size)
+                write_atomically(free_name(self.path, ".torn-"), torn)
+                os.ftruncate(self._file, line.offset)
+                self.salvaged_bytes = size - line.offset
                 break
             take(line)
             start = line.end
-        return start
-
-    def _set_aside(self, file: int, broken_at: int, rewritten: Callable[[bytes], bytes]) -> int:
-        """Keep all from ``broken_at`` on in a file of its own; returns the log's descriptor, which ends
-        in the sound lines of that part."""
-        size = os.fstat(file).st_size
-        write_atomically(free_name(self.path, ".torn-"), _blocks(self.path, broken_at, size))
-        self.salvaged_bytes = size - broken_at
-        with self.path.open("rb") as rest:
-            rest.seek(broken_at)
-            sound = (rewritten(raw) for raw in rest if self._parse(raw) is not None)
-            if (first := next(sound, None)) is None:
-                os.ftruncate(file, broken_at)
-                return file
-            # In one step, so that a kill loses no line behind the broken one.
-            kept = _blocks(self.path, 0, broken_at)
-            write_atomically(self.path, chain(kept, [first], sound))
-        os.close(file)
-        return open_private(self.path, os.O_RDWR | os.O_APPEND)
+        self.checksum = self.checksum.extended(self.path, start)
 
 
 def difference(path: Path, checksum: Checksum, parse: Callable[[bytes], Any]) -> str | None:

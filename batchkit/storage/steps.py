@@ -119,13 +119,8 @@ class StepsLog:
             if not totals.is_settled(line.record.index):
                 self._hold(line.record.index, line.offset, line.end)
 
-        def rewritten(raw: bytes) -> bytes:
-            """A line behind a broken one: what its row was answered before may be lost."""
-            found = generation_in(raw)
-            return raw if found is None else fresh_line(found).raw
-
-        path, start = folder / STEPS, point.first
-        self.log = Log(path, generation_in, point.checksum, take, start=start, rewritten=rewritten)
+        path = folder / STEPS
+        self.log = Log(path, generation_in, point.checksum, take, start=point.first)
 
     def known(self, index: int) -> list[dict[str, Any]]:
         """What is recorded of the row, in the order of the log; of a row that is tried again, what came of

@@ -18,37 +18,11 @@ from tests.support.dry_runs import LOG, RUN, prepare, rows_that_fail, run, statu
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
-STATUS_KEYS = {
-    "name",
-    "total",
-    "ok",
-    "failed",
-    "pending",
-    "failed_by_kind",
-    "prompt_tokens",
-    "completion_tokens",
-    "engine_restarts",
-    "held_by",
-}
-VERIFY_KEYS = {
-    "rows",
-    "records",
-    "ok",
-    "failed",
-    "pending",
-    "lost",
-    "duplicates",
-    "checkpoint_matches",
-    "torn_bytes",
-}
-
-
 def test_status_shows_the_state_of_the_run() -> None:
     rows_that_fail(10, every=5)
     write_job()
     run()
     found = status()
-    assert found.keys() >= STATUS_KEYS
     expected = {
         "name": "a",
         "total": 10,
@@ -76,23 +50,12 @@ def test_status_of_what_is_no_run_is_refused() -> None:
         ProductionBatchProcessor("job.toml")
 
 
-@pytest.mark.parametrize("command", ["status", "verify"])
-def test_run_whose_log_is_missing_is_reported(command: str) -> None:
-    prepare(3)
-    run()
-    LOG.unlink()
-    found = batchkit(command, str(RUN))
-    assert found.exit_code == 1
-    assert "results.jsonl" in found.stderr
-
-
 def test_verify_accounts_for_every_row() -> None:
     rows_that_fail(10, every=5)
     write_job()
     run("--limit", "5")
     found = batchkit("verify", "--json")
     assert found.exit_code == 0
-    assert found.json.keys() >= VERIFY_KEYS
     expected = {
         "rows": 5,
         "records": 5,
@@ -158,7 +121,8 @@ def test_verify_finds_a_planted_fault(plant: Callable[[], None], found_out: dict
     assert batchkit("verify").stdout.splitlines()[-1] == "NOT SOUND"
 
 
-def test_verify_counts_torn_bytes_and_calls_the_rest_sound() -> None:
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 7}', "null"])
+def test_verify_outlives_a_damaged_checkpoint_and_counts_torn_bytes(content: str) -> None:
     """The next start cuts them off; no finished row is in them."""
     prepare(10)
     run()
@@ -166,12 +130,6 @@ def test_verify_counts_torn_bytes_and_calls_the_rest_sound() -> None:
         log.write(b'{"index":10,"id":"1')
     found = batchkit("verify", "--json")
     assert (found.exit_code, found.json["torn_bytes"], found.json["ok"]) == (0, 19, 10)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 7}', "null"])
-def test_verify_outlives_a_damaged_checkpoint(content: str) -> None:
-    prepare(10)
-    run()
     (RUN / "checkpoint.json").write_text(content)
     assert batchkit("verify", "--json").json["ok"] == 10
 

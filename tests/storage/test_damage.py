@@ -315,7 +315,7 @@ def test_pipe_in_a_run_folder_hangs_nobody(name: str) -> None:
     assert CHECKPOINT.is_file()
 
 
-@pytest.mark.parametrize("command", READERS, ids=" ".join)
+@pytest.mark.parametrize("command", [*READERS, ["status"], ["verify"]], ids=" ".join)
 def test_log_that_is_gone_is_missing_for_whoever_reads(command: list[str]) -> None:
     prepare(3)
     run()

@@ -35,6 +35,8 @@ from tests.support.dry_runs import (
     write_rows,
 )
 from tests.support.mounts import mounted, small_disk
+from tests.support.rollouts import write
+from tests.support.several import THREE
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -166,47 +168,43 @@ def test_retry_that_waited_for_a_requeue_answers_no_row_twice() -> None:
 # Links and mounts
 
 
+@pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize(
-    "name",
-    ["results.jsonl", "run.log", "checkpoint.json.tmp", "manifest.json.tmp", ".holder.json"],
+    ("name", "tables"),
+    [
+        ("results.jsonl", {}),
+        ("steps.jsonl", {"steps": THREE}),
+        ("run.log", {}),
+        ("checkpoint.json.tmp", {}),
+        ("manifest.json.tmp", {}),
+        (".holder.json", {}),
+        ("engine.log", {"engine": {"kind": "vllm", "model": "nowhere"}}),
+    ],
+    ids=str,
 )
-def test_nothing_is_written_through_a_planted_link(name: str) -> None:
-    prepare(3)
+def test_nothing_is_written_through_a_planted_link(name: str, tables: Any, is_there: bool) -> None:
+    write(None, 3, **({} if "steps" in tables else {"prompt": {"user": "{{ q }}"}}), **tables)
     RUN.mkdir(parents=True)
-    target = Path("precious.txt")
-    target.touch()
-    (RUN / name).symlink_to(target.resolve())
+    target = Path("precious.txt").absolute()
+    if is_there:
+        target.touch()
+    (RUN / name).symlink_to(target)
     found = run()
-    assert target.read_text() == ""
-    assert found.exit_code in (0, 1)
+    assert target.exists() == is_there
+    assert not is_there or target.read_text() == ""
+    if name.endswith((".jsonl", ".log")):
+        assert found.exit_code == 1
     if found.exit_code == 1:
         assert f"{name}: " in found.stderr
-        assert "symbolic link" in found.stderr
+        assert "is a symbolic link, and nothing is written through one" in found.stderr
 
 
-def test_no_engine_prints_through_a_planted_link(tmp_path: Path) -> None:
-    write_rows(1)
-    write_job(engine={"kind": "vllm", "model": "nowhere"})
-    RUN.mkdir(parents=True)
-    (RUN / "engine.log").symlink_to(tmp_path / "precious.txt")
-    found = run()
-    assert found.exit_code == 1
-    assert "engine.log: can't write: is a symbolic link" in found.stderr
-    assert not (tmp_path / "precious.txt").exists()
-
-
-def test_status_works_where_nothing_can_be_written() -> None:
+def test_run_that_lies_where_nothing_can_be_written_is_read_and_merged_from_a_copy() -> None:
     prepare(3)
     run()
     with mounted(RUN, "--bind", "-o", "ro", source=RUN):
         assert status()["ok"] == 3
         assert batchkit("verify").exit_code == 0
-
-
-def test_run_that_lies_where_nothing_can_be_written_is_merged_from_a_copy() -> None:
-    prepare(3)
-    run()
-    with mounted(RUN, "--bind", "-o", "ro", source=RUN):
         found = batchkit("merge", str(RUN), "--into", "output/b")
         assert found.exit_code == 2
         assert "Read-only file system" in found.stderr

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -101,10 +100,7 @@ def test_torn_generation_is_asked_for_again(solve: str | None, n: int, torn: byt
 
 
 @KINDS
-@pytest.mark.parametrize("is_repaired", [False, True])
-def test_damaged_generation_of_an_open_row_is_asked_for_again(
-    solve: str | None, n: int, is_repaired: bool
-) -> None:
+def test_damaged_generation_of_an_open_row_is_asked_for_again(solve: str | None, n: int) -> None:
     """The others of the row answer what is asked again, and nothing else: the new answer differs."""
     numbers = iter(range(1000))
     with serving(lambda text, body: f"<{text} {next(numbers)}>") as server:
@@ -114,16 +110,12 @@ def test_damaged_generation_of_an_open_row_is_asked_for_again(
         found[1] = b"\x07" * (len(found[1]) - 1) + b"\n"
         LEDGER.write_bytes(b"".join(found))
         assert verify()["torn_bytes"] == len(found[1])
-        if is_repaired:
-            assert batchkit("verify", "--repair").exit_code == 0
+        assert f"{STEPS}: the record at byte {len(found[0])} is damaged" in run().stderr
+        assert batchkit("verify", "--repair").exit_code == 0
+        assert (RUN / f"{STEPS}.broken-1").read_bytes() == found[1]
         server.answered.clear()
         ended = run()
         assert ended.exit_code == 0, ended.stderr
-        if not is_repaired:
-            aside = b"".join(found[1:])
-            said = f"{STEPS} ended in {len(aside)} broken bytes; they are set aside"
-            assert said in ended.stderr
-            assert (RUN / f"{STEPS}.torn-1").read_bytes() == aside
         left = N_ROWS * n - (N_ROWS + 3)
         assert server.answered.total() == left + 2  # what is lost, and what followed from it
     assert {record["status"] for record in records()} == {"ok"}
@@ -216,19 +208,6 @@ def test_generation_that_is_there_twice_is_found_and_set_aside() -> None:
         assert LEDGER.read_bytes() == before
         assert batchkit("verify").exit_code == 0
     assert not (RUN / f"{STEPS}.broken-2").exists(), "what is sound is left alone"
-
-
-@pytest.mark.parametrize("dangling", [False, True])
-def test_nothing_is_written_through_a_link(dangling: bool) -> None:
-    prepare()
-    if not dangling:
-        Path("elsewhere").write_bytes(b"")
-    RUN.mkdir(parents=True)
-    LEDGER.symlink_to(Path("elsewhere").absolute())
-    found = run()
-    assert (found.exit_code, "Traceback" in found.stderr) == (1, False)
-    assert f"{STEPS}: is a symbolic link, and nothing is written through one" in found.stderr
-    assert dangling != Path("elsewhere").exists()
 
 
 def test_run_whose_disk_fills_up_stops_and_goes_on() -> None:

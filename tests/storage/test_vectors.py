@@ -70,23 +70,10 @@ def test_each_start_begins_a_segment_of_its_own(tmp_path: Path) -> None:
     before = segment_path(tmp_path, 0).read_bytes()
     written(tmp_path, 2)
     Ledger(tmp_path).close()
-    written(tmp_path, 3)
+    written(tmp_path, 3, 1)
     assert list(segments_of(tmp_path)) == [0, 1, 2]
     assert segment_path(tmp_path, 0).read_bytes() == before
-    assert places(tmp_path) == [(0, 0, 4), (0, 1, 4), (1, 0, 4), (2, 0, 4)]
-
-
-def test_run_without_vectors_has_no_folder_for_them(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    ledger.write([line_of(record(0))])
-    ledger.close()
-    assert not (tmp_path / "vectors").exists()
-
-
-def test_newer_vector_of_a_row_counts(tmp_path: Path) -> None:
-    written(tmp_path, 0, 1)
-    written(tmp_path, 1)
-    assert places(tmp_path) == [(0, 0, 4), (1, 0, 4)]
+    assert places(tmp_path) == [(0, 0, 4), (2, 1, 4), (1, 0, 4), (2, 0, 4)], "the newest counts"
 
 
 def test_vectors_of_several_lengths_go_to_several_segments(tmp_path: Path) -> None:
@@ -133,13 +120,6 @@ def test_waiting_vectors_are_few(tmp_path: Path) -> None:
         ledger.write([with_vector(row)._replace(vector=waiting)])
         assert ledger.totals.ok == (17 if row == 16 else 1)  # 64 MiB
     ledger.close()
-
-
-def test_lines_of_another_run_are_copied_in_parts(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    ledger.write(with_vector(row) for row in range(2500))
-    ledger.close()
-    assert len(embedded(tmp_path)) == 2500
 
 
 # Reading what is damaged
@@ -233,15 +213,6 @@ def test_foreign_file_in_place_of_a_segment_has_no_vectors(tmp_path: Path, conte
         Vectors(tmp_path).of(found)
 
 
-def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
-    written(tmp_path, 0)
-    for name in (".DS_Store", ".000007.arrow.swp", "000008.arrow~", "notes.txt", "12.arrow"):
-        (tmp_path / "vectors" / name).write_text("x")
-    written(tmp_path, 1)
-    assert list(segments_of(tmp_path)) == [0, 1]
-    assert places(tmp_path) == [(0, 0, 4), (1, 0, 4)]
-
-
 def test_reader_finds_vectors_that_are_written_after_it_began(tmp_path: Path) -> None:
     ledger, vectors = Ledger(tmp_path), Vectors(tmp_path)
     for row in range(3):
@@ -252,8 +223,10 @@ def test_reader_finds_vectors_that_are_written_after_it_began(tmp_path: Path) ->
     ledger.close()
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_links_are_not_followed_and_other_files_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "vectors").mkdir()
+    for name in (".DS_Store", ".000007.arrow.swp", "000008.arrow~", "notes.txt", "12.arrow"):
+        (tmp_path / "vectors" / name).write_text("x")
     (tmp_path / "elsewhere").write_bytes(b"mine")
     segment_path(tmp_path, 0).symlink_to(tmp_path / "elsewhere")
     written(tmp_path, 0)
