@@ -228,9 +228,9 @@ class Vectors:
         return self._segment(number, 0).type
 
     def _segment(self, number: int, row: int) -> _Segment:
-        """Opened again if it has grown since, and ``row`` is behind the part that was read."""
+        """Opened again if ``row`` is behind the part that was read: it may have grown."""
         found = self._segments.get(number)
-        if found is None or (row >= found.n_rows and found.has_grown()):
+        if found is None or row >= found.n_rows:
             found = self._segments[number] = _Segment(segment_path(self._folder, number))
         return found
 
@@ -279,9 +279,6 @@ class _Segment:
             self.batches.append(_Batch(indexes, vectors, checksums))
             self.firsts.append(self.n_rows)
             self.n_rows += len(batch)
-
-    def has_grown(self) -> bool:
-        return self.path.exists() and self.path.stat().st_size > len(self._view)
 
     def release(self) -> None:
         """Let the kernel drop the pages that were read."""

@@ -1,0 +1,79 @@
+"""What hangs, crashes or eats memory in a child process is answered as an error, and the next question is answered."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from batchkit.errors import EngineError
+from batchkit.isolation.child import Refusal, answer_all, limit_memory
+from batchkit.isolation.client import Gone, ask, server_of
+
+
+def main(connection: Connection) -> None:
+    """This module is the handler."""
+    limit_memory(1 << 30)
+    answer_all(connection, _answer)
+
+
+def _answer(question: bytes) -> Any:
+    match question:
+        case b"hang":
+            time.sleep(60)
+        case b"crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case b"exit":
+            os._exit(3)
+        case b"eat memory":
+            bytes(2 << 30)
+        case b"refuse":
+            raise Refusal("why", "no such page")
+        case b"raise":
+            raise KeyError("x")
+        case b"answer what can't be sent":
+            return object()
+    return os.getpid()
+
+
+def asked(question: bytes, timeout_s: float = 30.0) -> tuple[str, Any]:
+    return ask(__name__, "the test", question, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "is_ended"),
+    [
+        (b"refuse", ("why", "no such page"), False),
+        (b"raise", ("error", "KeyError: 'x'"), False),
+        (b"answer what can't be sent", ("error", "ValueError: unmarshallable object"), False),
+        (b"eat memory", ("memory", ""), True),
+        (b"hang", TimeoutError, True),
+        (b"crash", -signal.SIGSEGV, True),
+        (b"exit", 3, True),
+    ],
+)
+def test_the_next_question_is_answered(question: bytes, answer: Any, is_ended: bool) -> None:
+    kind, before = asked(b"")
+    server = server_of(__name__, "the test")
+    assert (kind, before != os.getpid()) == ("value", True)
+    if isinstance(answer, tuple):
+        assert asked(question) == answer
+    elif isinstance(answer, int):
+        with pytest.raises(Gone) as gone:
+            asked(question)
+        assert gone.value.returncode == answer
+    else:
+        with pytest.raises(answer):
+            asked(question, timeout_s=0.2)
+    assert asked(b"")[0] == "value"
+    assert (asked(b"")[1] != before) == is_ended
+    assert server_of(__name__, "the test") is server
+
+
+def test_a_handler_that_can_not_be_imported_is_named() -> None:
+    with pytest.raises(EngineError, match=r"no process for the test could be started: Module"):
+        ask("batchkit.isolation.nothing", "the test", b"", 30.0)
