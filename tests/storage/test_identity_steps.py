@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,84 +76,72 @@ def run(job: Job, path: str = "job.toml") -> tuple[int, str]:
     return done.exit_code, done.stderr
 
 
-def of_judge(job: Job) -> Job:
-    engine: Job = job["engines"]["judge"]
-    return engine
+def set_in(job: Job, key: str, value: Any) -> None:
+    """None takes the key away; the number behind the last of a list appends."""
+    *above, last = [int(part) if part.isdigit() else part for part in key.split(".")]
+    table: Any = job
+    for part in above:
+        table = table[part]
+    if value is None:
+        del table[last]
+    elif isinstance(table, list) and last == len(table):
+        table.append(value)
+    else:
+        table[last] = value
 
 
-CHANGES: dict[str, tuple[Callable[[Job], object], str]] = {
-    "template file": (
-        lambda job: Path("u.j2").write_text("now {{ q }}"),
-        "steps.draft.prompt.user",
-    ),
-    "template": (
-        lambda job: job["steps"][1]["prompt"].update(user="x {{ steps.draft.text }}"),
-        "steps.judge.prompt.user",
-    ),
-    "when": (lambda job: job["steps"][1].pop("when"), "steps.judge.when"),
-    "sampling": (
-        lambda job: job["steps"][1]["sampling"].update(temperature=0.6),
-        "steps.judge.sampling.temperature",
-    ),
-    "sampling of the job": (
-        lambda job: job["sampling"].update(max_tokens=8),
-        "steps.judge.sampling.max_tokens: 16 → 8",
-    ),
-    "extractor": (
-        lambda job: job["steps"][0].update(extract="final-answer"),
-        'steps.draft.extract: "number" → "final-answer"',
-    ),
-    "parse": (lambda job: job["steps"][1].update(parse="json"), "steps.judge.parse"),
-    "engine of a step": (
-        lambda job: job["steps"][0].update(engine="judge"),
-        'steps.draft.engine: "" → "judge"',
-    ),
-    "one more step": (
-        lambda job: job["steps"].append({"name": "c", "prompt": {"user": "x"}}),
-        "steps.c.prompt.user",
-    ),
-    "order": (lambda job: job["steps"].reverse(), ""),
-    "image of all rows": (
-        lambda job: Image.new("RGB", (8, 8), "blue").save("example.png"),
-        "prompt.files",
-    ),
-    "model": (lambda job: of_judge(job).update(model="other"), "engines.judge.model"),
-    "model files": (
-        lambda job: Path("model/weights").write_text("2"),
-        "engines.judge.model_files",
-    ),
-    "option": (
-        lambda job: of_judge(job)["options"].update(latency_s=0.001),
-        "engines.judge.options.latency_s",
-    ),
-    "order of names for the chat template": (
-        lambda job: job["steps"][1]["prompt"].update(chat_template_kwargs={"a": 2, "b": 1}),
+SCORING = {"reference": "label", "scorers": ["em"]}
+CHANGES: list[
+    tuple[str, Any, str | None]
+] = [  # of the job; and what the message names, if it is refused
+    ("steps.1.prompt.user", "x {{ steps.draft.text }}", "steps.judge.prompt.user"),
+    ("steps.1.when", None, "steps.judge.when"),
+    ("steps.1.sampling.temperature", 0.6, "steps.judge.sampling.temperature"),
+    ("sampling.max_tokens", 8, "steps.judge.sampling.max_tokens: 16 → 8"),
+    ("steps.0.extract", "final-answer", 'steps.draft.extract: "number" → "final-answer"'),
+    ("steps.1.parse", "json", "steps.judge.parse"),
+    ("steps.0.engine", "judge", 'steps.draft.engine: "" → "judge"'),
+    ("steps.2", {"name": "c", "prompt": {"user": "x"}}, "steps.c.prompt.user"),
+    ("engines.judge.model", "other", "engines.judge.model"),
+    ("engines.judge.options.latency_s", 0.001, "engines.judge.options.latency_s"),
+    (
+        "steps.1.prompt.chat_template_kwargs",
+        {"a": 2, "b": 1},  # in this order
         "steps.judge.prompt.chat_template_kwargs",
     ),
+    ("engines.judge.options.max_num_seqs", 8, None),
+    ("scoring", SCORING, None),
+    ("retry", {"attempts": 3}, None),
+]
+FILES = {
+    "u.j2": (b"now {{ q }}", "steps.draft.prompt.user"),
+    "model/weights": (b"2", "engines.judge.model_files"),
+    "example.png": (Path("blue.png"), "prompt.files"),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_that_decides_answers_is_refused(change: str) -> None:
+def test_a_change_that_decides_answers_is_refused() -> None:
+    assert run(several())[0] == 0
+    for key, value, named in CHANGES:
+        job = several()
+        set_in(job, key, value)
+        code, said = run(job)
+        assert (code, named is None or named in said) == (2 if named else 0, True), key
+        assert named is None or "--on-change requeue" in said
     job = several()
-    assert run(job)[0] == 0
-    make, named = CHANGES[change]
-    make(job)
-    if change == "order":  # the draft may not read what comes later
-        job["steps"][0]["prompt"]["user"] = "{{ q }}"
-    code, said = run(job)
-    assert code == 2
-    assert named in said
-    assert "--on-change requeue" in said
+    job["steps"].reverse()
+    job["steps"][0]["prompt"]["user"] = "{{ q }}"  # the draft may not read what comes later
+    assert run(job)[0] == 2
 
 
-def test_a_change_that_decides_no_answer_is_not() -> None:
-    job = several()
-    assert run(job)[0] == 0
-    of_judge(job)["options"]["max_num_seqs"] = 8
-    job["scoring"] = {"reference": "label", "scorers": ["em"]}
-    job["retry"] = {"attempts": 3}
-    assert run(job)[0] == 0
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_decides_answers_is_read(name: str) -> None:
+    assert run(several())[0] == 0
+    Image.new("RGB", (8, 8), "blue").save("blue.png")
+    content, named = FILES[name]
+    Path(name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
+    code, said = run(several())
+    assert (code, named in said) == (2, True)
 
 
 @pytest.mark.parametrize("by", ["majority", "scorer"])
@@ -174,6 +161,13 @@ def test_what_chooses_an_answer_decides_it(by: str) -> None:
 
 
 def test_the_function_is_known_by_its_text_and_not_by_its_place() -> None:
+    Path("pkg").mkdir()
+    Path("pkg/__init__.py").write_text("")
+    Path("pkg/solve.py").write_text(FUNCTION)
+    of_module = solving() | {"name": "b", "rollout": {"function": "pkg.solve:solve"}}
+    assert run(of_module)[0] == 0
+    Path("pkg/solve.py").write_text(FUNCTION + "\n# another")
+    assert "rollout.source: " in run(of_module)[1]
     assert run(solving())[0] == 0
     Path("elsewhere").mkdir()
     for name in ("solve.py", "in.jsonl", "output"):
@@ -185,17 +179,6 @@ def test_the_function_is_known_by_its_text_and_not_by_its_place() -> None:
     code, said = run(job, "elsewhere/job.toml")
     assert code == 2
     assert "rollout.source: " in said
-
-
-def test_a_function_of_a_module_is_known_by_the_text_of_its_file() -> None:
-    Path("pkg").mkdir()
-    Path("pkg/__init__.py").write_text("")
-    Path("pkg/solve.py").write_text(FUNCTION)
-    job = solving()
-    job["rollout"]["function"] = "pkg.solve:solve"
-    assert run(job)[0] == 0
-    Path("pkg/solve.py").write_text(FUNCTION + "\n# another")
-    assert "rollout.source: " in run(job)[1]
 
 
 def test_the_job_of_a_run_with_steps_is_the_same_job() -> None:
