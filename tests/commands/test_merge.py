@@ -328,7 +328,12 @@ IN_BOTH: dict[str, tuple[Change, Change, dict[str, Any], str | None]] = {
         {"double": 9, "conflicting": 1, "conflicting_ids": ["k3"]},
         "",
     ),
-    "the second choice": (choosing("b"), choosing("c"), {"conflicting": 10}, None),
+    "the second choice": (
+        choosing("b"),
+        choosing("c"),
+        {"conflicting": 10, "conflicting_ids": [f"k{n}" for n in range(5)]},
+        None,
+    ),
     "a later failure": (unchanged, from_row(6, failure), {"ok": 10, "double": 6}, None),
     "a blank answer": (
         unchanged,
