@@ -26,8 +26,7 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
-from tests.support.rollouts import write
-from tests.support.several import THREE
+from tests.support.rollouts import THREE, write
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]

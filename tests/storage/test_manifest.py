@@ -101,7 +101,10 @@ def test_steps_of_other_engine_options_are_forgotten(tmp_path: Path) -> None:
         ({"identity": []}, "damaged at identity"),
         ({"suspects": None}, "damaged at suspects"),
         ({"suspects": {"of": "x"}}, "damaged at suspects"),
-        ({"suspects": {"of": "x", "groups": [GROUP | {"rows": {"1": "h"}}]}}, "damaged at suspects"),
+        (
+            {"suspects": {"of": "x", "groups": [GROUP | {"rows": {"1": "h"}}]}},
+            "damaged at suspects",
+        ),
         ({"suspects": {"of": "x", "groups": [GROUP | {"rows": [["1", "h"]]}]}}, "damaged at susp"),
     ],
     ids=str,

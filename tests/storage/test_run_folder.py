@@ -35,8 +35,7 @@ from tests.support.dry_runs import (
     write_rows,
 )
 from tests.support.mounts import mounted, small_disk
-from tests.support.rollouts import write
-from tests.support.several import THREE
+from tests.support.rollouts import THREE, write
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
