@@ -7,9 +7,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
 from collections.abc import Collection
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +151,7 @@ def document() -> str:
         for name, field in fields.items()
         if _is_table(field)
     ]
-    top = _table(of_top)
+    top = _table(of_top, descriptions(JobConfig))
     return (
         HEAD.format(example=EXAMPLE, top=top)
         + "".join(sections)
@@ -164,17 +167,30 @@ def document() -> str:
 def _section(name: str, table: Any, leave_out: Collection[str] = ()) -> str:
     own = sorted(table.model_fields, key=lambda key: key not in table.__annotations__)  # come first
     fields = {key: table.model_fields[key] for key in own if key not in leave_out}
-    return f"\n## `[{name}]`\n\n{_sentence(table)}\n\n{_table(fields)}"
+    return f"\n## `[{name}]`\n\n{_sentence(table)}\n\n{_table(fields, descriptions(table))}"
 
 
-def _table(fields: dict[str, FieldInfo]) -> str:
+def descriptions(table: type[Table]) -> dict[str, str]:
+    """What is below each key in the source, also of the tables that ``table`` extends."""
+    found: dict[str, str] = {}
+    for base in (base for base in table.__mro__ if issubclass(base, Table)):
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
+        for pair in pairwise(definition.body):
+            match pair:
+                case (ast.AnnAssign(ast.Name(key)), ast.Expr(ast.Constant(str(text)))):
+                    found[key] = " ".join(text.split())
+    return found
+
+
+def _table(fields: dict[str, FieldInfo], described: dict[str, str]) -> str:
     lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
     for name, field in fields.items():
         cells = (
             f"`{name}`",
             _CODE.sub(r"`\g<0>`", in_words(field.annotation, field.metadata)),
             _default(name, field),
-            field.description or "",
+            described.get(name, ""),
         )
         lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(lines) + "\n"

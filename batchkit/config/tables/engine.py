@@ -31,23 +31,15 @@ class ServerTable(Table):
     `OMP_NUM_THREADS` says, or as there are cores.
     """
 
-    command: Identity[str | None] = Field(
-        None,
-        description="The command that starts it, for example `llama-server -m model.gguf -c 32768 -np 8 --port {port}` (8"
-        " requests at a time share that context: 4096 tokens each); no shell reads it. `{port}` becomes"
-        " a free port, `{host}` 127.0.0.1. The server has the run's environment: keys belong"
-        " there, and one in the command is refused.",
-    )
-    health: Free[str] = Field(
-        "/health",
-        pattern="^/",
-        description="The path that answers once it is ready; without one, the server is asked for its"
-        " models.",
-    )
-    start_timeout_s: Free[PositiveFloat] = Field(
-        600.0,
-        description="Seconds until it must be ready; then the run stops and shows the server's last output.",
-    )
+    command: Identity[str | None] = None
+    """The command that starts it, for example `llama-server -m model.gguf -c 32768 -np 8 --port
+    {port}` (8 requests at a time share that context: 4096 tokens each); no shell reads it. `{port}`
+    becomes a free port, `{host}` 127.0.0.1. The server has the run's environment: keys belong
+    there, and one in the command is refused."""
+    health: Free[str] = Field("/health", pattern="^/")
+    """The path that answers once it is ready; without one, the server is asked for its models."""
+    start_timeout_s: Free[PositiveFloat] = 600.0
+    """Seconds until it must be ready; then the run stops and shows the server's last output."""
 
     @field_validator("command")
     @classmethod
@@ -60,70 +52,46 @@ class ServerTable(Table):
 class EngineTable(Table):
     """The model, and the engine that runs it."""
 
-    kind: Identity[EngineKind] = Field(
-        "vllm",
-        description="`transformers` runs the model without vLLM, in static batches: slower;"
-        " `openai-server` sends every row to a server that speaks OpenAI's API; `dry-run` answers at"
-        " once without a model.",
-    )
-    model: Identity[str] = Field(
-        "",
-        description="A folder, a name on the Hugging Face hub, or `batchkit-demo`, a tiny model that comes"
-        " with batchkit and reads small tables (docs/demo-model.md); with `openai-server`, the name"
-        " that the server knows it by, or a `.gguf` file for `[engine.server]`.",
-    )
-    base_url: Free[str | None] = Field(
-        None,
-        description="With `openai-server`: the URL of the API of a running server, for example"
-        " `http://localhost:8000/v1`.",
-    )
-    server: ServerTable | None = Field(
-        None, description="… or the table `[engine.server]`: a server that the run starts."
-    )
-    api_key_env: Free[str] = Field(
-        "OPENAI_API_KEY",
-        min_length=1,
-        description="With `openai-server`: the name of the environment variable that holds its key,"
-        " if it requires one.",
-    )
-    max_answer_bytes: Free[PositiveInt] = Field(
-        32 * 2**20,
-        description="With `openai-server`: how many bytes of an answer are read, after decompression"
-        " if it is compressed. A row whose answer has more fails with `server`, and is not asked again. Text"
-        " of 100,000 tokens has less than 1 MB, with 20 logprobs for each token about 100 MB.",
-    )
-    options: Identity[dict[str, Any]] = Field(
-        {},
-        description="Given to `vllm.LLM` as they are; vLLM's own classes check them first. With"
-        " `transformers`: `max_num_seqs`, rows in a batch (8), halved while memory runs out;"
-        " `shrink_on_oom = false` restarts the engine instead; `dtype`, `device_map`,"
-        " `attn_implementation`, `max_model_len`, `revision`, `trust_remote_code`, `chat_template`,"
-        " `mm_processor_kwargs`. With"
-        " `openai-server`: `max_num_seqs`, requests in flight (32); `give_up_s`, how long the server"
-        " may be away before the run stops (300); `max_model_len`, tokens that prompt and answer of a"
-        " request may have together, if the server does not report it; `extra_body`, fields added to"
-        " each request's body, or replacing its own; `drop`, names left out of it.",
-    )
-    reasoning_parser: Identity[str | None] = Field(
-        None,
-        description="The name of vLLM's parser for the model's reasoning, as in `vllm serve"
-        " --reasoning-parser`, for example `qwen3`: the record has it as `reasoning`, and `text` is the"
-        " answer alone. `transformers` needs vLLM installed for it; a server parses its answers itself.",
-    )
-    tool_call_parser: Identity[str | None] = Field(
-        None,
-        description="The name of vLLM's parser for the model's tool calls, as in `vllm serve"
-        " --tool-call-parser`, for example `hermes`: the record has them as `tool_calls`, in the shape"
-        " of OpenAI's API.",
-    )
-    in_process: Free[bool] = Field(
-        False, description="For debugging: no process of its own; a crash ends the run, too."
-    )
-    lora: Identity[str | None] = Field(
-        None,
-        description="Folder of a LoRA adapter, used for every row (sets `enable_lora`; with"
-        " `transformers` it needs peft).",
-    )
+    kind: Identity[EngineKind] = "vllm"
+    """`transformers` runs the model without vLLM, in static batches: slower; `openai-server` sends
+    every row to a server that speaks OpenAI's API; `dry-run` answers at once without a model."""
+    model: Identity[str] = ""
+    """A folder, a name on the Hugging Face hub, or `batchkit-demo`, a tiny model that comes with
+    batchkit and reads small tables (docs/demo-model.md); with `openai-server`, the name that the
+    server knows it by, or a `.gguf` file for `[engine.server]`."""
+    base_url: Free[str | None] = None
+    """With `openai-server`: the URL of the API of a running server, for example
+    `http://localhost:8000/v1`."""
+    server: ServerTable | None = None
+    """… or the table `[engine.server]`: a server that the run starts."""
+    api_key_env: Free[str] = Field("OPENAI_API_KEY", min_length=1)
+    """With `openai-server`: the name of the environment variable that holds its key, if it requires
+    one."""
+    max_answer_bytes: Free[PositiveInt] = 32 * 2**20
+    """With `openai-server`: how many bytes of an answer are read, after decompression if it is
+    compressed. A row whose answer has more fails with `server`, and is not asked again. Text of
+    100,000 tokens has less than 1 MB, with 20 logprobs for each token about 100 MB."""
+    options: Identity[dict[str, Any]] = Field({})
+    """Given to `vllm.LLM` as they are; vLLM's own classes check them first. With `transformers`:
+    `max_num_seqs`, rows in a batch (8), halved while memory runs out; `shrink_on_oom = false`
+    restarts the engine instead; `dtype`, `device_map`, `attn_implementation`, `max_model_len`,
+    `revision`, `trust_remote_code`, `chat_template`, `mm_processor_kwargs`. With `openai-server`:
+    `max_num_seqs`, requests in flight (32); `give_up_s`, how long the server may be away before the
+    run stops (300); `max_model_len`, tokens that prompt and answer of a request may have together,
+    if the server does not report it; `extra_body`, fields added to each request's body, or
+    replacing its own; `drop`, names left out of it."""
+    reasoning_parser: Identity[str | None] = None
+    """The name of vLLM's parser for the model's reasoning, as in `vllm serve --reasoning-parser`,
+    for example `qwen3`: the record has it as `reasoning`, and `text` is the answer alone.
+    `transformers` needs vLLM installed for it; a server parses its answers itself."""
+    tool_call_parser: Identity[str | None] = None
+    """The name of vLLM's parser for the model's tool calls, as in `vllm serve --tool-call-parser`,
+    for example `hermes`: the record has them as `tool_calls`, in the shape of OpenAI's API."""
+    in_process: Free[bool] = False
+    """For debugging: no process of its own; a crash ends the run, too."""
+    lora: Identity[str | None] = None
+    """Folder of a LoRA adapter, used for every row (sets `enable_lora`; with `transformers` it
+    needs peft)."""
 
     @property
     def model_source(self) -> str:
@@ -177,14 +145,12 @@ class SamplingTable(Table):
 
     temperature: Identity[
         Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v)]
-    ] = Field(0.0, ge=0, description="0 is greedy.")
-    max_tokens: Identity[PositiveInt] = Field(
-        256, description="Per choice, the prompt not counted."
-    )
-    sampling_column: Identity[str | None] = Field(
-        None,
-        description="A field with a row's own parameters, which override these; one that is null does not.",
-    )
+    ] = Field(0.0, ge=0)
+    """0 is greedy."""
+    max_tokens: Identity[PositiveInt] = 256
+    """Per choice, the prompt not counted."""
+    sampling_column: Identity[str | None] = None
+    """A field with a row's own parameters, which override these; one that is null does not."""
 
     def params(self) -> dict[str, Any]:
         """The names and values for ``vllm.SamplingParams``."""

@@ -23,19 +23,15 @@ from batchkit.config.tables.task import PairTable, PoolingTable, TaskName
 class JobFields(Table):
     """The tables and keys of ``JobConfig``, not yet checked against each other."""
 
-    name: Free[str] = Field(
-        "batch",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Names the run folder: letters, digits, `.`, `_`, `-`.",
-    )
-    task: Identity[TaskName] = Field(
-        "generate",
-        description="What the model does with a row: `generate` text; or vLLM's pooling tasks: `embed` gives a"
-        " vector, `classify` a label and the probabilities of the model's classes, `score` a number for"
-        " each document of `[pair]`.",
-    )
+    name: Free[str] = Field("batch", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run folder: letters, digits, `.`, `_`, `-`."""
+    task: Identity[TaskName] = "generate"
+    """What the model does with a row: `generate` text; or vLLM's pooling tasks: `embed` gives a
+    vector, `classify` a label and the probabilities of the model's classes, `score` a number for
+    each document of `[pair]`."""
     input: InputTable = InputTable()
-    vars: Identity[dict[str, Any]] = Field({}, description="Free names for the templates.")
+    vars: Identity[dict[str, Any]] = Field({})
+    """Free names for the templates."""
     prompt: PromptTable = PromptTable()
     pair: PairTable = PairTable()
     media: MediaTable = MediaTable()
@@ -46,15 +42,13 @@ class JobFields(Table):
     retry: RetryTable = RetryTable()
     output: OutputTable = OutputTable()
     scoring: Free[ScoringTable] = ScoringTable()
-    steps: Identity[list[StepTable]] = Field(
-        [], description="Several generations for a row, one after another."
-    )
-    rollout: RolloutTable | None = Field(None, description="… or a function that asks for them.")
+    steps: Identity[list[StepTable]] = Field([])
+    """Several generations for a row, one after another."""
+    rollout: RolloutTable | None = None
+    """… or a function that asks for them."""
     select: SelectTable = SelectTable()
-    engines: Identity[dict[str, EngineTable]] = Field(
-        {},
-        description="Further models for steps: `[engines.NAME]`, each with the keys of `[engine]`.",
-    )
+    engines: Identity[dict[str, EngineTable]] = Field({})
+    """Further models for steps: `[engines.NAME]`, each with the keys of `[engine]`."""
 
     @property
     def folder(self) -> Path:

@@ -20,44 +20,29 @@ PDF_SUFFIX = ".pdf"
 class InputTable(Table):
     """Where the rows come from."""
 
-    path: Free[str | None] = Field(
-        None,
-        description="File, glob, folder of images or PDFs, folder of a run, or fsspec URL (`s3://`, `hf://`); relative paths are looked up"
-        " beside the job file, then in the working directory. May use `{{ name }}` from `[vars]`. A"
-        " URL's signature or password is used and not stored: to resume from the run folder"
-        " alone, give it again with `--set input.path=…`.",
-    )
-    format: Identity[FormatName] = Field(
-        "auto",
-        description="`auto` goes by the file's name. `files`: each file is a row; `pdf`: each page; `run`:"
-        " each answered row of the run whose folder `path` is.",
-    )
-    records: Identity[str | None] = Field(
-        None,
-        description="JSON: the key (dotted) of the list of rows. Excel: the sheet's name, by default the"
-        " first one.",
-    )
-    id: Identity[str | None] = Field(
-        None,
-        description="The field that names a row; by default, its index in the input (a file's `path`,"
-        " a PDF page's `image`, a run's `id`). A row that lacks it"
-        " fails, and is named `no-id:` and its index. Rows that need no id are named so too where they"
-        " are read together with OpenAI batch files.",
-    )
-    where: Identity[dict[str, Any]] = Field(
-        {},
-        description="Keep only rows whose field equals the value, or is in the list. Numbers, days and true or"
-        " false are also found where they are text.",
-    )
-    limit: Free[PositiveInt | None] = Field(
-        None, description="Only the first rows, counted after `where`."
-    )
-    shard: Identity[str | None] = Field(
-        None,
-        description="Only this share of those rows, `0/4` to `3/4`. It depends only on a hash of the row's"
-        " id (of its index, if there is no `id`). `run --shard` sets it, and the run folder's name"
-        " with it.",
-    )
+    path: Free[str | None] = None
+    """File, glob, folder of images or PDFs, folder of a run, or fsspec URL (`s3://`, `hf://`);
+    relative paths are looked up beside the job file, then in the working directory. May use `{{
+    name }}` from `[vars]`. A URL's signature or password is used and not stored: to resume from the
+    run folder alone, give it again with `--set input.path=…`."""
+    format: Identity[FormatName] = "auto"
+    """`auto` goes by the file's name. `files`: each file is a row; `pdf`: each page; `run`: each
+    answered row of the run whose folder `path` is."""
+    records: Identity[str | None] = None
+    """JSON: the key (dotted) of the list of rows. Excel: the sheet's name, by default the first
+    one."""
+    id: Identity[str | None] = None
+    """The field that names a row; by default, its index in the input (a file's `path`, a PDF page's
+    `image`, a run's `id`). A row that lacks it fails, and is named `no-id:` and its index. Rows
+    that need no id are named so too where they are read together with OpenAI batch files."""
+    where: Identity[dict[str, Any]] = Field({})
+    """Keep only rows whose field equals the value, or is in the list. Numbers, days and true or
+    false are also found where they are text."""
+    limit: Free[PositiveInt | None] = None
+    """Only the first rows, counted after `where`."""
+    shard: Identity[str | None] = None
+    """Only this share of those rows, `0/4` to `3/4`. It depends only on a hash of the row's id (of
+    its index, if there is no `id`). `run --shard` sets it, and the run folder's name with it."""
 
     _media_root: str = PrivateAttr("")
 

@@ -13,46 +13,36 @@ from batchkit.config.tool_definitions import check_parameters, check_tools, choi
 class PromptTable(Table):
     """How a row becomes a prompt. Templates are Jinja2; an unknown name fails the row."""
 
-    system: Identity[str | None] = Field(None, description="System message.")
-    system_file: Identity[str | None] = Field(None, description="… or a file that holds it.")
-    user: Identity[str | None] = Field(None, description="User message.")
-    user_file: Identity[str | None] = Field(None, description="… or a file that holds it.")
-    images: Identity[list[str]] = Field(
-        [],
-        description="One template per image: a path under `media.root`, a data: URI, an http(s)"
-        " URL, or `{{ column }}` alone for a column of bytes (or a list of images).",
-    )
-    captions: Identity[list[str]] = Field(
-        [], description="A text before each image, one per image."
-    )
-    texts: Identity[dict[str, str]] = Field(
-        {},
-        description="Text files, by their names in the templates: one path template"
-        " each, under `media.root`. A file that is missing fails its row.",
-    )
-    order: Identity[Literal["images-first", "text-first"]] = Field(
-        "images-first", description="What comes first in the user message."
-    )
-    chat: Identity[bool] = Field(
-        True,
-        description="`false` sends `user` as it is, without the model's chat template. That is the default"
-        " of the tasks `embed` and `classify` if the prompt has no images.",
-    )
-    chat_template_kwargs: Identity[dict[str, Any]] = Field(
-        {},
-        description="Names for the model's chat template, for example `enable_thinking = false`.",
-    )
-    tools: Identity[str | list[dict[str, Any]] | None] = Field(
-        None,
-        description="The functions that the model may call, as OpenAI defines them: a JSON file with a"
-        " list of them, the list itself (`[[prompt.tools]]`), or `{{ column }}` for a row's own, a list or"
-        " its JSON text; an empty value means none.",
-    )
-    tool_choice: Identity[str | dict[str, Any] | None] = Field(
-        None,
-        description="`auto` (default), `none`, `required`, or the name of the function to call."
-        " vLLM's grammars enforce the last two, for which it needs `engine.tool_call_parser`.",
-    )
+    system: Identity[str | None] = None
+    """System message."""
+    system_file: Identity[str | None] = None
+    """… or a file that holds it."""
+    user: Identity[str | None] = None
+    """User message."""
+    user_file: Identity[str | None] = None
+    """… or a file that holds it."""
+    images: Identity[list[str]] = Field([])
+    """One template per image: a path under `media.root`, a data: URI, an http(s) URL, or `{{ column
+    }}` alone for a column of bytes (or a list of images)."""
+    captions: Identity[list[str]] = Field([])
+    """A text before each image, one per image."""
+    texts: Identity[dict[str, str]] = Field({})
+    """Text files, by their names in the templates: one path template each, under `media.root`. A
+    file that is missing fails its row."""
+    order: Identity[Literal["images-first", "text-first"]] = "images-first"
+    """What comes first in the user message."""
+    chat: Identity[bool] = True
+    """`false` sends `user` as it is, without the model's chat template. That is the default of the
+    tasks `embed` and `classify` if the prompt has no images."""
+    chat_template_kwargs: Identity[dict[str, Any]] = Field({})
+    """Names for the model's chat template, for example `enable_thinking = false`."""
+    tools: Identity[str | list[dict[str, Any]] | None] = None
+    """The functions that the model may call, as OpenAI defines them: a JSON file with a list of
+    them, the list itself (`[[prompt.tools]]`), or `{{ column }}` for a row's own, a list or its
+    JSON text; an empty value means none."""
+    tool_choice: Identity[str | dict[str, Any] | None] = None
+    """`auto` (default), `none`, `required`, or the name of the function to call. vLLM's grammars
+    enforce the last two, for which it needs `engine.tool_call_parser`."""
 
     @field_validator("tools")
     @classmethod
@@ -94,42 +84,30 @@ class PromptTable(Table):
 class MediaTable(Table):
     """What may be opened as an image, and how large it may be."""
 
-    root: Free[str] = Field(
-        ".",
-        description="Folder, or fsspec URL (`s3://bucket/images`, `gs://`, `hf://`), that images and"
-        " texts are looked up in; what is outside is refused; a folder's symbolic links are resolved."
-        " A store's keys and passwords belong in the environment. If the rows are files outside of the"
-        " default, it is their folder.",
-    )
-    allow_urls: Free[list[str]] = Field(
-        [],
-        description="Hosts that images may be fetched from, as `host` (ports 80 and 443) or"
-        " `host:port`. A name must resolve to public addresses; an IP address is allowed"
-        " as it is.",
-    )
-    max_bytes: Free[PositiveInt] = Field(64 * 2**20, description="Largest file or download.")
-    max_pixels: Identity[PositiveInt] = Field(
-        1605632, description="Larger images are downscaled to it, their aspect kept."
-    )
-    min_pixels: Identity[NonNegativeInt] = Field(
-        0, description="Smaller images are upscaled to it."
-    )
-    factor: Identity[PositiveInt | None] = Field(
-        None,
-        description="Both sides become multiples of it, by the rule of Qwen-VL's own `smart_resize`:"
-        " 32 for Qwen3-VL, 28 for Qwen2-VL and Qwen2.5-VL. Then the model sees the very size that"
-        " its processor would have made of the whole image.",
-    )
-    pdf_dpi: Identity[PositiveInt] = Field(
-        150, description="Pages of PDFs are drawn at it; `max_pixels` holds for them, too."
-    )
-    max_decode_bytes: Free[PositiveInt] = Field(
-        2**30, description="An image that would need more memory while decoding is refused."
-    )
-    max_memory_bytes: Free[PositiveInt] = Field(
-        2**30,
-        description="Decoded pixels held at a time, from opening an image to its row's record.",
-    )
+    root: Free[str] = "."
+    """Folder, or fsspec URL (`s3://bucket/images`, `gs://`, `hf://`), that images and texts are
+    looked up in; what is outside is refused; a folder's symbolic links are resolved. A store's keys
+    and passwords belong in the environment. If the rows are files outside of the default, it is
+    their folder."""
+    allow_urls: Free[list[str]] = Field([])
+    """Hosts that images may be fetched from, as `host` (ports 80 and 443) or `host:port`. A name
+    must resolve to public addresses; an IP address is allowed as it is."""
+    max_bytes: Free[PositiveInt] = 64 * 2**20
+    """Largest file or download."""
+    max_pixels: Identity[PositiveInt] = 1605632
+    """Larger images are downscaled to it, their aspect kept."""
+    min_pixels: Identity[NonNegativeInt] = 0
+    """Smaller images are upscaled to it."""
+    factor: Identity[PositiveInt | None] = None
+    """Both sides become multiples of it, by the rule of Qwen-VL's own `smart_resize`: 32 for
+    Qwen3-VL, 28 for Qwen2-VL and Qwen2.5-VL. Then the model sees the very size that its processor
+    would have made of the whole image."""
+    pdf_dpi: Identity[PositiveInt] = 150
+    """Pages of PDFs are drawn at it; `max_pixels` holds for them, too."""
+    max_decode_bytes: Free[PositiveInt] = 2**30
+    """An image that would need more memory while decoding is refused."""
+    max_memory_bytes: Free[PositiveInt] = 2**30
+    """Decoded pixels held at a time, from opening an image to its row's record."""
 
     @model_validator(mode="after")
     def _ordered(self) -> MediaTable:

@@ -24,121 +24,76 @@ _InAndOut = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
 class RunTable(Table):
     """How the run behaves."""
 
-    max_in_flight: Free[Literal["auto"] | PositiveInt] = Field(
-        "auto", description="Requests handed to the engine at a time; `auto` adapts."
-    )
-    render_threads: Free[int] = Field(
-        4,
-        ge=1,
-        le=256,
-        description="Threads that render prompts and decode images ahead of the engine.",
-    )
-    look_ahead: Free[NonNegativeInt] = Field(
-        1024,
-        description="Rows read ahead, so that those that share an image or their beginning are in"
-        " flight together, and at the end of the input those with the largest `max_tokens` come"
-        " first; 0 keeps the input's order.",
-    )
-    checkpoint_interval_s: Free[PositiveFloat] = Field(
-        5.0, description="Seconds between checkpoints (fsync, then the checkpoint)."
-    )
-    fail_on_error: Free[bool | NonNegativeInt | Annotated[float, Field(ge=0, lt=1)]] = Field(
-        False,
-        description="Stop the run: `true` at the first failed row, a fraction below 1 when that"
-        " share of the settled rows failed (from 20 rows on), a count when more than that many.",
-    )
-    check_rows: Free[NonNegativeInt] = Field(
-        20,
-        description="Stop before the model is loaded if the first so many rows can't be rendered, all for"
-        " the same reason; 0 never does, nor does a run that has an answer.",
-    )
-    row_timeout_s: Free[PositiveFloat] = Field(
-        600.0,
-        description="A running row that gets no token for this long, or whose prompt is not prepared"
-        " within it, is aborted with `timeout`, and tried again as `retry.attempts` says; one whose"
-        " template is not filled in within it fails with `timeout` at once.",
-    )
-    stall_timeout_s: Free[PositiveFloat] = Field(
-        600.0,
-        description="An engine that completes no step for this long is restarted, and its stacks are logged; not"
-        " with `engine.in_process`, where no other process can watch it.",
-    )
-    max_engine_restarts: Free[NonNegativeInt] = Field(
-        16,
-        description="Stop if the engine died more often than this without one answer in between. With 0, its"
-        " first death stops the run; no smaller settings are tried.",
-    )
-    max_host_gb: Free[PositiveFloat | None] = Field(
-        None,
-        description="The engine's process, or the server that the run started, is restarted between"
-        " rows when it grows past this.",
-    )
-    workers: Free[PositiveInt | None] = Field(
-        None,
-        description="The number of engines on Ray, each with its own GPUs; by default one engine and no Ray.",
-    )
-    ray_address: Free[str | None] = Field(
-        None,
-        description="The cluster that they run on, as `ray.init` takes it; by default `RAY_ADDRESS`, or"
-        " else Ray is started on this machine for the run.",
-    )
-    worker_gpus: Free[NonNegativeFloat | None] = Field(
-        None,
-        description="GPUs of one worker, a fraction to share one; by default `tensor_parallel_size` ×"
-        " `pipeline_parallel_size`, or none if the cluster has none. Without `workers`, too: if they are"
-        " as many as all `[engines]` ask for, these are loaded together (docs/engines.md).",
-    )
-    worker_cpus: Free[PositiveFloat | None] = Field(
-        None,
-        description="Cores of one worker, and its OpenMP threads; by default 1 with a GPU, else its"
-        " share of all cores.",
-    )
-    seed: Identity[int] = Field(0, description="The engine's seed, and that of `run.sample`.")
-    sample: Free[PositiveInt | None] = Field(
-        None,
-        description="Run only so many rows, drawn at random from those of the input; a start without it"
-        " runs the rest, and one with a larger number adds to them.",
-    )
-    max_seconds: Free[PositiveFloat | None] = Field(
-        None,
-        description="Budget of each start, loading included: then no new row begins, and rows in flight get 10"
-        " seconds more. The run ends with exit code 1, and the same command continues it.",
-    )
-    max_completion_tokens: Free[PositiveInt | None] = Field(
-        None,
-        description="Budget of the run, over all its starts: at so many tokens of answers no new row begins; rows in"
-        " flight, which are paid for, are finished. Exit code 1; a larger budget continues the run.",
-    )
-    max_price: Free[PositiveFloat | None] = Field(
-        None,
-        description="Budget of the run, over all its starts, in the currency of the prices below; it ends like"
-        " `max_completion_tokens`.",
-    )
-    price_per_gpu_hour: Free[PositiveFloat | None] = Field(
-        None,
-        description="What an hour of one GPU costs, loading included; the run pays for"
-        " `tensor_parallel_size` × `pipeline_parallel_size` × `data_parallel_size` of them, or"
-        " `run.worker_gpus`, times `run.workers`.",
-    )
-    price_per_million_tokens: Free[_InAndOut | None] = Field(
-        None,
-        description="What a million tokens of prompts and of answers cost: `[0.15, 0.60]`.",
-    )
+    max_in_flight: Free[Literal["auto"] | PositiveInt] = "auto"
+    """Requests handed to the engine at a time; `auto` adapts."""
+    render_threads: Free[int] = Field(4, ge=1, le=256)
+    """Threads that render prompts and decode images ahead of the engine."""
+    look_ahead: Free[NonNegativeInt] = 1024
+    """Rows read ahead, so that those that share an image or their beginning are in flight together,
+    and at the end of the input those with the largest `max_tokens` come first; 0 keeps the input's
+    order."""
+    checkpoint_interval_s: Free[PositiveFloat] = 5.0
+    """Seconds between checkpoints (fsync, then the checkpoint)."""
+    fail_on_error: Free[bool | NonNegativeInt | Annotated[float, Field(ge=0, lt=1)]] = False
+    """Stop the run: `true` at the first failed row, a fraction below 1 when that share of the
+    settled rows failed (from 20 rows on), a count when more than that many."""
+    check_rows: Free[NonNegativeInt] = 20
+    """Stop before the model is loaded if the first so many rows can't be rendered, all for the same
+    reason; 0 never does, nor does a run that has an answer."""
+    row_timeout_s: Free[PositiveFloat] = 600.0
+    """A running row that gets no token for this long, or whose prompt is not prepared within it, is
+    aborted with `timeout`, and tried again as `retry.attempts` says; one whose template is not
+    filled in within it fails with `timeout` at once."""
+    stall_timeout_s: Free[PositiveFloat] = 600.0
+    """An engine that completes no step for this long is restarted, and its stacks are logged; not
+    with `engine.in_process`, where no other process can watch it."""
+    max_engine_restarts: Free[NonNegativeInt] = 16
+    """Stop if the engine died more often than this without one answer in between. With 0, its first
+    death stops the run; no smaller settings are tried."""
+    max_host_gb: Free[PositiveFloat | None] = None
+    """The engine's process, or the server that the run started, is restarted between rows when it
+    grows past this."""
+    workers: Free[PositiveInt | None] = None
+    """The number of engines on Ray, each with its own GPUs; by default one engine and no Ray."""
+    ray_address: Free[str | None] = None
+    """The cluster that they run on, as `ray.init` takes it; by default `RAY_ADDRESS`, or else Ray
+    is started on this machine for the run."""
+    worker_gpus: Free[NonNegativeFloat | None] = None
+    """GPUs of one worker, a fraction to share one; by default `tensor_parallel_size` ×
+    `pipeline_parallel_size`, or none if the cluster has none. Without `workers`, too: if they are
+    as many as all `[engines]` ask for, these are loaded together (docs/engines.md)."""
+    worker_cpus: Free[PositiveFloat | None] = None
+    """Cores of one worker, and its OpenMP threads; by default 1 with a GPU, else its share of all
+    cores."""
+    seed: Identity[int] = 0
+    """The engine's seed, and that of `run.sample`."""
+    sample: Free[PositiveInt | None] = None
+    """Run only so many rows, drawn at random from those of the input; a start without it runs the
+    rest, and one with a larger number adds to them."""
+    max_seconds: Free[PositiveFloat | None] = None
+    """Budget of each start, loading included: then no new row begins, and rows in flight get 10
+    seconds more. The run ends with exit code 1, and the same command continues it."""
+    max_completion_tokens: Free[PositiveInt | None] = None
+    """Budget of the run, over all its starts: at so many tokens of answers no new row begins; rows
+    in flight, which are paid for, are finished. Exit code 1; a larger budget continues the run."""
+    max_price: Free[PositiveFloat | None] = None
+    """Budget of the run, over all its starts, in the currency of the prices below; it ends like
+    `max_completion_tokens`."""
+    price_per_gpu_hour: Free[PositiveFloat | None] = None
+    """What an hour of one GPU costs, loading included; the run pays for `tensor_parallel_size` ×
+    `pipeline_parallel_size` × `data_parallel_size` of them, or `run.worker_gpus`, times
+    `run.workers`."""
+    price_per_million_tokens: Free[_InAndOut | None] = None
+    """What a million tokens of prompts and of answers cost: `[0.15, 0.60]`."""
 
-    metrics_port: Free[int | None] = Field(
-        None,
-        ge=1,
-        le=65535,
-        description="Prometheus finds the run's metrics at `http://127.0.0.1:PORT/metrics`; needs the extra"
-        " `metrics`.",
-    )
+    metrics_port: Free[int | None] = Field(None, ge=1, le=65535)
+    """Prometheus finds the run's metrics at `http://127.0.0.1:PORT/metrics`; needs the extra
+    `metrics`."""
 
-    on_end: Free[str | list[str] | None] = Field(
-        None,
-        description="A command that is run when a run has ended or was stopped, with the run's last line of JSON on"
-        " its stdin, for at most a minute; no shell reads it: `notify-send batchkit`, or"
-        ' `["sh", "-c", "…"]`.',
-    )
+    on_end: Free[str | list[str] | None] = None
+    """A command that is run when a run has ended or was stopped, with the run's last line of JSON
+    on its stdin, for at most a minute; no shell reads it: `notify-send batchkit`, or `["sh", "-c",
+    "…"]`."""
 
     @field_validator("on_end")
     @classmethod
@@ -174,32 +129,22 @@ class RunTable(Table):
 class RetryTable(Table):
     """What is tried again within a run."""
 
-    attempts: Free[PositiveInt] = Field(
-        2, description="Tries of one row, including the first, for errors that may not recur."
-    )
-    temperatures: Identity[list[Annotated[float, Field(ge=0)]] | None] = Field(
-        None, description="Temperature by attempt; the last one applies to all further ones."
-    )
-    backoff_s: Free[NonNegativeFloat] = Field(
-        0.0, description="Seconds before the second try, twice as long before each further one."
-    )
-    on_too_long: Identity[Literal["fail", "truncate-middle"]] = Field(
-        "fail",
-        description="What a prompt that does not fit does: `fail` its row, or `truncate-middle`: cut"
-        " the row's longest text in the middle until prompt and answer fit; the record says by how"
-        " many tokens (`truncated_tokens`).",
-    )
-    reask: Identity[NonNegativeInt] = Field(
-        0,
-        description="How often a row is asked again if its answer has nothing that"
-        " `scoring.extract` finds, or is not what `output.parse` asks for; the last answer counts,"
-        " whatever it is.",
-    )
-    reask_note: Identity[str] = Field(
-        "",
-        description="Template: what is added to the prompt then. A row for which it is empty"
-        " is not asked again.",
-    )
+    attempts: Free[PositiveInt] = 2
+    """Tries of one row, including the first, for errors that may not recur."""
+    temperatures: Identity[list[Annotated[float, Field(ge=0)]] | None] = None
+    """Temperature by attempt; the last one applies to all further ones."""
+    backoff_s: Free[NonNegativeFloat] = 0.0
+    """Seconds before the second try, twice as long before each further one."""
+    on_too_long: Identity[Literal["fail", "truncate-middle"]] = "fail"
+    """What a prompt that does not fit does: `fail` its row, or `truncate-middle`: cut the row's
+    longest text in the middle until prompt and answer fit; the record says by how many tokens
+    (`truncated_tokens`)."""
+    reask: Identity[NonNegativeInt] = 0
+    """How often a row is asked again if its answer has nothing that `scoring.extract` finds, or is
+    not what `output.parse` asks for; the last answer counts, whatever it is."""
+    reask_note: Identity[str] = ""
+    """Template: what is added to the prompt then. A row for which it is empty is not asked
+    again."""
 
     @model_validator(mode="after")
     def _says_what_to_add(self) -> RetryTable:
@@ -211,33 +156,23 @@ class RetryTable(Table):
 class OutputTable(Table):
     """What is written, and where."""
 
-    dir: Free[str] = Field("output", description="The run folder is `<dir>/<name>`.")
-    keep: Identity[list[str]] = Field(
-        [],
-        description="Fields of the row copied into its record, beside those that `[scoring]` reads.",
-    )
-    prompt: Identity[bool] = Field(
-        False, description="Also store the rendered prompt in each record."
-    )
-    parse: Identity[Literal["json"] | None] = Field(
-        None,
-        description="`json`: each answer has to be JSON, or have one fenced block of it, and to fit the"
-        " schema of `sampling.structured_outputs` if there is one. Its value is `parsed` in the record,"
-        " and its keys are columns of Parquet and CSV. Any other answer is the failure"
-        " `invalid_output`.",
-    )
-    choices: Identity[bool | None] = Field(
-        None,
-        description="Whether a record has all `n` answers of its row; by default, unless `[select]` picks one.",
-    )
-    replay: Free[Literal["strict", "fresh"]] = Field(
-        "strict",
-        description="What happens to a row whose function asks for something else than before it was interrupted:"
-        " it fails with `rollout`, or has the new answer.",
-    )
-    vector_dtype: Identity[Literal["float32", "float16"]] = Field(
-        "float32", description='For `task = "embed"`: the type that vectors are stored with.'
-    )
+    dir: Free[str] = "output"
+    """The run folder is `<dir>/<name>`."""
+    keep: Identity[list[str]] = Field([])
+    """Fields of the row copied into its record, beside those that `[scoring]` reads."""
+    prompt: Identity[bool] = False
+    """Also store the rendered prompt in each record."""
+    parse: Identity[Literal["json"] | None] = None
+    """`json`: each answer has to be JSON, or have one fenced block of it, and to fit the schema of
+    `sampling.structured_outputs` if there is one. Its value is `parsed` in the record, and its keys
+    are columns of Parquet and CSV. Any other answer is the failure `invalid_output`."""
+    choices: Identity[bool | None] = None
+    """Whether a record has all `n` answers of its row; by default, unless `[select]` picks one."""
+    replay: Free[Literal["strict", "fresh"]] = "strict"
+    """What happens to a row whose function asks for something else than before it was interrupted:
+    it fails with `rollout`, or has the new answer."""
+    vector_dtype: Identity[Literal["float32", "float16"]] = "float32"
+    """For `task = "embed"`: the type that vectors are stored with."""
 
 
 def words_of(command: str | Sequence[str]) -> list[str]:

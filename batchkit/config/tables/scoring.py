@@ -22,14 +22,14 @@ class JudgeTable(Table):
     Its templates see the row's fields, and `prediction`, `reference` and `text` besides.
     """
 
-    step: str | None = Field(
-        None,
-        description="Instead of `engine`: one of `[[steps]]`, with `answer = false`, whose answers are the scores.",
-    )
+    step: str | None = None
+    """Instead of `engine`: one of `[[steps]]`, with `answer = false`, whose answers are the
+    scores."""
     engine: EngineTable | None = None
     sampling: SamplingTable = SamplingTable()
     prompt: PromptTable = PromptTable()
-    max_score: PositiveFloat = Field(100.0, description="The best score that it can give.")
+    max_score: PositiveFloat = 100.0
+    """The best score that it can give."""
 
     @model_validator(mode="after")
     def _coherent(self) -> JudgeTable:
@@ -45,75 +45,68 @@ class JudgeTable(Table):
 class Reading(Table):
     """What may be read from answers otherwise than `[scoring]` says."""
 
-    extract: Identity[Extract | None] = Field(None, description="As `scoring.extract`.")
-    pattern: Identity[str | None] = Field(None, description="As `scoring.pattern`.")
-    key: Identity[str | None] = Field(None, description="As `scoring.key`.")
-    choices: Identity[list[str] | None] = Field(None, description="As `scoring.choices`.")
-    reference: Identity[str | None] = Field(None, description="As `scoring.reference`.")
-    scorers: Identity[list[ScorerName] | None] = Field(None, description="As `scoring.scorers`.")
-    tolerance: Identity[NonNegativeFloat | None] = Field(
-        None, description="As `scoring.tolerance`."
-    )
+    extract: Identity[Extract | None] = None
+    """As `scoring.extract`."""
+    pattern: Identity[str | None] = None
+    """As `scoring.pattern`."""
+    key: Identity[str | None] = None
+    """As `scoring.key`."""
+    choices: Identity[list[str] | None] = None
+    """As `scoring.choices`."""
+    reference: Identity[str | None] = None
+    """As `scoring.reference`."""
+    scorers: Identity[list[ScorerName] | None] = None
+    """As `scoring.scorers`."""
+    tolerance: Identity[NonNegativeFloat | None] = None
+    """As `scoring.tolerance`."""
 
 
 class ScoringRule(Reading):
     """Rows that are scored differently: keys set here replace those of `[scoring]`."""
 
-    where: dict[str, Any] = Field(
-        {}, description="Which rows: as `input.where`. The first rule that matches a row applies."
-    )
+    where: dict[str, Any] = Field({})
+    """Which rows: as `input.where`. The first rule that matches a row applies."""
 
 
 class ScoringTable(Table):
     """How answers are scored: as rows finish, and again by `batchkit score`."""
 
-    extract: Extract = Field(
-        "text",
-        description="What the prediction is: the whole `text`, the first group of a `regex`, a `json`"
-        " value, the last `number`, what follows `[Final Answer]:`, the last block of `code`, or a"
-        " `reward` from 0 to 10.",
-    )
-    pattern: str | None = Field(
-        None, description="For `regex`: the last match counts, its first group if it has one."
-    )
-    key: str | None = Field(None, description="For `json`: the key (dotted) of the value.")
-    choices: list[str] = Field([], description="For `choice`: the answers to choose from.")
-    reference: str | None = Field(None, description="The field that holds the right answer.")
-    reference_run: str | None = Field(
-        None, description="A run whose predictions, by id, are the right answers instead."
-    )
-    scorers: list[ScorerName] = Field(
-        [], description="What is computed of prediction and reference; docs/scoring.md."
-    )
-    group_by: str | None = Field(
-        None, description="The field whose values group the table of scores."
-    )
-    mode: Literal["official", "fixed"] = Field(
-        "official",
-        description="`official` equals RealHiTBench's own code to the digit; `fixed` corrects its quirks:"
-        " docs/scoring.md lists them.",
-    )
-    tolerance: NonNegativeFloat = Field(
-        0.01, description="For `numeric`: how far off, as a share of the reference."
-    )
-    default_reward: float | None = Field(
-        None, description="The score of an answer without a number; by default it is unscored."
-    )
-    allow_code: bool = Field(
-        False, description="For `chart`: run the code that the model wrote, in a sandbox."
-    )
-    table: str | None = Field(
-        None,
-        description="For `chart`: template of the path, under `media.root`, of the row's table. It is"
-        " opened after the check, so no other user may have write access below `media.root`.",
-    )
-    chart_type: str = Field(
-        "{{ SubQType }}",
-        description="For `chart`: template; its first word is LineChart, BarChart, ScatterChart or"
-        " PieChart.",
-    )
-    judge: JudgeTable | None = Field(None, description="For `judge`: the model that judges.")
-    rules: list[ScoringRule] = Field([], description="Rows that are scored differently.")
+    extract: Extract = "text"
+    """What the prediction is: the whole `text`, the first group of a `regex`, a `json` value, the
+    last `number`, what follows `[Final Answer]:`, the last block of `code`, or a `reward` from 0 to
+    10."""
+    pattern: str | None = None
+    """For `regex`: the last match counts, its first group if it has one."""
+    key: str | None = None
+    """For `json`: the key (dotted) of the value."""
+    choices: list[str] = Field([])
+    """For `choice`: the answers to choose from."""
+    reference: str | None = None
+    """The field that holds the right answer."""
+    reference_run: str | None = None
+    """A run whose predictions, by id, are the right answers instead."""
+    scorers: list[ScorerName] = Field([])
+    """What is computed of prediction and reference; docs/scoring.md."""
+    group_by: str | None = None
+    """The field whose values group the table of scores."""
+    mode: Literal["official", "fixed"] = "official"
+    """`official` equals RealHiTBench's own code to the digit; `fixed` corrects its quirks:
+    docs/scoring.md lists them."""
+    tolerance: NonNegativeFloat = 0.01
+    """For `numeric`: how far off, as a share of the reference."""
+    default_reward: float | None = None
+    """The score of an answer without a number; by default it is unscored."""
+    allow_code: bool = False
+    """For `chart`: run the code that the model wrote, in a sandbox."""
+    table: str | None = None
+    """For `chart`: template of the path, under `media.root`, of the row's table. It is opened after
+    the check, so no other user may have write access below `media.root`."""
+    chart_type: str = "{{ SubQType }}"
+    """For `chart`: template; its first word is LineChart, BarChart, ScatterChart or PieChart."""
+    judge: JudgeTable | None = None
+    """For `judge`: the model that judges."""
+    rules: list[ScoringRule] = Field([])
+    """Rows that are scored differently."""
 
     @property
     def parts(self) -> list[ScoringTable | ScoringRule]:

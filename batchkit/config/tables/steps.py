@@ -27,26 +27,20 @@ class StepTable(Reading):
     (the texts of all `n`), `.selected` (with `[select]`: the number of the one that counts, from 0) and `.skipped`.
     """
 
-    name: Identity[str] = Field(
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        description="Its name in templates, in `steps.jsonl` and in tables.",
-    )
-    prompt: PromptTable = Field(PromptTable(), description="As `[prompt]`.")
-    sampling: SamplingTable = Field(
-        SamplingTable(), description="As `[sampling]`, which gives what is not set here."
-    )
-    engine: Identity[str] = Field(
-        "", description="The name of one of `[engines]`; by default `[engine]`."
-    )
-    when: Identity[str | None] = Field(
-        None,
-        description="A template; the step is skipped if it gives nothing, `false`, `no`, `none` or `0`.",
-    )
-    answer: Identity[bool] = Field(
-        True,
-        description="`false` for a step that plans or judges: the row's answer is that of the last other step.",
-    )
-    parse: Identity[Literal["json"] | None] = Field(None, description="As `output.parse`.")
+    name: Identity[str] = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Its name in templates, in `steps.jsonl` and in tables."""
+    prompt: PromptTable = Field(PromptTable())
+    """As `[prompt]`."""
+    sampling: SamplingTable = Field(SamplingTable())
+    """As `[sampling]`, which gives what is not set here."""
+    engine: Identity[str] = ""
+    """The name of one of `[engines]`; by default `[engine]`."""
+    when: Identity[str | None] = None
+    """A template; the step is skipped if it gives nothing, `false`, `no`, `none` or `0`."""
+    answer: Identity[bool] = True
+    """`false` for a step that plans or judges: the row's answer is that of the last other step."""
+    parse: Identity[Literal["json"] | None] = None
+    """As `output.parse`."""
 
     @property
     def scoring(self) -> ScoringTable:
@@ -76,28 +70,22 @@ class RolloutTable(Table):
     """A function instead of `[prompt]` and `[[steps]]`: `async def solve(row, generate)`, which is
     called for each row and returns its answer, a text or a dict (docs/steps.md). Its code is trusted."""
 
-    function: Identity[str] = Field(
-        pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$",
-        description="`module:name`, or `path/to/file.py:name`; a module is looked for beside the job file, too.",
-    )
-    concurrency: Free[PositiveInt] = Field(
-        4096,
-        description="Rows that are begun at a time, those that wait for something else included.",
-    )
+    function: Identity[str] = Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")
+    """`module:name`, or `path/to/file.py:name`; a module is looked for beside the job file, too."""
+    concurrency: Free[PositiveInt] = 4096
+    """Rows that are begun at a time, those that wait for something else included."""
 
 
 class SelectTable(Table):
     """Which of the `n` answers of `sampling.n` counts: of the row's, and of those of each step, which its own
     `extract` and `scorers` read if it has any, else those of `[scoring]`. Only whole answers are chosen."""
 
-    by: Identity[Literal["majority", "scorer", "step"] | None] = Field(
-        None,
-        description="`majority`: the first of those whose prediction (`scoring.extract`) most of them have:"
-        " the same one of `scoring.choices`, number or words; `scorer`: the first with the highest score;"
-        " `step`: the one whose number, from 1, the step `select.step` answers; its templates see"
-        " `candidates`, the texts, and its `extract` is `number` by default.",
-    )
-    scorer: Identity[ScorerName | None] = Field(
-        None, description="For `scorer`: one of `scoring.scorers`; by default the only one."
-    )
-    step: Identity[str | None] = Field(None, description="For `step`: the last of `[[steps]]`.")
+    by: Identity[Literal["majority", "scorer", "step"] | None] = None
+    """`majority`: the first of those whose prediction (`scoring.extract`) most of them have: the
+    same one of `scoring.choices`, number or words; `scorer`: the first with the highest score;
+    `step`: the one whose number, from 1, the step `select.step` answers; its templates see
+    `candidates`, the texts, and its `extract` is `number` by default."""
+    scorer: Identity[ScorerName | None] = None
+    """For `scorer`: one of `scoring.scorers`; by default the only one."""
+    step: Identity[str | None] = None
+    """For `step`: the last of `[[steps]]`."""

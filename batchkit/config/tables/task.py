@@ -15,20 +15,16 @@ class PairTable(Table):
     """What `task = "score"` compares: a query with a document, or with each of a list. Templates are
     filled in as those of `[prompt]`."""
 
-    query: Identity[str | None] = Field(None, description="The query, or one of the two texts.")
-    documents: Identity[str | None] = Field(
-        None,
-        description="The text that it is compared with; or `{{ column }}` alone for a column with a list"
-        " of texts, each of which gets its score.",
-    )
-    query_images: Identity[list[str]] = Field(
-        [], description="Images of the query, as `prompt.images`."
-    )
-    document_images: Identity[list[str]] = Field(
-        [],
-        description="Images of the document, as `prompt.images`. If `documents` is a list, each template"
-        " gives a list as long, with one image for each document.",
-    )
+    query: Identity[str | None] = None
+    """The query, or one of the two texts."""
+    documents: Identity[str | None] = None
+    """The text that it is compared with; or `{{ column }}` alone for a column with a list of texts,
+    each of which gets its score."""
+    query_images: Identity[list[str]] = Field([])
+    """Images of the query, as `prompt.images`."""
+    document_images: Identity[list[str]] = Field([])
+    """Images of the document, as `prompt.images`. If `documents` is a list, each template gives a
+    list as long, with one image for each document."""
 
     @property
     def is_set(self) -> bool:
@@ -41,16 +37,12 @@ class PoolingTable(Table):
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
-    dimensions: Identity[PositiveInt | None] = Field(
-        None,
-        description="For `embed`: only the first so many of a vector, if the model was trained for it"
-        " (Matryoshka). With `dry-run`: the length of its vectors (8).",
-    )
-    normalize: Identity[bool | None] = Field(
-        None,
-        description="For `embed`: whether vectors get the length 1, by default as the model says. It is"
-        " what vLLM calls `use_activation`.",
-    )
+    dimensions: Identity[PositiveInt | None] = None
+    """For `embed`: only the first so many of a vector, if the model was trained for it
+    (Matryoshka). With `dry-run`: the length of its vectors (8)."""
+    normalize: Identity[bool | None] = None
+    """For `embed`: whether vectors get the length 1, by default as the model says. It is what vLLM
+    calls `use_activation`."""
 
     def params(self) -> dict[str, Any]:
         """The names and values for ``vllm.PoolingParams``."""
