@@ -14,11 +14,10 @@ from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineCrashError, JobError, RowOutOfMemoryError
-from batchkit.execution.notify import notifying
 from batchkit.execution.run import start_run
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
-from batchkit.execution.summary import RunSummary
+from batchkit.execution.summary import RunSummary, notifying
 from batchkit.rendering.constant_files import constant_files
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, identity

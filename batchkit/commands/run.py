@@ -12,11 +12,10 @@ from batchkit.commands.forecast_file import announced, turned_out
 from batchkit.commands.score import finish_scoring
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, Interrupted, JobError
-from batchkit.execution.notify import notifying
 from batchkit.execution.run import start_run
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import OnChange, Options
-from batchkit.execution.summary import Outcome
+from batchkit.execution.summary import Outcome, notifying
 
 
 def run_job(

@@ -11,8 +11,7 @@ from batchkit.errors import BatchkitError, Interrupted
 from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.engine_notes import EngineNotes
 from batchkit.execution.first_rows import hints
-from batchkit.execution.kept_engine import KeptEngine
-from batchkit.execution.lane import Opening
+from batchkit.execution.lane import KeptEngine, Opening
 from batchkit.execution.requests import requests_of
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.rollouts.rollouts import PausedRow
@@ -117,7 +116,7 @@ class Loop:
         tasks = self._tasks
         for line in lines:
             if isinstance(line, RecordLine):
-                tasks.settle(line.record.index, is_ok=line.record.status == "ok")
+                tasks.settle(is_ok=line.record.status == "ok")
             elif isinstance(line, PausedRow):
                 tasks.turns.pause(line)
         self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))

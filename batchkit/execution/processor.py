@@ -13,12 +13,11 @@ from batchkit.config.loading import load_job, parse_job, resolve_paths
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
-from batchkit.execution.kept_engine import KeptEngine
-from batchkit.execution.notify import notifying
+from batchkit.execution.lane import KeptEngine
 from batchkit.execution.rollouts.function import Function, with_function
 from batchkit.execution.run import start_run
 from batchkit.execution.start import OnChange, Options
-from batchkit.execution.summary import Outcome, RunSummary
+from batchkit.execution.summary import Outcome, RunSummary, notifying
 from batchkit.rendering.renderer import AdjustSampling
 from batchkit.sources.input import Input, from_python
 from batchkit.storage.job_toml import check_secrets
@@ -87,22 +86,14 @@ class ProductionBatchProcessor:
             resolve_paths(job, Path.cwd()) if isinstance(job, JobConfig) else load_job(Path(job))
         )
         check_secrets(self.job)
-        if adjust_sampling is not None and self.job.run.workers is not None:
-            raise JobError(
-                "adjust_sampling: is a function, which workers on Ray don't get; leave run.workers out, or"
-                " give each row its own parameters (sampling.sampling_column)"
-            )
-        if adjust_sampling is not None and self.job.task != "generate":
-            raise JobError(
-                f'adjust_sampling: is for task = "generate", and task is "{self.job.task}", which has no'
-                " sampling parameters; leave it out"
-            )
         if rollout is not None:
             self.job = with_function(self.job, rollout)
-        if adjust_sampling is not None and self.job.rollout is not None:
+        is_fixed = self.job.task != "generate" or self.job.rollout or self.job.run.workers
+        if adjust_sampling is not None and is_fixed:
             raise JobError(
-                "adjust_sampling: a rollout's function gives each generation its parameters itself, as"
-                " generate(…, temperature=0.5); leave it out"
+                'adjust_sampling: is for task = "generate" without a rollout, whose function gives each'
+                " generation its parameters itself, and without run.workers, which get no function; leave"
+                " it out, or give each row its own parameters (sampling.sampling_column)"
             )
         self._options = Options(
             fresh=fresh,

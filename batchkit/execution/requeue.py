@@ -58,7 +58,7 @@ def requeue(
     unfinished = folder / _UNFINISHED
     try:
         unfinished.mkdir()
-        kept, dropped, reused = _copy(folder, unfinished, _Rows(rows, by_id=by_id), by_id, keep)
+        kept, dropped, reused = _copy(folder, unfinished, _Rows(rows, by_id=by_id), keep)
         manifest.write(unfinished)
         unfinished.rename(folder / REQUEUE)
         sync_folder(folder)
@@ -121,14 +121,17 @@ class _Rows:
     """The rows of the input, each of which is given out once."""
 
     def __init__(self, rows: Iterable[Row], *, by_id: bool) -> None:
+        self.by_id = by_id
         self._same: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         self._taken = IndexSet()
         self._left: dict[str, list[int]] | None = None
         for row in rows:
-            key = row.id if by_id else str(row.index)
-            self._same[key, input_hash(row.fields)].append(row.index)
+            self._same[self.key(row.index, row.id), input_hash(row.fields)].append(row.index)
         for indexes in self._same.values():
             indexes.reverse()  # the first one is taken first
+
+    def key(self, index: int, row_id: str) -> str:
+        return row_id if self.by_id else str(index)
 
     def same(self, key: str, input_hash: str) -> int | None:
         """The index of a row with this key and hash."""
@@ -151,13 +154,11 @@ class _Rows:
         return None
 
 
-def _moves(
-    records: Iterable[dict[str, Any]], rows: _Rows, by_id: bool, keep: Kept
-) -> dict[int, _Move]:
+def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep: Kept) -> dict[int, _Move]:
     """Where each record's row is now, by its old index."""
     moves, changed = dict[int, _Move](), list[tuple[int, str]]()
     for record in records:
-        was, key = record["index"], record["id"] if by_id else str(record["index"])
+        was, key = record["index"], rows.key(record["index"], record["id"])
         if (to := rows.same(key, record.get("input_hash") or "")) is None:
             changed.append((was, key))
         else:
@@ -166,11 +167,11 @@ def _moves(
     return moves
 
 
-def _copy(run: Path, folder: Path, rows: _Rows, by_id: bool, keep: Kept) -> tuple[int, int, int]:
+def _copy(run: Path, folder: Path, rows: _Rows, keep: Kept) -> tuple[int, int, int]:
     """Write the records and generations to keep, with their checkpoint. Returns the numbers of records
     kept and dropped, and of generations of rows without a record."""
     vectors = Vectors(run)
-    moves = _moves(read_newest(run / RESULTS), rows, by_id, keep)
+    moves = _moves(read_newest(run / RESULTS), rows, keep)
     n_records, reused = len(moves), 0
 
     def to_keep() -> Iterator[RecordLine]:
@@ -181,9 +182,7 @@ def _copy(run: Path, folder: Path, rows: _Rows, by_id: bool, keep: Kept) -> tupl
                 if record.get("embedding") is not None and record["index"] != to:
                     vector = vectors.of(record)
                     del record["embedding"]
-                if not by_id:
-                    record["id"] = str(to)
-                record["index"] = to
+                record |= {"index": to, "id": rows.key(to, record["id"])}
                 yield rewritten(record, vector)
 
     def generations() -> Iterator[GenerationLine]:
@@ -191,7 +190,8 @@ def _copy(run: Path, folder: Path, rows: _Rows, by_id: bool, keep: Kept) -> tupl
         for line in read_generations(run):
             if line.record is None:
                 continue
-            was, key = line.record.index, line.record.id if by_id else str(line.record.index)
+            was = line.record.index
+            key = rows.key(was, line.record.id)
             if was not in moves:  # it has no record
                 moves[was] = _Move(rows.other(key), False)
             to, has_record = moves[was]

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
-from batchkit.errors import BatchkitError
+from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.exporter import exporting
-from batchkit.execution.kept_engine import KeptEngine
+from batchkit.execution.lane import KeptEngine
 from batchkit.execution.loop import Loop
-from batchkit.execution.resume import OpenRun, open_run
+from batchkit.execution.resume import open_run
 from batchkit.execution.screen import Screen
 from batchkit.execution.signals import StopRequest
-from batchkit.execution.skip import shared_ids
 from batchkit.execution.start import Options, Start
 from batchkit.execution.stop import Stop
 from batchkit.execution.summary import Outcome
-from batchkit.execution.tasks import Tasks
+from batchkit.execution.tasks import Tasks, shared_ids
+from batchkit.execution.turns import grouping_of
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.sample import check_countable, sampled
 from batchkit.storage.job_toml import check_secrets
@@ -64,6 +64,11 @@ def _check_before(start: Start, source: Input) -> None:
     job = start.job
     if start.references and source.files is not None:
         check_one_row_each(start.references, shared_ids(job, source))
+    groups, why, _ = grouping_of(job)
+    if source.files is None and len(groups) > 1:
+        raise JobError(
+            f"rows from an iterator can be read only once, and {why}; give a list of rows"
+        )
     if start.options.fresh or start.options.on_change == "new":
         for name in job.engine_names:  # before the folder is moved: an option may be mistyped
             open_preflight(job.with_engine(name))
@@ -75,7 +80,10 @@ def _settled(
     job = start.job
     export = held.enter_context(exporting(job))
     run = held.enter_context(open_run(start, source))
-    rows = _sampled(source, run, job)
+    rows = source
+    if job.run.sample is not None:
+        totals = run.ledger.totals
+        rows = sampled(source, job.input, job.run.sample, seed=job.run.seed, settled=totals)
     start.renderer.check_files()  # the manifest must describe the same templates
     screen = Screen(start, run, signals.began, export)
     held.enter_context(closing(screen))
@@ -88,13 +96,6 @@ def _settled(
         return outcome
     # The table of its answers has all rows.
     return outcome._replace(summary=replace(outcome.summary, source=source))
-
-
-def _sampled(source: Input, run: OpenRun, job: JobConfig) -> Input:
-    if job.run.sample is None:
-        return source
-    totals = run.ledger.totals
-    return sampled(source, job.input, job.run.sample, seed=job.run.seed, settled=totals)
 
 
 def _sample_of(source: Input, job: JobConfig) -> str:

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
 
+from tqdm.auto import tqdm
+
+from batchkit.config.masking import masked_text
+from batchkit.config.numbers import duration
+from batchkit.config.terminal import plain
 from batchkit.engines.memory import family_bytes, gpu_loads
+from batchkit.errors import StoreError
 from batchkit.execution.events import Load
 from batchkit.execution.exporter import Show
-from batchkit.execution.progress import Progress
+from batchkit.execution.rate_meter import RateMeter
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
+from batchkit.storage.files import open_log
 from batchkit.storage.metrics import GpuLoad, Metrics, MetricsLog
+from batchkit.storage.runfolder import LOG
 from batchkit.types import utc_now
 
 _LOOK_S = 0.25
 _RECORD_S = 1.0
 _MACHINE_S = 5.0  # reading the processes of the host may take some milliseconds
+_RATE_SPAN_S = 60.0
+_CLOCK_S = 1.0
+_IS_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 
 class Screen:
@@ -102,3 +119,150 @@ class _MachineWatch:
             self.gpus = gpu_loads()
             if self._closed.wait(_MACHINE_S):
                 return
+
+
+class Progress:
+    """Shows a tqdm bar on a terminal and in a notebook, otherwise one plain line per ``interval_s``;
+    run.log gets every event and the plain lines in both cases. With ``quiet``, only run.log is written.
+    Without ``generates``, the rate of output tokens is left out: there are none.
+    """
+
+    def __init__(self, folder: Path, *, interval_s: float, quiet: bool, generates: bool) -> None:
+        self._path = folder / LOG
+        self._log = TextIOWrapper(open_log(self._path), encoding="utf-8", line_buffering=True)
+        self._stream = sys.stderr
+        self._quiet = quiet
+        self._generates = generates
+        self._has_bar = not quiet and (self._stream.isatty() or _IS_NOTEBOOK)
+        self._interval_s = interval_s
+        self._meter: RateMeter | None = None
+        self._bar: tqdm[Any] | None = None
+        self._next_line = 0.0
+
+    def event(self, text: str) -> None:
+        """Write one line to run.log and to stderr."""
+        self._write(text)
+        self._say(text)
+
+    def note(self, text: str) -> None:
+        """Write a long text, for example a dump of stacks, indented, to run.log only."""
+        self._write(text.strip().replace("\n", "\n    "))
+
+    def update(self, metrics: Metrics, *, force: bool = False) -> None:
+        """Draw the bar, and write a plain line if one is due."""
+        now, counts = time.monotonic(), _counts(metrics)
+        if self._meter is None:
+            self._meter = RateMeter(now, counts, span_s=_RATE_SPAN_S)
+            self._next_line = now + self._interval_s
+        parts = _parts(metrics, self._meter.per_s(now, counts), generates=self._generates)
+        if self._has_bar:
+            self._draw(metrics, ", ".join(parts))
+        if force or now >= self._next_line:
+            self._next_line = now + self._interval_s
+            line = ", ".join(parts)
+            self._write(line)
+            if not self._has_bar:
+                self._say(line)
+            self._meter.add(now, counts)
+
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Show ``text`` and the seconds that pass inside, where there is a bar; then the line is gone.
+
+        A thread draws them; tqdm has one thread at a time write.
+        """
+        if not self._has_bar:
+            yield
+            return
+        began, is_over, before = time.monotonic(), threading.Event(), self._bar
+        clock = self._bar = tqdm(
+            desc=text, bar_format="{desc}", file=self._stream, leave=False, dynamic_ncols=True
+        )
+
+        def tick() -> None:
+            with suppress(OSError):  # the terminal was closed
+                while not is_over.wait(_CLOCK_S):
+                    seconds = duration(time.monotonic() - began)
+                    clock.set_description_str(f"{text}, {seconds}")
+
+        ticking = threading.Thread(target=tick, name="load-clock", daemon=True)
+        ticking.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            ticking.join()
+            self._bar = before
+            with suppress(OSError):
+                clock.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        with suppress(OSError):  # nothing is lost: every line was flushed
+            self._log.close()
+
+    def _write(self, line: str) -> None:
+        try:
+            self._log.write(f"{utc_now()} {plain(masked_text(line))}\n")
+        except OSError as error:
+            raise StoreError(f"{self._path}: can't write: {error.strerror}") from error
+
+    def _draw(self, metrics: Metrics, text: str) -> None:
+        settled, *_ = _counts(metrics)
+        if self._bar is None:
+            self._bar = tqdm(
+                total=metrics.rows_total,
+                initial=settled,
+                bar_format="{desc} {bar}",
+                file=self._stream,
+                dynamic_ncols=True,
+            )
+        self._bar.total, self._bar.n = metrics.rows_total, settled
+        try:
+            self._bar.set_description_str(text)  # which tqdm cuts at the terminal's edge
+        except OSError:
+            self._lose_stream()
+
+    def _say(self, text: str) -> None:
+        if self._quiet:
+            return
+        text = plain(masked_text(text))
+        try:
+            if self._bar is not None:
+                self._bar.write(f"batchkit: {text}", file=self._stream)
+            else:
+                print(f"batchkit: {text}", file=self._stream, flush=True)
+        except OSError:
+            self._lose_stream()
+
+    def _lose_stream(self) -> None:
+        """The terminal or the pipe was closed: from now on write to run.log only."""
+        self._quiet, self._has_bar = True, False
+
+
+def _counts(metrics: Metrics) -> tuple[int, int, int]:
+    """Rows, prompt tokens, completion tokens so far."""
+    completion_tokens = metrics.completion_tokens + metrics.unfinished_tokens
+    return metrics.rows_ok + metrics.rows_failed, metrics.prompt_tokens, completion_tokens
+
+
+def _parts(metrics: Metrics, per_s: Sequence[float], *, generates: bool) -> list[str]:
+    """For example ``2 failed``, ``1,200 of 3,071 rows``, ``6 min left``, …: what matters most comes
+    first. ``per_s``: the rates of the counts over the last minute."""
+    settled, total = metrics.rows_ok + metrics.rows_failed, metrics.rows_total
+    of = "" if total is None else f" of {total:,}"
+    rows_per_s, prompt_per_s, completion_per_s = per_s
+    parts = [f"{metrics.rows_failed:,} failed", f"{settled:,}{of} rows"]
+    if metrics.generations:
+        parts.append(f"{metrics.generations:,} generations")
+    if total is not None and rows_per_s > 0:
+        parts.append(f"{duration((total - settled) / rows_per_s)} left")
+    if generates:
+        parts.append(f"{completion_per_s:,.0f} output tok/s")
+    return [
+        *parts,
+        f"{rows_per_s:.1f} rows/s",
+        f"{metrics.in_flight} in flight",
+        f"{prompt_per_s:,.0f} prompt tok/s",
+    ]

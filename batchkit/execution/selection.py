@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.errors import InvalidOutputError
-from batchkit.execution.records import value_of
 from batchkit.rendering.steps import CANDIDATES
 from batchkit.scoring import Scoring
+from batchkit.scoring.parsed import value_of
 from batchkit.scoring.values import vote_of
 from batchkit.types import BROKEN_OFF, Completion
 
@@ -74,20 +75,15 @@ class Selection:
         """The first of those that most agree with; the first one if none has a prediction."""
         row, scoring = completion.request.row, self._of(completion)
         choices = scoring.table_for(row.fields).choices
-        counts: dict[str, int] = {}  # of a vote: how many, which is the first, and in which words
-        first: dict[str, int] = {}
-        words: dict[str, str] = {}
+        cast = defaultdict[str, list[tuple[int, str]]](list)  # by vote: who has it, in which words
         for number in numbers:
             found = scoring.found(completion.choices[number].text, row.fields, row.id)
             vote = vote_of(found, choices) if found else None
             if found and vote is not None:
-                counts[vote] = counts.get(vote, 0) + 1
-                first.setdefault(vote, number)
-                words.setdefault(vote, found)
-        most = max(counts, key=counts.__getitem__, default=None)  # of equal ones, the first
-        selected = numbers[0] if most is None else first[most]
-        votes = {words[vote]: count for vote, count in counts.items()}
-        return replace(completion, selected=selected, votes=votes)
+                cast[vote].append((number, found))
+        most = max(cast.values(), key=len, default=[(numbers[0], "")])  # of equal ones, the first
+        votes = {same[0][1]: len(same) for same in cast.values()}
+        return replace(completion, selected=most[0][0], votes=votes)
 
     def _score(self, completion: Completion, number: int) -> float:
         row = completion.request.row

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from batchkit.execution.records import failed_unless_whole, parsed_or_failed, to_record
+from collections.abc import Sequence
+from typing import Any, cast
+
+from msgspec import UNSET, Raw
+from msgspec.structs import replace
+
+from batchkit.errors import CutOffReasoningError, EmptyTextError, InvalidOutputError, ServerError
 from batchkit.execution.start import Start
 from batchkit.scoring import Scored
+from batchkit.scoring.parsed import value_of
 from batchkit.storage.ledger import RecordLine, line_of
+from batchkit.storage.plain_json import encoded
+from batchkit.storage.schema import error_of, is_count, possible, seconds_of
 from batchkit.storage.steps import GenerationLine, generation_line
-from batchkit.types import Completion
+from batchkit.types import BROKEN_OFF, Choice, Completion, Pooled, Record, line_of_choice, utc_now
 
 SettledLine = RecordLine | GenerationLine
+_NO_FIELDS = Raw(b"{}")
 
 
 def resolved(start: Start, completion: Completion) -> Completion:
@@ -17,7 +27,7 @@ def resolved(start: Start, completion: Completion) -> Completion:
     whole answer. The outcome of a row whose generations were resolved stays as it is."""
     if completion.generations is not None:
         return completion
-    parses = completion.request.step in start.job.parsing
+    parses = completion.request.step in start.parsing
     chosen = start.selection.chosen(completion, parses=parses)
     whole = failed_unless_whole(chosen, start.job.output.vector_dtype)
     return parsed_or_failed(whole) if parses else whole
@@ -62,3 +72,141 @@ def _scored_text(completion: Completion) -> str:
     if completion.pooled is not None:
         return completion.pooled.label or ""
     return completion.text
+
+
+def to_record(
+    completion: Completion,
+    keep: Sequence[str],
+    *,
+    with_prompt: bool = False,
+    with_choices: bool = True,
+    scored: Scored | None = None,
+) -> Record:
+    """The record of the row that ``completion`` settled, with the row's fields in ``keep``.
+
+    ``scored`` is None if nothing is scored. ``with_choices``: all of them, if there are several.
+    """
+    request, error, usage = completion.request, completion.error, completion.usage
+    row, choice = request.row, completion.choice
+    kept = completion.choices if with_choices or choice is None else [choice]
+    several = len(kept) > 1 or (choice is not None and choice.logprobs is not None)
+    return Record(
+        index=row.index,
+        id=row.id,
+        status="ok" if error is None else "failed",
+        attempt=request.attempt,
+        text=choice.text if error is None and choice is not None else None,
+        finish_reason=choice.finish_reason if choice is not None else None,
+        usage=possible(usage),
+        earlier_usage=possible(completion.earlier_usage),
+        latency_s=round(seconds_of(completion.latency_s), 4),
+        finished_at=utc_now(),
+        error=None if error is None else error_of(error),
+        fields=_raw({name: row.fields.get(name) for name in keep}) if keep else _NO_FIELDS,
+        input_hash=request.input_hash,
+        reasoning=choice.reasoning if choice is not None else None,
+        tool_calls=cast(Any, choice.tool_calls) if error is None and choice is not None else None,
+        parsed=None if error is not None or completion.parsed is None else _raw(completion.parsed),
+        choices=[*map(line_of_choice, kept)] if several and error is None else None,
+        prompt=completion.prompt if with_prompt else None,
+        truncated_tokens=_truncated_tokens(completion),
+        selected=completion.selected if error is None else None,
+        votes=completion.votes if error is None else None,
+        generations=completion.generations,
+        steps=None if completion.steps is None else _raw(completion.steps),
+        prediction=UNSET if scored is None else scored.prediction,
+        scores=None if scored is None else scored.scores,
+        unscored=None if scored is None else scored.unscored,
+        **({} if completion.pooled is None or error is not None else _of_pooled(completion)),
+    )
+
+
+def _raw(value: Any) -> Raw:
+    """Any value as JSON: msgspec writes some that come from Python in another way than orjson."""
+    return Raw(encoded(value)[:-1])
+
+
+def _of_pooled(completion: Completion) -> dict[str, Any]:
+    """The fields that a record has for the answer to a pooling task."""
+    pooled, pair = completion.pooled, completion.request.pair
+    assert pooled is not None
+    scores = pooled.scores
+    if scores is None or pair is None:
+        return {"label": pooled.label, "probabilities": pooled.probabilities}
+    if not pair.is_list:
+        return {"score": scores[0]}
+    return {"score": scores, "order": sorted(range(len(scores)), key=lambda n: -scores[n])}
+
+
+def _truncated_tokens(completion: Completion) -> int | None:
+    cut, usage = completion.request.cut, completion.usage
+    if cut is None or usage is None:
+        return None
+    if not (is_count(cut.prompt_tokens) and is_count(usage.prompt_tokens)):
+        return None
+    tokens = cut.prompt_tokens - usage.prompt_tokens
+    return tokens if tokens >= 0 else None  # a server may count differently when it refuses
+
+
+def failed_unless_whole(completion: Completion, vector_dtype: str = "float32") -> Completion:
+    """The completion, with an error if its answer was broken off, is only white space, or has a
+    number that is not finite, or not in a vector of ``vector_dtype``."""
+    if completion.error is not None:
+        return completion
+    if completion.pooled is not None:
+        if (fault := _fault_of(completion.pooled, vector_dtype)) is None:
+            return completion
+        return replace(completion, error=InvalidOutputError(fault), pooled=None)
+    if completion.selected is not None:  # among those that are whole
+        return completion
+    for choice in completion.choices:
+        if (reason := choice.finish_reason) in BROKEN_OFF:
+            broken = ServerError(f"the answer broke off in the middle (finish_reason {reason})")
+            return replace(completion, error=broken)
+    if any(choice.is_answer for choice in completion.choices):
+        return completion
+    return replace(completion, error=_empty(completion.choices))
+
+
+def _empty(choices: Sequence[Choice]) -> EmptyTextError:
+    cut_off = any(choice.reasoning and choice.finish_reason == "length" for choice in choices)
+    if cut_off:
+        return CutOffReasoningError(
+            "the answer was cut off inside its reasoning (finish_reason length): raise"
+            " sampling.max_tokens, or limit the reasoning with sampling.thinking_token_budget"
+        )
+    reason = choices[0].finish_reason if choices else None
+    return EmptyTextError(f"the model answered with no text (finish_reason {reason})")
+
+
+def _fault_of(pooled: Pooled, vector_dtype: str) -> str | None:
+    """Why its numbers can't be stored; None if they can."""
+    import numpy as np
+
+    if pooled.vector is None:
+        numbers = np.array([*(pooled.probabilities or ()), *(pooled.scores or ())])
+    else:
+        numbers = np.frombuffer(pooled.vector, "<f4")
+    if not np.isfinite(numbers).all():
+        return (
+            "the model's answer has a number that is not finite (NaN or infinite); a dtype with a larger"
+            ' range may help: engine.options.dtype = "bfloat16" or "float32"'
+        )
+    largest = np.abs(numbers).max(initial=0)
+    if pooled.vector is None or largest <= np.finfo(vector_dtype).max:
+        return None
+    return (
+        f"the vector has {largest:,.0f}, which {vector_dtype} can't hold; set output.vector_dtype ="
+        ' "float32" (or pooling.normalize = true)'
+    )
+
+
+def parsed_or_failed(completion: Completion) -> Completion:
+    """The completion with the JSON value of its answer, or with an error if it is not such JSON."""
+    if completion.error is not None or completion.choice is None:
+        return completion
+    try:
+        value = value_of(completion.choice, completion.request.sampling)
+    except InvalidOutputError as error:
+        return replace(completion, error=error)
+    return replace(completion, parsed=value)

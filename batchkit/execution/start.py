@@ -100,6 +100,11 @@ class Start:
         return Selection(self.job, self.references)
 
     @cached_property
+    def parsing(self) -> Collection[str]:
+        """As the job has it."""
+        return self.job.parsing
+
+    @cached_property
     def scoring(self) -> Scoring | None:
         """None if the job scores nothing."""
         return Scoring(self.job.scoring, self.references) if self.job.scoring.is_on else None

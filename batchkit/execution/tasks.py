@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import cache
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
-from batchkit.errors import BrokenInputError, ChangedInputError, InputError
+from batchkit.config.tables import JobConfig
+from batchkit.errors import BrokenInputError, ChangedInputError, InputError, JobError
 from batchkit.execution.first_rows import check_first_rows
 from batchkit.execution.resume import OpenRun
-from batchkit.execution.skip import done_in
 from batchkit.execution.start import Start
 from batchkit.execution.turns import Turns
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.ordering import well_ordered
+from batchkit.sources import is_fallback, never
 from batchkit.sources.formats import ROWS_ARE_FILES
-from batchkit.sources.input import Input, Total, check_unchanged, distrusted, watched
+from batchkit.sources.input import Input, Total, check_unchanged, distrusted, from_job, watched
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import CHANGING
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.lines import failure_kind, record_of
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import NewestLog
+from batchkit.storage.manifest import read_manifest
+from batchkit.storage.newest import NewestLog, read_newest
+from batchkit.storage.runfolder import is_run
 from batchkit.types import Row, Task
 
 
@@ -38,7 +46,7 @@ class Tasks:
     ) -> None:
         self._start, self._run, self.input = start, run, WatchedInput(start, run, source)
         self._total = Total(source)
-        self.turns = Turns(start.job, say, keeps_rows=self.may_wait)
+        self.turns = Turns(start.job, say)
         self._attempts = _still_due(run, start.options.attempts)
         totals = run.ledger.totals
         again = sum(map(totals.is_settled, self._attempts))
@@ -79,7 +87,7 @@ class Tasks:
             if not turns.n_paused:
                 break
             engines, due = turns.next()
-            self._rows = turns.again(due) if self.may_wait else self._only(due)
+            self._rows = self._only(due)
         manifest.turn = None
 
     def of_turn(self) -> Iterator[Task]:
@@ -103,11 +111,10 @@ class Tasks:
         """Whether reading the next row may take long, and can be done only once."""
         return self.input.source.files is None
 
-    def settle(self, index: int, *, is_ok: bool) -> None:
-        """The row has its record."""
+    def settle(self, *, is_ok: bool) -> None:
+        """A row has its record."""
         self.settled += 1
         self.failed += not is_ok
-        self.turns.settle(index)
 
     def may_come(self, index: int) -> bool:
         """Whether this start reads the row of that index."""
@@ -161,7 +168,8 @@ class Tasks:
         is_done = (
             None if skip_from is None else done_in(skip_from, self._start.job, self.input.source)
         )
-        for row in self._kept(self.input.source.read(self._run.ledger.totals.is_settled)):
+        rows = self.input.source.read(self._run.ledger.totals.is_settled)
+        for row in self.input.watched(rows):
             if is_done is not None and row.error is None and is_done(row):
                 self.elsewhere += 1
             else:
@@ -169,10 +177,7 @@ class Tasks:
 
     def _only(self, indexes: Container[int] | IndexSet) -> Iterator[Row]:
         """The rows with these indexes."""
-        return self._kept(self.input.source.everything(lambda index: index not in indexes))
-
-    def _kept(self, rows: Iterator[Row]) -> Iterator[Row]:
-        return self.turns.kept(self.input.watched(rows))
+        return self.input.watched(self.input.source.everything(lambda index: index not in indexes))
 
 
 class WatchedInput:
@@ -265,3 +270,50 @@ def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, in
                 if is_other or failure_kind(record) is None:
                     del due[index]
     return due
+
+
+def done_in(folder: Path, job: JobConfig, source: Input) -> Callable[[Row], bool]:
+    """Whether a row has an answer in the run in ``folder``; each answer there counts for one row.
+
+    Without ids of one field, ``input.id``, rows are named by their index or by another field, and the
+    name may be another row's: they must have the same fields, too. So must rows that share their id,
+    there or in the input, which is read for that once an id's fields differ; and rows that can be
+    read only once.
+    """
+    if not is_run(folder):
+        raise JobError(f"--skip-from {folder}: not a run folder")
+    check_log(folder)
+    log, times, id_field = folder / RESULTS, Counter[str](), job.input.id
+    if id_field is not None and read_manifest(folder).identity.get("input.id") == id_field:
+        times.update(record["id"] for record in read_newest(log))
+    answered = defaultdict[str, Counter[str | None]](Counter)  # by id: the hashes of their fields
+    for record in read_newest(log):
+        if failure_kind(record) is None and not is_fallback(record["id"]):
+            answered[record["id"]][record.get("input_hash")] += 1
+
+    @cache
+    def shared() -> set[str]:
+        return shared_ids(job, source)
+
+    def is_done(row: Row) -> bool:
+        if (hashes := answered.get(row.id)) is None:
+            return False
+        known: str | None = input_hash(row.fields)
+        if known not in hashes and times[row.id] == 1 and source.files is not None:
+            known = known if row.id in shared() else next(iter(hashes))
+        if not hashes[known]:
+            return False
+        hashes[known] -= 1
+        return True
+
+    return is_done
+
+
+def shared_ids(job: JobConfig, source: Input) -> set[str]:
+    """The ids that several rows have, also rows that ``input.where`` leaves out: the other run may have
+    had those."""
+    if job.input.where:  # not with rows from Python
+        table = job.input.model_copy(update={"where": {}})
+        source = from_job(job.model_copy(update={"input": table}))
+    ids = Counter(row.id for row in source.everything(never))
+    return {each for each, n_rows in ids.items() if n_rows > 1}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from itertools import islice, pairwise
 from operator import or_
@@ -20,7 +20,6 @@ from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.engines.registry import holds_model
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.storage.index_set import IndexSet
-from batchkit.types import Row
 
 
 class Grouping(NamedTuple):
@@ -71,18 +70,13 @@ def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None)
 
 
 class Turns:
-    """The turns of one start, and the rows that are paused. ``say`` gets lines for the log.
+    """The turns of one start, and the rows that are paused. ``say`` gets lines for the log."""
 
-    ``keeps_rows``: rows can be read only once, so those that are not settled are held in memory.
-    """
-
-    def __init__(self, job: JobConfig, say: Callable[[str], None], *, keeps_rows: bool) -> None:
+    def __init__(self, job: JobConfig, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say
         groups, self._why, self.environments = grouping_of(job)
         self._groups = {group[0]: group for group in groups}
         self.are_several = len(groups) > 1
-        self._keeps_rows = keeps_rows and self.are_several
-        self._rows: dict[int, Row] = {}
         self._paused: defaultdict[str, IndexSet] = defaultdict(IndexSet)
         self.number = 0
 
@@ -112,22 +106,8 @@ class Turns:
         self.number += 1
         return self._groups[engine], due
 
-    def kept(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """``rows``, which may be asked for by ``again`` if they can be read only once."""
-        for row in rows:
-            if self._keeps_rows:
-                self._rows[row.index] = row
-            yield row
-
-    def again(self, due: IndexSet) -> Iterator[Row]:
-        return (self._rows[index] for index in due)
-
     def pause(self, row: PausedRow) -> None:
         self._paused[row.engine].add(row.index)
-
-    def settle(self, index: int) -> None:
-        """The row has its record."""
-        self._rows.pop(index, None)
 
     @property
     def n_paused(self) -> int:

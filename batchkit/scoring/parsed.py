@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 import orjson
 
-from batchkit.config.answer_schema import fault_in_schema
+from batchkit.config.answer_schema import fault_in_schema, schema_in
 from batchkit.config.terminal import shortened
-from batchkit.errors import InvalidOutputError
+from batchkit.errors import InvalidOutputError, TruncatedOutputError
 from batchkit.scoring.bounds import Unscorable, last_match
 from batchkit.scoring.extract import FENCED
+from batchkit.types import Choice
 
 _MOST_MISFITS = 100  # looked at, to show the one that matters
 _SHOWN = 200
@@ -24,6 +25,27 @@ _LONG_INT = re.compile(r"\d{19}")
 
 class NotJson(Exception):
     """Why a text is not JSON."""
+
+
+def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
+    """The JSON value of an answer; None if it is a tool call.
+
+    Raises:
+        InvalidOutputError: it is not JSON, or does not fit the schema of ``sampling``.
+    """
+    if choice.tool_calls and not choice.text.strip():
+        return None
+    try:
+        if choice.finish_reason == "length" and choice.text[-1:].isdigit():
+            raise NotJson(f"the number {choice.text[-20:]!r} may have had more digits")
+        return parsed(choice.text, schema_in(sampling))
+    except NotJson as reason:
+        if choice.finish_reason == "length":
+            raise TruncatedOutputError(
+                f"the answer was cut off (finish_reason length) before its JSON ended: {reason};"
+                " raise sampling.max_tokens"
+            ) from None
+        raise InvalidOutputError(f"the answer is not JSON: {reason}") from None
 
 
 def parsed(text: str, schema: Any = None) -> Any:

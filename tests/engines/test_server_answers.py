@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchkit.errors import EngineError
-from batchkit.execution.records import to_record
+from batchkit.execution.settle import to_record
 from batchkit.storage.ledger import line_of
 from batchkit.storage.lines import record_in
 from batchkit.types import Choice, Completion, Cut, Request, Row, Usage

@@ -12,7 +12,7 @@ import pytest
 
 from batchkit.engines.base import Engine
 from batchkit.errors import EngineError
-from batchkit.execution.records import failed_unless_whole
+from batchkit.execution.settle import failed_unless_whole
 from batchkit.types import Choice, Completion, Request, Row
 from tests.support.chat_server import HangUp, Raw, Refused, error, http, serving
 from tests.support.command_line import batchkit

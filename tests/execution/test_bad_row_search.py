@@ -225,38 +225,24 @@ def test_new_requests_wait_for_the_end_of_a_search_and_keep_their_order() -> Non
     assert world.submitted[-6:] == list(range(8, 14))
 
 
+SIDE_BY_SIDE = [  # with rows behind them, from the first of the window to its last
+    (768, 384, range(first, first + n))
+    for n in (12, 16, 40)
+    for first in (int(where * (384 - n)) for where in (0.0, 0.3, 0.5, 0.75, 1.0))
+]
+AT_THE_END = [(384, 384, range(first, first + 8)) for first in (0, 172, 376)]
+SPREAD = [(384, 384, range(12, 384, 24)), (384, 384, range(2, 384, 4)), (60, 60, range(1, 60, 3))]
+
+
 @pytest.mark.parametrize("kind", ["engine_crash", "oom"])
-@pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 0.75, 1.0])
-@pytest.mark.parametrize("n_poison", [12, 16, 40])
-def test_many_poison_rows_side_by_side_do_not_end_a_run_that_has_sound_rows(
-    n_poison: int, where: float, kind: FaultKind
+@pytest.mark.parametrize(("rows", "window", "poison"), [*SIDE_BY_SIDE, *AT_THE_END, *SPREAD])
+def test_many_poison_rows_do_not_end_a_run_that_has_sound_rows(
+    rows: int, window: int, poison: range, kind: FaultKind
 ) -> None:
-    first = int(where * (384 - n_poison))
-    world = World(poison=dict.fromkeys(range(first, first + n_poison), kind))
+    world = World(poison=dict.fromkeys(poison, kind))
     with closing(world.supervise(max_num_seqs=256)) as engine:
-        done = answer_all(engine, requests(0, 768), window=384)
+        done = answer_all(engine, requests(0, rows), window=window)
     assert kinds_of(done) == known_kinds(world)
-
-
-@pytest.mark.parametrize("kind", ["engine_crash", "oom"])
-@pytest.mark.parametrize("first", [0, 172, 376])
-def test_some_poison_rows_side_by_side_do_not_end_a_run_without_rows_behind_them(
-    first: int, kind: FaultKind
-) -> None:
-    world = World(poison=dict.fromkeys(range(first, first + 8), kind))
-    with closing(world.supervise(max_num_seqs=256)) as engine:
-        assert kinds_of(answer_all(engine, requests(0, 384))) == known_kinds(world)
-
-
-@pytest.mark.parametrize(("rows", "poison"), [(384, 16), (384, 96), (60, 20)])
-@pytest.mark.parametrize("kind", ["engine_crash", "oom"])
-def test_poison_rows_that_are_spread_do_not_end_a_run_without_rows_behind_them(
-    rows: int, poison: int, kind: FaultKind
-) -> None:
-    step = rows // poison
-    world = World(poison=dict.fromkeys(range(step // 2, rows, step), kind))
-    with closing(world.supervise(max_num_seqs=256)) as engine:
-        assert kinds_of(answer_all(engine, requests(0, rows))) == known_kinds(world)
 
 
 def test_a_probe_that_is_refused_proves_nothing_and_is_not_tried_for_ever() -> None:
@@ -287,8 +273,7 @@ def test_the_row_that_the_engine_names_itself_fails_and_the_others_go_on_in_orde
         for request in rows:
             engine.submit(request)
         fault = Fault("timeout", "preparing its prompt", "no end for 9 s")
-        death = EngineDied(fault, request=rows[2])
-        world.dies_with = death
+        world.dies_with = EngineDied(fault, request=rows[2])
         [failed] = engine.poll(0.01)
         world.dies_with = None
         assert failed.request is rows[2]

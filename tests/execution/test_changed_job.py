@@ -310,54 +310,41 @@ def test_requeue_keeps_the_records_of_unchanged_rows() -> None:
     assert verify() | {"ok": 6, "lost": 0, "duplicates": 0, "pending": 0} == verify()
 
 
-def test_requeue_without_ids_compares_rows_in_place() -> None:
-    rows = write_rows(4)
-    write_job()
+FOUR = [{"key": f"k{n}", "q": f"question {n}"} for n in range(4)]
+EDITED, FAILS = {"key": "k9", "q": "edited"}, {"key": "b"}
+TWINS = [{"key": "twin", "q": "x"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "then", "now", "args", "kept", "failed"),
+    [
+        pytest.param({}, FOUR, [FOUR[0], EDITED, *FOUR[2:], EDITED], [], 3, [], id="in place"),
+        pytest.param(
+            {"id": "key"}, [FOUR[0], FAILS, FOUR[2]], [FAILS, FOUR[2]], [], 2, [0], id="failed"
+        ),
+        pytest.param({"id": "key"}, [*TWINS, FOUR[0]], [*TWINS, EDITED], [], 2, [], id="of one id"),
+        pytest.param({}, FOUR, [EDITED, *FOUR[1:]], ["--limit", "2"], 3, [], id="past the limit"),
+        pytest.param({}, FOUR, FOUR, ["--set", "sampling.temperature=1"], 0, [], id="another job"),
+    ],
+)
+def test_requeue_keeps_what_is_the_same_and_runs_the_rest(
+    ids: dict[str, Any],
+    then: list[dict[str, Any]],
+    now: list[dict[str, Any]],
+    args: list[str],
+    kept: int,
+    failed: list[int],
+) -> None:
+    write_rows(then)
+    write_job(input=ids)
     run()
-    write_rows([rows[0], {"q": "edited"}, rows[2], rows[3], {"q": "new"}])
-    assert run("--on-change", "requeue").json["skipped"] == 3
-    assert sorted(settled()) == [0, 1, 2, 3, 4]
-
-
-def test_requeue_keeps_failed_records_of_unchanged_rows_failed() -> None:
-    rows = [{"key": "a", "q": "x"}, {"key": "b"}, {"key": "c", "q": "x"}]
-    write_rows(rows)
-    write_job(input={"id": "key"})
-    run()
-    write_rows(rows[1:])
-    found = run("--on-change", "requeue")
-    assert (found.exit_code, found.json["skipped"]) == (3, 2)
-    assert settled() == {0: "failed", 1: "ok"}
-
-
-def test_requeue_runs_all_again_when_the_job_changed() -> None:
-    prepare(4)
-    run()
-    found = run("--on-change", "requeue", "--set", "sampling.temperature=1")
-    assert (found.exit_code, found.json["skipped"]) == (0, 0)
-    assert "0 records kept, 4 rows to run again" in found.stderr
-    assert len(settled()) == 4
-    assert len(records(RUN / "results.jsonl.before-1")) == 4
-
-
-def test_requeue_of_rows_that_share_an_id_leaves_one_record_each() -> None:
-    same = {"key": "twin", "q": "x"}
-    write_rows([same, same, {"key": "c", "q": "x"}])
-    write_job(input={"id": "key"})
-    run()
-    write_rows([same, same, {"key": "c", "q": "edited"}])
-    assert run("--on-change", "requeue").exit_code == 0
-    assert settled() == dict.fromkeys(range(3), "ok")
+    write_rows(now)
+    found = run("--on-change", "requeue", *args)
+    assert (found.exit_code, found.json["skipped"]) == (3 if failed else 0, kept)
+    assert f"{kept} records kept, {len(then) - kept} rows to run again" in found.stderr
+    assert settled() == {n: "failed" if n in failed else "ok" for n in range(len(now))}
     assert verify()["duplicates"] == 0
-
-
-def test_requeue_under_a_limit_keeps_the_records_past_it() -> None:
-    rows = write_rows(6)
-    write_job()
-    run()
-    write_rows([{"q": "edited"}, *rows[1:]])
-    run("--limit", "2", "--on-change", "requeue")
-    assert settled() == dict.fromkeys(range(6), "ok")
+    assert len(records(RUN / "results.jsonl.before-1")) == len(then)
 
 
 def test_another_folder_of_images_is_pointed_out() -> None:
@@ -370,18 +357,12 @@ def test_another_folder_of_images_is_pointed_out() -> None:
     assert "media.root" not in run("--set", "media.root=now").stderr
 
 
-def test_fresh_moves_each_earlier_run_aside() -> None:
+def test_fresh_moves_each_earlier_run_aside_and_does_not_ask_what_changed() -> None:
     prepare(3)
-    for _ in range(3):
-        assert run("--fresh").json["skipped"] == 0
+    for n in range(3):
+        assert run("--fresh", "--set", f"sampling.temperature={n}").json["skipped"] == 0
     assert sorted(path.name for path in Path("output").iterdir()) == ["a", "a.1", "a.2"]
     assert all(len(settled(path / "results.jsonl")) == 3 for path in Path("output").iterdir())
-
-
-def test_fresh_does_not_ask_what_changed() -> None:
-    prepare(3)
-    run()
-    assert run("--fresh", "--set", "sampling.temperature=1").exit_code == 0
 
 
 def test_mistyped_option_does_not_cost_the_folder_its_place() -> None:

@@ -24,8 +24,7 @@ from batchkit.execution.cluster.actor import Actor
 from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.cluster.session import needs
 from batchkit.execution.events import EngineLine, Event
-from batchkit.execution.kept_engine import KeptEngine
-from batchkit.execution.lane import Opening
+from batchkit.execution.lane import KeptEngine, Opening
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.run import start_run
 from batchkit.execution.start import Options, Start
@@ -88,7 +87,7 @@ def test_workers_stop_at_a_budget(in_a_folder: Path) -> None:
 
 
 def test_a_function_that_no_worker_would_use_is_refused() -> None:
-    with pytest.raises(JobError, match=r"adjust_sampling: is a function, which workers on Ray"):
+    with pytest.raises(JobError, match=r"adjust_sampling: .* without run\.workers"):
         ProductionBatchProcessor(job(), adjust_sampling=dict)
 
 

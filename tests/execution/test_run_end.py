@@ -1,18 +1,36 @@
-"""How a run ends: its failures by kind, each with an example, and only advice that can help."""
+"""What a run writes, says and calls at its end: records and files, its last lines, ``run.on_end``; never a secret."""
 
 from __future__ import annotations
 
+import json
+import signal
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.summary import notify
 from tests.support.chat_server import Refused, serving
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import RUN, process, run, write_job, write_rows
+from tests.support.dry_runs import (
+    RUN,
+    job,
+    manifest,
+    n_records,
+    prepare,
+    process,
+    records,
+    rows_that_fail,
+    run,
+    write_job,
+    write_rows,
+)
 from tests.support.images import PNG
 from tests.support.server_runs import answering, said
 from tests.support.server_runs import write_job as write_server_job
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -110,3 +128,201 @@ def test_from_python_the_failures_are_in_the_summary() -> None:
     (failure,) = summary.failures
     assert (failure.kind, failure.rows, failure.index) == ("template", 1, 0)
     assert dict(summary.failed_by_kind) == {"template": 1}
+
+
+def test_run_writes_what_the_contract_promises() -> None:
+    write_rows([{"q": "question 0"}, *[{"q": "x"}] * 7, *[{"other": "x"}] * 2])
+    write_job()
+    found = run("--set", "sampling.temperature=0.5", "--limit", "9")
+    counts = {"total": 9, "ok": 8, "failed": 1, "skipped": 0, "retried": 0, "exit": 3}
+    assert found.json | counts == found.json
+    assert found.json.keys() >= {"seconds", "rows_per_s", "completion_tokens_per_s"}
+    names = {path.name for path in RUN.iterdir() if path.name != ".lock"}
+    logs = {"results.jsonl", "metrics.jsonl", "run.log"}
+    assert names == logs | {"job.toml", "manifest.json", "checkpoint.json"}
+
+    (first,) = (record for record in records() if record["index"] == 0)
+    expected = {
+        "index": 0,
+        "id": "0",
+        "status": "ok",
+        "attempt": 1,
+        "finish_reason": "stop",
+        "text": "dry-run: no model answered row 0",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 6},
+        "error": None,
+        "fields": {},
+    }
+    assert first | expected == first
+    assert first["latency_s"] >= 0
+    assert first["finished_at"].endswith("Z")
+
+    kept, path = tomllib.loads((RUN / "job.toml").read_text()), str(Path("in.jsonl").resolve())
+    assert kept["sampling"]["temperature"] == 0.5
+    assert (kept["input"]["limit"], kept["input"]["path"]) == (9, path)
+    again = batchkit("run", str(RUN / "job.toml"))
+    assert (again.exit_code, again.json["skipped"]) == (3, 9)
+
+    made = manifest()
+    assert [(start["command"], start["exit"]) for start in made["starts"]] == [("run", 3)] * 2
+    assert all(start["ended_at"] for start in made["starts"])
+    assert (made["input"][0]["path"], made["total"], made["seed"]) == (path, 9, 0)
+    assert {"prompt", "sampling"} <= made["fingerprints"].keys()
+
+
+def test_kept_fields_are_copied_to_the_record() -> None:
+    rows = [{"q": "x", "kind": "Fact", "n": 3, "deep": {"a": [1, None]}}, {"q": "y"}, {"kind": "z"}]
+    write_rows(rows)
+    write_job(output={"keep": ["kind", "n", "deep"]})
+    run()
+    kept = {record["index"]: record["fields"] for record in records()}
+    assert kept[0] == {"kind": "Fact", "n": 3, "deep": {"a": [1, None]}}
+    assert kept[1] == {"kind": None, "n": None, "deep": None}
+    assert kept[2] == {"kind": "z", "n": None, "deep": None}  # a failed row keeps them too
+
+
+SECRET = "sk-123-not-for-the-disk"
+
+
+def files_that_hold(text: str) -> list[str]:
+    files = [path for path in Path("output").rglob("*") if path.is_file()]
+    return sorted(path.name for path in files if text.encode() in path.read_bytes())
+
+
+def test_secrets_are_masked_wherever_written() -> None:
+    prepare(3, vars={"api_key": SECRET, "login": {"password": SECRET}, "topic": "x"})
+    assert run().exit_code == 0
+    kept = tomllib.loads((RUN / "job.toml").read_text())
+    assert kept["vars"] == {"api_key": "***", "login": {"password": "***"}, "topic": "x"}
+    assert files_that_hold(SECRET) == []
+    found = run("--set", "vars.api_key=sk-another")
+    assert SECRET not in found.stderr
+    assert "sk-another" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "given"),
+    [({}, ["--set", f"vars.api_key={SECRET}"]), ({"api_key": SECRET}, [])],
+    ids=["given to the retry", "of the run, and masked"],
+)
+def test_a_retry_with_a_secret_does_not_write_it(
+    variables: dict[str, str], given: list[str]
+) -> None:
+    rows_that_fail(4, every=2)
+    write_job(vars=variables)
+    run()
+    found = batchkit("retry-failed", *given, "--set", "vars.q=now")
+    assert found.exit_code == 0, found.stderr
+    assert files_that_hold(SECRET) == []
+    assert run().exit_code == 0
+
+
+def test_secret_looking_variable_is_never_rendered_masked() -> None:
+    write_rows([{"q": "a"}, {"q": "b", "bad": 1}])
+    write_job(
+        vars={"image_token": "one two three"},
+        prompt={"user": "{{ image_token }} {{ q }}{% if bad is defined %}{{ nowhere }}{% endif %}"},
+        output={"prompt": True},
+    )
+    assert run().exit_code == 3
+    found = batchkit("retry-failed", "--set", "vars.nowhere=here")
+    assert found.exit_code == 3
+    assert "image_token" in records()[-1]["error"]["message"], "it says what is missing"
+    given = batchkit(
+        "retry-failed", "--set", "vars.nowhere=here", "--set", "vars.image_token=one two three"
+    )
+    assert given.exit_code == 0
+    found = run("--set", "vars.image_token=four")
+    assert found.exit_code == 2
+    assert "vars.image_token" in found.stderr
+
+
+HEARD = Path("heard.json")
+KEEP = "tee heard.json"
+
+
+def heard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(HEARD.read_text())
+    HEARD.unlink()
+    return found
+
+
+def test_the_command_gets_the_last_line_of_the_run() -> None:
+    prepare(3)
+    found = run("--notify", KEEP)
+    assert found.exit_code == 0
+    assert heard() == found.json
+
+
+def test_it_is_told_of_a_stop_and_of_failed_rows() -> None:
+    prepare(6, run={"on_end": KEEP, "max_in_flight": 1, "max_completion_tokens": 6})
+    assert run().exit_code == 1
+    told = heard()
+    assert (told["exit"], told["ok"], told["stopped_by"]) == (1, 1, "run.max_completion_tokens = 6")
+    rows_that_fail(6, every=3)
+    write_job(run={"on_end": ["tee", "heard.json"]})
+    assert run("--fresh").exit_code == 3
+    assert (heard()["exit"], HEARD.exists()) == (3, False)
+    assert batchkit("retry-failed", str(RUN), "--notify", "tee 'heard.json'").exit_code == 3
+    assert heard()["failed"] == 2
+
+
+def test_it_is_told_of_an_error_that_stops_the_run() -> None:
+    rows_that_fail(4, every=2)
+    write_job(run={"on_end": KEEP, "fail_on_error": True, "check_rows": 0})
+    assert run().exit_code == 1
+    assert heard()["exit"] == 1
+
+
+@pytest.mark.parametrize("engine", [{"latency_s": 0.3}, {"latency_s": 600.0}])
+def test_it_is_told_of_a_signal(start: Any, engine: dict[str, float]) -> None:
+    prepare(40, engine={"options": engine}, run={"on_end": KEEP, "max_in_flight": 2})
+    process = start("run", "job.toml")
+    until(lambda: "generating" in Path("stderr-0").read_text())
+    if engine["latency_s"] < 1:
+        until(lambda: n_records() >= 2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    told = heard()
+    assert (process.returncode, told["exit"], told["name"]) == (143, 143, "a")
+
+
+def test_no_shell_reads_it_unless_one_is_named_and_it_changes_no_exit_code() -> None:
+    prepare(2)
+    run("--notify", "tee heard.json $HOME;false")
+    assert Path("$HOME;false").is_file()
+    heard()
+    found = run("--notify", "sh -c 'cat > heard.json; exit 7'")
+    assert (found.exit_code, heard()["ok"]) == (0, 2)
+    assert "run.on_end: sh ended with exit code 7" in found.stderr
+    found = run("--notify", "no-such-command --now")
+    assert found.exit_code == 0
+    assert "run.on_end: can't run no-such-command: No such file or directory" in found.stderr
+
+
+def test_a_command_that_hangs_is_ended() -> None:
+    said: list[str] = []
+    notify("sleep 600", {}, said.append, timeout_s=0.2)
+    assert said == ["run.on_end: sleep was ended after 0.2 s"]
+
+
+def test_what_it_prints_is_no_result(start: Any) -> None:
+    prepare(2)
+    process = start("run", "job.toml", "--notify", "echo told")
+    stdout, _ = process.communicate()
+    assert len(stdout.splitlines()) == 1
+    assert "told" in Path("stderr-0").read_text().splitlines()
+
+
+@pytest.mark.parametrize("command", ["echo 'half", "", " ", []])
+def test_a_command_without_words_is_refused(command: Any) -> None:
+    prepare(2, run={"on_end": command})
+    found = run()
+    assert found.exit_code == 2
+    assert "run.on_end" in found.stderr
+    assert not RUN.exists()
+
+
+def test_runs_from_python_notify_too() -> None:
+    summary = ProductionBatchProcessor(job(run={"on_end": KEEP}), quiet=True).process(["x"])
+    assert heard() == json.loads(json.dumps(summary.to_json()))

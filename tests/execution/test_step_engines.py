@@ -16,6 +16,7 @@ import pytest
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.turns import grouping_of
 from batchkit.storage.log import STEPS
@@ -133,15 +134,12 @@ def test_a_server_of_a_named_engine_prints_to_a_log_of_its_own() -> None:
     assert logs == {"engine.judge.log"}
 
 
-def test_rows_that_can_be_read_only_once_have_their_turns_too() -> None:
-    job = make_job(
-        {"name": "a", "engine": OWN, "engines": {"judge": OWN}, "steps": [DRAFT, JUDGE, REVISE]},
-        "the test",
-    )
-    rows: Iterator[dict[str, str]] = ({"q": f"q{n}"} for n in range(N_ROWS))
-    assert ProductionBatchProcessor(job, quiet=True).process(rows).ok == N_ROWS
-    assert answers() == right()
-    assert_each_once()
+def test_rows_that_can_be_read_only_once_are_refused_where_engines_take_turns() -> None:
+    tables = {"engine": OWN, "engines": {"judge": OWN}, "steps": [DRAFT, JUDGE, REVISE]}
+    processor = ProductionBatchProcessor(make_job({"name": "a", **tables}, "the test"), quiet=True)
+    with pytest.raises(JobError, match=r"read only once, and one engine is loaded .*; give a list"):
+        processor.process({"q": f"q{n}"} for n in range(N_ROWS))
+    assert not RUN.exists()
 
 
 def test_a_retry_gives_engines_their_turns(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from msgspec import structs
 from batchkit.config.tables import JobConfig
 from batchkit.engines.openai.api import ShapeError
 from batchkit.engines.openai.chat import Chat
-from batchkit.execution.records import to_record
+from batchkit.execution.settle import to_record
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.ledger import line_of
 from batchkit.storage.lines import record_in, record_of, whole_record

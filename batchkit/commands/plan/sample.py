@@ -20,7 +20,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import max_num_seqs_of
 from batchkit.errors import BudgetError
-from batchkit.execution.kept_engine import KeptEngine
+from batchkit.execution.lane import KeptEngine
 from batchkit.execution.start import Options
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import Input

@@ -34,7 +34,7 @@ from batchkit.engines.memory import family_bytes, gpu_bytes
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import holds_model
 from batchkit.errors import EngineError, InputError, Interrupted, JobError
-from batchkit.execution.kept_engine import KeptEngine
+from batchkit.execution.lane import KeptEngine
 from batchkit.execution.run import start_run
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options

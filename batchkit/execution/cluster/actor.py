@@ -25,8 +25,7 @@ from msgspec import structs
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.events import EngineHistory, Event, Load
-from batchkit.execution.kept_engine import KeptEngine
-from batchkit.execution.lane import POLL_S, Opening
+from batchkit.execution.lane import POLL_S, KeptEngine, Opening
 from batchkit.execution.requests import requests_of
 from batchkit.execution.start import Start
 from batchkit.execution.turns import grouping_of
