@@ -18,7 +18,7 @@ from batchkit.execution.run import start_run
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
 from batchkit.execution.summary import RunSummary, notifying
-from batchkit.rendering.constant_files import constant_files
+from batchkit.rendering.templates.prompt import constant_files
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, identity
 from batchkit.storage.job_toml import job_of_run, with_secrets_of, without_masked

@@ -25,8 +25,8 @@ from batchkit.errors import (
 )
 from batchkit.execution.settle import lacks_answer
 from batchkit.execution.start import Start
+from batchkit.rendering.body import with_temperature
 from batchkit.rendering.messages import loaded, with_note, with_parts
-from batchkit.rendering.sampling import with_temperature
 from batchkit.types import Completion, Key, Request, Usage
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from batchkit.execution.settle import resolved
 from batchkit.execution.start import Start
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.execution.window import Window
-from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.prefetch import AHEAD
+from batchkit.rendering.templates.prompt import constant_files
 from batchkit.storage import identity
 from batchkit.types import Completion, Key, Request
 

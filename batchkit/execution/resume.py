@@ -18,7 +18,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, ChangedError, Interrupted, JobError, StoreError
 from batchkit.execution.requeue import Kept, finish_requeue, requeue
 from batchkit.execution.start import OnChange, Start
-from batchkit.rendering.constant_files import constant_files
+from batchkit.rendering.templates.prompt import constant_files
 from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, input_changes
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
@@ -69,7 +69,8 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
     """
     job = start.options.begun_with or start.job  # the one that the run is made from
     folder, messages = job.folder, list[str]()
-    new = Manifest.new(job, source.files or [], constant_files(job))
+    as_read = start.options.begun_with or start.renderer.job  # its template files may change
+    new = Manifest.new(as_read, source.files or [], constant_files(job))
     with ExitStack() as held:
         lock = held.enter_context(claim(folder))
         if _must_move_aside(start, source, new, messages):

@@ -84,7 +84,6 @@ def _settled(
     if job.run.sample is not None:
         totals = run.ledger.totals
         rows = sampled(source, job.input, job.run.sample, seed=job.run.seed, settled=totals)
-    start.renderer.check_files()  # the manifest must describe the same templates
     screen = Screen(start, run, signals.began, export)
     held.enter_context(closing(screen))
     for text in filter(None, [source.left_out, *run.messages, _sample_of(rows, job)]):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from batchkit.config.tables import JobConfig
 from batchkit.execution.selection import Selection
-from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.renderer import AdjustSampling
 from batchkit.rendering.steps import Renderer, renderer_of
+from batchkit.rendering.templates.prompt import constant_files
 from batchkit.scoring import Scoring, kept_fields, scoring_of_steps
 from batchkit.storage.identity import engine_identity, of_function
 from batchkit.storage.score_store import references_of
@@ -75,7 +75,7 @@ class Start:
             engine_identity(job) | of_function(job),
             constant_files(job),
         )
-        start.renderer.check_files()
+        _ = start.renderer  # which finds the templates that can't be used
         return start
 
     def for_workers(self) -> Start:

@@ -16,8 +16,8 @@ from batchkit.execution.first_rows import check_first_rows
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
 from batchkit.execution.turns import Turns
-from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.ordering import well_ordered
+from batchkit.rendering.templates.prompt import constant_files
 from batchkit.sources import is_fallback, never
 from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, Total, check_unchanged, distrusted, from_job, watched

@@ -9,15 +9,18 @@ order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from os.path import commonprefix
+from typing import Any
 
-from batchkit.rendering.row_size import size_of
 from batchkit.types import Row, RowHint
 
 LOOK_AHEAD_BYTES = 32 * 2**20  # of the rows' own values
 _SAME = 256  # characters that must be equal after the beginning that all rows share
+_OF_PART = 8
+_NUMBERS = frozenset({int, float, bool, type(None)})
+_TEXTS, _LISTS = (str, bytes, bytearray), (list, tuple, set, frozenset)
 
 _Seen = tuple[RowHint, Row, int]  # the last one is the size of the row's own fields
 
@@ -65,3 +68,37 @@ def _alike_together(rows: Sequence[_Seen]) -> Iterator[tuple[int, _Seen]]:
     for seen in rows:
         groups.setdefault(seen[0].beginning[shared : shared + _SAME], []).append(seen)
     return ((hash(beginning), seen) for beginning, alike in groups.items() for seen in alike)
+
+
+def size_of(values: Iterable[Any], most: int) -> int:
+    """Characters and bytes that ``values`` hold, at any depth; if more than ``most``, some number
+    above it.
+
+    Each part of a list counts, whatever it is, so this also ends for a list that contains itself.
+    """
+    size = 0
+    waiting: list[Iterable[Any]] = [values]
+    while waiting:
+        for value in waiting.pop():
+            size += _OF_PART
+            if isinstance(value, _TEXTS):
+                size += len(value)
+            elif type(value) in _NUMBERS:
+                pass
+            elif isinstance(value, _LISTS):
+                waiting.append(value)
+            elif isinstance(value, Mapping):
+                waiting += (value, value.values())
+            else:
+                size += _array_bytes(value)
+            if size > most:
+                return size
+    return size
+
+
+def _array_bytes(value: Any) -> int:
+    """Of an array of NumPy's or another library's."""
+    try:
+        return int(value.nbytes)
+    except Exception:  # the value's own code runs here
+        return 0

@@ -18,7 +18,7 @@ _READ_AHEAD = 1024
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-_SLOW_S = 0.05  # rows that take longer are handed out without waiting for those read with them
+_SLOW_S = 0.05  # after rows that took longer, one is read at a time
 _CLOSE_S = 5.0
 
 
@@ -145,19 +145,15 @@ class Prefetch(Generic[Given, Made]):
             while self._may_begin():
                 if not (rows := self._read(wanted)):
                     return
-                n_bytes, rendered = 0, list[Made]()
-                began = time.monotonic()
+                rendered, began = list[Made](), time.monotonic()
                 for row in rows:
                     rendered.append(self._render(row))
                     if self._stopped:
                         return
-                    if (now := time.monotonic()) - began > _SLOW_S:
-                        n_bytes += self._hand_out(rendered)
-                        began, rendered = now, []
-                n_bytes += self._hand_out(rendered)
+                is_slow = time.monotonic() - began > _SLOW_S
+                wanted = 1 if self._hand_out(rendered) or is_slow else self._at_once
                 # Otherwise their pixels would stay in memory until the next row is rendered.
                 del row, rows, rendered
-                wanted = 1 if n_bytes else self._at_once
         except BaseException as error:  # get() raises it in its caller's thread
             self._error = self._error or error
         finally:

@@ -13,6 +13,17 @@ from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig, MediaTable
 from batchkit.errors import PromptTooLongError, RequestError, RowError, TemplateError
+from batchkit.rendering.body import (
+    check_url,
+    contents_of,
+    input_of,
+    messages_of,
+    pooling_of,
+    row_sampling,
+    sides_of,
+    texts_in,
+    with_temperature,
+)
 from batchkit.rendering.media import SharedImages, check_root, load_image, load_text
 from batchkit.rendering.messages import (
     Message,
@@ -22,17 +33,7 @@ from batchkit.rendering.messages import (
     text_part,
     with_parts,
 )
-from batchkit.rendering.openai_body import messages_of
 from batchkit.rendering.pairs import pair_of
-from batchkit.rendering.pooling_body import (
-    check_url,
-    contents_of,
-    input_of,
-    pooling_of,
-    sides_of,
-    texts_in,
-)
-from batchkit.rendering.sampling import row_sampling, with_temperature
 from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
 from batchkit.rendering.tools import RequestTools, template_kwargs_of, tools_of_body
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
@@ -71,23 +72,19 @@ class PromptRenderer:
         self._adjust_sampling, self._load = adjust_sampling, load
         self._chat_template_kwargs = chat_template_kwargs
         self._job = job
-        self._templates = PromptTemplates(job)
-        if self._templates.files.all:
+        self.templates = PromptTemplates(job)
+        if self.templates.files.all:
             check_root(job.media)
-        self._system, self._user = self._templates.system, self._templates.user
-        self._images = self._templates.files.images
+        self._system, self._user = self.templates.system, self.templates.user
+        self._images = self.templates.files.images
         self._sampling = job.params()
         self._shared = SharedImages()
-        self.job = self._templates.job
-        """The job with the texts of its template files, for a worker that starts later."""
-        self.takes_long = self._templates.takes_long
+        self.job = self.templates.job
+        """The job with the texts of its template files: they are read only once."""
+        self.takes_long = self.templates.takes_long
         """True if a row's templates are rendered in a separate process."""
-        self.opens_files = bool(self._templates.files.all) or self._user is None
+        self.opens_files = bool(self.templates.files.all) or self._user is None
         """False if no row's prompt has an image or the text of a file."""
-
-    def check_files(self) -> None:
-        """Raises JobError if a template file changed since it was read."""
-        self._templates.check_files()
 
     def messages(self, messages: Any) -> list[Message]:
         """Chat messages with their images opened.
@@ -97,31 +94,28 @@ class PromptRenderer:
         """
         return loaded(messages, self._image_part)
 
-    def render(self, row: Row, attempt: int = 1) -> Request:
-        """The request for ``row``, its images decoded.
+    def render(self, row: Row, attempt: int = 1, of_input: str | None = None) -> Request:
+        """The request for ``row``, its images decoded. ``of_input`` is its hash, by default that of the
+        row's fields.
 
         Raises:
             RowError: the row's own fault; otherwise only errors of the machine are raised.
         """
-        return self.render_as(row, attempt, input_hash(row.fields))
-
-    def render_as(self, row: Row, attempt: int, of_input: str) -> Request:
-        """As ``render``; ``of_input`` is the hash for the request."""
         if row.error is not None:
             raise row.error
-        note = self._templates.note(row.fields)
-        request = self._request(row, self._with_texts(row.fields), attempt, of_input)
-        return replace(request, note=note) if note else request
+        of_input = input_hash(row.fields) if of_input is None else of_input
+        return self._request(row, self._with_texts(row.fields), attempt, of_input)
 
     def _request(self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str) -> Request:
-        """As ``_render``; ``fields`` are the row's own, and the texts of its files."""
+        """As ``render``; ``fields`` are the row's own, and the texts of its files."""
         own = self._own_prompt(fields)
         if own == "body":
             check_url(fields.get("url"), self._job.task)
+        pair, messages, prompt = None, None, None
         if self._job.task == "score":
-            pair, messages, prompt = self._pair(fields), None, None
+            pair = self._pair(fields)
         else:
-            pair, (messages, prompt) = None, self._content(fields, own)
+            messages, prompt = self._content(fields, own)
         body = fields.get("body") if own == "body" else None
         body = body if isinstance(body, Mapping) else {}
         tools = self._tools(fields, body)
@@ -135,10 +129,14 @@ class PromptRenderer:
             sampling=with_temperature(self._row_sampling(fields, own), attempt, self._job.retry),
             input_hash=of_input,
             attempt=attempt,
+            note=self.templates.note(row.fields),
             tools=tools.tools,
             tool_choice=tools.tool_choice,
             parallel_tool_calls=tools.parallel_tool_calls,
-            chat_template_kwargs=self._template_kwargs(body),
+            chat_template_kwargs={
+                **self._chat_template_kwargs,
+                **(template_kwargs_of(body) if body else {}),
+            },
         )
         return with_media_bytes(request) if self.opens_files else request
 
@@ -146,7 +144,7 @@ class PromptRenderer:
         """As ``render``; a row error is returned as a failed Completion."""
         of_input = input_hash(row.fields)
         try:
-            return self.render_as(row, attempt, of_input)
+            return self.render(row, attempt, of_input)
         except RowError as error:
             request = Request(row, None, None, {}, of_input, attempt)
             return Completion(request, error=error)
@@ -172,14 +170,7 @@ class PromptRenderer:
             shorter = self._request(row, fields, request.attempt, request.input_hash)
         except RowError:  # the template uses the text in a way that can't be cut
             return None
-        return replace(
-            shorter,
-            row=row,
-            sampling=request.sampling,
-            media_bytes=request.media_bytes,
-            cut=cut,
-            note=request.note,
-        )
+        return replace(shorter, sampling=request.sampling, media_bytes=request.media_bytes, cut=cut)
 
     def image_sources(self, row: Row) -> list[Any]:
         """The sources of the row's images, in the order of its prompt; nothing is opened.
@@ -194,7 +185,7 @@ class PromptRenderer:
             body = row.fields["body"]
             is_generated = self._job.task == "generate"
             return image_sources(messages_of(body)[0] if is_generated else contents_of(body))
-        names = self._templates.with_vars(row.fields)
+        names = self.templates.with_vars(row.fields)
         return [found for template in self._images for found in sources_of(template, names)]
 
     def hint(self, row: Row) -> RowHint:
@@ -210,40 +201,40 @@ class PromptRenderer:
     def _files(self, row: Row) -> str:
         """The images and texts that the prompt includes."""
         has_text = self._user is not None or self._job.task == "score"
-        files = self._templates.files.all
+        files = self.templates.files.all
         if has_text and not files:
             return ""
         if any(template.is_apart for template in files):
             return ""  # all rows behind this one would wait for it
-        names = self._templates.with_vars(row.fields)
-        paths = [path.text(names) for path in self._templates.files.texts.values()]
+        names = self.templates.with_vars(row.fields)
+        paths = [path.text(names) for path in self.templates.files.texts.values()]
         return "\n".join(map(_known_by, [*self.image_sources(row), *paths]))
 
     def _beginning(self, row: Row) -> str:
         """The fields that the prompt's templates use, in their order, or the row's own prompt."""
         own = self._own_prompt(row.fields)
-        names = self._templates.fields_in_order if own is None else [own]
+        names = self.templates.fields_in_order if own is None else [own]
         return "\n".join([str(row.fields.get(name, row.index))[:_BEGINNING] for name in names])
 
     def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """The row's fields, with each text of ``prompt.texts`` under its name."""
-        if not self._templates.files.texts:
+        if not self.templates.files.texts:
             return fields
-        names = self._templates.with_vars(fields)
+        names = self.templates.with_vars(fields)
         texts = {
             name: load_text(path.text(names), self._job.media)
-            for name, path in self._templates.files.texts.items()
+            for name, path in self.templates.files.texts.items()
         }
         return {**fields, **texts}
 
     def _longest_text(self, row: Row, fields: Mapping[str, Any]) -> Place | None:
         own = self._own_prompt(fields)
         if own is None:
-            names = self._templates.names
+            names = self.templates.names
             return longest_text(fields, names, lambda place: self._is_shown(row, fields, place))
         if own == "body":  # without its sampling and its schema
             fields = {**fields, "body": texts_in(fields["body"])}
-        return longest_text(fields, self._templates.names | {own})
+        return longest_text(fields, self.templates.names | {own})
 
     def _is_shown(self, row: Row, fields: Mapping[str, Any], place: Place) -> bool:
         """Whether the prompt has the text at ``place``: of a table, a template may read another part."""
@@ -281,7 +272,7 @@ class PromptRenderer:
             return (
                 (None, prompt) if prompt is not None else (loaded(messages, self._image_part), None)
             )
-        names = self._templates.with_vars(fields)
+        names = self.templates.with_vars(fields)
         if self._user is not None:
             text = self._user.text(names)
         elif "prompt" in fields:
@@ -307,7 +298,7 @@ class PromptRenderer:
     def _pair(self, fields: Mapping[str, Any]) -> Pair:
         """From the job's templates, else from the row's body."""
         if self._job.pair.is_set:
-            return pair_of(self._templates, self._templates.with_vars(fields), self._image_part)
+            return pair_of(self.templates, self.templates.with_vars(fields), self._image_part)
         if "body" not in fields:
             raise TemplateError(
                 "nothing to compare: pair.query and pair.documents are not set, and the row has no"
@@ -319,19 +310,16 @@ class PromptRenderer:
 
     def _tools(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> RequestTools:
         """Those of the row's body, else of the job."""
-        of_job = partial(self._templates.tools.of_row, self._templates.with_vars(fields))
+        of_job = partial(self.templates.tools.of_row, self.templates.with_vars(fields))
         return tools_of_body(body, of_job) if body else of_job()
-
-    def _template_kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self._chat_template_kwargs, **(template_kwargs_of(body) if body else {})}
 
     def _user_content(self, text: str, names: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         if not self._images:
             return text
         parts: list[dict[str, Any]] = []
         for n, template in enumerate(self._images):
-            if self._templates.captions:
-                parts.append(text_part(self._templates.captions[n].text(names)))
+            if self.templates.captions:
+                parts.append(text_part(self.templates.captions[n].text(names)))
             parts += map(self._image_part, sources_of(template, names))
         text_parts = [text_part(text)] if text else []
         if self._job.prompt.order == "text-first":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,18 +69,12 @@ class StepsRenderer:
             for step in job.steps
         ]
         self.job = job.model_copy(update={"steps": steps})
-        if found := [*_misread(self.job)]:
+        if found := [*self._misread()]:
             raise JobError("\n".join(found))
         self.takes_long = any(renderer.takes_long for renderer in self._by_name.values())
         self.opens_files = any(renderer.opens_files for renderer in self._by_name.values())
-        named = (
-            (f"steps.{step.name}.{key}", text) for step in steps for key, text in _templates(step)
-        )
+        named = (pair for step in steps for pair in self._sources(step.name))
         self._ambiguous = next((key for key, text in named if reads_all_of(text, STEPS)), None)
-
-    def check_files(self) -> None:
-        for renderer in self._by_name.values():
-            renderer.check_files()
 
     def check(self, row: Row) -> None:
         """Raises TemplateError if a template reads ``steps``, which may be the row's own field."""
@@ -102,7 +96,7 @@ class StepsRenderer:
     def step_takes_long(self, step: str) -> bool:
         """True if ``runs`` and ``render_step`` open files, or wait for a process."""
         when, renderer = self._when.get(step), self._by_name[step]
-        return renderer.takes_long or renderer.opens_files or bool(when and when.takes_long)
+        return renderer.takes_long or renderer.opens_files or bool(when and when.template.is_apart)
 
     def render_step(self, step: str, row: Row) -> Request:
         """The request of a step, without a hash; ``row`` has what ``with_answers`` adds.
@@ -110,7 +104,7 @@ class StepsRenderer:
         Raises:
             RowError: as ``PromptRenderer.render``.
         """
-        return self._by_name[step].render_as(row, 1, "")
+        return self._by_name[step].render(row, 1, "")
 
     def render(self, row: Row, attempt: int = 1) -> Request:
         """The first request of a row: that of the first step that it does not skip."""
@@ -122,7 +116,7 @@ class StepsRenderer:
             seen = with_answers(row, answers)
             if self.runs(step.name, seen):
                 call = Call(step.name, 0, "", step.engine)
-                made = self._by_name[step.name].render_as(seen, attempt, input_hash(row.fields))
+                made = self._by_name[step.name].render(seen, attempt, input_hash(row.fields))
                 return replace(made, row=row, call=call)
             answers[step.name] = {"skipped": True}
         raise EmptyTextError(NO_ANSWER)
@@ -149,6 +143,25 @@ class StepsRenderer:
     def hint(self, row: Row) -> RowHint:
         return self._first.hint(with_answers(row, {}))
 
+    def _misread(self) -> Iterator[str]:
+        """A line for each name of a step, or of a part of its answer, that a template can't read."""
+        earlier: dict[str, StepTable] = {}
+        for step in self.job.steps:
+            for place, source in self._sources(step.name):
+                for name, part in keys_read(source, STEPS):
+                    if hasattr(dict, name):  # steps.items()
+                        continue
+                    if (problem := _problem(name, part, earlier)) is not None:
+                        yield f"{place}: steps.{name} {problem}"
+            earlier[step.name] = step
+
+    def _sources(self, step: str) -> Iterator[tuple[str, str]]:
+        """The place and the text of each template of a step."""
+        if (when := self._when.get(step)) is not None:
+            yield when.template.key, when.template.source
+        for template in self._by_name[step].templates.all:
+            yield f"steps.{step}.{template.key}", template.source
+
 
 @contextmanager
 def _naming(step: str) -> Iterator[None]:
@@ -161,50 +174,16 @@ def _naming(step: str) -> Iterator[None]:
         raise JobError(f"steps.{step}.{error}") from error
 
 
-def _misread(job: JobConfig) -> Iterator[str]:
-    """A line for each name of a step, or of a part of its answer, that a template can't read."""
-    earlier: dict[str, StepTable] = {}
-    for step in job.steps:
-        for key, source in _templates(step):
-            for name, part in keys_read(source, STEPS):
-                place = f"steps.{step.name}.{key}"
-                if hasattr(dict, name):  # steps.items()
-                    continue
-                if name not in earlier:
-                    yield f"{place}: steps.{name} {_why_unknown(name, step.name, job, earlier)}"
-                elif part is not None and part not in ANSWER and not hasattr(dict, part):
-                    hint = did_you_mean(part, ANSWER) or f"; it has {', '.join(ANSWER)}"
-                    yield f"{place}: steps.{name} has no {part!r}{hint}"
-                elif part in ("prediction", "scores") and not earlier[name].scoring.is_on:
-                    yield (
-                        f"{place}: steps.{name} has no {part!r}, as the step has neither extract nor"
-                        " scorers"
-                    )
-        earlier[step.name] = step
-
-
-def _templates(step: StepTable) -> Iterator[tuple[str, str]]:
-    """The key and the text of each; files are read by now."""
-    prompt = step.prompt
-    lists = {"images": prompt.images, "captions": prompt.captions}
-    of_prompt = {
-        "system": prompt.system,
-        "user": prompt.user,
-        **{f"{key}.{n}": text for key, texts in lists.items() for n, text in enumerate(texts)},
-        **{f"texts.{name}": text for name, text in prompt.texts.items()},
-        "tools": prompt.tools if isinstance(prompt.tools, str) else None,
-    }
-    named = {"when": step.when, **{f"prompt.{key}": text for key, text in of_prompt.items()}}
-    yield from ((key, text) for key, text in named.items() if text is not None)
-
-
-def _why_unknown(name: str, step: str, job: JobConfig, earlier: Collection[str]) -> str:
-    known = f"a template sees the steps before its own: {', '.join(earlier) or 'none'}"
-    if name == step:
-        return f"is this step itself; {known}"
-    if name in [other.name for other in job.steps]:
-        return f"comes later; {known}"
-    return f"is not known{did_you_mean(name, earlier)}; {known}"
+def _problem(name: str, part: str | None, earlier: Mapping[str, StepTable]) -> str | None:
+    if name not in earlier:
+        known = f"; a template sees the steps before its own: {', '.join(earlier) or 'none'}"
+        return f"is no earlier step{did_you_mean(name, earlier)}{known}"
+    if part is not None and part not in ANSWER and not hasattr(dict, part):
+        hint = did_you_mean(part, ANSWER) or f"; it has {', '.join(ANSWER)}"
+        return f"has no {part!r}{hint}"
+    if part in ("prediction", "scores") and not earlier[name].scoring.is_on:
+        return f"has no {part!r}, as the step has neither extract nor scorers"
+    return None
 
 
 Renderer = PromptRenderer | StepsRenderer

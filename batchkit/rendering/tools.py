@@ -34,7 +34,6 @@ class JobTools:
 
     def __init__(self, job: JobConfig) -> None:
         tools, self._choice = job.prompt.tools, job.prompt.tool_choice
-        self._path: str | None = None
         self._of_all = RequestTools()
         self.template: RowTemplate | None = None
         """Gives a row's own definitions; None if all rows have the same, or none."""
@@ -42,19 +41,11 @@ class JobTools:
             timeout_s = job.run.row_timeout_s
             self.template = RowTemplate("prompt.tools", tools, timeout_s=timeout_s, keeps_type=True)
         elif tools is not None:
-            if isinstance(tools, str):
-                self._path, tools = tools, tools_in(tools)
+            tools = tools_in(tools) if isinstance(tools, str) else tools
             choice = _chosen(self._choice, tools, JobError, "prompt.tool_choice")
             self._of_all = RequestTools(tools, choice)
         self.inline = tools
-        """``prompt.tools`` for a worker that starts later: no file."""
-
-    def check_file(self) -> None:
-        """Raises JobError if the file changed since it was read."""
-        if self._path is not None and tools_in(self._path) != self._of_all.tools:
-            raise JobError(
-                f"prompt.tools: {self._path}: changed as the run began; run the same command again"
-            )
+        """``prompt.tools``, no file."""
 
     def of_row(self, names: Mapping[str, Any]) -> RequestTools:
         """The tools for a row; ``names`` fill in a template.

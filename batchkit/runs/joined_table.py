@@ -13,7 +13,7 @@ from batchkit.runs.layout import Layout
 from batchkit.runs.table import read_batches, schema_of
 from batchkit.sources import never
 from batchkit.sources.input import Input, input_changes, watched
-from batchkit.sources.pictures import is_picture
+from batchkit.sources.rowhash import is_picture
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import read_manifest

@@ -131,13 +131,9 @@ def count_rows(table: InputTable, files: Mapping[str, str] | None = None) -> int
         return sum(1 for _ in read_rows(table, files=files))
     total = 0
     for path in input_files(table) if files is None else files:
-        format_ = load_format(format_of(path, table))
-        if format_.count is not None and table.limit is None:
-            total += format_.count(path)
-        else:
-            rest = None if table.limit is None else table.limit - total
-            rows = format_.read(path, table, lambda index: True, 0)
-            total += sum(1 for _ in islice(rows, rest))
+        rest = None if table.limit is None else table.limit - total
+        rows = load_format(format_of(path, table)).read(path, table, lambda index: True, 0)
+        total += sum(1 for _ in islice(rows, rest))
         if total == table.limit:
             break
     return total

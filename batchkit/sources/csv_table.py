@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import Counter
 from collections.abc import Iterator
 
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
-from batchkit.sources.files import BLOCK_BYTES, open_input
+from batchkit.sources.files import open_input
 from batchkit.sources.formats import suffix_of
-from batchkit.sources.reader import Format, Found, Skip, fault, shown
+from batchkit.sources.reader import Format, Found, Skip, check_columns, fault, shown
 
 MAX_CELL_CHARS = 2**26
 """A longer cell is refused: it comes from a quote that was never closed, not from real data."""
@@ -28,9 +27,8 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     delimiter = "\t" if suffix_of(path) == ".tsv" else ","
     with open_input(path) as file:
         # Bytes that aren't UTF-8 become lone surrogates, so that they fail one row, not the file.
-        text = io.TextIOWrapper(
-            file, "utf-8", errors="surrogateescape", newline=_line_end(file.peek(BLOCK_BYTES))
-        )
+        # A lone \r ends no line: it is within a text that lacks its quotes, as pandas writes it.
+        text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="\n")
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         header = _header(path, rows)
         while True:
@@ -39,10 +37,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                 cells = next(rows, None)
             except csv.Error as error:
                 if str(error).startswith("new-line character"):
-                    raise InputError(
-                        f"{path} line {rows.line_num}: a carriage return (\\r) in a cell without quotes, so it is"
-                        " unknown where its row ends; quote the cell"
-                    ) from error
+                    raise _has_return(path, rows.line_num) from error
                 if rows.line_num > start:
                     raise InputError(
                         f"{path} lines {start}-{rows.line_num}: {error}; a quote that line {start}"
@@ -65,16 +60,19 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
             index += 1
 
 
-def _line_end(start: bytes) -> str:
-    """Empty for the ends of lines that csv knows, as old Macs wrote \\r. Where they are \\n, a lone \\r is
-    within a text that lacks its quotes (pandas writes such), and cutting it off there would go unseen."""
-    return "" if b"\r" in start.partition(b"\n")[0].rstrip(b"\r") else "\n"
+def _has_return(path: str, number: int) -> InputError:
+    return InputError(
+        f"{path} line {number}: a carriage return (\\r) in a cell without quotes, so it is unknown where"
+        " its row ends; quote the cell, and end lines in \\n"
+    )
 
 
 def _header(path: str, rows: Iterator[list[str]]) -> list[str]:
     try:
         header = next((cells for cells in rows if cells), None)
     except csv.Error as error:
+        if str(error).startswith("new-line character"):
+            raise _has_return(path, 1) from error
         raise InputError(f"{path} line 1: the header can't be read: {error}") from error
     if header is None:
         raise InputError(f"{path}: holds only blank lines; line 1 must name the columns")
@@ -85,14 +83,7 @@ def _header(path: str, rows: Iterator[list[str]]) -> list[str]:
         )
     if not all(_is_text(name) for name in header):
         raise InputError(f"{path} line 1: the header is not UTF-8; save the file as UTF-8")
-    if "" in (names := [name.strip() for name in header]):
-        raise InputError(
-            f"{path} line 1: column {names.index('') + 1} of {len(names)} has no name; name it"
-            " (pandas: to_csv(index=False))"
-        )
-    twice = [name for name, n_columns in Counter(header).items() if n_columns > 1]
-    if twice:
-        raise InputError(f"{path} line 1: two columns are named {shown(twice[0])}; rename one")
+    check_columns(f"{path} line 1", header)
     return header
 
 

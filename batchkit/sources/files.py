@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import lzma
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import PurePath
 from tempfile import TemporaryFile
 from typing import Any
@@ -18,14 +17,8 @@ from batchkit.errors import InputError
 
 BLOCK_BYTES = 2**20
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # decompressed on the fly, by name, as fsspec does
-_XZ_BLOCK_BYTES = 2**14  # small: what is left of one is copied for each stream that ends in it
-
-# fsspec's own, each of which may keep its copies in a folder that outlives a start.
-_CACHES = ("simplecache", "filecache", "blockcache", "cached")
 UTF8_BOM = b"\xef\xbb\xbf"
-NOT_TEXT = {  # first bytes of files that no text format can read; the longer ones first
-    b"\xff\xfe\x00\x00": "is UTF-32 text; save it as UTF-8",
-    b"\x00\x00\xfe\xff": "is UTF-32 text; save it as UTF-8",
+NOT_TEXT = {  # first bytes of files that no text format can read
     b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
     b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
     b"PAR1": 'is a Parquet file; set input.format = "parquet"',
@@ -33,10 +26,7 @@ NOT_TEXT = {  # first bytes of files that no text format can read; the longer on
     b"\x1f\x8b": "is gzip-compressed; give its name the suffix .gz",
     b"\x28\xb5\x2f\xfd": "is zstd-compressed; give its name the suffix .zst",
     b"\xfd7zXZ\0": "is xz-compressed; give its name the suffix .xz",
-    **{
-        b"BZh%d1AY&SY" % level: "is bzip2-compressed; give its name the suffix .bz2"
-        for level in range(1, 10)
-    },
+    b"BZh91AY&SY": "is bzip2-compressed; give its name the suffix .bz2",
 }
 
 
@@ -65,24 +55,9 @@ def open_input(
         raise InputError(f"{path}: can't be read: {error.strerror or error}") from error
 
 
-def behind_caches(filesystem: Any) -> Any:
-    """The filesystem whose files ``simplecache::`` and the like keep copies of."""
-    from fsspec.implementations.cached import CachingFileSystem
-
-    while isinstance(filesystem, CachingFileSystem):
-        filesystem = filesystem.fs
-    return filesystem
-
-
-def _new_copies(path: str) -> dict[str, dict[str, Any]]:
-    """For the caches that ``path`` names: a copy that an earlier start left may be an old one."""
-    fresh = {"cache_storage": "TMP", "skip_instance_cache": True}
-    return {name: fresh for name in _CACHES if name in path.split("::")}
-
-
 def name_of(path: str) -> str:
     """``path``; of a URL, without its query; of a chained one, the part that names the file:
-    ``zip://a.jsonl`` in ``simplecache::zip://a.jsonl::s3://b/c.zip``."""
+    ``zip://a.jsonl`` in ``zip://a.jsonl::s3://b/c.zip``."""
     # Not urlsplit: to it "memory://a.jsonl" is a host, and "#" in a key ends the path.
     if "://" not in path:
         return path
@@ -98,55 +73,57 @@ def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
         return
     with ExitStack() as stack:
         try:
-            foreign = stack.enter_context(_through_fsspec(path, stack, text=text))
+            foreign = _through_fsspec(path, stack, text=text)
         except (OSError, InputError):  # open_input handles these
             raise
         except Exception as error:  # each filesystem raises its vendor's own types
             raise remote_error(path, error) from error
-        yield stack.enter_context(io.BufferedReader(_Foreign(foreign, path), BLOCK_BYTES))
+        yield stack.enter_context(io.BufferedReader(_Foreign(foreign), BLOCK_BYTES))
 
 
 def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     """``path``, decompressed by its name; a local one is opened here: fsspec waits for a pipe.
 
     Only what ``COMPRESSIONS`` names: of a zip archive, fsspec reads the first member alone. Parquet and
-    other files that are no text get a copy in which they can seek.
+    other files that are no text get a copy if they can't be sought in.
     """
     import fsspec
 
-    opened: Any = (
-        fsspec.open(path, "rb", **_new_copies(path)) if "://" in path else open_regular(path)
-    )
+    opened: Any = fsspec.open(path, "rb") if "://" in path else open_regular(path)
     packed = stack.enter_context(opened)
     if isinstance(packed, io.BytesIO):  # memory:// gives all who open a file one object
         packed = io.BytesIO(packed.getvalue())
     suffix = PurePath(name_of(path)).suffix.lower()
-    if suffix not in COMPRESSIONS:
-        return nullcontext(packed)
-    unpacked = stack.enter_context(_unpacked(packed, suffix))
-    if text:
-        return nullcontext(unpacked)
+    unpacked = _unpacked(packed, suffix) if suffix in COMPRESSIONS else packed
+    if text or _can_seek(unpacked):
+        return unpacked
     copy = stack.enter_context(TemporaryFile())  # noqa: SIM115 - the stack closes it
-    shutil.copyfileobj(unpacked, copy, BLOCK_BYTES)
+    while block := unpacked.read(BLOCK_BYTES):
+        copy.write(block)
     copy.seek(0)
-    return nullcontext(copy)
+    return copy
+
+
+def _can_seek(file: Any) -> bool:
+    """False for a web server's file that it sends only as a whole, whatever fsspec says of it."""
+    try:
+        return bool(file.seekable()) and file.seek(0, os.SEEK_END) >= 0 == file.seek(0)
+    except ValueError:
+        return False
 
 
 def _unpacked(packed: Any, suffix: str) -> Any:
     """By Arrow where it can: it takes no cut or damaged stream for the end, as Python's bz2 does."""
     if suffix == ".xz":
-        return nullcontext(_XzStreams(packed))
+        return _XzStream(packed)
     import pyarrow as pa
 
     return pa.CompressedInputStream(packed, {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}[suffix])
 
 
-class _XzStreams:
-    """The unpacked bytes of ``packed``: one xz stream, or several one after the other.
-
-    ``lzma.LZMAFile`` takes a later stream whose beginning is damaged for the end of the file: its rows,
-    and all rows after it, would be missing without a word.
-    """
+class _XzStream:
+    """The unpacked bytes of ``packed``, which has one xz stream: ``lzma.LZMAFile`` reads several, and
+    takes one whose beginning is damaged for the end of the file."""
 
     def __init__(self, packed: Any) -> None:
         self._packed = packed
@@ -159,26 +136,18 @@ class _XzStreams:
         """Up to ``size`` bytes, at least one; none at the end.
 
         Raises:
-            lzma.LZMAError: a stream is damaged.
-            EOFError: the last stream is incomplete.
+            lzma.LZMAError: the stream is damaged, incomplete, or followed by something.
         """
-        while True:
-            block = b""
-            if self._stream.eof:
-                if not (block := self._next_stream()):
-                    return b""
-                self._stream = lzma.LZMADecompressor()
-            elif self._stream.needs_input and not (block := self._packed.read(_XZ_BLOCK_BYTES)):
-                raise EOFError("the packed data ended before the end of its stream")
+        while not self._stream.eof:
+            block = self._packed.read(BLOCK_BYTES) if self._stream.needs_input else b""
+            if self._stream.needs_input and not block:
+                raise lzma.LZMAError("it ends before its xz stream does")
             if unpacked := self._stream.decompress(block, size):
                 return unpacked
-
-    def _next_stream(self) -> bytes:
-        """The beginning of what follows the stream; zeros are padding (xz's file format, 2.2)."""
-        rest = self._stream.unused_data.lstrip(b"\0")
-        while not rest and (block := self._packed.read(_XZ_BLOCK_BYTES)):
-            rest = block.lstrip(b"\0")
-        return rest
+        rest = self._stream.unused_data or self._packed.read(BLOCK_BYTES)
+        if rest.strip(b"\0"):  # zeros are padding (xz's file format, 2.2)
+            raise lzma.LZMAError("it has more than one xz stream; pack it again as one")
+        return b""
 
 
 class _Foreign(io.RawIOBase):
@@ -187,8 +156,8 @@ class _Foreign(io.RawIOBase):
     It inherits because ``io.BufferedReader`` needs a raw file beneath it.
     """
 
-    def __init__(self, file: Any, path: str) -> None:
-        self._file, self._path = file, path
+    def __init__(self, file: Any) -> None:
+        self._file = file
 
     def readable(self) -> bool:
         return True
@@ -210,11 +179,6 @@ class _Foreign(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         try:
             return int(self._file.seek(offset, whence))
-        except ValueError as error:  # a web server that sends a file only as a whole
-            raise InputError(
-                f"{self._path}: can't be read: {error}; write simplecache::{self._path}, and it is"
-                " copied first"
-            ) from error
         except Exception as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
 

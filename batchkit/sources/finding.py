@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path, PurePath
@@ -16,13 +16,14 @@ from batchkit.config.regular_file import exists, is_dir
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
-from batchkit.sources.files import behind_caches, is_folder, name_of, remote_error
+from batchkit.sources.files import is_folder, name_of, remote_error
 from batchkit.sources.formats import ROWS_ARE_FILES, format_with, suffix_of
 from batchkit.sources.run import files_of, left_out
 
 _NAMES = {"files": "image", "pdf": "PDF"}
 _List = Callable[[str], Iterable[dict[str, Any]]]
 _DIGITS = re.compile(r"([0-9]+)")
+_CACHE = re.compile(r"\b(?:(?:simple|file|block)cache|cached)::")  # of fsspec
 
 
 class Listing(NamedTuple):
@@ -52,6 +53,8 @@ def listing(table: InputTable) -> Listing:
     path = table.path.removeprefix("file://").removeprefix("local://")
     if table.is_run:
         return Listing(files_of(Path(path)), left_out(Path(path), table))
+    if cache := _CACHE.search(path):
+        raise InputError(f"{path}: {cache[0]} may keep an old copy of a file; leave it out")
     is_in_folder = _is_folder(path, table)
     found = _remote(path, is_in_folder) if "://" in path else _local(path, is_in_folder)
     kind = _kind(path, table, found.files, is_in_folder)
@@ -122,18 +125,10 @@ def _chosen(
     return Listing(files, rest and f"{path}: {len(files):,} {wanted}; left out: {rest}")
 
 
-def _natural(path: str) -> tuple[list[list[str | tuple[int, str]]], str]:
-    """Sorts ``page-2`` before ``page-10``, and a folder's files together."""
-    folder, _, name = path.rpartition("/")
-    stem, dot, suffix = name.rpartition(".")
-    parts = [*folder.split("/"), stem if dot else name, suffix]
-    return [
-        [
-            (len(number := piece.lstrip("0")), number) if n % 2 else piece
-            for n, piece in enumerate(_DIGITS.split(part))
-        ]
-        for part in parts
-    ], path
+def _natural(path: str) -> tuple[list[str | int], str]:
+    """Sorts ``page-2`` before ``page-10``."""
+    pieces = _DIGITS.split(str(PurePath(path).with_suffix("")))
+    return [int(piece) if n % 2 else piece for n, piece in enumerate(pieces)], path
 
 
 def _local(path: str, is_in_folder: bool) -> _Matches:
@@ -155,20 +150,15 @@ def _local(path: str, is_in_folder: bool) -> _Matches:
 def _listed(folder: str) -> list[dict[str, Any]]:
     """As fsspec's ``ls``. A link to a disk that is not there counts as a folder, so listing it fails."""
     try:
-        os.lstat(f"{folder or '.'}/.")  # a folder that can be listed and not be searched
-        return [
-            {
-                "name": f"{folder}{'' if folder[-1:] in ('', '/') else '/'}{entry.name}",
-                "type": "directory" if entry.is_dir() or _is_broken(entry) else "file",
-            }
-            for entry in os.scandir(folder or ".")
-        ]
+        os.lstat(f"{folder or '.'}/.")  # fails for a folder that can be listed and not be searched
+        paths = [*map(str, Path(folder).iterdir())]
     except OSError as error:
         raise InputError(f"{folder.rstrip('/')}: can't be listed: {error.strerror}") from error
+    return [{"name": it, "type": "file" if _is_file(it) else "directory"} for it in paths]
 
 
-def _is_broken(entry: os.DirEntry[str]) -> bool:
-    return entry.is_symlink() and not exists(entry.path)
+def _is_file(path: str) -> bool:
+    return exists(path) and not is_dir(path)
 
 
 def _check_different(files: Iterable[str]) -> None:
@@ -181,13 +171,6 @@ def _check_different(files: Iterable[str]) -> None:
                 f"{other} and {path}: are one file, and its rows would be answered twice; have"
                 " input.path find it under one name, or remove the link"
             )
-
-
-def _is_another_link(match: str, found: Mapping[str, Any]) -> bool:
-    """Whether it is a link in a web server's list that sorts the list, or a second one to a file."""
-    file = re.split(r"[?#]", match, maxsplit=1)[0]
-    is_web = match.startswith(("http://", "https://"))
-    return is_web and file != match and (file.endswith("/") or file in found)
 
 
 def _is_remote_glob(path: str) -> bool:
@@ -204,14 +187,12 @@ def _remote(path: str, is_in_folder: bool) -> _Matches:
 
     try:
         filesystem, pattern = url_to_fs(path)
-        ls = partial(behind_caches(filesystem).ls, detail=True)
+        ls = partial(filesystem.ls, detail=True)
         found = _matches(ls, pattern.replace("?", "[?]"))
     except Exception as error:  # each filesystem raises its vendor's own types
         raise remote_error(path, error) from error
     matches = _Matches([], [])
     for match in sorted(found):
-        if _is_another_link(match, found):
-            continue
         kind = matches.folders if found[match].get("type") == "directory" else matches.files
         kind.append(path.replace(name_of(path), _spelled(match, pattern, name_of(path))))
     return matches

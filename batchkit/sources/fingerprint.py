@@ -13,18 +13,10 @@ from batchkit.config.masking import masked
 from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
-from batchkit.sources.files import (
-    COMPRESSIONS,
-    behind_caches,
-    is_empty,
-    open_input,
-    remote_error,
-)
+from batchkit.sources.files import is_empty, remote_error
 from batchkit.sources.finding import input_files
 from batchkit.sources.formats import ROWS_ARE_FILES, format_of, read_as
 from batchkit.storage.manifest import FileFingerprint
-
-SMALL_BYTES = 2**24  # an input this small is read again, whatever its times say
 
 
 def fingerprint(
@@ -61,36 +53,34 @@ def changed_files(
 ) -> dict[str, str]:
     """How each file of the input differs from its state ``then``, by path.
 
-    Compares the size and the time of local files. ``thorough``: also the content if the input is
-    small or a file's ctime differs, remote files, and whether other files match now.
+    Compares the size and the time of local files. ``thorough``: also the content if a file's ctime
+    differs, remote files, and whether other files match now.
 
     Raises:
         InputError: a remote file can't be examined.
     """
-    is_small = sum(old.size for old in then) <= SMALL_BYTES
-    found = {old.path: how for old in then if (how := _change(old, is_small, thorough)) is not None}
+    found = {old.path: how for old in then if (how := _change(old)) is not None}
     if thorough and not found:
-        known = {old.path for old in then}
-        found = {path: "it was not there" for path in input_files(table) if path not in known}
+        known = {old.path: old for old in then}
+        now = ((file, known.get(file.path)) for file in fingerprint(table, then))
+        found = {new.path: how for new, old in now if (how := _difference(old, new)) is not None}
     return found
 
 
-def _change(old: FileFingerprint, is_small: bool, thorough: bool) -> str | None:
+def _change(old: FileFingerprint) -> str | None:
     if "://" in old.path:
-        return _difference(old, _remote(old.path)) if thorough else None
+        return None
     try:
         stat = Path(old.path).stat()
     except OSError as error:
         return (error.strerror or str(error)).lower()
-    if (stat.st_size, stat.st_mtime_ns) != (old.size, old.mtime_ns):
-        now = FileFingerprint(old.path, stat.st_size, stat.st_mtime_ns, old.sha256)
-        return _difference(old, now)
-    if thorough and (is_small or stat.st_ctime_ns != old.ctime_ns):
-        return _difference(old, _local(old.path, {}, is_row=not old.size))
-    return None
+    now = FileFingerprint(old.path, stat.st_size, stat.st_mtime_ns, old.sha256)
+    return _difference(old, now)
 
 
-def _difference(old: FileFingerprint, new: FileFingerprint) -> str | None:
+def _difference(old: FileFingerprint | None, new: FileFingerprint) -> str | None:
+    if old is None:
+        return "it was not there"
     if new.size != old.size:
         return f"{old.size:,} bytes → {new.size:,} bytes"
     if new.sha256 != old.sha256:
@@ -114,9 +104,6 @@ def _local(
         raise InputError(f"{path}: can't be read: {error.strerror}") from error
     if not stat.st_size and not is_row:
         raise is_empty(path)
-    if path.endswith(COMPRESSIONS) and not is_row:
-        with open_input(path, text=False):  # which raises where nothing is in it
-            pass
     return FileFingerprint(path, stat.st_size, stat.st_mtime_ns, sha256, stat.st_ctime_ns)
 
 
@@ -126,7 +113,6 @@ def _remote(path: str) -> FileFingerprint:
 
     try:
         filesystem, name = url_to_fs(path)
-        filesystem = behind_caches(filesystem)
         # http identifies a file by its URL: the same URL with a new signature is the same file.
         known_by = masked(name) if "http" in filesystem.protocol else name
         filesystem.invalidate_cache()  # of listings, which may be out of date

@@ -13,13 +13,13 @@ from batchkit.sources.files import COMPRESSIONS, name_of
 from batchkit.sources.reader import Format
 
 FORMATS = {
-    "jsonl": "batchkit.sources.jsonl:FORMAT",
+    "jsonl": "batchkit.sources.lines:JSONL",
     "json": "batchkit.sources.json_list:FORMAT",
     "csv": "batchkit.sources.csv_table:FORMAT",
-    "openai-batch": "batchkit.sources.openai_batch:FORMAT",
-    "prompts": "batchkit.sources.prompts:FORMAT",
-    "files": "batchkit.sources.one_file:FORMAT",
-    "pdf": "batchkit.sources.pdf:FORMAT",
+    "openai-batch": "batchkit.sources.lines:OPENAI_BATCH",
+    "prompts": "batchkit.sources.lines:PROMPTS",
+    "files": "batchkit.sources.whole_files:FILES",
+    "pdf": "batchkit.sources.whole_files:PDF",
     "run": "batchkit.sources.run:FORMAT",
     "xlsx": "batchkit.sources.workbook:FORMAT",
     "parquet": "batchkit.sources.parquet:FORMAT",  # last: it imports pyarrow
@@ -46,7 +46,7 @@ def format_of(path: str, table: InputTable) -> str:
             f" {', '.join(READERS.names())}, or use one of {', '.join(suffixes)}"
         )
     if name == "jsonl":
-        from batchkit.sources.openai_batch import is_batch
+        from batchkit.sources.lines import is_batch
 
         return "openai-batch" if is_batch(path) else "jsonl"
     return name

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import ijson
-import orjson
+import msgspec
 
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
-from batchkit.sources.depth import TOO_DEEP, is_too_deep
 from batchkit.sources.files import open_input
-from batchkit.sources.reader import Format, Found, Skip, one_of, shown
+from batchkit.sources.reader import TOO_DEEP, Format, Found, Skip, is_too_deep, one_of, shown
 
 MAX_WHOLE_BYTES = 2**28  # a larger file is parsed as a stream, which is five times as slow
-_LONG_INT = re.compile(rb"\d{19}")  # orjson makes a float of a whole number beyond 64 bits
-_HALF = re.compile(  # of a surrogate pair: the other half is not beside it, nor may it begin there
-    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F]|(?:\\(?:u[dD]?)?)?\Z)"
-    rb"|(?<=.{6})(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]",
-    re.DOTALL,
-)
-_TAIL_BYTES = 12  # of a block: what it does not decide yet
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
@@ -48,13 +38,15 @@ def _found(place: str, member: Any) -> Found:
 
 def _parsed(path: str, content: bytes) -> Any:
     try:
-        value = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
+        return msgspec.json.decode(content)
+    except (msgspec.DecodeError, ValueError) as error:
         if _is_lines(content):
-            raise _are_lines(path) from error
-        where = f"line {error.lineno}, column {error.colno}"
-        raise InputError(f"{path}: broken JSON: {error.msg} at {where}") from error
-    return json.loads(content) if _LONG_INT.search(content) else value
+            raise InputError(
+                f'{path}: holds a JSON object a line; set input.format = "jsonl"'
+            ) from error
+        raise InputError(f"{path}: broken JSON: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"{path}: {TOO_DEEP}") from error
 
 
 def _list(path: str, value: Any, records: str | None) -> list[Any]:
@@ -86,13 +78,9 @@ def _is_lines(content: bytes) -> bool:
     """Whether the first line is an object by itself, and more follows."""
     first, _, rest = content.partition(b"\n")
     try:
-        return isinstance(orjson.loads(first), dict) and bool(rest.strip())
-    except orjson.JSONDecodeError:
+        return isinstance(msgspec.json.decode(first), dict) and bool(rest.strip())
+    except (msgspec.DecodeError, ValueError):
         return False
-
-
-def _are_lines(path: str) -> InputError:
-    return InputError(f'{path}: holds a JSON object a line; set input.format = "jsonl"')
 
 
 def _stream(path: str, records: str | None) -> Iterator[Any]:
@@ -100,7 +88,7 @@ def _stream(path: str, records: str | None) -> Iterator[Any]:
     n_rows = 0
     try:
         with open_input(path) as file:
-            for member in ijson.items(_WithoutHalves(file), prefix, use_float=True):
+            for member in ijson.items(file, prefix, use_float=True):
                 yield member
                 n_rows += 1
     except (ijson.JSONError, UnicodeDecodeError) as error:
@@ -109,24 +97,6 @@ def _stream(path: str, records: str | None) -> Iterator[Any]:
     if n_rows == 0:
         where = "at its top" if records is None else f"at input.records = {records!r}"
         raise InputError(f"{path}: has no list of rows {where}; check input.records")
-
-
-class _WithoutHalves:
-    """The JSON of ``file``; half of a surrogate pair, which ijson reads as a question mark, is an error."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._tail = b""
-
-    def read(self, size: int = -1) -> bytes:
-        block = self._file.read(size)
-        seen = (self._tail + block).replace(rb"\\", b"__")
-        if rb"\u" in seen and (half := _HALF.search(seen)):
-            raise ijson.JSONError(
-                f"a text has half of a surrogate pair (an emoji that was cut): {half[0][:6].decode()}"
-            )
-        self._tail = seen[-_TAIL_BYTES:]
-        return block
 
 
 def _reason(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
@@ -13,12 +12,10 @@ import pyarrow.parquet as pq
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources.files import BLOCK_BYTES, open_input
-from batchkit.sources.reader import Format, Found, Skip, shown
+from batchkit.sources.reader import Format, Found, Skip, check_columns, shown
 
-MAX_BATCH_ROWS = 1024
+MAX_BATCH_ROWS = 128  # a value of a dictionary may be far larger than the average row
 TARGET_BATCH_BYTES = 2**24  # of average rows
-MAX_BATCH_BYTES = 2**27  # if each value is as large as all values of its dictionary
-MAX_ROW_BYTES = 2**30
 VALUE_BYTES = 32  # about the size of the smallest Python value
 _NOT_PYTHON = (ValueError, OverflowError, pa.ArrowException)
 """What to_pylist raises for a value that Python can't hold: not UTF-8, a date past year 9999."""
@@ -51,36 +48,21 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
             raise InputError(f"{path}: {problem}") from error
 
 
-def count(path: str) -> int:
-    """The number of rows, from the file's footer.
-
-    Raises:
-        InputError: not a Parquet file.
-    """
-    with open_input(path, text=False) as file:
-        return int(_open(path, file).metadata.num_rows)
-
-
 def rows_of(batch: Any, place: str, position: int) -> Iterator[Found]:
     """The rows of an Arrow batch or table, of which the first is row ``position`` of ``place``. A row
-    that Python can't hold is an error, and so is one of more than 1 GiB."""
+    that Python can't hold is an error."""
     fitting = batch.num_rows * TARGET_BATCH_BYTES // max(1, batch.nbytes)
     at_once = max(1, min(MAX_BATCH_ROWS, fitting))
     for start in range(0, batch.num_rows, at_once):
         part = batch.slice(start, at_once)
         try:
-            if part.num_rows > 1 or part.nbytes <= MAX_ROW_BYTES:
-                yield from part.to_pylist()
-                continue
+            yield from part.to_pylist()
         except _NOT_PYTHON:
-            pass
-        for number in range(part.num_rows):
-            yield _row(part.slice(number, 1), f"{place} row {position + start + number}")
+            for number in range(part.num_rows):
+                yield _row(part.slice(number, 1), f"{place} row {position + start + number}")
 
 
 def _row(row: Any, place: str) -> Found:
-    if row.nbytes > MAX_ROW_BYTES:
-        return RequestError(f"{place}: takes {row.nbytes:,} bytes; the most is {MAX_ROW_BYTES:,}")
     fields: dict[str, Any] = {}
     for name in row.schema.names:
         try:
@@ -103,31 +85,18 @@ def _open(path: str, file: object) -> Any:
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"{path}: not a Parquet file: {reason}; check input.format") from error
-    names = Counter(parquet.schema_arrow.names)
-    if twice := [name for name, n_columns in names.items() if n_columns > 1]:
-        raise InputError(f"{path}: two columns are named {shown(twice[0])}; rename one")
+    check_columns(path, parquet.schema_arrow.names)
     return parquet
 
 
 def _batch_rows(group: Any) -> int:
     """How many rows of a row group to read at a time, from the sizes that the footer has."""
     n_rows = max(1, group.num_rows)
-    average = largest = 0.0
-    for number in range(group.num_columns):
-        chunk = group.column(number)
-        per_row = chunk.num_values / n_rows
-        average += max(chunk.total_uncompressed_size / n_rows, per_row * VALUE_BYTES)
-        largest += per_row * _dictionary_bytes(chunk)
-    most = min(TARGET_BATCH_BYTES / max(1, average), MAX_BATCH_BYTES / max(1, largest))
-    return max(1, min(MAX_BATCH_ROWS, int(most)))
+    chunks = map(group.column, range(group.num_columns))
+    n_bytes = sum(
+        max(chunk.total_uncompressed_size, chunk.num_values * VALUE_BYTES) for chunk in chunks
+    )
+    return max(1, min(MAX_BATCH_ROWS, int(TARGET_BATCH_BYTES * n_rows / max(1, n_bytes))))
 
 
-def _dictionary_bytes(chunk: Any) -> float:
-    """About how many bytes the values of a column chunk's dictionary have, unpacked."""
-    if not chunk.has_dictionary_page or "BYTE_ARRAY" not in chunk.physical_type:
-        return 0.0
-    packed = chunk.data_page_offset - chunk.dictionary_page_offset
-    return float(packed * chunk.total_uncompressed_size / max(1, chunk.total_compressed_size))
-
-
-FORMAT = Format(read, (".parquet",), count, is_table=True)
+FORMAT = Format(read, (".parquet",), is_table=True)

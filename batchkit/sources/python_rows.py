@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from batchkit.errors import JobError, RequestError
-from batchkit.sources.depth import TOO_DEEP, TooDeepError, copied
 from batchkit.sources.ids import fallback_id, row_of
-from batchkit.sources.reader import shown
+from batchkit.sources.reader import MAX_DEPTH, TOO_DEEP, check_columns, is_too_deep
 from batchkit.types import Row
 
 PLACE = "(rows from Python)"
 CHUNK_ROWS = 1024  # rows of a table that are converted to dicts at a time
+_FLAT = {str, int, float, bool, type(None), bytes}  # most values
 _NO_ROWS = bytes | bytearray | memoryview | io.IOBase
 
 
-class PythonRows(NamedTuple):
-    """``read`` yields the rows from the first one; it works only once if ``size`` is None.
+class Values(NamedTuple):
+    """``read`` yields them from the first one; it works only once if ``size`` is None. ``labels``: the
+    index of a DataFrame or Series of pandas."""
 
-    The dicts and lists are copies: what the caller later does to the originals does not matter.
-    ``labels``: the index of a DataFrame or Series of pandas.
-    """
-
-    read: Callable[[], Iterator[Row]]
-    size: Callable[[], int] | None
-    labels: Any = None
-
-
-class _Values(NamedTuple):
     read: Callable[[], Iterator[Any]]
     size: Callable[[], int] | None
     labels: Any = None
 
 
-def python_rows(rows: Any, key: str | None) -> PythonRows:
-    """``rows`` with their ids under ``key``; a single str or dict is one row.
+def python_rows(rows: Any, key: str | None) -> Values:
+    """``rows`` as ``Row``s with their ids under ``key``; a single str or dict is one row. Their dicts and
+    lists are copies: what the caller later does to the originals does not matter.
 
     Tables are DataFrames of pandas, datasets of ``datasets``, and all that gives an Arrow stream, as
     polars and pyarrow do; they are recognised by their methods, since none of these packages need be
@@ -47,13 +38,9 @@ def python_rows(rows: Any, key: str | None) -> PythonRows:
     Raises:
         JobError: no value of ``rows`` can be a row; for an iterator, its first value decides.
     """
-    if isinstance(rows, Mapping) and any(hasattr(split, "column_names") for split in rows.values()):
-        raise JobError(
-            f"{PLACE}: found {type(rows).__name__} of {', '.join(map(str, rows))}; give one"
-        )
     if isinstance(rows, Mapping) and _are_columns(rows):
         raise JobError(
-            f"{PLACE}: found {type(rows).__name__} of columns, all of one length; give"
+            f"{PLACE}: found {type(rows).__name__} of columns or of datasets; give one of them,"
             " pandas.DataFrame(rows), or [rows] if it is one row"
         )
     values = _values([rows] if isinstance(rows, str | Mapping) else rows)
@@ -62,59 +49,56 @@ def python_rows(rows: Any, key: str | None) -> PythonRows:
         left = iter(looked_at)
         looked_at = begun = list(islice(left, 1))
         values = values._replace(read=lambda: chain(begun, left))
-    kinds: list[str] = []
+    first_kind = ""
     for value in looked_at:
         if isinstance(value, RequestError) or isinstance(_fields(0, value), dict):
+            first_kind = ""
             break
-        kinds = kinds or [_kind(value)]
-    else:
-        if kinds:
-            raise _refused(f"{type(rows).__name__} of {kinds[0]}")
-    return PythonRows(
-        lambda: (_row(index, value, key) for index, value in enumerate(values.read())),
-        values.size,
-        values.labels,
+        first_kind = first_kind or _kind(value)
+    if first_kind:
+        raise _refused(f"{type(rows).__name__} of {first_kind}")
+    read = values.read
+    return values._replace(
+        read=lambda: (_row(index, value, key) for index, value in enumerate(read()))
     )
 
 
-def _values(rows: Any) -> _Values:
-    if isinstance(rows, _NO_ROWS) or getattr(rows, "ndim", 1) == 0:
+def _values(rows: Any) -> Values:
+    if isinstance(rows, _NO_ROWS):
         raise _refused(type(rows).__name__)
     if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
         frame = rows.copy(deep=False)  # columns that the caller adds later are not in it
-        _check_names(frame.columns)
-        return _Values(lambda: _of_pandas(frame), lambda: len(frame), frame.index)
+        check_columns(PLACE, frame.columns)
+        return Values(lambda: _of_pandas(frame), lambda: len(frame), frame.index)
     if _is_column(rows):
-        column = rows.tolist() if hasattr(rows, "tolist") else rows.to_list()
-        return _Values(lambda: iter(column), lambda: len(column), getattr(rows, "index", None))
-    if hasattr(rows, "to_pylist") and not hasattr(rows, "schema"):  # a column of pyarrow
-        return _Values(lambda: _of_column(rows), lambda: len(rows))
+        column = _listed(rows)
+        return Values(lambda: iter(column), lambda: len(column), getattr(rows, "index", None))
     if isinstance(rows, Sequence):
-        return _Values(lambda: iter(rows), rows.__len__)
+        return Values(lambda: iter(rows), rows.__len__)
     if hasattr(rows, "__arrow_c_stream__") and not hasattr(rows, "with_format"):
         return _of_stream(rows)
     if hasattr(rows, "with_format") and getattr(rows, "format", {}).get("type") != "custom":
         rows = rows.with_format(None)  # of Hugging Face: else its values may be torch's or numpy's
     if all(hasattr(type(rows), name) for name in ("__len__", "__getitem__")):  # torch's Dataset
-        return _Values(lambda: _each(rows), lambda: len(rows))
+        return Values(lambda: _each(rows), lambda: len(rows))
     if isinstance(rows, Iterable):
-        return _Values(lambda: iter(rows), None)
+        return Values(lambda: iter(rows), None)
     raise _refused(type(rows).__name__)
 
 
-def _of_stream(rows: Any) -> _Values:
+def _of_stream(rows: Any) -> Values:
     """A stream of batches is read as it comes, and once; what can give several streams, whole."""
     import pyarrow as pa
 
     try:
         stream = pa.RecordBatchReader.from_stream(rows)
-        _check_names(stream.schema.names)
+        check_columns(PLACE, stream.schema.names)
         if isinstance(rows, Iterator):
-            return _Values(lambda: _of_batches(stream), None)
+            return Values(lambda: _of_batches(stream), None)
         table = stream.read_all()
     except pa.ArrowException as error:
         raise JobError(f"{PLACE}: {type(rows).__name__}: {error}") from error
-    return _Values(lambda: _of_batches(table.to_batches()), lambda: len(table))
+    return Values(lambda: _of_batches(table.to_batches()), lambda: len(table))
 
 
 def _of_batches(batches: Iterable[Any]) -> Iterator[Any]:
@@ -124,21 +108,6 @@ def _of_batches(batches: Iterable[Any]) -> Iterator[Any]:
     for batch in batches:
         yield from rows_of(batch, PLACE, position)
         position += len(batch)
-
-
-def _of_column(column: Any) -> Iterator[Any]:
-    import pyarrow as pa
-
-    for row in _of_batches(pa.table({"prompt": column}).to_batches()):
-        yield row["prompt"] if isinstance(row, dict) else row
-
-
-def _check_names(names: Iterable[Any]) -> None:
-    for name, n_columns in Counter(names).items():
-        if not isinstance(name, str):
-            raise JobError(f"{PLACE}: column {shown(name)} has no text for a name; rename it")
-        if n_columns > 1:
-            raise JobError(f"{PLACE}: two columns are named {shown(name)}; rename one")
 
 
 def _of_pandas(frame: Any) -> Iterator[Any]:
@@ -166,13 +135,40 @@ def _row(index: int, value: Any, key: str | None) -> Row:
     fields = _fields(index, value)
     if not isinstance(fields, RequestError):
         try:
-            fields = copied(fields)
-        except TooDeepError:
+            fields = _copied(fields)
+        except _TooDeepError:
             fields = RequestError(f"row {index} is {TOO_DEEP}")
     row = row_of(index, fields, key, PLACE)
     if key is not None and isinstance(fields, dict) and fields.get(key) is None:
         return Row(index, fallback_id(index), fields)  # prompts have no ids
     return row
+
+
+def _copied(value: Any, levels: int = MAX_DEPTH) -> Any:
+    """A copy of ``value``'s dicts and lists, which a generator may change for its next row. Arrays of
+    one dimension, which pandas makes of a Parquet file's lists, become lists.
+
+    Raises:
+        _TooDeepError: they are nested more than ``levels`` deep.
+    """
+    kind = type(value)
+    if kind in _FLAT:
+        return value
+    if not levels:
+        raise _TooDeepError
+    if kind.__name__ == "ndarray" and value.ndim == 1 and value.dtype.kind not in "mM":
+        return _copied(value.tolist(), levels)  # but of times: their numbers
+    if isinstance(value, dict):
+        return {key: _copied(part, levels - 1) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_copied(part, levels - 1) for part in value]
+    if isinstance(value, tuple | Mapping) and is_too_deep(value):
+        raise _TooDeepError
+    return value
+
+
+class _TooDeepError(Exception):
+    pass
 
 
 def _fields(index: int, value: Any) -> dict[str, Any] | RequestError:
@@ -192,16 +188,27 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_column(value: Any) -> bool:
-    """Of pandas, numpy or polars."""
-    has_list = hasattr(value, "tolist") or hasattr(value, "to_list")
-    return hasattr(value, "dtype") and has_list and getattr(value, "ndim", 1) == 1
+    """Of pandas, numpy, polars or pyarrow."""
+    has_type = hasattr(value, "dtype") or (hasattr(value, "type") and hasattr(value, "to_pylist"))
+    return has_type and getattr(value, "ndim", 1) == 1
+
+
+def _listed(column: Any) -> list[Any]:
+    for name in ("tolist", "to_list", "to_pylist"):
+        if hasattr(column, name):
+            return list(getattr(column, name)())
+    raise _refused(type(column).__name__)
 
 
 def _are_columns(rows: Mapping[Any, Any]) -> bool:
-    """Whether it is a table by column, as ``dataset[:10]`` and ``frame.to_dict("list")`` are."""
-    columns = rows.values()
-    are_lists = all(_is_column(it) or (_is_list(it) and not isinstance(it, str)) for it in columns)
-    return are_lists and "messages" not in rows and len({*map(len, columns)}) == 1
+    """Whether it is a table by column, as ``dataset[:10]`` and ``frame.to_dict("list")`` are, or several
+    datasets."""
+    if any(hasattr(it, "column_names") for it in rows.values()):
+        return True
+    are_lists = all(
+        _is_column(it) or (_is_list(it) and not isinstance(it, str)) for it in rows.values()
+    )
+    return are_lists and "messages" not in rows and len({*map(len, rows.values())}) == 1
 
 
 def _kind(value: Any) -> str:

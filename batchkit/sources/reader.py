@@ -1,14 +1,18 @@
-"""What every format has in common: its signature, and the texts of its errors."""
+"""What every format has in common: its signature, its checks, and the texts of its errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from batchkit.config.suggest import nearest
 from batchkit.config.tables import InputTable
-from batchkit.errors import RequestError, RowError
+from batchkit.errors import InputError, RequestError, RowError
+
+MAX_DEPTH = 200  # the code that later walks over a row recurses once per level
+TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; flatten it"
 
 
 class Broken(NamedTuple):
@@ -39,15 +43,40 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files. ``count``: the rows of a file, if they can be counted without parsing them.
-    ``id``: the field that names a row, unless the job says. ``is_table``: every row of a file has the
-    same fields."""
+    """A format of files. ``id``: the field that names a row, unless the job says. ``is_table``: every
+    row of a file has the same fields."""
 
     read: Reader
     suffixes: Sequence[str] = ()
-    count: Callable[[str], int] | None = None
     id: str | None = None
     is_table: bool = False
+
+
+def check_columns(place: str, names: Sequence[Any]) -> None:
+    """Raises InputError if columns of a table have no name, or two of them the same."""
+    for number, (name, n_columns) in enumerate(Counter(names).items(), start=1):
+        if not isinstance(name, str) or not name.strip():
+            raise InputError(
+                f"{place}: column {number} of {len(names)} has no name, but {shown(name)}; name it"
+                " (pandas: to_csv(index=False))"
+            )
+        if n_columns > 1:
+            raise InputError(f"{place}: two columns are named {shown(name)}; rename one")
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether lists and mappings are nested more than MAX_DEPTH deep, or contain themselves."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [part for part in level if isinstance(part, dict | list | tuple | Mapping)]
+        if not level:
+            return False
+        level = list({id(inner): inner for part in level for inner in _inside(part)}.values())
+    return True
+
+
+def _inside(part: Any) -> Any:
+    return part.values() if isinstance(part, Mapping) else part
 
 
 def fault(path: str, lines: int | str, problem: str) -> RequestError:

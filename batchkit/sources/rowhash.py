@@ -1,14 +1,23 @@
-"""A hash of a row's fields: it shows whether a later input holds the row that was answered."""
+"""A hash of a row's fields: it shows whether a later input holds the row that was answered.
+
+PIL images in rows from Python are recognised by their methods, so that PIL is not imported.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from batchkit.sources.pictures import is_picture, look_of
+_EXIF_ORIENTATION = 0x0112
+
+# Pillow decodes an opened file at its first use, and marks it as decoded before the pixels are
+# there. Rows may share such an image, and render threads run concurrently: without a lock, all but
+# one of them would see a part of the picture. A few locks serve all images, so none is freed.
+_LOCKS = [threading.Lock() for _ in range(64)]
 
 
 def input_hash(fields: Mapping[str, Any]) -> str:
@@ -31,7 +40,7 @@ def _content(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if is_picture(value):
-        return [kind, value.size, look_of(value), _digest(value)]
+        return [kind, value.size, _look_of(value), _digest(value)]
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # numpy's
         is_of_objects = value.dtype.hasobject  # whose bytes are addresses
         content = value.tolist() if is_of_objects else _digest(value)
@@ -62,6 +71,36 @@ def _plain(value: Any) -> Any:
         return _plain(_content(value))
     except Exception:  # its own code runs here
         return f"({type(value).__name__})"
+
+
+def is_picture(value: Any) -> bool:
+    return hasattr(value, "getexif") and hasattr(value, "tobytes")
+
+
+def loaded(picture: Any) -> int | None:
+    """Decode ``picture``, one thread at a time; returns its orientation, see ``orientation_of``.
+
+    Raises what Pillow raises for a broken file.
+    """
+    with _LOCKS[id(picture) // 16 % len(_LOCKS)]:
+        picture.load()
+        return orientation_of(picture)
+
+
+def orientation_of(picture: Any) -> int | None:
+    """The EXIF orientation of a picture, 1 to 8, or None."""
+    try:
+        orientation = picture.getexif().get(_EXIF_ORIENTATION)
+    except Exception:  # broken EXIF raises anything; the pixels are good, and are not rotated
+        return None
+    return orientation if isinstance(orientation, int) else None
+
+
+def _look_of(picture: Any) -> list[Any]:
+    """What decides how a picture's bytes look."""
+    orientation, mode = loaded(picture), picture.mode
+    palette = bytes(picture.getpalette("RGBA") or ()) if mode in ("P", "PA") else b""
+    return [mode, palette, repr(picture.info.get("transparency")), orientation]
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_content)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import IO, Any
@@ -13,12 +12,8 @@ from batchkit.config.installation import how_to_install
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources.files import open_input
-from batchkit.sources.reader import Format, Found, Skip, one_of, shown
+from batchkit.sources.reader import Format, Found, Skip, check_columns, one_of, shown
 
-MAX_TEXT_BYTES = (
-    2**28
-)  # of all cells' different texts, which a workbook stores, and we hold, at once
-_TEXTS = "sharedstrings.xml"
 # What a program writes that leaves computing to Excel: the values of its formulas are missing, or 0.
 _TO_COMPUTE = re.compile(rb'fullCalcOnLoad="(?:1|true)"')
 # How a workbook writes what XML has no characters for, such as the \r of a line break, and the _ that
@@ -63,9 +58,6 @@ def _is_computed(path: str, file: IO[bytes]) -> bool:
     """Whether the values of formulas are those that Excel would show."""
     try:
         with ZipFile(file) as archive:
-            for part in archive.infolist():
-                if part.filename.lower().endswith(_TEXTS):
-                    _check_size(path, part.file_size)
             return _TO_COMPUTE.search(archive.read("xl/workbook.xml")) is None
     except (BadZipFile, KeyError) as error:
         raise _is_no_workbook(path, error) from error
@@ -88,14 +80,6 @@ def _is_no_workbook(path: str, error: Exception) -> InputError:
     return InputError(
         f"{path}: not an .xlsx workbook: {error}; save it anew as .xlsx, or check input.format"
     )
-
-
-def _check_size(path: str, n_bytes: int) -> None:
-    if n_bytes > MAX_TEXT_BYTES:
-        raise InputError(
-            f"{path}: its texts take {n_bytes:,} bytes, and a workbook's must be read at once; the"
-            f" most is {MAX_TEXT_BYTES:,}: save it as CSV"
-        )
 
 
 def _sheet(path: str, workbook: Any, name: str | None) -> Any:
@@ -146,17 +130,7 @@ def _header(path: str, number: int, cells: Sequence[Any]) -> list[str]:
     names = [str(cell).strip() if cell is not None else "" for cell in cells]
     while not names[-1]:
         names.pop()
-    if "" in names:
-        column = names.index("") + 1
-        raise InputError(
-            f"{path} row {number}: column {column} of {len(names)} has no name; the first row must"
-            " name the columns"
-        )
-    twice = [name for name, n_columns in Counter(names).items() if n_columns > 1]
-    if twice:
-        raise InputError(
-            f"{path} row {number}: two columns are named {shown(twice[0])}; rename one"
-        )
+    check_columns(f"{path} row {number}", names)
     return names
 
 

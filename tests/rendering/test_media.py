@@ -169,32 +169,22 @@ BAD_FILES: dict[str, tuple[bytes, list[str]]] = {
     "empty": (b"", ["is empty", "give PNG"]),
     "text": (b"hello, no image here", ["not an image", "hello", "give PNG, JPEG"]),
     "html": (b"<!DOCTYPE html><title>404</title>", ["not an image", "<!DOCTYPE html>"]),
-    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", ["not an image", "<svg"]),
     "pdf": (b"%PDF-1.7\n", ["is broken (Failed to load document", "save it anew"]),
-    "lfs pointer": (b"version https://git-lfs.github.com/spec/v1", ["not an image", "version"]),
-    "icon": (encoded(gradient(), "ICO"), ["not an image"]),
     "ppm": (encoded(gradient(), "PPM"), ["not an image", "P6"]),
-    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n", ["not an image"]),
-    "png signature": (PNG[:8], ["broken, cut short", "save it again"]),
     "png header": (PNG[:33], ["broken, cut short"]),
     "png cut": (PNG[: len(PNG) // 2], ["broken, cut short"]),
     "png checksum": (PNG[:20] + b"\xff" + PNG[21:], ["broken, cut short"]),
     "png without pixels": (png(64, 64), ["broken, cut short"]),
     "png of no width": (png(0, 64), ["broken, cut short"]),
     "png of a terabyte": (png(2**20, 2**20), ["media.max_decode_bytes is 1073741824", "raise it"]),
-    "png of one column": (png(1, 2**30), ["1×1073741824", "media.max_decode_bytes"]),
     "png of one row": (png(2**30, 1), ["1073741824×1", "media.max_decode_bytes"]),
-    "jpeg signature": (JPEG[:4], ["broken, cut short"]),
     "jpeg cut": (JPEG[: len(JPEG) * 2 // 3], ["broken, cut short"]),
-    "gif signature": (b"GIF89a", ["broken, cut short"]),
     "gif cut": (encoded(gradient("P"), "GIF")[:-200], ["broken, cut short"]),
-    "bmp signature": (b"BM" + bytes(30), ["broken, cut short"]),
     "bmp cut": (encoded(gradient(), "BMP")[:-500], ["broken, cut short"]),
     "webp signature": (b"RIFF\x24\0\0\0WEBPVP8 " + bytes(20), ["broken, cut short"]),
     "webp cut": (encoded(gradient(), "WEBP")[:60], ["broken, cut short"]),
-    "tiff signature": (b"II*\0\x08\0\0\0", ["broken, cut short"]),
     "tiff cut": (encoded(gradient(), "TIFF")[:-500], ["broken, cut short"]),
-    "infinite": (encoded(Image.new("F", (2, 2), float("inf")), "TIFF"), ["inf", "finite values"]),
+    "floats": (encoded(Image.new("F", (2, 2)), "TIFF"), ["its gray has 32 bits", "save it in 16"]),
 }
 
 
@@ -205,7 +195,7 @@ def test_a_bad_file_says_what_it_is_and_what_to_do(
     (tmp_path / "bad.png").write_bytes(data)
     media = media_table(tmp_path)
     assert refused("bad.png", media).startswith("bad.png: ")
-    assert refused({"bytes": data, "path": "bad.png"}, media).startswith("bad.png of ")
+    assert refused({"bytes": data, "path": "bad.png"}, media).startswith("bad.png: ")
     for word in words:
         assert word in refused(data, media)
 
@@ -217,17 +207,13 @@ BAD_SOURCES: dict[str, tuple[Any, list[str]]] = {
     "none": (None, ["None", "check the template"]),
     "number": (float("nan"), ["nan (float)", "a path, a data: URI"]),
     "list": (["a.png"], ["['a.png'] (list)"]),
-    "no bytes": ({"bytes": None, "path": None}, ["keys bytes, path"]),
-    "other keys": ({"url": "a.png"}, ["keys url"]),
+    "no bytes": ({"bytes": None, "path": None}, ["'path': None} (dict)", "a path, a data: URI"]),
     "nul": ("a\0b.png", [r"'a\x00b.png'", "can't be read"]),
     "newline": ("a\nb.png", [r"'a\nb.png'"]),
     "bare base64": (base64.b64encode(bytes(5000)).decode(), ["characters)", "data:image/png"]),
     "data without base64": ("data:image/svg+xml,<svg/>", ["not base64", "data:image/png;base64"]),
     "data without comma": ("data:image/png;base64", ["not base64"]),
     "data with blanks": ("data:image/png;base64,iVBO Rw0K", ["base64 is broken", "encode"]),
-    "data of odd length": ("data:image/png;base64,iVBOR", ["base64 is broken"]),
-    "data not ascii": ("data:image/png;base64,ïVBO", ["base64 is broken"]),
-    "data empty": ("data:image/png;base64,", ["is empty"]),
     "data of text": ("data:image/png;base64,aGVsbG8=", ["not an image", "hello"]),
     "s3": ("s3://bucket/a.png", ["s3://bucket/a.png", "can't be read from s3://", "download"]),
     "ftp": ("ftp://host/a.png", ["can't be read from ftp://"]),
@@ -260,17 +246,6 @@ def test_a_bad_source_says_what_it_is_and_what_to_do(
     assert len(message) < 600
     assert "\n" not in message
     assert "secret" not in message
-
-
-def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.png").symlink_to(tmp_path / "b.png")
-    (tmp_path / "b.png").symlink_to(tmp_path / "a.png")
-    assert "can't be read" in refused("a.png", media_table(tmp_path))
-
-
-def test_a_misnamed_file_is_read_by_its_content(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(JPEG)
-    assert load_image("a.png", media_table(tmp_path)).size == (64, 48)
 
 
 def test_mutated_files_load_or_raise_media_error() -> None:
@@ -369,8 +344,3 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     gradient().save(tmp_path / "a.png")
     with pytest.raises(MediaError, match=r"a\.png: is not text: it has NUL bytes"):
         load_text("a.png", media_table(tmp_path))
-
-
-def test_a_text_with_some_bytes_that_are_not_utf_8_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("Grüße\n".encode("latin-1"))
-    assert load_text("a.txt", media_table(tmp_path)) == "Gr\ufffd\ufffde\n"

@@ -89,11 +89,6 @@ def test_a_path_is_looked_up_below_the_url(root: str, source: Any) -> None:
     assert load_image(source, media(root)).tobytes() == Image.new("RGB", (64, 48)).tobytes()
 
 
-def test_a_whole_store_may_be_the_root() -> None:
-    assert load_image("bucket/images/a.png", media("memory://")).size == (64, 48)
-    assert load_image("memory://bucket/images/a.png", media("memory://")).size == (64, 48)
-
-
 def test_what_needs_no_store_is_read_as_ever() -> None:
     uri = "data:image/png;base64," + base64.b64encode(png()).decode()
     for source in (png(), uri, {"bytes": png(), "path": "none.png"}):
@@ -355,12 +350,6 @@ def test_a_scheme_that_fsspec_does_not_know_gets_a_near_one() -> None:
     assert "did you mean memory://?" in complaint("Memory://bucket")
 
 
-def test_a_store_that_is_not_there_is_one_error(tmp_path: Path) -> None:
-    message = complaint(f"zip://images::{tmp_path}/none.zip")
-    assert "can't be opened" in message
-    assert "No such file" in message
-
-
 def test_a_url_is_left_as_it_is_and_filled_in_from_vars() -> None:
     for root in ("s3://bucket/images", "hf://datasets/owner/name/", "zip://a::s3://b/c.zip"):
         assert job(media={"root": root}).media.root == root
@@ -368,25 +357,11 @@ def test_a_url_is_left_as_it_is_and_filled_in_from_vars() -> None:
     assert filled.media.root == "s3://b/images"
 
 
-def test_a_folder_s_name_is_no_url(tmp_path: Path) -> None:
-    for root in ("images", "file:///images", "https://host/images", "s3:/bucket"):
-        found = job(media={"root": root}).media.root
-        assert found == str(Path.cwd() / root)
-
-
 def test_a_password_in_the_root_is_refused_and_not_repeated() -> None:
     for root in ("sftp://me:secret@host/images", "zip://a::sftp://me:secret@host/a.zip"):
         assert "set it in the environment as FSSPEC_SFTP_PASSWORD" in complaint(root)
     for root in ("sftp://me@host/images", "abfs://images@me.dfs.core.windows.net/a"):
         assert job(media={"root": root}).media.root == root
-
-
-def test_tables_of_charts_need_a_folder() -> None:
-    scoring = {"scorers": ["chart"], "table": "{{ file }}", "allow_code": True}
-    message = complaint(ROOT, scoring=scoring)
-    assert message.startswith("scoring.table: ")
-    assert ROOT in message
-    job(scoring={**scoring, "allow_code": False})
 
 
 # A run

@@ -216,11 +216,6 @@ def test_a_failed_download_says_why(server: Server) -> None:
     assert "ConnectError" in message
 
 
-def test_tls_that_fails_is_a_media_error(server: Server) -> None:
-    message = refused(f"https://127.0.0.1:{server.port}/a.png", server.media())
-    assert "download failed" in message
-
-
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
 def test_a_server_that_drips_is_cut_off(server: Server, start: bytes) -> None:
     def drip(handler: BaseHTTPRequestHandler) -> None:

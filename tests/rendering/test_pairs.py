@@ -12,8 +12,8 @@ from PIL import Image
 from batchkit.config.loading import make_job
 from batchkit.errors import PromptTooLongError, RequestError, RowError
 from batchkit.execution.attempts import with_smaller_images
-from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.templates.prompt import constant_files
 from batchkit.types import Pair, Request, Row
 
 TEXTS = {"query": "Q: {{ q }}", "documents": "{{ d }}"}
@@ -37,13 +37,6 @@ def test_one_document_is_a_pair_of_texts() -> None:
 def test_a_column_with_a_list_gives_each_document() -> None:
     found = render({"q": "tea?", "d": ["one", "two"]})
     assert found.pair == Pair("Q: tea?", ["one", "two"], is_list=True)
-
-
-def test_a_template_around_a_value_is_one_text() -> None:
-    found = render(
-        {"q": "x", "title": "T", "d": "body"}, {**TEXTS, "documents": "{{ title }}: {{ d }}"}
-    )
-    assert found.pair == Pair("Q: x", ["T: body"], is_list=False)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +80,6 @@ def test_images_of_query_and_documents(pictures: dict[str, Any]) -> None:
     assert [widths(document) for document in found.pair.documents] == [[41], [42]]
     assert found.media_bytes == 4 * 30 * (40 + 41 + 42)
     assert renderer(pair, **pictures).image_sources(Row(0, "0", row)) == ["0.png", "1.png", "2.png"]
-
-
-def test_a_document_may_be_images_alone(pictures: dict[str, Any]) -> None:
-    pair = {"query": "{{ q }}", "document_images": ["{{ b }}"]}
-    found = render({"q": "x", "b": ["1.png", "2.png"]}, pair, **pictures).pair
-    assert (len(found.documents), found.is_list) == (1, False)
-    assert widths(found.documents[0]) == [41, 42]
 
 
 def test_each_document_needs_its_image(pictures: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchkit.errors import RequestError, WrongTaskError
-from batchkit.rendering.pooling_body import check_url, input_of, pooling_of, sides_of, task_of
+from batchkit.rendering.body import check_url, input_of, pooling_of, sides_of, task_of
 
 CHAT = [{"role": "user", "content": "tea"}]
 PARTS = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "a.png"}}]

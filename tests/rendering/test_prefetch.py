@@ -84,11 +84,6 @@ def test_every_row_comes_exactly_once(threads: int) -> None:
         assert queue.exhausted
 
 
-def test_one_thread_keeps_the_order() -> None:
-    with prefetch(some_rows(50), threads=1) as queue:
-        assert [take(queue).row.index for _ in range(50)] == list(range(50))
-
-
 @pytest.mark.parametrize(("threads", "ahead"), [(1, 1), (1, 5), (4, 5)])
 def test_no_more_rows_are_read_ahead_than_asked_for(threads: int, ahead: int) -> None:
     rows = Counted(1000)
@@ -131,13 +126,6 @@ def test_each_thread_passes_the_bound_by_one_row_at_most() -> None:
         assert take(queue).row.index == threads
 
 
-def test_waiting_rows_count_as_held() -> None:
-    rows = Counted(1000)
-    with prefetch(rows, lambda row: rendered(row, 60), threads=1, ahead=50, max_bytes=100):
-        assert rows.reach(2)
-        assert not rows.reach(3, SHORT_S)
-
-
 def test_what_was_handed_out_is_let_go_of() -> None:
     """A thread that waits for room would else keep its last row's pixels beyond the bound."""
     gone = [threading.Event(), threading.Event()]
@@ -158,11 +146,6 @@ def test_what_was_handed_out_is_let_go_of() -> None:
         assert len(request.images) == 1
         del request
         assert all(event.wait(5) for event in gone)
-
-
-def test_rows_without_pixels_are_bounded_by_their_number_alone() -> None:
-    with prefetch(some_rows(100), max_bytes=1) as queue:
-        assert sum(1 for _ in range(100) if take(queue)) == 100
 
 
 def test_slow_row_holds_up_no_other() -> None:
@@ -190,35 +173,6 @@ def test_row_that_cannot_be_rendered_comes_as_a_failed_completion() -> None:
     with prefetch(some_rows(10), render, max_bytes=100) as queue:
         found = [queue.get(LONG_S) for _ in range(10)]
     assert sum(isinstance(one, Completion) for one in found) == 5, "and holds no pixels"
-
-
-def test_get_without_patience_returns_at_once() -> None:
-    begin = threading.Event()
-
-    def render(row: Row) -> Request:
-        assert begin.wait(LONG_S)
-        return rendered(row)
-
-    with prefetch(some_rows(1), render) as queue:
-        assert queue.get(0) is None
-        assert not queue.exhausted
-        begin.set()
-        assert take(queue).row.index == 0
-
-
-def test_no_rows_are_exhausted_at_once() -> None:
-    with prefetch(some_rows(0)) as queue:
-        assert queue.get(LONG_S) is None
-        assert queue.exhausted
-
-
-def test_exhausted_only_once_the_last_row_was_handed_out() -> None:
-    with prefetch(some_rows(2), threads=1) as queue:
-        take(queue)
-        assert not queue.exhausted
-        take(queue)
-        assert queue.get(LONG_S) is None
-        assert queue.exhausted
 
 
 def broken_rows(count: int) -> Iterator[Row]:
@@ -296,14 +250,6 @@ def test_close_stops_threads_that_wait_for_room() -> None:
     assert render_threads() <= before
     read = rows.read
     assert read < 1000
-
-
-def test_close_after_the_end_and_twice_does_no_harm() -> None:
-    with prefetch(some_rows(3)) as queue:
-        for _ in range(3):
-            take(queue)
-        queue.close()
-    assert queue.exhausted
 
 
 # Memory, measured: images of 4 megapixels, in a process of its own
@@ -391,18 +337,3 @@ def test_memory_stays_flat_over_thousands_of_large_images(photos: Path, tmp_path
     )
     assert late - early < MARGIN_BYTES
     assert late - before < held + THREADS * DECODING_BYTES + MARGIN_BYTES
-
-
-def test_slow_engine_does_not_let_images_pile_up(photos: Path, tmp_path: Path) -> None:
-    """Rendered as fast as they can be, 40 of them would take 600 MiB. Large blocks leave large gaps in
-    the heap, so the margin is twice the usual."""
-    held = 4 * DECODED_BYTES
-    before, _, late = peaks(
-        tmp_path,
-        rows=40,
-        latency_s=0.5,
-        root=str(photos),
-        max_pixels=4_000_000,
-        max_memory_bytes=held,
-    )
-    assert late - before < held + THREADS * DECODING_BYTES + 2 * MARGIN_BYTES

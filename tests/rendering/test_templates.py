@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import resource
@@ -18,18 +17,12 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from batchkit.config.loading import make_job
-from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineError, JobError, RenderTimeoutError, RowError, TemplateError
-from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.prompt import PathTemplate
-from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.waiting import until
@@ -67,9 +60,6 @@ HARMLESS = [
     "{{ ['A', 'B'][n - 2] }} {{ n + 1 }} {{ text[:4] ~ '…' }} {{ day.strftime('%d.%m.%Y') }}",
     "{{ xs[0].get('c', 'none') }} {{ text.split() | length }} {{ missing | default('no') }}",
 ]
-SOME_FILTERS = st.sampled_from(
-    ["upper", "tojson", "join('ab')", "replace('a', 'bcd')", "indent(2)"]
-)
 
 
 def template(source: str, timeout_s: float = 60.0) -> RowTemplate:
@@ -101,15 +91,6 @@ def test_what_is_bounded_by_the_row_needs_no_process(source: str) -> None:
     assert apart.text(FIELDS) == here
 
 
-@given(filters=st.lists(SOME_FILTERS, max_size=8), of=st.sampled_from(["text", "xs", "row"]))
-def test_filters_that_need_no_process_do_not_multiply(filters: list[str], of: str) -> None:
-    written = template("{{ " + " | ".join([of, *filters]) + " }}")
-    if not written.is_apart:
-        row = {**FIELDS, "row": 'a"\n' * 100}
-        with contextlib.suppress(TemplateError):  # a list has no lines to indent
-            assert len(written.text(row)) <= len(str(row[of])) * 16**2
-
-
 def test_errors_are_the_same_from_a_process() -> None:
     for source, words in (
         ("{{ nowhere }}", "'nowhere' is undefined; the row has text, n"),
@@ -137,26 +118,6 @@ def test_a_method_is_no_text(source: str, words: str, before: str) -> None:
     with pytest.raises(TemplateError, match=words):
         template(before + source).text(fields)
     assert template(before + "{{ order['items'] }}").text(fields) == "[1]"
-
-
-@pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ad.copy | upper }}",
-        "{{ 'ad: ' ~ ad.copy }}",
-        "{{ '%s' % ad.copy }}",
-        "{{ [ad.copy] }}",
-        "{{ [ad.copy] | join }}",
-        "{% if ad.copy %}yes{% endif %}",
-        "{{ 'yes' if ad.copy else 'no' }}",
-        "{{ ad.copy == 'x' }}",
-    ],
-)
-def test_a_method_is_no_value(source: str, before: str) -> None:
-    """It is as in ``test_a_method_is_no_text``, before it becomes text."""
-    with pytest.raises(TemplateError, match=r"a method of dict; .* write \['copy'\]"):
-        template(before + source).text({"ad": {"copy": "Buy!"}})
 
 
 @pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
@@ -195,27 +156,6 @@ def test_a_template_that_python_cannot_compile_is_the_jobs_mistake(source: str) 
         template("{{ " + source + " }}")
 
 
-def test_neighbours_of_an_endless_row_are_answered(tmp_path: Path) -> None:
-    rows = [{"n": 99998 if index % 10 == 3 else index} for index in range(40)]
-    job = JobConfig.model_validate(
-        {
-            "name": "endless",
-            "engine": {"kind": "dry-run"},
-            "output": {"dir": str(tmp_path)},
-            "prompt": {
-                "user": "{% for i in range(n % 99999) %}{% for j in range(n % 99999) %}"
-                "{% endfor %}{% endfor %}{{ n }}"
-            },
-            "run": {"row_timeout_s": 1.5, "render_threads": 2},
-        }
-    )
-    summary = ProductionBatchProcessor(job, quiet=True).process(rows)
-    assert (summary.ok, summary.failed) == (36, 4)
-    failed = [r for r in read_newest(tmp_path / "endless" / RESULTS) if r["status"] == "failed"]
-    assert [record["index"] % 10 for record in failed] == [3] * 4
-    assert {record["error"]["kind"] for record in failed} == {"timeout"}
-
-
 def test_validate_and_dry_run_end_an_endless_row(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"n": 10**10}, {"n": 1}])
     (tmp_path / "job.toml").write_text(
@@ -252,11 +192,6 @@ def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
     run.wait()
     run.stdout.close()
     until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-
-
-def test_a_count_of_render_threads_has_a_limit() -> None:
-    with pytest.raises(JobError, match=r"run\.render_threads: .*≤ 256"):
-        make_job({"engine": {"kind": "dry-run"}, "run": {"render_threads": 1_000_000}}, "test")
 
 
 @pytest.mark.parametrize("name", ["range", "dict", "namespace", "cycler", "joiner", "lipsum"])
@@ -352,22 +287,6 @@ def test_what_grows_without_bound_needs_a_process(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "row"),
-    [
-        ("{% for line in q.splitlines() %}Fact {{ line }}" + "." * 100 + "{% endfor %}", "\n"),
-        ("{% for line in q %}{{ line }}" + "." * 100 + "{% endfor %}", [0]),
-        ("{{ q | replace('a', 'aaaaaaaaaaaaaaaa') | replace('a', 'aaaaaaaaaaaaaaaa') }}", "a"),
-    ],
-)
-def test_a_row_that_would_grow_too_much_is_rendered_apart(source: str, row: Any) -> None:
-    plain = template(source)
-    assert not plain.is_apart
-    assert plain.text({"q": row * 10})
-    with pytest.raises(TemplateError, match=r"bytes; the most is|GiB of memory"):
-        plain.text({"q": row * 1_000_000})
-
-
-@pytest.mark.parametrize(
     ("expression", "expected"),
     [
         ("a + b", "rb"),
@@ -415,12 +334,6 @@ def test_no_more_processes_render_at_once_than_there_are_cores(tmp_path: Path) -
     spans = [tuple(map(float, line.split())) for p in tmp_path.iterdir() for line in p.open()]
     assert len(spans) == len(threads)
     assert max(sum(a <= began < b for a, b in spans) for began, _ in spans) <= count
-
-
-def test_an_undefined_operand_is_named_whatever_stands_beside_it() -> None:
-    for source in ("{{ (d.nothing) ** loop }}", "{{ 2 ** d.nothing }}"):
-        with pytest.raises(TemplateError, match="no attribute 'nothing'"):
-            template(source).text({"d": {}, "loop": []})
 
 
 class InTheProcess:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import math
 import pickle
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from msgspec import structs
 from PIL import Image
 
 from batchkit.config.loading import make_job
@@ -87,16 +85,6 @@ def test_head_and_tail_are_kept_and_a_mark_stands_between(text: str, data: st.Da
     assert text.endswith(tail)
     assert len(head) + len(tail) == kept
     cut.encode()
-
-
-@pytest.mark.parametrize(
-    "text", ["tea🍵" * 50, "e\u0301" * 100, "👩‍👩‍👧" * 40, "日本語" * 70, "🇫🇷" * 60]
-)
-def test_every_cut_of_a_text_of_many_bytes_is_valid(text: str) -> None:
-    for kept in range(len(text)):
-        cut = cut_at({"text": text}, ("text",), kept)["text"]
-        assert cut.encode().decode() == cut
-        assert len(cut) == kept + len(MARK)
 
 
 def test_cut_changes_a_copy_and_only_the_way_to_the_text() -> None:
@@ -205,21 +193,6 @@ def test_uneven_text_is_cut_until_it_fits(
         cuts = list(tokens.tries(length, 16))
         assert tokens.fits(length, cuts[-1], 16), (length, cuts)
         assert len(cuts) <= 8
-
-
-def test_longer_than_twenty_contexts_is_cut_too() -> None:
-    """A slack in proportion to what is cut would cut away more than there is."""
-    cut = next_cut(160_000, None, too_long(40_000, 512), 16)
-    assert cut.prompt_tokens == 40_000
-    assert 1500 < cut.kept < 2000
-
-
-@pytest.mark.parametrize("max_tokens", [16, 256, 4096])
-def test_room_is_left_for_the_answer_up_to_half_of_the_context(max_tokens: int) -> None:
-    tokens = Tokens(512, 40, lambda *_: 4)
-    *_, cut = tokens.tries(8000, max_tokens)
-    assert tokens.count(8000, cut) + min(max_tokens, 256) <= 512
-    assert cut.kept > 600
 
 
 def test_no_cut_without_a_count_or_where_the_text_is_not_what_is_too_long() -> None:
@@ -348,14 +321,6 @@ def test_a_rows_own_max_tokens_may_be_anything(own: Any) -> None:
     assert shorter.sampling["max_tokens"] == own
 
 
-def test_sampling_changed_since_stays_changed() -> None:
-    one = renderer(prompt={"user": "{{ q }}"})
-    request = one.render(Row(0, "0", {"q": WORDS}))
-    request = structs.replace(request, sampling={"temperature": 0.7, "max_tokens": 100})
-    shorter = one.shortened(request, too_long())
-    assert shorter.sampling == {"temperature": 0.7, "max_tokens": 100}
-
-
 def test_second_cut_is_made_of_the_whole_text() -> None:
     one = renderer(prompt={"user": "{{ q }}"})
     first = one.shortened(one.render(Row(0, "0", {"q": WORDS})), too_long(1000))
@@ -430,18 +395,6 @@ def test_longer_text_that_is_not_the_rows_own_prompt_is_not_cut(
     assert "w0 w1 " in cut_text(shorter)
 
 
-def test_schema_of_an_openai_body_is_no_text() -> None:
-    schema = {"type": "object", "description": LONGER}
-    body = {
-        "messages": [{"role": "user", "content": WORDS}],
-        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
-    }
-    request, shorter = shortened({"body": body})
-    assert cut_text(shorter)
-    assert shorter.sampling == request.sampling
-    assert request.sampling["structured_outputs"] == {"json": schema}
-
-
 def test_arguments_of_a_tool_call_stay_json() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": f'{{"a": "{LONGER}"}}'}}
     messages = [
@@ -488,31 +441,6 @@ def test_images_stay_and_so_does_what_they_are_accounted_at(tmp_path: Path) -> N
     assert [image.size for image in shorter.images] == [(40, 20), (40, 20)]
     assert shorter.images[0].getpixel((0, 0)) == (9, 8, 7)
     assert shorter.media_bytes == request.media_bytes == 2 * 4 * 40 * 20
-
-
-def test_picture_that_changed_meanwhile_gives_back_what_the_first_one_took(tmp_path: Path) -> None:
-    one = renderer(prompt={"images": ["a.png"], "user": "{{ q }}"}, media={"root": str(tmp_path)})
-    Image.new("RGB", (40, 20)).save(tmp_path / "a.png")
-    request = one.render(Row(0, "0", {"q": WORDS}))
-    Image.new("RGB", (10, 10)).save(tmp_path / "a.png")
-    shorter = one.shortened(request, too_long())
-    assert shorter.media_bytes == request.media_bytes == 4 * 40 * 20
-
-
-def test_images_of_chat_messages_stay(tmp_path: Path) -> None:
-    file = io.BytesIO()
-    Image.effect_noise((64, 64), 50).save(file, "PNG")
-    (tmp_path / "a.png").write_bytes(file.getvalue())
-    parts = [
-        {"type": "image_url", "image_url": {"url": "a.png"}},
-        {"type": "text", "text": WORDS},
-        {"type": "image", "image": "a.png"},
-    ]
-    messages = [{"role": "user", "content": parts}]
-    request, shorter = shortened({"messages": messages}, media={"root": str(tmp_path)})
-    assert len(shorter.images) == 2
-    assert [i.tobytes() for i in shorter.images] == [i.tobytes() for i in request.images]
-    assert shorter.media_bytes == request.media_bytes > 0
 
 
 # The job file

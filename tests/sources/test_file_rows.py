@@ -9,13 +9,11 @@ from typing import Any
 import fsspec
 import pytest
 
-from batchkit.config.loading import load_job, make_job
-from batchkit.errors import ChangedInputError, InputError
+from batchkit.config.loading import make_job
+from batchkit.errors import InputError
 from batchkit.sources import input_files, listing, read_rows
-from batchkit.sources.input import from_job, watched
 from tests.support import dry_runs
-from tests.support.command_line import batchkit
-from tests.support.dry_runs import LOG, records, run
+from tests.support.dry_runs import records, run
 from tests.support.images import BLUE, RED, png
 from tests.support.sources import rows_of, table, write
 
@@ -103,13 +101,6 @@ def test_a_folder_without_files_is_an_error() -> None:
     folder = write_files("in", ".hidden.png", "inner/a.png")
     with pytest.raises(InputError, match=r"no file matches; check .*; it has 1 folder"):
         input_files(table(folder, format="files"))
-
-
-def test_tables_and_unknown_suffixes_are_read_as_before() -> None:
-    folder = write_files("in", "a.jsonl", content=b'{"a": 1}\n')
-    write_files("in", "b.xyz")
-    with pytest.raises(InputError, match=r"b\.xyz: the suffix '\.xyz' names no format"):
-        rows_of(folder / "*")
 
 
 # Paths and media.root
@@ -212,29 +203,6 @@ def test_a_renamed_image_is_a_changed_input() -> None:
     assert run().exit_code == 2
     assert run("--on-change", "requeue").exit_code == 0
     assert [record["id"] for record in records()] == ["photos/z.png"]
-
-
-def test_an_image_that_is_written_while_the_run_reads_stops_it() -> None:
-    write_files("photos", *(f"{n}.png" for n in range(40)), content=png())
-    write_job("photos")
-    source = from_job(load_job(Path("job.toml")))
-    rows = watched(source.read(lambda index: False), source)
-    next(rows)
-    write_files("photos", "7.png", content=png(BLUE))
-    with pytest.raises(ChangedInputError, match=r"7\.png: changed while the run read it"):
-        list(rows)
-
-
-def test_shards_share_out_files_by_their_names() -> None:
-    write_files("photos", *(f"{n}.png" for n in range(20)), content=png())
-    write_job("photos")
-    for shard in ("0/2", "1/2"):
-        assert run("--shard", shard).exit_code == 0
-    merged = batchkit(
-        "merge", *map(str, (dry_runs.shard(0, 2), dry_runs.shard(1, 2))), "--into", "output/all"
-    )
-    assert merged.exit_code == 0
-    assert len(dry_runs.settled(Path("output/all") / LOG.name)) == 20
 
 
 @pytest.mark.parametrize("path", ["pictures", "pictures/*.png"])

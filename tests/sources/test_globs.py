@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from batchkit.config.loading import load_job
 from batchkit.errors import InputError
-from batchkit.sources import fingerprint, input_files, read_rows
+from batchkit.sources import input_files, read_rows
 from tests.support.sources import table, write_rows
 
 
@@ -57,18 +57,6 @@ def test_folder_that_may_not_be_searched_or_listed_is_an_error(
     Path("b").chmod(mode)
     with no_root(), pytest.raises(InputError, match=r"b: can't be listed: Permission denied"):
         input_files(table(pattern))
-
-
-def test_folder_of_images_that_may_not_be_searched_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("photos").mkdir()
-    Path("photos/a.png").touch()
-    tmp_path.chmod(0o755)
-    Path("photos").chmod(0o644)
-    with no_root(), pytest.raises(InputError, match="photos: can't be listed: Permission denied"):
-        fingerprint(table("photos"))
 
 
 def test_file_that_a_glob_finds_in_several_ways_is_read_once(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ def write_job(folder: Path, path: str, prompt: str = 'user = "{{ q }}"') -> None
         ("run", "rows.csv", SOCKET),
         ("run", "rows.parquet", DEVICE),
         ("run", "rows.jsonl.gz", FIFO),
-        ("run", "rows.jsonl.gz", DEVICE),
     ],
 )
 def test_input_that_is_no_file_is_refused_at_once(

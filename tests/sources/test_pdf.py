@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import subprocess
@@ -150,12 +149,6 @@ def test_pdfs_at_a_url_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     finally:
         store.rm("/scans", recursive=True)
-
-
-def test_a_compressed_pdf_is_read() -> None:
-    Path("a.pdf.gz").write_bytes(gzip.compress(pdf("one")))
-    (row,) = rows_of(Path("a.pdf.gz").resolve(), format="pdf")
-    assert row.fields["page_text"] == "one"
 
 
 def test_the_process_that_reads_pdfs_may_be_killed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import io
 import math
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,6 @@ from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.python_rows import python_rows
-from batchkit.sources.rowhash import input_hash
 from tests.support.dry_runs import job
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -237,29 +235,21 @@ def test_one_prompt_and_one_dict_are_one_row(one: Any) -> None:
     ("rows", "found"),
     [
         (b"bytes", "bytes"),
-        (bytearray(b"bytes"), "bytearray"),
         (5, "int"),
-        (2.5, "float"),
         (np.zeros((2, 3)), "ndarray"),
-        (np.array("x"), "found ndarray"),
         (np.array([1, 2, 3]), "ndarray of int"),
         ([1, 2, 3], "list of int"),
-        ([None], "list of NoneType"),
-        ([b"bytes"], "list of bytes"),
         ([["a", "b"], ["c"]], "list of list"),
-        (range(3), "range of int"),
-        ({1, 2}, "set of int"),
         (iter([1, 2]), "list_iterator of int"),
         (io.StringIO("a\nb\n"), "StringIO"),
         (pd.DataFrame([[1, 2]], columns=["a", "a"]), "two columns are named 'a'"),
         (Stream(pa.table([[1], [2]], names=["a", "a"])), "two columns are named 'a'"),
         (Stream(pa.chunked_array([[1]])), "Stream: "),
-        ({"train": Dataset(), "test": Dataset()}, "dict of train, test; give one"),
-        ({"q": ["a", "b"], "n": (1, 2)}, "dict of columns, all of one length; give pandas"),
+        ({"train": Dataset(), "test": Dataset()}, "dict of columns or of datasets; give one"),
+        ({"q": ["a", "b"], "n": (1, 2)}, "dict of columns or of datasets; give one"),
         ({"q": np.array(["a", "b"])}, "dict of columns"),
         ({"q": Column()}, "dict of columns"),
-        (pd.DataFrame({("a", "b"): [1]}), "column ('a', 'b')"),
-        (object(), "object"),
+        (pd.DataFrame({("a", "b"): [1]}), "has no name, but ('a', 'b'); name it"),
         (Connection(), "found Connection"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -271,12 +261,6 @@ def test_anything_else_is_refused_before_anything_is_run(rows: Any, found: str) 
     assert found in str(stop.value)
     assert stop.value.exit_code == 2
     assert [path.name for path in Path("output").iterdir() if path.is_dir()] == ["a"]
-
-
-def test_file_object_is_refused_with_a_way_out() -> None:
-    Path("prompts.txt").write_text("a\nb\n")
-    with Path("prompts.txt").open() as file, pytest.raises(JobError, match=r"input\.path"):
-        process(file)
 
 
 def test_one_bad_row_among_good_ones_fails_alone() -> None:
@@ -310,33 +294,9 @@ def reused() -> Iterator[dict[str, Any]]:
         yield row
 
 
-def reused_messages() -> Iterator[list[dict[str, str]]]:
-    message = {"role": "user", "content": ""}
-    for n in range(5):
-        message["content"] = f"prompt {n}"
-        yield [message]
-
-
 def test_generator_may_yield_one_dict_again_and_again() -> None:
     found = kept(process(reused(), output={"keep": ["prompt", "list"]}))
     assert found == [{"prompt": f"prompt {n}", "list": [{"n": n}]} for n in range(5)]
-
-
-def test_generator_may_yield_one_message_again_and_again() -> None:
-    found = kept(process(reused_messages(), output={"keep": ["messages"]}))
-    assert [fields["messages"][0]["content"] for fields in found] == [
-        f"prompt {n}" for n in range(5)
-    ]
-
-
-def test_dicts_in_a_row_keep_their_kind() -> None:
-    inner = collections.defaultdict(lambda: "absent")
-    rows = [{"inner": inner, "pair": (1, [2])}]
-    found = kept(
-        process(rows, prompt={"user": "{{ inner.x }} {{ pair }}"}, output={"keep": ["pair"]})
-    )
-    assert found == [{"pair": [1, [2]]}]
-    assert not inner
 
 
 def test_deep_mapping_of_another_kind_fails_alone() -> None:
@@ -367,12 +327,6 @@ def test_arrow_value_that_python_cannot_hold_fails_its_row_alone(column: Any) ->
     assert lone.failed == 1
 
 
-def test_text_of_an_arrow_column_that_is_no_utf8_fails_alone() -> None:
-    bad, good = process(NOT_UTF8).records()
-    assert (bad["status"], good["status"]) == ("failed", "ok")
-    assert "(rows from Python) row 0, column 'prompt': 'utf-8' codec" in bad["error"]["message"]
-
-
 class Indexed:
     """As a torch.utils.data.Dataset: it is not said to be a sequence, and no IndexError ends it."""
 
@@ -387,15 +341,6 @@ def test_what_has_a_length_and_items_is_a_sequence() -> None:
     keep = {"keep": ["prompt"]}
     assert kept(process(Indexed(), output=keep)) == [{"prompt": f"prompt {n}"} for n in range(3)]
     assert process(Indexed(), output=keep).skipped == 3
-
-
-def test_an_error_about_a_number_with_too_many_digits_names_its_row() -> None:
-    """Python prints no number of more than 4,300 digits."""
-    rows = [{"prompt": "p", "v": v} for v in (10**5000, 10**5000 + 1, {"deep": [10**5000]}, 1)]
-    summary = process(rows)
-    assert summary.ok == 4
-    assert len({record["input_hash"] for record in summary.records()}) == 4
-    assert input_hash(rows[0]) == input_hash({"prompt": "p", "v": 10**5000})
 
 
 def chat(*keys: str) -> list[Any]:
@@ -524,12 +469,3 @@ def test_lists_of_a_parquet_file_in_a_dataframe_are_lists(tmp_path: Path) -> Non
     pa.parquet.write_table(pa.Table.from_pylist(rows[1:]), tmp_path / "lists.parquet")
     frames = [pd.read_parquet(tmp_path / f"{name}.parquet") for name in ("chat", "lists")]
     assert [row.fields for frame in frames for row in python_rows(frame, None).read()] == rows
-
-
-def test_lists_of_a_parquet_file_in_a_dataframe_resume(tmp_path: Path) -> None:
-    pa.parquet.write_table(
-        pa.table({"prompt": ["p"], "tags": [["first tag", "second tag"]]}), tmp_path / "x.parquet"
-    )
-    before = pd.read_parquet(tmp_path / "x.parquet")
-    process(before)
-    assert process(pd.read_parquet(tmp_path / "x.parquet")).skipped == 1

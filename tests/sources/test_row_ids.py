@@ -96,16 +96,6 @@ def test_id_of_the_form_that_is_given_to_rows_without_one_fails_its_row(tmp_path
     assert "give the row another id" in str(taken.error)
 
 
-def test_rows_without_an_id_stay_in_their_shard(tmp_path: Path) -> None:
-    """A run that was begun when their ids were their indices can be carried on."""
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b"\n".join([BROKEN] * 20))
-    tables = [InputTable(path=str(path), id="id", shard=f"{n}/2") for n in (0, 1)]
-    by_index = [InputTable(path=str(path), shard=f"{n}/2") for n in (0, 1)]
-    indices = [[row.index for row in read_rows(table)] for table in (*tables, *by_index)]
-    assert indices[:2] == indices[2:]
-
-
 @pytest.mark.parametrize("row", [{"q": "no id"}, {"id": None, "q": "hi"}, "a prompt"])
 def test_row_from_python_without_an_id_never_takes_that_of_another(
     tmp_path: Path, row: Any
@@ -127,20 +117,6 @@ def test_row_from_python_without_an_id_never_takes_that_of_another(
     other = job.model_copy(update={"name": "b"})
     skipping = ProductionBatchProcessor(other, quiet=True, skip_from=Path(summary.folder))
     assert [found["id"] for found in skipping.process(rows).records()] == ["no-id:1"]
-
-
-def test_requeue_does_not_take_an_older_runs_broken_line_for_another_row(tmp_path: Path) -> None:
-    """It had the id "1", as the row behind it has."""
-    write_input(tmp_path, line("0"), BROKEN, line("1"))
-    batchkit("run", "job.toml", cwd=tmp_path)
-    log = tmp_path / "output/a/results.jsonl"
-    log.write_text(log.read_text().replace('"no-id:1"', '"1"'))
-    (tmp_path / "output/a/checkpoint.json").unlink()
-    write_input(tmp_path, line("0"), line("1"), BROKEN, line("3"))
-    ended = batchkit("run", "job.toml", "--on-change", "requeue", cwd=tmp_path)
-    assert ended.returncode == 3, ended.stderr
-    found = [(record["id"], record["status"]) for record in records(tmp_path)]
-    assert found == [("0", "ok"), ("1", "ok"), ("no-id:2", "failed"), ("3", "ok")]
 
 
 def test_rows_of_a_file_without_ids_never_take_those_of_another_file(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import functools
 import re
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from io import BytesIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from batchkit.errors import InputError
-from batchkit.sources import fingerprint, input_files
+from batchkit.sources import fingerprint
 from tests.support import dry_runs
 from tests.support.dry_runs import LOG, RUN, run, settled
 from tests.support.pdfs import pdf
@@ -45,52 +44,17 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
         server.shutdown()
 
 
-class Listing(Files):
-    """As Apache and others list a folder: with links that sort it, and several to a file."""
-
-    def list_directory(self, path: Any) -> Any:
-        links = [
-            "?C=N;O=D",
-            "?C=M;O=A",
-            "/",
-            "a.png",
-            "a.png?preview=1",
-            "a.png#top",
-            "b.png?raw=1",
-        ]
-        page = "".join(f'<a href="{link}">' for link in links).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        return BytesIO(page)
-
-
-@pytest.mark.parametrize("server", [Listing], indirect=True)
-@pytest.mark.parametrize("kind", ["auto", "files"])
-def test_file_that_a_web_page_links_to_twice_is_one_row(server: str, kind: str) -> None:
-    assert input_files(table(f"{server}/", format=kind)) == [
-        f"{server}/a.png",
-        f"{server}/b.png?raw=1",
-    ]
-
-
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.xlsx"])
 @pytest.mark.parametrize("server", [Stream], indirect=True)
-def test_table_that_a_server_sends_only_as_a_whole_names_the_way_out(
-    server: str, name: str
-) -> None:
+def test_table_that_a_server_sends_only_as_a_whole_is_copied(server: str, name: str) -> None:
     write_rows(Path(), name)
-    url = f"{server}/{name}"
-    with pytest.raises(InputError, match=rf"{name}: can't be read: .*; write simplecache::{url}"):
-        rows_of(url)
-    assert [row.id for row in rows_of(f"simplecache::{url}", id="id")] == ["a", "b", "c", "d"]
+    assert [row.id for row in rows_of(f"{server}/{name}", id="id")] == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "*.jsonl"])
-@pytest.mark.parametrize("cache", ["", "simplecache::"])
-def test_server_that_can_not_be_reached_is_named_with_the_reason(cache: str, name: str) -> None:
+def test_server_that_can_not_be_reached_is_named_with_the_reason(name: str) -> None:
     with pytest.raises(InputError, match=r"can't be opened: Cannot connect to host [^;]*$"):
-        fingerprint(table(f"{cache}http://127.0.0.1:1/{name}"))
+        fingerprint(table(f"http://127.0.0.1:1/{name}"))
 
 
 def test_pages_of_a_pdf_at_a_url_with_a_query_are_drawn(server: str) -> None:

@@ -45,8 +45,7 @@ COMMANDS = (
     "batchkit.engines.dry_run",
     "batchkit.engines.openai",
     "batchkit.execution.processor",
-    "batchkit.sources.jsonl",
-    "batchkit.sources.openai_batch",
+    "batchkit.sources.lines",
     "numpy",
     "psutil",
 )

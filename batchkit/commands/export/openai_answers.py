@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.commands.export.openai_lines import Answer, chat
-from batchkit.rendering.pooling_body import sides_of
+from batchkit.rendering.body import sides_of
 from batchkit.runs.inputs import with_fields
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.vectors import Vectors

@@ -24,8 +24,7 @@ from batchkit.config.tables import JobConfig, JudgeTable, ScoringTable
 from batchkit.errors import BudgetError
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
-from batchkit.rendering.constant_files import constant_files
-from batchkit.rendering.templates.prompt import names_in
+from batchkit.rendering.templates.prompt import constant_files, names_in
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.values import numbers_in
 from batchkit.sources.input import Input

@@ -24,8 +24,8 @@ from batchkit.execution.settle import settle
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.execution.worker import EngineFacts, Returned
+from batchkit.rendering.ordering import size_of
 from batchkit.rendering.prefetch import read_ahead
-from batchkit.rendering.row_size import size_of
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.ledger import RecordLine
 from batchkit.storage.manifest import WorkerState

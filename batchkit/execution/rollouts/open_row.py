@@ -17,7 +17,7 @@ from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.errors import ReplayError, RowError
 from batchkit.execution.settle import resolved
 from batchkit.execution.start import Start
-from batchkit.rendering.sampling import with_temperature
+from batchkit.rendering.body import with_temperature
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.steps import completion_of

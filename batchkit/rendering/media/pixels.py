@@ -8,7 +8,6 @@ decoded at a half, a quarter or an eighth of their size if that is enough.
 from __future__ import annotations
 
 import io
-import math
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
-from batchkit.sources.pictures import loaded, orientation_of
+from batchkit.sources.rowhash import loaded, orientation_of
 
 # Opened by these and not by Image.open, which supports 40 more formats and refuses images over
 # Image.MAX_IMAGE_PIXELS, a global of the user's process that batchkit must not change.
@@ -137,29 +136,15 @@ def target_of(full: Size, name: str, media: MediaTable) -> Size:
 
 @contextmanager
 def _translated(name: str, found: str) -> Iterator[None]:
-    """Raise every exception as MediaError.
-
-    For a broken file, Pillow's readers raise OSError, SyntaxError, ValueError, struct.error,
-    zlib.error, OverflowError, KeyError and more. No list of them is complete.
-    """
+    """Raise every exception as MediaError: no list of what Pillow's readers raise is complete."""
     try:
         yield
     except MediaError:
         raise
-    except MemoryError as error:
-        raise MediaError(
-            f"{name}: there is too little memory to decode it ({found}); lower"
-            " media.max_decode_bytes or run.render_threads, or store the image smaller"
-        ) from error
-    except Image.DecompressionBombError as error:
-        raise MediaError(
-            f"{name}: exceeds the limit of Pillow's reader for this format ({error});"
-            " store the image as PNG or JPEG, or smaller"
-        ) from error
     except Exception as error:
         raise MediaError(
-            f"{name}: is broken, cut short, or of an unsupported kind"
-            f" ({type(error).__name__}: {error}; {found}); save it again as PNG or JPEG"
+            f"{name}: is broken, cut short, too large or of an unsupported kind"
+            f" ({type(error).__name__}: {error}; {found}); save it again as PNG or JPEG, or smaller"
         ) from error
 
 
@@ -189,10 +174,9 @@ def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
     drafted = Size(*image.size)
     decoded = _stored_bytes(image.mode, drafted) * _COPIES.get(image.format or "", 1)
     if isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > 1:
-        # More than one scan (progressive, mostly): libjpeg keeps every coefficient, 2 bytes each,
-        # in full size at any draft. A thumbnail's scan counts too; no harm below 350 MP.
-        sampling = [horizontal * vertical for _, horizontal, vertical, _ in image.layer]
-        decoded += 2 * full.width * full.height * sum(sampling) // max(sampling)
+        # More than one scan (progressive, mostly): libjpeg keeps the coefficients of up to three
+        # channels, 2 bytes each, in full size at any draft. A thumbnail's scan counts too.
+        decoded += 6 * full.width * full.height
     factor = _factor(drafted, target)
     reduced = Size(-(-drafted.width // factor.width), -(-drafted.height // factor.height))
     return decoded + _stored_bytes("RGB", reduced)
@@ -234,7 +218,8 @@ def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
     """``image`` as L or RGB, averaged down by ``factor``; itself if there is nothing to do."""
     if image.mode in ("L", "RGB") and not image.has_transparency_data:
         return image.reduce(factor) if factor != (1, 1) else image
-    levels = _levels(image, name)
+    if image.mode in ("I", "F"):
+        raise MediaError(f"{name}: its gray has 32 bits, which have no range; save it in 16 or 8")
     flat: Image.Image | None = None
     tile_width, tile_height = (max(f, _TILE_PIXELS_A_SIDE // f * f) for f in factor)
     for top in range(0, image.height, tile_height):
@@ -243,7 +228,7 @@ def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
                 min(left + tile_width, image.width),
                 min(top + tile_height, image.height),
             )
-            tile = _flat_tile(image.crop((left, top, right, bottom)), levels)
+            tile = _flat_tile(image.crop((left, top, right, bottom)))
             if flat is None:
                 size = (-(-image.width // factor.width), -(-image.height // factor.height))
                 flat = Image.new(tile.mode, size)
@@ -252,41 +237,10 @@ def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
     return flat
 
 
-class _Levels(NamedTuple):
-    """The values that become black and white."""
-
-    black: float
-    white: float
-
-
-def _levels(image: Image.Image, name: str) -> _Levels | None:
-    """For gray of more than 8 bits; None for every other mode.
-
-    16 bits: their full range. 32 bits and floats have no fixed range: the smallest of 0–1
-    (floats), 0–255 and 0–65535 that holds all values, else from the least to the greatest value.
-    """
-    if image.mode.startswith("I;16"):
-        return _Levels(0, 65535)
-    if image.mode not in ("I", "F"):
-        return None
-    extrema = image.getextrema()
-    least, greatest = float(str(extrema[0])), float(str(extrema[1]))
-    if not math.isfinite(least) or not math.isfinite(greatest):
-        raise MediaError(
-            f"{name}: holds pixels from {least} to {greatest}; store the image with finite values"
-        )
-    for white in (1, 255, 65535) if image.mode == "F" else (255, 65535):
-        if least >= 0 and greatest <= white:
-            return _Levels(0, white)
-    return _Levels(least, greatest)
-
-
-def _flat_tile(tile: Image.Image, levels: _Levels | None) -> Image.Image:
+def _flat_tile(tile: Image.Image) -> Image.Image:
     """``tile`` as L or RGB, over white where it is transparent."""
-    if levels is not None:
-        scale = 255 / (levels.white - levels.black or 1)
-        offset = 0.5 - levels.black * scale
-        return tile.convert("F").point(lambda value: value * scale + offset).convert("L")
+    if tile.mode.startswith("I;16"):
+        return tile.convert("F").point(lambda value: value * (255 / 65535) + 0.5).convert("L")
     if tile.has_transparency_data:
         colors = tile if tile.mode == "RGBA" else tile.convert("RGBA")
         if colors.getchannel("A").getextrema() == (255, 255):  # opaque, like most screenshots

@@ -7,10 +7,11 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from PIL import Image
@@ -18,13 +19,12 @@ from PIL import Image
 from batchkit.config.tables import MediaTable
 from batchkit.config.urls import bare, failure, is_remote
 from batchkit.errors import JobError, MediaError
+from batchkit.sources import reader
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 # ".." between separators, percent-encoded to any depth, since a store or its server may decode it.
 _SEPARATOR = r"(?:/|\\|%(?:25)*(?:2f|5c))"
 _UPWARD = re.compile(rf"(?:^|{_SEPARATOR})(?:\.|%(?:25)*2e){{2}}(?:{_SEPARATOR}|$)", re.IGNORECASE)
-
-_of_thread = threading.local()
 
 
 def has_scheme(source: str) -> bool:
@@ -138,32 +138,22 @@ def shown(source: object) -> str:
             return f"PIL image ({source.width}×{source.height}, {source.mode})"
         case bytes() | bytearray() | memoryview():
             return f"image of {memoryview(source).nbytes} bytes"
-        case {"bytes": bytes(data), "path": str(path)}:
-            return f"{line(path)} of {len(data)} bytes"
+        case {"path": str() | os.PathLike() as path}:
+            return shown(path)
         case {"bytes": bytes(data)}:
             return f"image of {len(data)} bytes"
-        case Mapping():
-            return f"image with the keys {line(', '.join(map(str, source)))}"
         case os.PathLike():
             return line(os.fspath(source))
         case str() if source[:5].lower() == "data:":
             return f"{line(source[:40])}… ({len(source)} characters)"
-        case str() if "://" in source:
-            return line(bare(source))
         case str():
-            return line(source) or "empty path"
-    try:
-        text = repr(source)
-    except Exception:  # the object's own code runs here
-        text = "that can't be shown"
-    return f"image {line(text)} ({type(source).__name__})"
+            return line(bare(source) if "://" in source else source) or "empty path"
+    return f"image {reader.shown(source)} ({type(source).__name__})"
 
 
-def line(text: object) -> str:
+def line(text: str) -> str:
     """``text`` on one printable line, cut if it is long."""
-    found = text if isinstance(text, str) else repr(text)
-    if not found.isprintable():
-        found = repr(found)
+    found = text if text.isprintable() else repr(text)
     return found if len(found) <= 200 else f"{found[:120]}… ({len(found)} characters)"
 
 
@@ -195,13 +185,6 @@ def _file_type(mode: int) -> str:
     if stat.S_ISDIR(mode):
         return "a folder"
     return "a FIFO" if stat.S_ISFIFO(mode) else "a device or socket"
-
-
-class _Root(NamedTuple):
-    """``path`` is in the filesystem's own form, without its protocol."""
-
-    filesystem: Any
-    path: str
 
 
 def check_root(media: MediaTable) -> None:
@@ -256,20 +239,18 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
     return data
 
 
-def _filesystem_of(url: str) -> _Root:
-    """The filesystem behind ``url``, created on first use in this process.
+def _filesystem_of(url: str) -> tuple[Any, str]:
+    """The filesystem behind ``url``, and the folder in its own form: one for each thread, as not all
+    promise to be safe in several, and for each process."""
+    return _opened_filesystem(url, threading.get_ident(), os.getpid())
 
-    Render threads read concurrently. An asynchronous filesystem (S3, GCS, Azure) works on fsspec's
-    own loop, and fsspec gives all threads the same instance. The others do not promise thread
-    safety, so each thread has its own.
-    """
-    made_for = (os.getpid(), url)
-    if getattr(_of_thread, "made_for", None) != made_for:
-        from fsspec.core import url_to_fs
 
-        _of_thread.root, _of_thread.made_for = _Root(*url_to_fs(url)), made_for
-    root: _Root = _of_thread.root
-    return root
+@lru_cache(maxsize=256)  # a zip archive's list of members is read each time it is opened
+def _opened_filesystem(url: str, thread: int, process: int) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    found: tuple[Any, str] = url_to_fs(url)
+    return found
 
 
 def _below(source: str, name: str, root: str) -> str:

@@ -23,8 +23,7 @@ from batchkit.config.terminal import shortened
 from batchkit.config.values import reason_of
 from batchkit.errors import JobError, RenderTimeoutError, TemplateError
 from batchkit.isolation import client
-from batchkit.rendering.row_size import size_of
-from batchkit.rendering.templates.plain import is_plain, may_grow
+from batchkit.rendering.templates.plain import is_plain
 from batchkit.rendering.templates.sandbox import (
     fields_read,
     names_in_order,
@@ -33,7 +32,6 @@ from batchkit.rendering.templates.sandbox import (
 )
 
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
-_MOST_HERE = 100_000  # characters that a row may have where the template can make them more
 _HANDLER = "batchkit.rendering.templates.child"
 _CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))  # more would only be slower
 _UNKNOWN_NAME = re.compile(r"'(?:\{\{[-+]?\s*)?([^'{}]+?)(?:\s*[-+]?\}\})?' is undefined")
@@ -42,7 +40,7 @@ _CANT_BE_COMPILED = (JinjaError, RecursionError, MemoryError, SyntaxError, Value
 
 
 class RowTemplate:
-    """One template; ``key`` is its name in errors. Several threads may share it.
+    """One template, whose text is ``source``; ``key`` is its name in errors. Several threads may share it.
 
     ``keeps_type``: a lone ``{{ expression }}`` gives its value unchanged, for example bytes or a
     list. ``timeout_s`` is ``run.row_timeout_s``.
@@ -54,7 +52,7 @@ class RowTemplate:
     def __init__(
         self, key: str, source: str, *, timeout_s: float, keeps_type: bool = False
     ) -> None:
-        self.key, self._source, self._timeout_s = key, source, timeout_s
+        self.key, self.source, self._timeout_s = key, source, timeout_s
         lone = _LONE_EXPRESSION.match(source) if keeps_type else None
         self._expression = None if lone is None else lone["expression"]
         try:
@@ -64,7 +62,6 @@ class RowTemplate:
             self.names = fields_read(source)
             if "self" in names_in_order(source):  # Jinja fills in an object that lists its blocks
                 raise JinjaError("self is a name of Jinja's own; rename the row's field")
-            self._may_grow = may_grow(tree)
             self._here = None if self.is_apart else self._compiled()
         except _CANT_BE_COMPILED as error:
             shown = repr(shortened(source))
@@ -85,7 +82,7 @@ class RowTemplate:
 
         A value from another process is text, bytes, numbers, None, or lists and tables of them.
         """
-        if self._here is None or (self._may_grow and self._is_large(names)):
+        if self._here is None:
             return self._value_apart(names)
         try:
             found = self._here(names)
@@ -97,14 +94,10 @@ class RowTemplate:
             raise _undefined(self._is_undefined, names)
         return found
 
-    def _is_large(self, names: Mapping[str, Any]) -> bool:
-        read = [names.get(name) for name in self.names]
-        return size_of(read, _MOST_HERE) > _MOST_HERE
-
     def _value_apart(self, names: Mapping[str, Any]) -> Any:
         read = {name: names[name] for name in self.names if name in names}
         try:
-            question = pickle.dumps((self._source, self._expression, read), protocol=5)
+            question = pickle.dumps((self.source, self._expression, read), protocol=5)
         except Exception as error:  # pickling runs the objects' own code
             raise TemplateError(
                 f"{self.key}: a field can't be given to the process that renders it: {_named(error)}"
@@ -129,12 +122,12 @@ class RowTemplate:
 
     @property
     def _is_undefined(self) -> str:
-        return f"{self.key}: {self._source!r} is undefined"
+        return f"{self.key}: {self.source!r} is undefined"
 
     def _check(self) -> None:
         """Raises an error if the template is wrong. Computes nothing in it."""
         if self._expression is None:
-            reading().compile(self._source)
+            reading().compile(self.source)
         else:
             reading().compile_expression(self._expression)
 
@@ -143,8 +136,8 @@ class RowTemplate:
         environment = with_functions()
         if self._expression is not None:
             return environment.compile_expression(self._expression, undefined_to_none=False)
-        template = environment.from_string(self._source)
-        if "{" not in self._source:
+        template = environment.from_string(self.source)
+        if "{" not in self.source:
             text = template.render()
             return lambda names: text
         template.globals = dict(template.globals)  # a ChainMap would be searched for every row

@@ -37,7 +37,6 @@ _METHODS = {
 }
 _GROWING = {"e", "escape", "indent", "join", "replace", "tojson", "urlencode"}
 # fmt: on
-_JOINING = (nodes.Concat, nodes.Add, nodes.List, nodes.Tuple, nodes.Dict)
 _PADDED_DATE = re.compile(r"%[^A-Za-z%]")
 _MOST_NUMBER = 100_000
 _MOST_GROWN_BY = 16  # characters of an argument that a filter may add at every position
@@ -49,14 +48,8 @@ def is_plain(tree: nodes.Template) -> bool:
     return (
         all(map(_is_known, tree.find_all(nodes.Node)))
         and all(map(_is_simple, tree.find_all(nodes.For)))
-        and not any(map(_may_double, tree.find_all(nodes.Assign)))
         and all(_growth(node) <= _MOST_GROWTH for node in tree.find_all(nodes.Expr) if _grows(node))
     )
-
-
-def may_grow(tree: nodes.Template) -> bool:
-    """True if the text may be longer than the row and the template."""
-    return tree.find(nodes.For) is not None or _growth(tree) > 0
 
 
 def _is_known(node: nodes.Node) -> bool:
@@ -106,12 +99,6 @@ def _is_simple(loop: nodes.For) -> bool:
         and all(name.name in own for name in _names(parts))
         and not _growth(loop.iter)
     )
-
-
-def _may_double(assigned: nodes.Assign) -> bool:
-    """A name that is set may be used, twice, in what is set next."""
-    within = [assigned.node, *assigned.node.find_all(nodes.Expr)]
-    return any(_grows(node) or isinstance(node, _JOINING) for node in within)
 
 
 def _growth(node: nodes.Node) -> int:

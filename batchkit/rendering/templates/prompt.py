@@ -1,15 +1,18 @@
 """The templates of a job: those of its prompt or its pair, and others, for example
-``scoring.table``."""
+``scoring.table``; and the files that they name for every row, as a picture of a good answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.config.regular_file import read_text
 from batchkit.config.tables import JobConfig, PromptTable
-from batchkit.errors import JobError, MediaError
+from batchkit.errors import JobError, MediaError, RowError
+from batchkit.rendering.media import load_bytes
 from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.sandbox import fields_read, names_in_order
 from batchkit.rendering.tools import JobTools
@@ -20,13 +23,11 @@ class PathTemplate:
 
     def __init__(self, key: str, source: str, job: JobConfig) -> None:
         self._job = job
-        self._template = RowTemplate(key, source, timeout_s=job.run.row_timeout_s)
-        self.takes_long = self._template.is_apart
-        """True if it is rendered in a separate process."""
+        self.template = RowTemplate(key, source, timeout_s=job.run.row_timeout_s)
 
     def render(self, fields: Mapping[str, Any]) -> str:
         """Raises RowError as ``RowTemplate`` does, for example if a name is missing."""
-        return self._template.text({**self._job.vars, **fields})
+        return self.template.text({**self._job.vars, **fields})
 
     def path(self, fields: Mapping[str, Any]) -> Path | None:
         """The file that it names, if it exists and is under ``media.root``."""
@@ -79,10 +80,10 @@ class PromptTemplates:
     def __init__(self, job: JobConfig) -> None:
         self._job = job
         prompt = job.prompt
-        system, user = self._sources = _sources_in(prompt)
+        system = _source("system", prompt.system, prompt.system_file)
+        user = _source("user", prompt.user, prompt.user_file)
         self.tools = JobTools(job)
         self.job = _with_texts_of_files(job, system, user, self.tools.inline)
-        """The job with the texts of its template files, for a worker that starts later."""
         self.system = system and self._template(*system)
         self.user = user and self._template(*user)
         self.query = self._of_pair("query")
@@ -94,32 +95,23 @@ class PromptTemplates:
         ]
         note = self._template("retry.reask_note", job.retry.reask_note)
         self._note = note if job.retry.reask else None
-        texts = [source.text for source in (system, user) if source is not None]
-        texts += [text for text in (job.pair.query, job.pair.documents) if text is not None]
-        self.names = _read_by([*texts, *prompt.captions])
+        texts = [*filter(None, (self.system, self.user, self.query, self.documents))]
+        tools = [*filter(None, [self.tools.template])]
+        self.names = _names_of([*texts, *self.captions])
         """What the prompt's text is made of: names of the row, of its texts or of ``[vars]``."""
-        in_order = [name for text in texts for name in names_in_order(text)]
+        in_order = [name for text in texts for name in names_in_order(text.source)]
         fields = self.names - job.vars.keys()
-        self.fields_in_order = [name for name in dict.fromkeys(in_order) if name in fields]
-        if self.tools.template is not None:  # most chat templates put them before the messages
-            self.fields_in_order[:0] = sorted(self.tools.template.names - job.vars.keys())
-        texts_of_row = [self.system, self.user, self.query, self.documents, self._note]
-        others = [*texts_of_row, self.tools.template, *self.captions]
-        self.takes_long = any(
-            part is not None and part.is_apart for part in (*self.files.all, *others)
-        )
+        # Most chat templates put the tools before the messages.
+        self.fields_in_order = sorted(_names_of(tools) - job.vars.keys())
+        self.fields_in_order += [name for name in dict.fromkeys(in_order) if name in fields]
+        self.all = [*texts, *self.captions, *tools, *self.files.all]
+        """Those of the prompt."""
+        self.takes_long = any(part.is_apart for part in (*self.all, *filter(None, [self._note])))
         """True if a row's templates are rendered in a separate process."""
 
-    def check_files(self) -> None:
-        """Raises JobError if a template file changed since it was read."""
-        for read, now in zip(self._sources, _sources_in(self._job.prompt), strict=True):
-            if now is not None and now != read:
-                raise JobError(f"{now.key}: changed as the run began; run the same command again")
-        self.tools.check_file()
-
-    def with_vars(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def with_vars(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """What a template is filled in with."""
-        return {**self._job.vars, **fields}
+        return {**self._job.vars, **fields} if self._job.vars else fields
 
     def note(self, fields: Mapping[str, Any]) -> str:
         return "" if self._note is None else self._note.text(self.with_vars(fields)).strip()
@@ -141,28 +133,46 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
     return found if isinstance(found, list) else [found]
 
 
+def constant_files(job: JobConfig) -> dict[str, str]:
+    """A hash of each file of a template of a text or an image that reads no field of the row, by the
+    template's key, and the file's number if there are several.
+
+    Web addresses are left out, and files that can't be read: they fail each row.
+
+    Raises:
+        JobError: a template is not valid.
+    """
+    found: dict[str, str] = {}
+    for place, its in job.of_each_step():
+        for template in FileTemplates(its).all:
+            if template.names <= job.vars.keys():
+                found.update(_hashes(place + template.key, template, job))
+    return found
+
+
+def _hashes(key: str, template: RowTemplate, job: JobConfig) -> Iterator[tuple[str, str]]:
+    with suppress(RowError):
+        sources = sources_of(template, job.vars)
+        for n, source in enumerate(sources):
+            with suppress(RowError):
+                content = load_bytes(source, job.media) + b"\n"
+                hashed = hashlib.sha256(content).hexdigest()[:16]
+                yield key if len(sources) == 1 else f"{key}.{n}", hashed
+
+
 def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str]) -> set[str]:
     """The row's fields that ``prompt`` and ``templates`` read."""
-    names = _read_by(templates)
+    names = set[str]().union(*map(fields_read, templates))
     if prompt is not None:
         made = PromptTemplates(job.model_copy(update={"prompt": prompt}))
-        images = [*prompt.images, *job.pair.query_images, *job.pair.document_images]
-        names |= (made.names | _read_by(images)) - prompt.texts.keys()
-        names |= _read_by(prompt.texts.values())  # a path may read the field that its text replaces
-        names |= set() if made.tools.template is None else made.tools.template.names
+        texts = _names_of(made.files.texts.values())  # may read the field that its text replaces
+        shown = (part for part in made.all if part not in made.files.texts.values())
+        names |= (_names_of(shown) - prompt.texts.keys()) | texts
     return names - job.vars.keys()
 
 
-def _read_by(sources: Iterable[str]) -> set[str]:
-    return set[str]().union(*map(fields_read, sources))
-
-
-def _sources_in(prompt: PromptTable) -> tuple[_Source | None, _Source | None]:
-    """Of the system message, and of the user's."""
-    return (
-        _source("system", prompt.system, prompt.system_file),
-        _source("user", prompt.user, prompt.user_file),
-    )
+def _names_of(templates: Iterable[RowTemplate]) -> set[str]:
+    return set[str]().union(*(template.names for template in templates))
 
 
 def _source(key: str, text: str | None, path: str | None) -> _Source | None:

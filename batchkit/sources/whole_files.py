@@ -1,16 +1,20 @@
-"""PDFs: each page is a row. They are opened in a process of their own (``isolation.pdf_child``)."""
+"""Files that are rows, such as images, and PDFs, whose pages are rows.
+
+PDFs are opened in a process of their own (``isolation.pdf_child``).
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from tempfile import TemporaryFile
 from typing import Any
 
 from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable
-from batchkit.config.tables.input import PDF_SUFFIX
+from batchkit.config.tables.input import IMAGE_SUFFIXES, PDF_SUFFIX
 from batchkit.errors import InputError, MediaError
 from batchkit.isolation.pdf import (
     PdfProcessError,
@@ -19,15 +23,29 @@ from batchkit.isolation.pdf import (
     missing_package,
     place_of,
 )
-from batchkit.sources.files import BLOCK_BYTES, COMPRESSIONS, open_input
-from batchkit.sources.one_file import fields_of
+from batchkit.sources.files import BLOCK_BYTES, COMPRESSIONS, name_of, open_input
 from batchkit.sources.reader import Broken, Format, Found, Skip
 
 
-def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
+def _read_file(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
+    """See ``Reader``; the file is not opened."""
+    yield None if skip(index) else _fields(path, table)
+
+
+def _fields(path: str, table: InputTable) -> dict[str, Any]:
+    name = PurePosixPath(name_of(path))
+    return {
+        "path": table.name_of_file(path),
+        "name": name.name,
+        "stem": name.stem,
+        "suffix": name.suffix,
+    }
+
+
+def _read_pdf(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
     """See ``Reader``; a PDF that can't be opened is one failed row. ``page_text`` is empty for a
     page that is only a picture."""
-    file = fields_of(path, table)
+    file = _fields(path, table)
     with _opened(path) as place:
         try:
             n_pages = _n_pages(place, path)
@@ -35,17 +53,8 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
             yield None if skip(index) else Broken({**file, "image": file["path"]}, error)
             return
         for page in range(1, n_pages + 1):
-            yield None if skip(index) else _fields(file, place, page, n_pages)
+            yield None if skip(index) else _page(file, place, page, n_pages)
             index += 1
-
-
-def count(path: str) -> int:
-    """The number of rows: of pages, or one for a PDF that can't be opened."""
-    with _opened(path) as place:
-        try:
-            return _n_pages(place, path)
-        except MediaError:
-            return 1
 
 
 def _n_pages(place: str, path: str) -> int:
@@ -56,15 +65,14 @@ def _n_pages(place: str, path: str) -> int:
         InputError: it is unknown whether it is.
     """
     try:
-        n_pages: int = ask("pages", place)
+        return int(ask("pages", place))
     except UnreadablePdfError as error:
         raise MediaError(f"{path}: {error}") from None
     except PdfProcessError as error:
         raise InputError(f"{path}: its pages can't be counted: {error}") from error
-    return n_pages
 
 
-def _fields(file: dict[str, Any], place: str, page: int, n_pages: int) -> Found:
+def _page(file: dict[str, Any], place: str, page: int, n_pages: int) -> Found:
     image = f"{file['path']}#page={page}"
     fields = {**file, "image": image, "page": page, "pages": n_pages}
     try:
@@ -92,4 +100,5 @@ def _opened(path: str) -> Iterator[str]:
         yield place_of(copy.fileno())
 
 
-FORMAT = Format(read, (PDF_SUFFIX,), count, id="image")
+FILES = Format(_read_file, IMAGE_SUFFIXES, id="path")
+PDF = Format(_read_pdf, (PDF_SUFFIX,), id="image")

@@ -1,17 +1,32 @@
-"""The body of an OpenAI batch line for a pooling model, as ``vllm run-batch`` takes it.
+"""The body of an OpenAI batch line, in vLLM's terms, and a request's sampling parameters.
 
-``/v1/embeddings`` has ``input`` or ``messages``, ``/v1/score`` and ``/v1/rerank`` have a query and its
-documents. ``/classify``, which run-batch does not know, is like ``/v1/embeddings``.
+https://platform.openai.com/docs/api-reference/batch: ``/v1/chat/completions`` has ``messages``,
+``/v1/completions`` has ``prompt``. For a pooling model, as ``vllm run-batch`` takes it, ``/v1/embeddings``
+has ``input`` or ``messages``, ``/v1/score`` and ``/v1/rerank`` have a query and its documents.
+``/classify``, which run-batch does not know, is like ``/v1/embeddings``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import orjson
+
+from batchkit.config.tables import RetryTable
 from batchkit.errors import RequestError, WrongTaskError
 from batchkit.rendering.messages import short
 
+# Keys that are no sampling parameters, or do not change the answer when one model answers the whole
+# file. ``rendering/tools.py`` reads those about tools and the chat template.
+_NO_SAMPLING = {
+    *("model", "messages", "prompt", "stream", "stream_options", "user", "metadata", "store"),
+    *("service_tier", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"),
+    *("chat_template_kwargs", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+}
+_NEWER_NAMES = {"max_completion_tokens": "max_tokens"}
+_REFUSED = ("functions", "audio", "suffix", "echo", "best_of")
 _TASKS = {
     "chat/completions": "generate",
     "completions": "generate",
@@ -24,22 +39,111 @@ _TASKS = {
 _QUERY = ("query", "queries", "text_1", "data_1")
 _DOCUMENTS = ("documents", "items", "text_2", "data_2")
 _TEXTS = ("messages", "input", "prompt")
-_RENAMED = {"normalize": "use_activation"}  # vLLM's older name
-_INPUT = frozenset(
-    ["model", "input", "messages", "chat_template_kwargs", "instruction", *_QUERY, *_DOCUMENTS]
-)
-# How the answer is written, and what changes no answer; an export reads some of them.
-_IGNORED = _INPUT | {
-    "encoding_format",
-    "embed_dtype",
-    "endianness",
-    "top_n",
-    "return_documents",
-    "user",
-    "request_id",
-    "priority",
-    "cache_salt",
+_NEWER_POOLING_NAMES = {"normalize": "use_activation"}  # vLLM's older name
+# What is asked, how the answer is written, and what changes no answer; an export reads some of them.
+_IGNORED = {
+    *("model", "input", "messages", "chat_template_kwargs", "instruction", *_QUERY, *_DOCUMENTS),
+    *("encoding_format", "embed_dtype", "endianness", "top_n", "return_documents"),
+    *("user", "request_id", "priority", "cache_salt"),
 }
+
+
+def messages_of(body: Any) -> tuple[Any, str | None]:
+    """The chat messages, or the plain prompt; the other one is None.
+
+    Raises:
+        RequestError: the body has neither, or a key that a batch does not support.
+    """
+    body = _checked(body)
+    for name in _REFUSED:
+        if body.get(name):
+            raise RequestError(f"body.{name}: not supported; leave it out")
+    if "messages" in body:
+        return body["messages"], None
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise RequestError("body: has neither messages nor a text prompt")
+    return None, prompt
+
+
+def is_null(value: Any) -> bool:
+    """Whether a parameter is not given: null, or NaN, which pandas has for a missing number."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body's parameters under the names of ``vllm.SamplingParams``."""
+    sampling: dict[str, Any] = {}
+    body = {name: value for name, value in body.items() if not is_null(value)}
+    if "max_completion_tokens" in body:  # as in vLLM's server, it counts over its older name
+        body.pop("max_tokens", None)
+    for name, value in body.items():
+        if name in _NO_SAMPLING or name in _REFUSED:
+            continue
+        if name == "response_format":
+            sampling |= _structured_outputs(value)
+        elif name == "logprobs":
+            # chat: a switch, with the count in top_logprobs; completions: the count itself
+            if value is not False:
+                sampling["logprobs"] = body.get("top_logprobs") or 0 if value is True else value
+        elif name != "top_logprobs":
+            sampling[_NEWER_NAMES.get(name, name)] = value
+    return sampling
+
+
+def _structured_outputs(response_format: Any) -> dict[str, Any]:
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"structured_outputs": {"json_object": True}}
+    holder = response_format.get("json_schema") if kind == "json_schema" else None
+    schema = holder.get("schema") if isinstance(holder, Mapping) else None
+    if schema is None:
+        raise RequestError(
+            f"body.response_format: found type {kind!r}; known: text, json_object, json_schema"
+        )
+    return {"structured_outputs": {"json": schema}}
+
+
+def row_sampling(
+    sampling: Mapping[str, Any], fields: Mapping[str, Any], *, column: str | None, with_body: bool
+) -> Mapping[str, Any]:
+    """``sampling`` with the parameters of the row's ``body``, if asked for, and of its ``column``. A
+    null, which Parquet gives each row that lacks a name of another row, is none; so is NaN, which
+    pandas has in its place.
+
+    Raises:
+        RequestError: the column is not a table, or the body asks for an unknown format.
+    """
+    if with_body and isinstance(body := fields.get("body"), Mapping):
+        sampling = {**sampling, **sampling_of(body)}
+    found = None if column is None else fields.get(column)
+    if is_null(found) or (isinstance(found, str) and not found):
+        return sampling
+    own = found
+    if isinstance(own, str):
+        try:
+            own = orjson.loads(own)
+        except orjson.JSONDecodeError:
+            own = None
+    if not isinstance(own, Mapping):
+        raise RequestError(
+            f"{column}: found {short(found)}, expected a table of sampling parameters"
+        )
+    return {**sampling, **{name: value for name, value in own.items() if not is_null(value)}}
+
+
+def with_temperature(
+    sampling: Mapping[str, Any], attempt: int, retry: RetryTable
+) -> Mapping[str, Any]:
+    """``sampling`` with the temperature that ``retry.temperatures`` gives for ``attempt``, from 1."""
+    if not retry.temperatures:
+        return sampling
+    last = len(retry.temperatures) - 1
+    return {**sampling, "temperature": retry.temperatures[min(attempt - 1, last)]}
 
 
 class Sides(NamedTuple):
@@ -140,7 +244,7 @@ def texts_in(body: Mapping[str, Any]) -> dict[str, Any]:
 def pooling_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body's parameters under the names of ``vllm.PoolingParams``."""
     return {
-        _RENAMED.get(name, name): value
+        _NEWER_POOLING_NAMES.get(name, name): value
         for name, value in body.items()
         if name not in _IGNORED and value is not None
     }
