@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchkit.config.loading import load_job, make_job
+from batchkit.config.loading import load_job
 from batchkit.errors import BrokenInputError, ChangedInputError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.input import Input, from_job, watched
@@ -473,28 +473,3 @@ def test_member_of_a_zip_archive_is_compared_by_its_content() -> None:
     write("old", "two")
     assert run().exit_code == 0
     assert len(answered()) == 20
-
-
-def test_rows_are_rendered_as_they_were_when_they_were_read() -> None:
-    job = make_job(
-        {
-            "name": "a",
-            "engine": {"kind": "dry-run", "options": {"latency_s": 0.02}},
-            "output": {"keep": ["prompt"]},
-            "run": {"look_ahead": 1, "render_threads": 1, "max_in_flight": 2},
-        },
-        "test",
-    )
-    prompts = [{"prompt": f"old {i}"} for i in range(100)]
-
-    def change() -> None:
-        while not (LOG.exists() and LOG.stat().st_size):
-            time.sleep(0.001)
-        for row in prompts:
-            row["prompt"] = "new"
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    summary = ProductionBatchProcessor(job, quiet=True).process(prompts)
-    thread.join()
-    assert {record["fields"]["prompt"][:3] for record in summary.records()} == {"old"}

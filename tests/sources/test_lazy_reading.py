@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 import tracemalloc
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -89,27 +88,6 @@ def test_parquet_row_groups_that_are_skipped_whole_are_not_read(tmp_path: Path) 
     assert [row.index for row in read_rows(table(path), skip={0, 1}.__contains__)] == [2, 3]
     with pytest.raises(InputError):
         rows_of(path)
-
-
-def test_threads_share_one_iterator_under_a_lock(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, "x.jsonl", [{"n": n} for n in range(2000)])
-    rows, lock = read_rows(table(path)), threading.Lock()
-    taken: list[int] = []
-
-    def take() -> None:
-        while True:
-            with lock:
-                row = next(rows, None)
-            if row is None:
-                return
-            taken.append(row.fields["n"])
-
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(taken) == list(range(2000))
 
 
 def test_rows_in_memory_are_counted_while_they_are_read() -> None:

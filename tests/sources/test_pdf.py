@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -183,55 +182,6 @@ def test_without_pypdfium2_the_error_says_what_to_install() -> None:
     assert ended.returncode == 2
     assert f"scans/a.pdf: a PDF needs pypdfium2: {how_to_install('pdf')}" in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-PEAKS = """
-import json, resource, sys, threading, time
-from pathlib import Path
-import psutil
-from batchkit.execution.processor import ProductionBatchProcessor
-
-peak, over = [0], threading.Event()
-def look():
-    while not over.wait(0.05):
-        for child in psutil.Process().children(recursive=True):
-            try:
-                peak[0] = max(peak[0], child.memory_info().rss)
-            except psutil.NoSuchProcess:
-                pass
-thread = threading.Thread(target=look)
-thread.start()
-summary = ProductionBatchProcessor(Path("job.toml"), quiet=True).process()
-over.set()
-thread.join()
-own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"ok": summary.ok, "own": own, "child": peak[0]}))
-"""
-
-
-def test_a_thousand_pdfs_take_the_memory_of_a_few() -> None:
-    """Together they have 250 MiB."""
-    whole = of_streams(
-        [b"BT /F1 24 Tf 20 700 Td (one) Tj ET\n%" + os.urandom(2**17).hex().encode()]
-    )
-    write_pdfs(Path("scans"), p0=whole)
-    found = {}
-    for n_files in (10, 1000):
-        for n in range(1, n_files):
-            Path(f"scans/p{n}.pdf").unlink(missing_ok=True)
-            os.link("scans/p0.pdf", f"scans/p{n}.pdf")
-        write_job(media={"pdf_dpi": 20}, run={"render_threads": 2})
-        Path("job.toml").write_text(
-            Path("job.toml").read_text().replace('name = "a"', f'name = "of-{n_files}"')
-        )
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        ended = subprocess.run(
-            [sys.executable, "-c", PEAKS], capture_output=True, text=True, env=env
-        )
-        found[n_files] = json.loads(ended.stdout)
-        assert found[n_files]["ok"] == n_files
-    assert found[1000]["own"] - found[10]["own"] < 48 * 2**20
-    assert found[1000]["child"] < 160 * 2**20
 
 
 def test_a_page_that_can_not_be_read_fails_alone() -> None:
