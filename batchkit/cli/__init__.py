@@ -317,8 +317,7 @@ def score(run: str | None, predictions: Path | None, job: Path | None, overrides
     Uses the [scoring] of RUN if it is a job file, or of --job, else the run's own. Scores are
     percentages, rewards 0 to 10. Failed rows are not scored; an unscored row is not a 0.
     """
-    from batchkit.commands.score import score_run
-    from batchkit.commands.score.job import check_overrides, job_of_rows, job_to_score
+    from batchkit.commands.score import check_overrides, job_of_rows, job_to_score, score_run
     from batchkit.commands.score.predictions import score_predictions
 
     named = job or job_file(run)

@@ -127,8 +127,7 @@ def bench(
     counted from when it enters the engine's queue. One line of JSON follows the table.
     """
     from batchkit.commands.tuning.bench import bench as measure
-    from batchkit.commands.tuning.bench import sizes_in
-    from batchkit.commands.tuning.curve import write_curve
+    from batchkit.commands.tuning.bench import sizes_in, write_curve
 
     if html is not None and not html.resolve().parent.is_dir():
         raise JobError(f"--html {html}: no folder {html.parent}")

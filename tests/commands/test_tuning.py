@@ -26,8 +26,7 @@ from batchkit.commands.trial import OOM, Trial
 from batchkit.commands.trial.measurement import Figures, Idle
 from batchkit.commands.tuning.batch_size import patch, write_patch
 from batchkit.commands.tuning.bench import sizes_in
-from batchkit.commands.tuning.bottleneck import bottleneck_of
-from batchkit.commands.tuning.find import search
+from batchkit.commands.tuning.find import bottleneck_of, search
 from batchkit.commands.tuning.table import Line, SizeTable, line_of
 from batchkit.errors import JobError
 from tests.support.chat_server import serving

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.commands import Say
+from batchkit.commands.score import check_scoring
 from batchkit.commands.score.deferred import deferred_scores
-from batchkit.commands.score.job import check_scoring
 from batchkit.commands.score.judge import Answered
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
