@@ -114,30 +114,6 @@ class Figures:
         return self.completion_tokens / self.seconds
 
 
-class Bound(NamedTuple):
-    """A moment ``at`` which ``rows`` had been answered."""
-
-    at: float
-    rows: int
-
-
-class Period(NamedTuple):
-    since: Bound
-    until: Bound
-
-    @property
-    def seconds(self) -> float:
-        return self.until.at - self.since.at
-
-    @property
-    def rows(self) -> int:
-        return self.until.rows - self.since.rows
-
-    def of(self, answers: Sequence[Answer]) -> Sequence[Answer]:
-        """Those that came in it; by their number, since many may end within one millisecond."""
-        return answers[self.since.rows : self.until.rows]
-
-
 class Measurement:
     """Of a trial while it is running: ``at_once`` rows run at once, of ``total``, for at most ``seconds``
     with the engine full, and as long before that. ``first``: the rows that are submitted first.
@@ -149,8 +125,8 @@ class Measurement:
         self.at_once, self.seconds = at_once, seconds
         self._left = total
         self._first = set(first)
-        self.full: Period | None = None
-        """How long the engine was kept full, if it was."""
+        self.full: list[Answer] = []
+        """Those that came while the engine was full, behind the one at which it became so."""
         self.answers: list[Answer] = []
         self.failed = Counter[str]()
         self.first_error = ""
@@ -164,27 +140,31 @@ class Measurement:
             self.first_error = self.first_error or f"{answer.kind}: {answer.message}"
         else:
             self.answers.append(answer)
-        if self._left >= self.at_once and not self._first:
-            now = Bound(answer.ended, len(self.answers))
-            self.full = Period(now if self.full is None else self.full.since, now)
+        is_full = self._left >= self.at_once and not self._first
+        if is_full and not (answer.kind and self.full):
+            self.full.append(answer)
+
+    @property
+    def full_s(self) -> float:
+        return self.full[-1].ended - self.full[0].ended if self.full else 0.0
 
     def is_over(self, began: float, now: float) -> bool:
         """True if the trial, whose engine ``began`` then, may stop ``now``."""
-        if self.full is None:
+        if not self.full:
             return now >= began + self.seconds
         enough = max(ENOUGH_ROWS, ENOUGH_WAVES * self.at_once)
-        is_enough = self.full.seconds >= ENOUGH_S and self.full.rows >= enough
-        return is_enough or now >= self.full.since.at + self.seconds
+        is_enough = self.full_s >= ENOUGH_S and len(self.full) > enough
+        return is_enough or now >= self.full[0].ended + self.seconds
 
     def figures(self, ended: float, *, is_sample: bool) -> Figures | None:
         """Of a trial that ``ended`` then; None if nothing was answered. ``is_sample``: the job has other
         rows, so that the rate of all of these is not the job's."""
-        answers, full = self.answers, self.full
+        answers = self.answers
         if not answers:
             return None
         is_whole = not self._left and not is_sample
-        if full is not None and full.rows >= max(_LEAST_ROWS, self.at_once) and not is_whole:
-            return Figures.of(full.of(answers), full.seconds, is_typical=True)
+        if len(self.full) > max(_LEAST_ROWS, self.at_once) and not is_whole:
+            return Figures.of(self.full[1:], self.full_s, is_typical=True)
         end = ended if self._left else answers[-1].ended
         began = min(answer.began for answer in answers)
         return Figures.of(answers, end - began, is_typical=is_whole)
@@ -209,13 +189,13 @@ class Idle(NamedTuple):
 def idle_of(measurement: Measurement, metrics: Sequence[Metrics]) -> Idle | None:
     """What kept places of the engine empty; None if it was full for too short a time to judge."""
     full, places = measurement.full, measurement.at_once
-    if full is None or full.seconds < _LEAST_STEADY_S:
+    if measurement.full_s < _LEAST_STEADY_S:
         return None
-    lines = [line for line in metrics if full.since.at <= seconds_at(line.at) <= full.until.at]
+    lines = [line for line in metrics if full[0].ended <= seconds_at(line.at) <= full[-1].ended]
     if not lines:
         return None
     # By Little's law, in its queue or running; the others in flight are being prepared for that.
-    held = sum(answer.latency_s for answer in full.of(measurement.answers)) / full.seconds
+    held = sum(answer.latency_s for answer in full[1:]) / measurement.full_s
     preparing = sum(line.in_flight for line in lines) / len(lines) - held
     empty = max(0.0, places - held)
     preparing = min(empty, max(0.0, preparing))
