@@ -81,8 +81,4 @@ class Preflight(Protocol):
     """Renders and checks requests as the engine would, without the model's weights."""
 
     def render(self, request: Request) -> RenderedPrompt:
-        """The prompt that the engine would get.
-
-        Raises:
-            RowError: the engine would refuse the request.
-        """
+        """The prompt that the engine would get. Raises RowError if the engine would refuse the request."""

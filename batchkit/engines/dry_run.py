@@ -2,10 +2,8 @@
 
 For trying a job's input, templates, media and ledger at full speed. Its answers mean nothing, and
 say so; ``n`` of them are the same. The step of ``select.step`` picks the first candidate. With
-``output.parse`` they are JSON that fits the schema, and a required tool call fits its
-parameters. Vectors, probabilities and scores
-are made from the row's hash. Options: ``latency_s`` (how long each request takes) and
-``max_num_seqs``.
+``output.parse`` they are JSON that fits the schema, and a required tool call fits its parameters.
+Vectors, probabilities and scores are made from the row's hash.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import math
 import struct
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import shake_128
 from typing import Any
 
@@ -34,26 +32,19 @@ _LABELS = ("LABEL_0", "LABEL_1")  # what transformers calls classes without name
 
 
 class Options(Table):
-    latency_s: float = 0.0
+    latency_s: float = 0.0  # how long each request takes
     max_num_seqs: PositiveInt = 256
 
 
 class DryRunEngine:
-    """Answers in the order of submission, each request after ``latency_s``.
+    """Answers in the order of submission. Raises JobError if an option is wrong."""
 
-    ``in_json``: the steps whose answers are JSON, "" for a row without steps. ``judge``: the step that
-    picks a candidate.
-    """
-
-    def __init__(
-        self,
-        options: Options,
-        *,
-        task: TaskName = "generate",
-        in_json: Collection[str] = (),
-        judge: str | None = None,
-    ) -> None:
-        self._judge, self._task, self._in_json = judge, task, in_json
+    def __init__(self, job: JobConfig) -> None:
+        given = job.engine.options
+        if problems := problems_with("engine.options", Options, given, job.engine.kind):
+            raise JobError("\n".join(problems))
+        options = Options(**given)
+        self._judge, self._task, self._in_json = job.select.step, job.task, job.parsing
         self._latency_s = options.latency_s
         self.max_num_seqs = options.max_num_seqs
         self.limits = {"max_num_seqs": options.max_num_seqs}
@@ -80,25 +71,25 @@ class DryRunEngine:
         self._queue.clear()
 
     def _answer(self, request: Request) -> Completion:
+        prompt_tokens = len(as_text(request).split())
         if self._task != "generate":
-            usage = Usage(len(as_text(request).split()), 0)
-            pooled = _pooled(request, self._task)
+            usage, pooled = Usage(prompt_tokens, 0), _pooled(request, self._task)
             return Completion(request, usage=usage, latency_s=self._latency_s, pooled=pooled)
+        choice, n = self._choice(request), request.sampling.get("n") or 1
+        usage = Usage(prompt_tokens, n * len(choice.text.split()))
+        return Completion(request, [choice] * n, usage, self._latency_s)
+
+    def _choice(self, request: Request) -> Choice:
         text = f"dry-run: no model answered row {request.row.index}"
         if request.step == self._judge:
-            return self._completion(request, Choice("1", "stop"))
+            return Choice("1", "stop")
         if (call := _forced_call(request, text)) is not None:
-            return self._completion(request, Choice("", "tool_calls", tool_calls=[call]))
+            return Choice("", "tool_calls", tool_calls=[call])
         if request.step in self._in_json:
             schema = schema_in(request.sampling)
             value = {"answer": text} if schema is None else example(schema, text)
             text = orjson.dumps(value).decode()
-        return self._completion(request, Choice(text, "stop"))
-
-    def _completion(self, request: Request, choice: Choice) -> Completion:
-        n = request.sampling.get("n") or 1
-        usage = Usage(len(as_text(request).split()), n * len(choice.text.split()))
-        return Completion(request, [choice] * n, usage, self._latency_s)
+        return Choice(text, "stop")
 
 
 class DryRunPreflight:
@@ -110,11 +101,7 @@ class DryRunPreflight:
 
 
 def open_engine(job: JobConfig) -> DryRunEngine:
-    given = job.engine.options
-    if problems := problems_with("engine.options", Options, given, job.engine.kind):
-        raise JobError("\n".join(problems))
-    judge = job.select.step
-    return DryRunEngine(Options(**given), task=job.task, in_json=job.parsing, judge=judge)
+    return DryRunEngine(job)
 
 
 def open_preflight(job: JobConfig) -> DryRunPreflight:

@@ -16,11 +16,8 @@ from batchkit.errors import JobError
 
 
 def open_preflight(job: JobConfig) -> Preflight:
-    """Opens what renders and checks the job's requests without loading the model.
-
-    Raises:
-        JobError: the engine's options or sampling parameters can't be right.
-    """
+    """Opens what renders and checks the job's requests without loading the model. Raises JobError if the
+    engine's options or sampling parameters can't be right."""
     with _importing(job):
         preflight: Preflight = ENGINES.load(job.engine.kind).open_preflight(job)
     return preflight

@@ -18,12 +18,8 @@ from batchkit.types import Request
 def check_length(
     request: Request, prompt_tokens: int, max_model_len: int, *, generates: bool = True
 ) -> None:
-    """The prompt must leave room for one token, if the model ``generates``; after a cut, for the
-    tokens that the cut was for.
-
-    Raises:
-        PromptTooLongError: with the token counts, which a cut needs.
-    """
+    """The prompt must leave room for one token, if the model ``generates``; after a cut, for the tokens
+    that the cut was for. Raises PromptTooLongError, with the token counts, which a cut needs."""
     room = 1 if request.cut is None else request.cut.answer_tokens
     if prompt_tokens + (room if generates else 0) <= max_model_len:
         return
@@ -55,10 +51,7 @@ def missing_folder(model: str) -> str | None:
 
 def chat_template(options: Mapping[str, Any]) -> str | None:
     """Like ``vllm.LLM(chat_template=…)``: a file, or the template itself; None is the model's own.
-
-    Raises:
-        JobError: the file can't be read.
-    """
+    Raises JobError if the file can't be read."""
     template = options.get("chat_template")
     if template is None or any(c in template for c in "{}\n"):
         return template

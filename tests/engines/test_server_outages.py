@@ -114,21 +114,6 @@ def test_retry_after_is_in_seconds(value: str | None, expected: float | None) ->
     assert retry_after_s(value) == expected
 
 
-@pytest.mark.parametrize("status", [409, 424, 499])
-def test_a_refusal_that_says_nothing_of_the_row_is_tried_again(status: int) -> None:
-    """As ``text-generation-inference`` answers 424 to all requests while its model is gone."""
-    refused: list[str] = []
-
-    def before(text: str, body: dict[str, Any]) -> None:
-        if text not in refused:
-            refused.append(text)
-            raise Refused(status, {"error": "Request failed during generation"})
-
-    with serving(before) as server, opened(server) as engine:
-        done = ask(engine, map(request, range(4)))
-    assert [c.error for c in done] == [None] * 4
-
-
 @pytest.mark.parametrize(("status", "others"), [(429, 0), (429, 12), (504, 12), (408, 0)])
 def test_a_row_that_is_always_turned_away_fails_in_the_end_and_no_other(
     status: int, others: int
@@ -145,31 +130,23 @@ def test_a_row_that_is_always_turned_away_fails_in_the_end_and_no_other(
     assert [c.error for c in done[2:]] == [None] * others
 
 
-@pytest.mark.parametrize("status", [502, 503])
-def test_a_burst_of_unavailability_costs_no_row(status: int) -> None:
-    left = 5
-
-    def before(text: str, body: dict[str, Any]) -> None:
-        nonlocal left
-        if left > 0:
-            left -= 1
-            raise Refused(status, b"<html>upstream</html>", Content_Type="text/html")
-
-    with serving(before) as server, opened(server, {"max_num_seqs": 8}) as engine:
-        done = ask(engine, map(request, range(30)))
-    assert all(c.error is None for c in done)
-    assert set(server.answered.values()) == {1}
+ONCE = {
+    **{str(status): Refused(status, error("not now")) for status in (409, 424, 499)},  # 424: TGI's
+    **{str(status): Refused(status, b"<html>upstream</html>") for status in (502, 503)},
+    "the connection breaks off": HangUp(),
+}
 
 
-def test_a_connection_that_breaks_off_is_tried_again() -> None:
+@pytest.mark.parametrize("kind", ONCE)
+def test_what_fails_once_is_tried_again(kind: str) -> None:
     seen = Counter[str]()
 
     def before(text: str, body: dict[str, Any]) -> None:
         seen[text] += 1
         if seen[text] == 1 and text.endswith(("0", "5")):
-            raise HangUp
+            raise ONCE[kind]
 
-    with serving(before) as server, opened(server) as engine:
+    with serving(before) as server, opened(server, {"max_num_seqs": 8}) as engine:
         done = ask(engine, map(request, range(30)))
     assert all(c.error is None for c in done)
     del server.answered["Hi"]  # the probe
@@ -222,26 +199,26 @@ def test_an_outage_is_reported_and_waited_for_with_one_probe_at_a_time(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchkit.engines.openai.engine._QUIET_S", 0.5)
-    asked: list[tuple[float, int]] = []
+    refused: list[tuple[int, bool]] = []
+    events: list[str] = []
 
     def before(text: str, body: dict[str, Any]) -> None:
-        asked.append((time.monotonic(), server.inside))
-        if time.monotonic() < well_at:
+        if time.monotonic() < well_at or len(events) < 2:  # on a busy machine that takes longer
+            refused.append((server.inside, bool(events)))
             raise Refused(status, error("busy\x1b[2J"))
 
     with serving(before) as server, opened(server, {"max_num_seqs": 8}) as engine:
         well_at = time.monotonic() + 2.5
         done = _submit(engine, 8)
-        events: list[str] = []
         while len(done) < 8:
             done += engine.poll(0.05)
             events += engine.load().events
     assert all(c.error is None for c in done)
     pattern = rf"the server answered {status}: busy\\u001b\[2J; 8 requests wait, next try in \d+ s"
-    assert 1 <= len(events) <= 4
+    assert 2 <= len(events) <= 4
     assert all(re.search(pattern, event) for event in events)
-    assert len(asked) < 50
-    assert {inside for at, inside in asked if well_at - 1.5 < at < well_at} == {1}
+    assert len(refused) < 50
+    assert {inside for inside, is_reported in refused if is_reported} == {1}
 
 
 def test_answers_to_requests_sent_before_an_outage_blame_no_row() -> None:
@@ -318,10 +295,12 @@ def test_what_waiting_does_not_fix_stops_the_run_at_once(
 
 
 def test_an_unknown_model_stops_the_run_and_the_known_ones_are_listed() -> None:
-    with serving() as server, opened(server, engine={"model": "tinny"}) as engine:
-        done = _submit(engine, 1)
-        with pytest.raises(EngineError, match=f"no model 'tinny'.*serves {MODEL}"):
-            _poll_for(engine, 10, done)
+    with (
+        serving() as server,
+        opened(server, engine={"model": "tinny"}) as engine,
+        pytest.raises(EngineError, match=f"no model 'tinny'.*serves {MODEL}"),
+    ):
+        ask(engine, [request(0)])
 
 
 @pytest.mark.parametrize(

@@ -117,43 +117,33 @@ def test_rows_of_a_batch_are_handed_on_one_by_one(engine: Engine) -> None:
     assert [turn for turn in turns if turn] == [[n] for n in range(6)]
 
 
-def answer_of(tokens: int, max_tokens: int = 1) -> Answer:
+def answer_of(prompt_tokens: int, max_tokens: int) -> Answer:
     import torch
 
-    inputs = {"input_ids": torch.zeros(1, tokens)}
-    prepared = Prepared(request(tokens), Sampling(), "", inputs, max_tokens)
+    inputs = {"input_ids": torch.zeros(1, prompt_tokens)}
+    prepared = Prepared(request(0), Sampling(), "", inputs, max_tokens)
     return Answer(prepared, 0, None, frozenset())
 
 
 @pytest.mark.parametrize(
     ("waiting", "size", "expected"),
     [
-        ([5, 300, 6, 290, 7], 3, [5, 6, 7]),
-        ([300, 5, 6, 290, 7], 2, [290, 300]),
-        ([8, 300, 6, 290, 5, 9, 10], 3, [5, 6, 8]),
-        ([100, 1, 2, 3], 2, [3, 100]),
-        ([3, 1], 5, [1, 3]),
-        ([4], 1, [4]),
+        ([(5, 1), (300, 1), (6, 1), (290, 1), (7, 1)], 3, [5, 6, 7]),
+        ([(300, 1), (5, 1), (6, 1), (290, 1), (7, 1)], 2, [290, 300]),
+        ([(100, 1), (1, 1), (2, 1), (3, 1)], 2, [3, 100]),
+        ([(3, 1), (1, 1)], 5, [1, 3]),
+        # Answers that may get about as long come before prompts.
+        ([(50, 9), (51, 90), (300, 8), (52, 80), (290, 9)], 2, [300, 50]),
+        ([(51, 90), (300, 8), (52, 80), (290, 9)], 2, [52, 51]),
+        # The one that waits longest is always chosen.
+        ([(50, 7), *((tokens, 7) for tokens in range(200, 240))], 1, [50]),
     ],
 )
-def test_prompts_of_about_one_length_begin_together(
-    waiting: list[int], size: int, expected: list[int]
+def test_rows_of_about_one_length_begin_together(
+    waiting: list[tuple[int, int]], size: int, expected: list[int]
 ) -> None:
-    chosen = next_batch([answer_of(tokens) for tokens in waiting], size)
+    chosen = next_batch([answer_of(*lengths) for lengths in waiting], size)
     assert [answer.prepared.prompt_tokens for answer in chosen] == expected
-
-
-def test_answers_that_may_get_about_as_long_come_before_prompts() -> None:
-    waiting = [answer_of(*lengths) for lengths in [(50, 9), (51, 90), (300, 8), (52, 80), (290, 9)]]
-    for first, expected in ((0, [300, 50]), (1, [52, 51])):
-        chosen = next_batch(waiting[first:], 2)
-        assert [answer.prepared.prompt_tokens for answer in chosen] == expected
-
-
-def test_the_one_that_waits_longest_is_always_chosen() -> None:
-    waiting = [answer_of(tokens, 7) for tokens in (50, *range(200, 240))]
-    for size in (1, 8, 40):
-        assert any(answer is waiting[0] for answer in next_batch(waiting, size))
 
 
 # What vLLM can be held against: greedy, so that nothing is left to chance.
@@ -298,14 +288,6 @@ def test_a_chat_template_of_a_model_with_images_gets_what_vllm_gives_it(
     assert "tool:   noon" in ours
 
 
-def test_the_chat_template_may_be_another_and_gets_its_names(demo_model: Path) -> None:
-    template = "{% for m in messages %}{{ mood }}: {{ m.content[0].text }}{% endfor %}"
-    job = make_job(demo_model, chat_template=template)
-    prompt = job.prompt.model_copy(update={"chat_template_kwargs": {"mood": "gay"}})
-    rendered = open_preflight(job.model_copy(update={"prompt": prompt})).render(request(3))
-    assert rendered.text == "gay: tell me about tea 3"
-
-
 @pytest.mark.parametrize(
     ("key", "package", "engine"),
     [
@@ -321,19 +303,6 @@ def test_what_needs_another_package_says_so(
     engine = {"kind": "transformers", "model": str(demo_model), "in_process": True, **engine}
     with pytest.raises(JobError, match=f"{re.escape(key)} needs .*pip install {package}"):
         open_engine(JobConfig(engine=engine))
-
-
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=re.escape(str(tmp_path))):
-        open_engine(make_job(tmp_path))
-
-
-def test_a_folder_without_weights_is_named(text_model: Path, tmp_path: Path) -> None:
-    for path in text_model.iterdir():
-        if path.suffix != ".safetensors":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(StartFailed, match=re.escape(str(tmp_path))):
-        open_engine(make_job(tmp_path))
 
 
 def test_flash_attention_that_is_not_there_is_no_reason_to_stop(
@@ -355,10 +324,14 @@ def test_speed_is_no_part_of_what_decides_the_answers(demo_model: Path) -> None:
 
 def test_validate_and_dry_run_need_no_weights(text_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
+    with pytest.raises(JobError, match=re.escape(str(model))):
+        open_engine(make_job(model))
     model.mkdir()
     for path in text_model.iterdir():
         if path.suffix != ".safetensors":
             (model / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(StartFailed, match=re.escape(str(model))):
+        open_engine(make_job(model))
     write_job(tmp_path, model)
     checked = batchkit("validate", "job.toml", "--json", cwd=tmp_path, start=Fork)
     assert checked.returncode == 0, checked.stderr

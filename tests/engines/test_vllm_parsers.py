@@ -233,5 +233,5 @@ def test_a_budget_for_thinking_needs_to_know_where_it_ends(model: Path) -> None:
 def test_a_server_parses_its_answers_itself() -> None:
     url = "http://localhost:8000/v1"
     engine = {"kind": "openai-server", "model": "m", "base_url": url, "reasoning_parser": "qwen3"}
-    with pytest.raises(JobError, match="engine: reasoning_parser: the server parses"):
+    with pytest.raises(JobError, match="engine: reasoning_parser: leave it out"):
         make_job({"engine": engine}, "test")

@@ -19,6 +19,7 @@ from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
+from tests.support.vllm_server import flags
 
 pytestmark = pytest.mark.vllm
 
@@ -27,14 +28,8 @@ CHOICES = ["yes", "no", "the picture has no colour"]
 
 
 def _command(model: Path) -> str:
-    options = [
-        word
-        for name, value in SMALL.items()
-        for word in (f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value))
-        if name != "enforce_eager"
-    ]  # fmt: skip
     module = ["-m", "tests.support.vllm_server", "--model", str(model)]
-    return shlex.join([sys.executable, *module, "--enforce-eager", *options, "--port", "{port}"])
+    return shlex.join([sys.executable, *module, *flags(SMALL), "--port", "{port}"])
 
 
 def _write(folder: Path, model: Path) -> None:
@@ -71,9 +66,8 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 def _kill_server(run: subprocess.Popen[str]) -> list[psutil.Process]:
     """What the server had started; the server itself is gone at once."""
     for process in psutil.Process(run.pid).children(recursive=True):
-        if "vllm_server" in " ".join(process.cmdline()) and "guard.py" not in str(
-            process.cmdline()
-        ):
+        words = " ".join(process.cmdline())
+        if "vllm_server" in words and "guard.py" not in words:
             children = process.children(recursive=True)
             process.kill()
             return children

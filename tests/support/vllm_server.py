@@ -64,14 +64,14 @@ def _begun(model: Path, options: Mapping[str, Any], *words: str, output: Any) ->
         *first,
         "--model",
         str(model),
-        *_flags(options),
+        *flags(options),
         *rest,
     ]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "WARNING"}
     return Fork(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
-def _flags(options: Mapping[str, Any]) -> Iterator[str]:
+def flags(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         if value is not False:
             yield f"--{name.replace('_', '-')}"

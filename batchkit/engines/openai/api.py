@@ -75,11 +75,8 @@ class Refusal(NamedTuple):
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:
-    """The body as JSON, its images as PNG in data: URIs.
-
-    Raises:
-        RequestError: it has a value that JSON can't represent.
-    """
+    """The body as JSON, its images as PNG in data: URIs. Raises RequestError if it has a value that JSON
+    can't represent."""
     try:
         return orjson.dumps(_with_images(body), option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, OSError, ValueError) as error:

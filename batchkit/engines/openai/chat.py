@@ -32,13 +32,12 @@ SAMPLING = (
 class Endpoint:
     """Writes the requests of one task, and reads the answers. Nothing in it touches the network.
 
-    ``parameters``: what the API has of the job's ``table``. ``hint``: which servers have the endpoint.
+    ``parameters``: what the API has of the job's ``table``.
     """
 
     task = "generate"
     table = "pooling"
     parameters: Sequence[str] = ()
-    hint = ""
 
     def __init__(self, job: JobConfig, drop: Sequence[str]) -> None:
         self._model, self._drop = job.engine.model, drop
@@ -49,11 +48,8 @@ class Endpoint:
 
     @classmethod
     def check_names(cls, params: Mapping[str, Any]) -> None:
-        """Refuse names that the API does not have: the server would silently ignore them.
-
-        Raises:
-            RequestError: naming the parameter.
-        """
+        """Refuse names that the API does not have: the server would silently ignore them. Raises
+        RequestError, naming the parameter."""
         for name in params:
             if name == "prompt_logprobs":
                 raise RequestError("sampling.prompt_logprobs: batchkit does not store them")
@@ -66,10 +62,7 @@ class Endpoint:
 
     def body_of(self, request: Request) -> dict[str, Any]:
         """The request in the API's terms; its images are still PIL's (``api.encoded`` converts them).
-
-        Raises:
-            RequestError: a parameter that the API does not have.
-        """
+        Raises RequestError, naming a parameter that the API does not have."""
         self.check_names(request.sampling)
         given = {name: value for name, value in request.sampling.items() if value is not None}
         body = {

@@ -41,11 +41,7 @@ class Options(Table):
 
 
 def options_of(job: JobConfig) -> Options:
-    """The job's options. Also checks its sampling.
-
-    Raises:
-        JobError: lists everything that is wrong.
-    """
+    """The job's options. Also checks its sampling. Raises JobError, which lists everything that is wrong."""
     given = job.engine.options
     problems = problems_with("engine.options", Options, given, job.engine.kind)
     extra = given.get("extra_body")
@@ -76,10 +72,7 @@ def options_of(job: JobConfig) -> Options:
 
 
 def check_for_llama_cpp(task: str, body: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        RequestError: naming the parameter that the server would ignore.
-    """
+    """Raises RequestError, naming the parameter that the server would ignore."""
     for name in _LLAMA_CPP_LACKS.keys() & body.keys():
         own = None if task == "score" else _LLAMA_CPP_LACKS[name]
         hint = f", or use its own engine.options.extra_body.{own}" if own else ""

@@ -108,11 +108,8 @@ class OwnServer:
                 ) from error
 
     async def come_up(self, is_ready: Callable[[str], Awaitable[bool]]) -> None:
-        """Wait until ``is_ready``, called repeatedly with the path to check, returns True.
-
-        Raises:
-            StartFailed: the server ended, or was not ready in time.
-        """
+        """Wait until ``is_ready``, called repeatedly with the path to check, returns True. Raises
+        StartFailed if the server ended, or was not ready in time."""
         limit_s = self._table.start_timeout_s
         ended = asyncio.ensure_future(self.death())
         try:

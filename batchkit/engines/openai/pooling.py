@@ -81,7 +81,6 @@ class Embeddings(_Endpoint):
 
     task = "embed"
     parameters = ("dimensions", "add_special_tokens", *_OF_ALL)
-    hint = "`vllm serve` has it for an embedding model (--runner pooling), llama-server with --embedding"
 
     def url(self, base_url: str, request: Request) -> str:
         return f"{base_url}/embeddings"
@@ -113,7 +112,6 @@ class Classify(_Endpoint):
 
     task = "classify"
     parameters = ("add_special_tokens", *_OF_ALL)
-    hint = "`vllm serve` has it for a model that classifies (--runner pooling)"
 
     def url(self, base_url: str, request: Request) -> str:
         return f"{base_url.removesuffix('/v1')}/classify"
@@ -133,10 +131,6 @@ class Rerank(_Endpoint):
 
     task = "score"
     parameters = (*_OF_ALL, "instruction", "max_tokens_per_query", "max_tokens_per_doc")
-    hint = (
-        "`vllm serve` has it for a reranker or an embedding model (--runner pooling), llama-server with"
-        " --reranking"
-    )
 
     def url(self, base_url: str, request: Request) -> str:
         return f"{base_url}/rerank"
@@ -168,11 +162,8 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
 
 
 def _in_order(items: list[_Item] | None, count: int) -> list[_Item]:
-    """The ``count`` items of a list in the order of their indexes.
-
-    Raises:
-        ShapeError: there are others.
-    """
+    """The ``count`` items of a list in the order of their indexes. Raises ShapeError if there are
+    others."""
     if items is None or len(items) != count:
         found = "no list" if items is None else f"a list of {len(items)}"
         raise ShapeError(f"found {found}, expected a list of {count}")
@@ -185,11 +176,7 @@ def _in_order(items: list[_Item] | None, count: int) -> list[_Item]:
 
 
 def _vector(found: str | list[float] | None) -> array[float]:
-    """The numbers of a vector, from either encoding.
-
-    Raises:
-        ShapeError: they are no vector.
-    """
+    """The numbers of a vector, from either encoding. Raises ShapeError if they are no vector."""
     vector = array("f")
     try:
         if isinstance(found, str):

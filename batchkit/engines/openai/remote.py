@@ -82,11 +82,8 @@ class Remote:
         await self._connections.close()
 
     async def is_ready(self, path: str) -> bool:
-        """Whether a starting server is healthy at ``path``, if it has that, and lists its models.
-
-        Raises:
-            EngineError: as in ``reach``.
-        """
+        """Whether a starting server is healthy at ``path``, if it has that, and lists its models. Raises
+        EngineError, as in ``reach``."""
         url = f"{self.base_url.removesuffix('/v1')}{path}"
         try:
             status = (await self._exchange("GET", url, None, CONNECT_S)).status
@@ -97,11 +94,8 @@ class Remote:
         return status < 500
 
     async def reach(self) -> None:
-        """Check that the server answers and accepts the key; it may take ``START_S`` to start.
-
-        Raises:
-            EngineError: naming the address and the remedy.
-        """
+        """Check that the server answers and accepts the key; it may take ``START_S`` to start. Raises
+        EngineError, naming the address and the remedy."""
         deadline = time.monotonic() + START_S
         while True:
             try:
@@ -118,10 +112,7 @@ class Remote:
             await asyncio.sleep(_START_PAUSE_S)
 
     def body_of(self, request: Request) -> dict[str, Any]:
-        """
-        Raises:
-            RequestError: it can't be sent to this server.
-        """
+        """Raises RequestError if it can't be sent to this server."""
         body = self._endpoint.body_of(request)
         if any(model.get("owned_by") == "llamacpp" for model in self.models):
             check_for_llama_cpp(self._job.task, body)
@@ -162,9 +153,13 @@ class Remote:
         """The error for a refusal that concerns this request, or all of its kind."""
         status = refusal.status
         lists_it = any(model.get("id") == self._model for model in self.models)
-        if status in _LACKS and self._endpoint.hint and lists_it:
-            lacks = "the server lacks this endpoint, or its model does not fit the task"
-            return _barred(refusal, f"{url}: answered {refusal}: {lacks}; {self._endpoint.hint}")
+        if status in _LACKS and self._job.task != "generate" and lists_it:
+            return _barred(
+                refusal,
+                f"{url}: answered {refusal}: the server lacks this endpoint, or its model does not fit the"
+                " task. `vllm serve` has it with --runner pooling, llama-server with --embedding or"
+                " --reranking",
+            )
         if refusal.is_of_the_model:
             return _barred(refusal, await self._without_model(refusal))
         if refusal.is_too_long:

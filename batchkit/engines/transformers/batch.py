@@ -46,11 +46,8 @@ class Batch:
         return [answer for answer in self.answers if answer.finish_reason is None]
 
     def step(self) -> list[Answer]:
-        """Give each unfinished answer a token; returns those that end with it.
-
-        Raises:
-            Exception: anything that the model's code raises; the batch is then over.
-        """
+        """Give each unfinished answer a token; returns those that end with it. Raises
+        anything that the model's code raises; the batch is then over."""
         if self._chosen is None:
             self._thread.start()
         else:

@@ -147,10 +147,7 @@ class TransformersEngine:
         self, batch: Batch, unfinished: Sequence[Answer], fault: Fault, *, is_refusal: bool
     ) -> list[Completion]:
         """The batch failed: queue its ``unfinished`` answers again, or fail a request that ran alone.
-
-        Raises:
-            EngineDied: the engine can't recover.
-        """
+        Raises EngineDied if the engine can't recover."""
         is_oom, size = fault.kind == "oom", len(batch.answers)
         self._end_batch()
         free_memory()
@@ -207,11 +204,8 @@ def _row_error(fault: Fault, *, is_refusal: bool) -> RowError:
 
 
 def load_model(job: JobConfig, options: Options, config: Any, tokenizer: Any) -> Loaded:
-    """Load on one GPU, or on the CPU if there is none, unless ``device_map`` is set.
-
-    Raises:
-        StartFailed: it can't be loaded.
-    """
+    """Load on one GPU, or on the CPU if there is none, unless ``device_map`` is set. Raises StartFailed if
+    it can't be loaded."""
     import torch
     from transformers import GenerationConfig
     from transformers.utils import logging as transformers_logging

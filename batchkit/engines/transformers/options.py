@@ -55,11 +55,8 @@ class Options(Table):
 
 
 def options_of(job: JobConfig) -> Options:
-    """The job's options, with ``chat_template`` read. Also checks sampling, model and adapter.
-
-    Raises:
-        JobError: lists everything that is wrong, one line each.
-    """
+    """The job's options, with ``chat_template`` read. Also checks sampling, model and adapter. Raises
+    JobError, which lists everything that is wrong, one line each."""
     given, template = job.engine.options, None
     problems = request_checks.problems_with("engine.options", Options, given, job.engine.kind)
     try:
@@ -134,10 +131,7 @@ class Sampling(Table):
 
 
 def sampling_of(values: Mapping[str, Any]) -> Sampling:
-    """
-    Raises:
-        RequestError: naming each parameter that is wrong, or that only vLLM knows.
-    """
+    """Raises RequestError, naming each parameter that is wrong, or that only vLLM knows."""
     if problems := request_checks.problems_with("sampling", Sampling, values, "transformers"):
         raise RequestError("\n".join(problems))
     return Sampling(**values)

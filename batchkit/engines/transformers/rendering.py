@@ -37,11 +37,8 @@ class Prepared(NamedTuple):
 
 
 class TransformersRenderer:
-    """The model's processor, or its tokenizer if the model takes only text.
-
-    Raises:
-        JobError: the model's files are missing, or ``max_model_len`` is more than it supports.
-    """
+    """The model's processor, or its tokenizer if the model takes only text. Raises JobError if the model's
+    files are missing, or ``max_model_len`` is more than it supports."""
 
     def __init__(self, job: JobConfig, options: Options) -> None:
         from transformers import AutoConfig, AutoProcessor
@@ -71,11 +68,8 @@ class TransformersRenderer:
         return RenderedPrompt(prepared.text, prepared.prompt_tokens)
 
     def prepare(self, request: Request) -> Prepared:
-        """The request with its prompt tokenised and its images processed.
-
-        Raises:
-            RowError: the model can't take it.
-        """
+        """The request with its prompt tokenised and its images processed. Raises RowError if the model
+        can't take it."""
         check_forced_call(request, self._job)
         sampling, parser = self._sampling(request)
         for token_id in sampling.token_ids:

@@ -13,8 +13,8 @@ import queue
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
@@ -95,6 +95,8 @@ class VllmEngine:
         self._running: dict[str, _Running] = {}
         self._numbers = itertools.count()
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
+        # By vLLM's number of a scheduled request: its tokens at the last check, and since when.
+        self._progress: dict[str, tuple[int, float]] = {}
         self._thread = threading.Thread(target=self._prepare, name="vllm-render", daemon=True)
         self._thread.start()
 
@@ -271,7 +273,6 @@ class VllmEngine:
         running = self._running.pop(output.request_id)
         running.outputs[output.request_id] = output
         if len(running.outputs) < len(running.numbers):
-            running.last_token_at = time.monotonic()
             return
         outputs = [running.outputs[number] for number in running.numbers]
         self._ended.append(_Ended(running.prepared, outputs, time.monotonic() - running.since))
@@ -287,67 +288,55 @@ class VllmEngine:
             self._done.append(completion)
 
     def _abort_stuck(self) -> None:
-        """Abort requests that were scheduled and then got no token for ``run.row_timeout_s``."""
-        now = time.monotonic()
-        if now < self._next_stuck_check:
-            return
-        self._next_stuck_check = now + _STUCK_CHECK_S
-        stuck: dict[int, _Running] = {}
-        for number, tokens in self._scheduled().items():
-            running = self._running[number]
-            running.saw(tokens, now)
-            if now - running.last_token_at > self._row_timeout_s:
-                stuck[id(running)] = running
-        if not stuck:
-            return
-        for running in stuck.values():
-            self._engine.abort_request(running.numbers)
-            for number in running.numbers:
-                self._running.pop(number, None)
-        self._stepper.forget_aborted()
-        self._done += [self._timed_out(running, now) for running in stuck.values()]
-
-    def _scheduled(self) -> Counter[str]:
-        """Tokens so far of each request that is not waiting to be scheduled.
+        """Abort requests that were scheduled and then got no token for ``run.row_timeout_s``.
 
         With ``n > 1``, several of the scheduler's requests belong to one of ours.
         """
         from vllm.v1.request import RequestStatus
 
-        tokens: Counter[str] = Counter()
+        now = time.monotonic()
+        if now < self._next_stuck_check:
+            return
+        self._next_stuck_check = now + _STUCK_CHECK_S
+        before, self._progress = self._progress, {}
         states = self._engine.output_processor.request_states
+        stuck: dict[str, tuple[int, float]] = {}
         for internal, request in self._engine.engine_core.engine_core.scheduler.requests.items():
-            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                continue
+            tokens, since = before.get(internal, (-1, now))
+            if request.num_output_tokens != tokens:
+                tokens, since = request.num_output_tokens, now
+            self._progress[internal] = tokens, since
+            if now - since > self._row_timeout_s:
                 state = states[internal]
-                tokens[(state.parent_req or state).external_req_id] += request.num_output_tokens
-        return tokens
+                stuck[(state.parent_req or state).external_req_id] = tokens, now - since
+        for number, (tokens, silence_s) in stuck.items():
+            if number in self._running:  # else it was aborted with another one of its row
+                self._abort(self._running[number], tokens, silence_s)
 
-    def _timed_out(self, running: _Running, now: float) -> Completion:
+    def _abort(self, running: _Running, tokens: int, silence_s: float) -> None:
+        self._engine.abort_request(running.numbers)
+        self._stepper.forget_aborted()
+        for number in running.numbers:
+            self._running.pop(number, None)
         error = RowTimeoutError(
-            f"no token for {now - running.last_token_at:.0f} s"
-            f" (run.row_timeout_s = {self._row_timeout_s:g}), {running.tokens} before that"
+            f"no token for {silence_s:.0f} s (run.row_timeout_s = {self._row_timeout_s:g}),"
+            f" {tokens} before that"
         )
-        return Completion(running.prepared.request, latency_s=now - running.since, error=error)
+        latency_s = time.monotonic() - running.since
+        self._done.append(Completion(running.prepared.request, latency_s=latency_s, error=error))
 
 
+@dataclass(slots=True)
 class _Running:
-    """When a request was added, and when it last got a token: infinity until it is scheduled.
+    """A request in vLLM's engine. ``numbers`` are those of its inputs there; ``outputs``, what has finished
+    of them."""
 
-    ``numbers`` are those of its inputs in vLLM's engine; ``outputs``, what has finished of them.
-    """
-
-    __slots__ = ("last_token_at", "numbers", "outputs", "prepared", "since", "tokens")
-
-    def __init__(self, prepared: Prepared, numbers: list[str]) -> None:
-        self.prepared, self.numbers = prepared, numbers
-        self.outputs: dict[str, Any] = {}
-        self.since = time.monotonic()
-        self.last_token_at = float("inf")
-        self.tokens = -1
-
-    def saw(self, tokens: int, now: float) -> None:
-        if tokens != self.tokens:
-            self.tokens, self.last_token_at = tokens, now
+    prepared: Prepared
+    numbers: list[str]
+    outputs: dict[str, Any] = field(default_factory=dict)
+    since: float = field(default_factory=time.monotonic)
 
 
 def _load(job: JobConfig, limits: Mapping[str, Any]) -> Any:

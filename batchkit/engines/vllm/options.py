@@ -217,11 +217,8 @@ def pooling_params(
     given: Mapping[str, Any], task: str | None = None, *, of_pair: bool = False
 ) -> Any:
     """``vllm.PoolingParams`` from a dict, with its names and types checked. ``of_pair``: it may also
-    have the limits of a pair's texts, which are parameters of vLLM's server.
-
-    Raises:
-        RequestError: naming the parameter.
-    """
+    have the limits of a pair's texts, which are parameters of vLLM's server. Raises RequestError, naming
+    the parameter."""
     import msgspec
     from vllm import PoolingParams
 
@@ -252,11 +249,8 @@ def _types() -> dict[str, Any]:
 
 
 def check_pooling(job: JobConfig, model_config: Any) -> None:
-    """What can be known without the model's weights.
-
-    Raises:
-        JobError: the model can't do the job's task, or has no such parameter.
-    """
+    """What can be known without the model's weights. Raises JobError if the model can't do the job's task,
+    or has no such parameter."""
     import vllm
     from vllm.exceptions import VLLMValidationError
 

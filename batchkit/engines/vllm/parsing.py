@@ -43,11 +43,8 @@ def unknown_parsers(job: JobConfig) -> list[str]:
 
 
 def parsing_of(job: JobConfig, tokenizer: Any, model_config: Any = None) -> Parsing | None:
-    """None if the job names no parser. ``model_config`` is vLLM's, or None with another engine.
-
-    Raises:
-        JobError: the parsers can't be used with each other, or with the model's tokenizer.
-    """
+    """None if the job names no parser. ``model_config`` is vLLM's, or None with another engine. Raises
+    JobError if the parsers can't be used with each other, or with the model's tokenizer."""
     if job.engine.reasoning_parser is None and job.engine.tool_call_parser is None:
         return None
     return Parsing(job, tokenizer, model_config)
@@ -94,11 +91,8 @@ class Parsing:
     ) -> AnswerParser:
         """The parser of the answers to ``request``. It changes ``params``, which has attributes of
         vLLM's SamplingParams (``ADJUSTED``), as it needs: special tokens in the text, or a grammar for
-        the calls that ``tool_choice`` requires.
-
-        Raises:
-            RequestError: vLLM refuses the tools, or what they are combined with.
-        """
+        the calls that ``tool_choice`` requires. Raises RequestError if vLLM refuses the tools, or what
+        they are combined with."""
         chat = _chat_request(request, params)
         kwargs = dict(chat_template_kwargs)
 

@@ -69,11 +69,8 @@ class VllmRenderer:
         return RenderedPrompt(text, len(tokens))
 
     def prepare(self, request: Request) -> Prepared:
-        """The request with its prompt tokenised and its images processed.
-
-        Raises:
-            RowError: vLLM refuses it.
-        """
+        """The request with its prompt tokenised and its images processed. Raises RowError if vLLM refuses
+        it."""
         check_forced_call(request, self._job)
         if reason := why_not_bounded(request.sampling, self._vllm_config):
             raise RequestError(reason)
