@@ -54,16 +54,15 @@ def show_rows(run: str | None, failed: bool, ids: Texts, most: int | None, as_js
 @JSON
 def status(run: str | None, watch: bool, as_json: bool) -> None:
     """Show what of RUN is done, failed and left, its rate and ETA."""
-    from batchkit.runs.status import Reading
     from batchkit.runs.status import status as look
 
-    folder, reading = find(run), Reading()
-    found = look(folder, reading)
+    folder = find(run)
+    found = look(folder)
     while watch and found.held_by is not None:
         click.clear()  # on a terminal
         show(found, as_json)
         time.sleep(_WATCH_S)
-        found = look(folder, reading)
+        found = look(folder)
     if watch:
         click.clear()
     show(found, as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -12,11 +12,13 @@ from batchkit.config.masking import masked
 from batchkit.config.numbers import clock, duration, number, short_count
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
-from batchkit.execution.summary import RunSummary
 from batchkit.runs.status import counts_of
 from batchkit.storage.files import write_atomically
 from batchkit.storage.identity import hash_of
 from batchkit.storage.manifest import read_manifest
+
+if TYPE_CHECKING:
+    from batchkit.execution.summary import RunSummary
 
 FORECAST = "forecast.json"
 

@@ -20,7 +20,7 @@ from batchkit.commands.score.judge import join_judgements
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import ChangedError, JobError, StoreError
-from batchkit.runs.vector_column import vector_type
+from batchkit.runs.layout import vector_type
 from batchkit.sources.input import from_job, input_changes
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import building

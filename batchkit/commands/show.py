@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
-from batchkit.errors import JobError, MediaError, RowError
+from batchkit.errors import JobError, MediaError
 from batchkit.rendering.media import load_image, shown
 from batchkit.rendering.messages import as_text, short
-from batchkit.runs.inputs import InputRows
+from batchkit.runs.inputs import InputRows, Prompt
 from batchkit.storage.answers import answers_in_words, call_in_words, choice_in_words
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run, without_masked
@@ -165,27 +165,23 @@ def show_rows(folder: Path, *, failed: bool, ids: Collection[str], most: int | N
     inputs = InputRows(job, {record["index"] for record in records})
     with closing(Generations(folder)) as generations:
         rows = [
-            _shown(record, inputs, job)._replace(steps=generations.of_record(record))
+            _shown(record, inputs.prompt(record), job, generations.of_record(record))
             for record in records
         ]
     return ShownRows(rows, inputs.problem and masked_text(inputs.problem))
 
 
-def _shown(record: Mapping[str, Any], inputs: InputRows, job: JobConfig) -> ShownRow:
-    row, stored = inputs.row(record), record.get("prompt")
-    fields = row.fields if row is not None else record.get("fields") or {}
-    if row is None or inputs.renderer is None:
-        return ShownRow(record, stored, [], fields)
-    try:
-        sources = inputs.renderer.image_sources(row)
-    except RowError:  # the record's own error says it
-        sources = []
-    images = [_image(source, job) for source in sources]
-    try:
-        prompt = stored or as_text(inputs.renderer.render(row), "[image]")
-    except RowError:
-        prompt = None
-    return ShownRow(record, prompt, images, fields)
+def _shown(
+    record: Mapping[str, Any],
+    prompt: Prompt,
+    job: JobConfig,
+    steps: Sequence[Mapping[str, Any]],
+) -> ShownRow:
+    text = record.get("prompt")
+    if text is None and prompt.request is not None:
+        text = as_text(prompt.request, "[image]")
+    images = [_image(source, job) for source in prompt.sources]
+    return ShownRow(record, text, images, prompt.fields or record.get("fields") or {}, steps)
 
 
 def _image(source: Any, job: JobConfig) -> ShownImage:

@@ -15,7 +15,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.tables.run import words_of
 from batchkit.errors import BatchkitError, Interrupted, StoreError
 from batchkit.runs.failures import Failure, lines_of
-from batchkit.runs.joined_table import frame_of, joined_table
+from batchkit.runs.table import frame_of, joined_table
 from batchkit.sources.input import Input
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
-from batchkit.runs.comparison import Comparison, Delta, Flip, origin
-from batchkit.runs.inputs import with_group
-from batchkit.runs.pairs import Pairing, RowKeys, flipped, have_same_input, paired
-from batchkit.runs.values import hash_of
-from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name, tabulate
+from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip, origin
+from batchkit.runs.index import Index, Snapshot, Table
+from batchkit.runs.inputs import InputRows
+from batchkit.runs.scores import table_of_index
+from batchkit.scoring import kept_fields
+from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name
+from batchkit.sources.input import input_changes
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Manifest, read_manifest
-from batchkit.storage.score_store import read_scored
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_ALL_S = 1e6
 _SHOWN_DIFFERENCES = 12
 _MOST_VALUES = 20_000  # up to so many distinct differences the draws are exact
 _DRAWS = 20_000_000  # at a time
+_NUMBERING = ("input.format", "input.records")  # keys that say which rows a file has
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) -> Comparison:
@@ -54,20 +58,21 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
         check_log(folder)
     names = _names(folders)
     group_by = job_of_run(folders[0]).scoring.group_by
-    sides = [_read(folder, group_by) for folder in folders]
+    sides = [_side(folder, group_by) for folder in folders]
     baseline = sides[0]
     deltas: list[Delta] = []
     flips: list[Flip] = []
     only_in_baseline, only_in_run = {}, {}
     for name, side, manifest in zip(names[1:], sides[1:], manifests[1:], strict=True):
         by_place = have_same_input(manifests[0], manifest)
-        pairs = paired(baseline.keys, side.keys, by_place=by_place)
-        only_in_baseline[name] = len(baseline.ids) - len(pairs.before)
-        only_in_run[name] = len(side.ids) - len(pairs.before)
-        for scorer in _both(baseline, side):
-            found = _Found(name, scorer, baseline, side, pairs)
-            deltas += _deltas(found, resamples, seed)
-            flips += _flips(found)
+        pairs = paired(baseline.snapshot, side.snapshot, by_place=by_place)
+        only_in_baseline[name] = len(baseline.snapshot.newest) - len(pairs.before)
+        only_in_run[name] = len(side.snapshot.newest) - len(pairs.before)
+        for scorer in baseline.table.names:
+            if scorer in side.snapshot.scorers:
+                found = _Found(name, scorer, baseline, side, pairs)
+                deltas += _deltas(found, resamples, seed)
+                flips += _flips(found)
     return Comparison(
         runs=names,
         tables=[side.table for side in sides],
@@ -75,20 +80,69 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
         flips=flips,
         only_in_baseline=only_in_baseline,
         only_in_run=only_in_run,
-        warnings=_warnings(folders, names, group_by),
+        warnings=_warnings(folders, names, manifests, group_by),
         resamples=resamples,
         origins=dict(zip(names, map(origin, manifests), strict=True)),
     )
 
 
-class _Side(NamedTuple):
-    """One run's scores, by the place of a row."""
+class Pairing(NamedTuple):
+    """Numbers of the newest entries of the same rows in two runs, in the order of the first."""
 
+    before: Table
+    after: Table
+
+
+def paired(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairing:
+    """Rows that share an id are paired ``by_place`` in the input, or in their order."""
+    _, before, after = np.intersect1d(
+        _unique(a, by_place), _unique(b, by_place), return_indices=True
+    )
+    order = np.argsort(before)
+    return Pairing(a.newest[before[order]], b.newest[after[order]])
+
+
+def have_same_input(a: Manifest, b: Manifest) -> bool:
+    """Whether a row has the same index in both runs; False if that is unknown."""
+    return (
+        bool(a.input)
+        and not input_changes(a.input, b.input)
+        and all(a.identity.get(key) == b.identity.get(key) for key in _NUMBERING)
+    )
+
+
+def flipped(scorer: str, before: Table, after: Table) -> Table:
+    """1 better, -1 worse, 0 neither; for each row. nan: not scored."""
+    change = np.nan_to_num(after - before)
+    is_binary = all(np.isin(found[~np.isnan(found)], (0, 1)).all() for found in (before, after))
+    graded = REWARD_STEP if scorer in OUT_OF_TEN else GRADED_STEP
+    step = 1.0 if is_binary and scorer not in OUT_OF_TEN else graded
+    found: Table = np.sign(change) * (np.abs(change) >= step - 1e-9)
+    return found
+
+
+def _unique(snapshot: Snapshot, by_place: bool) -> Table:
+    """For each row, a number that is equal in both runs for the row with an id at the same index, or for
+    the n-th row with that id."""
+    rows = snapshot.entries[snapshot.newest]
+    ids: Table = rows["id"]
+    if by_place:
+        found: Table = ids + rows["row"].astype(np.uint64) * _GOLDEN
+        return found
+    order = np.argsort(ids, kind="stable")
+    ordered, places = ids[order], np.arange(len(ids))
+    is_first = np.append(True, ordered[1:] != ordered[:-1])[: len(ids)]
+    nth = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    unique = np.empty_like(ids)
+    unique[order] = ordered + nth.astype(np.uint64) * _GOLDEN
+    return unique
+
+
+@dataclass(frozen=True)
+class _Side:
+    index: Index
+    snapshot: Snapshot
     table: ScoreTable
-    keys: RowKeys
-    ids: list[str]
-    groups: NDArray[np.object_]
-    scores: dict[str, NDArray[np.float64]]  # nan: not scored
 
 
 class _Found(NamedTuple):
@@ -102,50 +156,33 @@ class _Found(NamedTuple):
 
     @property
     def scores(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        before = self.baseline.scores[self.scorer][self.pairs.before]
-        return before, self.side.scores[self.scorer][self.pairs.after]
+        a, b = self.baseline.snapshot, self.side.snapshot
+        before = a.scores[self.pairs.before, a.scorers.index(self.scorer)]
+        return before, b.scores[self.pairs.after, b.scorers.index(self.scorer)]
 
     @property
-    def scale(self) -> float:
-        return 1.0 if self.scorer in OUT_OF_TEN else 100.0
-
-    def flipped(self) -> NDArray[np.int8]:
-        return flipped(self.scorer, *self.scores)
-
-
-def _read(folder: Path, group_by: str | None) -> _Side:
-    job = job_of_run(folder)
-    scoring = job.scoring.model_copy(update={"group_by": group_by})
-    rows, ids, groups = array("q"), list[str](), list[str]()
-    scores: dict[str, array[float]] = {}
-
-    def watched() -> Iterator[dict[str, Any]]:
-        for record in with_group(read_scored(folder), job.model_copy(update={"scoring": scoring})):
-            value = (record.get("fields") or {}).get(group_by) if group_by else None
-            groups.append(sys.intern(group_name(value)))
-            of_row = (record.get("scores") or {}) if record["status"] == "ok" else {}
-            for name, score in of_row.items():
-                column = scores.setdefault(name, array("d"))
-                column.extend([np.nan] * (len(rows) - len(column)))
-                column.append(np.nan if score is None else score)
-            rows.append(record["index"])
-            ids.append(record["id"])
-            yield record
-
-    table = tabulate(watched(), group_by)
-    n = len(rows)
-    columns = {
-        name: np.pad(np.array(found), (0, n - len(found)), constant_values=np.nan)
-        for name, found in scores.items()
-    }
-    hashes = np.fromiter(map(hash_of, ids), np.uint64, n)
-    keys = RowKeys(hashes, np.array(rows, np.int64))
-    return _Side(table, keys, ids, np.array(groups, dtype=object), columns)
+    def groups(self) -> Table:
+        """A number in the baseline's ``groups`` for each pair."""
+        found: Table = self.baseline.snapshot.entries["group"][self.pairs.before]
+        return found
 
 
-def _both(baseline: _Side, side: _Side) -> list[str]:
-    """Scorers of both runs, in the order of the table."""
-    return [name for name in baseline.table.names if name in side.scores]
+def _side(folder: Path, group_by: str | None) -> _Side:
+    job, index = job_of_run(folder), Index(folder, group_by)
+    snapshot = index.grow(_ALL_S)
+    if group_by is not None and group_by not in kept_fields(job):
+        snapshot = _grouped_by_input(index, snapshot, job, group_by)
+    return _Side(index, snapshot, table_of_index(snapshot, group_by))
+
+
+def _grouped_by_input(index: Index, snapshot: Snapshot, job: JobConfig, group_by: str) -> Snapshot:
+    """Groups by a field that the records did not keep."""
+    rows, entries, names = InputRows(job), snapshot.entries.copy(), dict[str, int]()
+    for number in snapshot.newest.tolist():
+        row = rows.row(index.record(entries[number]))
+        name = group_name(None if row is None else row.fields.get(group_by))
+        entries["group"][number] = names.setdefault(name, len(names))
+    return replace(snapshot, entries=entries, groups=tuple(names))
 
 
 def _deltas(found: _Found, resamples: int, seed: int) -> Iterator[Delta]:
@@ -153,10 +190,11 @@ def _deltas(found: _Found, resamples: int, seed: int) -> Iterator[Delta]:
     not change the intervals of the others."""
     before, after = found.scores
     scored = ~np.isnan(before) & ~np.isnan(after)
-    flipped = found.flipped()
-    groups = found.baseline.groups[found.pairs.before]
-    masks: list[tuple[str | None, NDArray[np.bool_]]] = [
-        (name, scored & (groups == name)) for name in found.baseline.table.groups
+    ways = flipped(found.scorer, before, after)
+    scale = 1.0 if found.scorer in OUT_OF_TEN else 100.0
+    names = found.baseline.snapshot.groups
+    masks: list[tuple[str | None, Any]] = [
+        (name, scored & (found.groups == names.index(name))) for name in found.baseline.table.groups
     ]
     for name, chosen in [*masks, (None, scored)]:
         if not chosen.any():
@@ -169,11 +207,11 @@ def _deltas(found: _Found, resamples: int, seed: int) -> Iterator[Delta]:
             group=name,
             scorer=found.scorer,
             n=int(chosen.sum()),
-            delta=float(change.mean()) * found.scale,
-            low=low * found.scale,
-            high=high * found.scale,
-            better=int((flipped[chosen] > 0).sum()),
-            worse=int((flipped[chosen] < 0).sum()),
+            delta=float(change.mean()) * scale,
+            low=low * scale,
+            high=high * scale,
+            better=int((ways[chosen] > 0).sum()),
+            worse=int((ways[chosen] < 0).sum()),
         )
 
 
@@ -201,13 +239,14 @@ def bootstrap_interval(
 
 def _flips(found: _Found) -> Iterator[Flip]:
     before, after = found.scores
-    for place in np.flatnonzero(found.flipped()).tolist():
-        row = int(found.pairs.before[place])
+    index, snapshot = found.baseline.index, found.baseline.snapshot
+    for place in np.flatnonzero(flipped(found.scorer, before, after)).tolist():
+        entry = snapshot.entries[found.pairs.before[place]]
         yield Flip(
             run=found.run,
             scorer=found.scorer,
-            id=found.baseline.ids[row],
-            group=found.baseline.groups[row],
+            id=index.record(entry)["id"],
+            group=snapshot.groups[entry["group"]] if snapshot.groups else group_name(None),
             before=float(before[place]),
             after=float(after[place]),
         )
@@ -223,10 +262,15 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [f"{path.name} ({n})" for n, path in enumerate(paths, start=1)]  # one run, given twice
 
 
-def _warnings(folders: Sequence[Path], names: Sequence[str], group_by: str | None) -> list[str]:
+def _warnings(
+    folders: Sequence[Path],
+    names: Sequence[str],
+    manifests: Sequence[Manifest],
+    group_by: str | None,
+) -> list[str]:
     """Differences between the runs in settings that decide their answers."""
-    manifests = [read_manifest(folder) for folder in folders]
     found = []
+    then = job_of_run(folders[0]).scoring.model_dump()
     for name, folder, manifest in zip(names[1:], folders[1:], manifests[1:], strict=True):
         lines = differences(manifests[0].identity, manifest.identity)
         if _files(manifest) != _files(manifests[0]):
@@ -234,10 +278,9 @@ def _warnings(folders: Sequence[Path], names: Sequence[str], group_by: str | Non
         found += [f"{name}: {line}" for line in lines[:_SHOWN_DIFFERENCES]]
         if len(lines) > _SHOWN_DIFFERENCES:
             found.append(f"{name}: {len(lines) - _SHOWN_DIFFERENCES} more differences")
-        scoring, then = job_of_run(folder).scoring, job_of_run(folders[0]).scoring
-        if scoring.model_dump() != then.model_dump():
-            before = then.model_dump()
-            changed = [key for key, value in scoring.model_dump().items() if value != before[key]]
+        scoring = job_of_run(folder).scoring
+        changed = [key for key, value in scoring.model_dump().items() if value != then[key]]
+        if changed:
             found.append(f"{name}: scored differently: {', '.join(changed)}")
         if group_by is not None and scoring.group_by != group_by:
             found.append(f"{name}: grouped by {group_by} here, as {names[0]} is")

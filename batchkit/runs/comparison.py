@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchkit.config.numbers import when
-from batchkit.runs.pairs import GRADED_STEP, REWARD_STEP
 from batchkit.scoring.metrics import ALL, ScoreTable, head, markdown
 from batchkit.storage.manifest import Manifest
 
+GRADED_STEP = 0.5  # of 1: how far a graded score must move for its row to count as flipped
+REWARD_STEP = 2.0  # of 10
 _SHOWN_FLIPS = 10
 
 
@@ -92,7 +93,12 @@ class Comparison:
         parts += [""] * bool(self.warnings)
         for run in self.runs[1:]:
             parts += [f"## {run} against {self.runs[0]}", "", self._table(run)]
-            parts += ["", self.counts(run), *self._flips(run), ""]
+            parts += [
+                "",
+                f"Rows only in {self.runs[0]}: {self.only_in_baseline[run]:,}; only in {run}:",
+            ]
+            parts[-1] += f" {self.only_in_run[run]:,}."
+            parts += [*self._flips(run), ""]
         parts.append(self.method)
         return "\n".join(parts)
 
@@ -106,19 +112,11 @@ class Comparison:
             f" more (reward: {REWARD_STEP:g})."
         )
 
-    def mean(self, run: str, group: str | None, scorer: str) -> str:
-        """The mean as shown in a table; ``–`` if there is none."""
+    def _mean(self, run: str, group: str | None, scorer: str) -> str:
         table = self.tables[self.runs.index(run)]
         found = table.overall if group is None else table.groups.get(group)
         mean = None if found is None else found.mean(scorer)
         return "–" if mean is None else f"{mean:.2f}"
-
-    def counts(self, run: str) -> str:
-        """The number of rows that only one of the two has."""
-        return (
-            f"Rows only in {self.runs[0]}: {self.only_in_baseline[run]:,}; only in {run}:"
-            f" {self.only_in_run[run]:,}."
-        )
 
     def _table(self, run: str) -> str:
         heads = ["", "score", "n", self.runs[0], run, "Δ", "95 %", "better", "worse"]
@@ -132,8 +130,8 @@ class Comparison:
                     ALL if delta.group is None else delta.group,
                     head(delta.scorer),
                     str(delta.n),
-                    self.mean(self.runs[0], delta.group, delta.scorer),
-                    self.mean(run, delta.group, delta.scorer),
+                    self._mean(self.runs[0], delta.group, delta.scorer),
+                    self._mean(run, delta.group, delta.scorer),
                     f"{delta.delta:+.2f}{mark}",
                     f"{delta.low:+.2f} … {delta.high:+.2f}",
                     str(delta.better),

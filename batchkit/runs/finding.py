@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from glob import escape
 from pathlib import Path
@@ -33,11 +32,13 @@ def find_run(
         return latest_run(output)
     path, folder = Path(target), folder_of(target, overrides)
     if not is_run(folder):
-        if counts := _counts_of_shards(folder):
-            parts = " ".join(f"{folder}.shard-*-of-{count}" for count in sorted(counts))
+        shards = folder.parent.glob(f"{escape(folder.name)}.shard-*-of-*/{MANIFEST}")
+        counts = {path.parent.name.rpartition("-of-")[2] for path in shards}
+        if counts := {count for count in counts if count.isdecimal()}:  # others were moved aside
+            parts = " ".join(f"{folder}.shard-*-of-{count}" for count in sorted(counts, key=int))
             raise JobError(
-                f"{folder}: no run there, but {counts.total()} shards of it: name one of them, or"
-                f" `batchkit merge {parts} --into {target}` first"
+                f"{folder}: no run there, but shards of it: name one of them, or `batchkit merge {parts}"
+                f" --into {target}` first"
             )
         raise JobError(
             f"{folder}: no run there; start one with `batchkit run {target}`"
@@ -45,11 +46,3 @@ def find_run(
             else f"{target}: neither a run folder nor a job file"
         )
     return folder
-
-
-def _counts_of_shards(folder: Path) -> Counter[int]:
-    """How many of its shards have a run, by the number of shards that there are; without runs that were
-    moved aside, such as ``<name>.shard-0-of-2.1``."""
-    runs = folder.parent.glob(f"{escape(folder.name)}.shard-*-of-*/{MANIFEST}")
-    ends = (path.parent.name.rpartition("-of-")[2] for path in runs)
-    return Counter(int(end) for end in ends if end.isdecimal())

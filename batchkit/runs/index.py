@@ -1,8 +1,6 @@
-"""An index of a run's log: rows are filtered, sorted and found without parsing the log again.
+"""An index of a run's log: rows are filtered, sorted, counted and paired without parsing the log again.
 
-It grows with the log of a running run: each request for rows first reads on for a moment. It is
-kept in ``.view/`` beside the log, a cache that may be deleted at any time; where that can't be
-written, it is in memory only.
+It grows with the log of a running run: each request for rows first reads on for a moment.
 """
 
 from __future__ import annotations
@@ -10,39 +8,68 @@ from __future__ import annotations
 import os
 import threading
 import time
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from io import FileIO
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from io import BufferedReader
+from itertools import islice
+from math import nan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 import orjson
 
 from batchkit.config.regular_file import open_regular
 from batchkit.errors import StoreError
-from batchkit.runs.columns import Columns, Table
-from batchkit.runs.saved_columns import load, save
-from batchkit.runs.values import reader
+from batchkit.scoring.metrics import group_name
+from batchkit.storage.answers import answers_in_words
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.lines import whole_record
+from batchkit.storage.lines import POOLED, failure_kind, record_in, whole_record
 from batchkit.storage.log import RESULTS, log_of
 from batchkit.storage.newest import last_of_each
-from batchkit.storage.score_store import SCORES
+from batchkit.storage.score_store import SCORES, score_lines
+from batchkit.types import Record
 
-_BLOCK_BYTES = 1 << 20
-_LONGEST_BYTES = 1 << 28  # without a whole record: the rest is damaged, or not a log
-_WORTH_SAVING = 20_000  # entries: fewer are read again in a moment
-_GROWTH = 1.25  # since it was last saved
+_AT_ONCE = 2_000  # lines
 _KEPT = 4  # two are needed to compare runs
 
+Table = np.ndarray[Any, Any]
 
-class Snapshot(NamedTuple):
-    """The index at one moment; entries, scores and names as in ``Columns``.
+ENTRY = np.dtype(
+    [
+        ("start", "<i8"),  # of the line in the log
+        ("length", "<u4"),
+        ("scored_at", "<i8"),  # where its line of scores.jsonl begins; -1: it has its own scores
+        ("scored_length", "<u4"),
+        ("row", "<u4"),
+        ("id", "<u8"),  # a hash, as are ``made`` and ``answer``
+        ("made", "<u4"),  # equal to that of the line of scores.jsonl that was made from the record
+        ("answer", "<u4"),
+        ("letters", "<u4"),  # of the answer
+        ("tokens", "<u4"),
+        ("prompt_tokens", "<u4"),
+        ("latency", "<f4"),
+        ("group", "<u4"),  # a number in ``groups``
+        ("kind", "<u2"),  # of its failure, a number in ``kinds``; 0 is an answer
+        ("is_ok", "?"),
+        ("is_cut", "?"),  # the answer ended at max_tokens
+        ("is_shortened", "?"),  # the prompt was cut to fit
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The index at one moment. ``entries``: an ``ENTRY`` for each whole record of the log; ``scores``: a line for
+    each, a column for each of ``scorers``; nan: not scored.
 
     ``newest``: the number of each row's newest entry, in the order of the rows. ``share``: how much
-    of the log and its scores was read; 1 if all was.
+    of the log was read; 1 if all was.
     """
 
     entries: Table
@@ -56,7 +83,7 @@ class Snapshot(NamedTuple):
 
 class Index:
     """The index of the log that was in ``folder`` when this was made; requests in several threads
-    share it.
+    share it. ``problem``: what is wrong with the log or its scores, as far as it is known by now.
 
     Raises:
         StoreError: the log can't be read.
@@ -64,21 +91,18 @@ class Index:
 
     def __init__(self, folder: Path, group_by: str | None) -> None:
         self.folder, self.group_by, self.path = folder, group_by, folder / RESULTS
-        self._log_problem: str | None = None
-        self._scores_problem: str | None = None
-        self._log = _opened(self.path)
-        self._stat = os.fstat(self._log.fileno())
-        self._scores: FileIO | None = None
+        try:
+            self._log = BufferedReader(open_regular(self.path))
+        except OSError as error:
+            raise StoreError(f"{self.path}: can't be read: {error.strerror}") from error
         self._growing = threading.Lock()  # held by the request that lets it grow
-        self._read = reader(group_by)
-        self._columns = load(folder, self._log, group_by) or Columns()
-        self._saved = self._columns.n, self._columns.scored_by
-        self._snapshot = _snapshot(self._columns, 0.0)
-        self._check()
+        self._checked: list[int] | None = None
+        self._log_problem: str | None = ""  # not checked yet
+        self._clear()
+        self._snapshot = self._now(0.0)
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the log or its scores, as far as it is known by now."""
         return self._log_problem or self._scores_problem
 
     def is_current(self, group_by: str | None) -> bool:
@@ -87,7 +111,7 @@ class Index:
             now = self.path.stat()
         except OSError:
             return False
-        is_same = os.path.samestat(now, self._stat) and now.st_size >= self._columns.end
+        is_same = os.path.samestat(now, os.fstat(self._log.fileno())) and now.st_size >= self._end
         return is_same and group_by == self.group_by
 
     def grow(self, budget_s: float) -> Snapshot:
@@ -108,8 +132,10 @@ class Index:
         """
         start, scored_at = int(entry["start"]), int(entry["scored_at"])
         record = whole_record(self.raw(start, int(entry["length"])), self.path, start)
-        if scored_at >= 0 and self._scores is not None:
-            line = orjson.loads(_line_at(self._scores, scored_at))
+        if scored_at >= 0 and self._scored is not None:
+            line = orjson.loads(
+                os.pread(self._scored.fileno(), int(entry["scored_length"]), scored_at)
+            )
             record |= {name: line.get(name) for name in ("prediction", "scores", "unscored")}
         return record
 
@@ -117,138 +143,126 @@ class Index:
         """Bytes of the log, as it was when this was made."""
         return os.pread(self._log.fileno(), length, start)
 
+    def _clear(self) -> None:
+        self._entries, self._end = np.empty(0, ENTRY), 0  # where the line of the last one ends
+        self._scores: dict[str, array[float]] = {}  # by scorer; not scored: nan, or past its end
+        self._kinds: dict[str, int] = {"": 0}
+        self._groups: dict[str, int] = {}
+        self._scored: BufferedReader | None = None
+        self._scored_by: list[int] | None = None  # the stamp of the scores.jsonl that was read
+        self._scores_problem: str | None = None
+
     def _grow(self, deadline: float) -> None:
-        is_idle = self._log_problem is not None and not self._checker.is_alive()
-        if is_idle and _stamp(self.folder / CHECKPOINT) != self._checked:
-            self._check()  # it may have been repaired
-        before = self._state()
+        stamp = _stamp(self.folder / SCORES)
+        if self._scored_by not in (None, stamp):
+            self._clear()
+        before = self._end, self._scored_by
+        is_whole = self._read_log(deadline)
+        share = min(0.99, self._end / max(1, os.fstat(self._log.fileno()).st_size))
+        if is_whole:
+            share = 1.0
+            if stamp != self._scored_by:
+                self._read_scores(stamp)
+            self._check()
+        if (self._end, self._scored_by) != before or share != self._snapshot.share:
+            self._snapshot = self._now(share)
+
+    def _now(self, share: float) -> Snapshot:
+        entries = self._entries
+        scores = np.full((len(entries), len(self._scores)), np.nan)
+        for place, column in enumerate(self._scores.values()):
+            scores[: len(column), place] = column
+        return Snapshot(
+            entries,
+            scores,
+            last_of_each(entries["row"]),
+            tuple(self._kinds),
+            tuple(self._groups),
+            tuple(self._scores),
+            share,
+        )
+
+    def _read_log(self, deadline: float) -> bool:
+        """True at the end. Broken lines there are read again the next time: a run may cut them off."""
+        start, blocks, n = self._log.seek(self._end), [self._entries], len(self._entries)
         while True:
-            size = os.fstat(self._log.fileno()).st_size
-            is_whole = self._read_log(self._columns, size, deadline) and self._read_scores(deadline)
-            if is_whole or time.monotonic() >= deadline:
-                break
-        columns = self._columns
-        share = 1.0 if is_whole else min(0.99, columns.end / max(size, 1))
-        if before != self._state() or share != self._snapshot.share:
-            self._snapshot = _snapshot(columns, share)
-        n_saved, scored_by = self._saved
-        has_grown = columns.n >= n_saved * _GROWTH or columns.scored_by != scored_by
-        if is_whole and has_grown and columns.n >= _WORTH_SAVING:
-            save(columns, self.folder, self._log, self.group_by)
-            self._saved = columns.n, columns.scored_by
+            lines, found = [*islice(self._log, _AT_ONCE)], list[tuple[Any, ...]]()
+            for raw in lines:
+                if (record := record_in(raw)) is not None:
+                    self._put(n + len(found), record.scores or {})
+                    found.append(self._entry(record, raw, start))
+                    self._end = start + len(raw)
+                start += len(raw)
+            with np.errstate(over="ignore"):  # a latency may be larger than a float32
+                blocks.append(np.array(found, ENTRY))
+            n += len(found)
+            if len(lines) < _AT_ONCE or time.monotonic() >= deadline:
+                self._entries = np.concatenate(blocks)
+                return len(lines) < _AT_ONCE
 
-    def _state(self) -> tuple[int, int, int]:
-        columns = self._columns
-        return id(columns), columns.n, columns.scored_end
+    def _entry(self, record: Record, raw: bytes, start: int) -> tuple[Any, ...]:
+        if (
+            record.choices
+            or record.tool_calls
+            or any(getattr(record, n) is not None for n in POOLED)
+        ):
+            line = orjson.loads(raw)
+            answer, kind = "\n".join(answers_in_words(line)), failure_kind(line) or ""
+        else:
+            answer, kind = record.text or "", "" if (record.text or "").strip() else "empty"
+        if record.error is not None:
+            kind = record.error.kind
+        group = 0
+        if self.group_by is not None and isinstance(record.fields, dict):
+            name = group_name(record.fields.get(self.group_by))
+            group = self._groups.setdefault(name, len(self._groups))
+        return (
+            *(start, len(raw), -1, 0, record.index, hash_of(record.id)),
+            _made(record.input_hash, record.finished_at),
+            *(crc32(answer.encode()), len(answer)),
+            record.usage.completion_tokens if record.usage else 0,
+            record.usage.prompt_tokens if record.usage else 0,
+            *(record.latency_s, group, self._kinds.setdefault(kind, len(self._kinds))),
+            *(record.status == "ok", record.finish_reason == "length"),
+            bool(record.truncated_tokens),
+        )
 
-    def _read_log(self, columns: Columns, size: int, deadline: float) -> bool:
-        """True at the end, before a line that is not complete."""
-        length = _BLOCK_BYTES
-        while columns.end < size:
-            block = self.raw(columns.end, length)
-            if columns.add(block, self._read, size):
-                length = _BLOCK_BYTES
-            elif columns.end + len(block) >= size or length > _LONGEST_BYTES:
-                return True
-            else:  # a line longer than the block, or only broken ones in it
-                length *= 2
-            if time.monotonic() >= deadline:
-                return columns.end >= size
-        return True
+    def _put(self, number: int, scores: Mapping[str, float | None]) -> None:
+        for name, score in scores.items():
+            column = self._scores.setdefault(name, array("d"))
+            column.extend([nan] * (number + 1 - len(column)))
+            column[number] = nan if score is None else score
 
-    def _read_scores(self, deadline: float) -> bool:
-        """As ``_read_log``, for scores.jsonl. If that was replaced, the index starts from nothing again."""
-        columns, path = self._columns, self.folder / SCORES
-        stamp = _stamp(path)
-        if columns.scored_by not in (None, stamp):
-            self._columns, self._scores, self._scores_problem = Columns(), None, None
-            return False
-        if stamp is None:
-            return True
-        if self._scores is None:
-            self._scores = _opened(path)
-        columns.scored_by, newest = stamp, _newest(columns)
-        rows = columns.entries["row"][newest].astype(np.int64)
-        for raw in _blocks(self._scores, columns.scored_end):
-            try:
-                columns.add_scores(raw, newest, rows)
-            except ValueError as error:
-                self._scores_problem = f"{path}: {error}; `batchkit score` writes it again"
-                return True
-            if time.monotonic() >= deadline:
-                return columns.scored_end >= stamp[1]
-        return True
+    def _read_scores(self, stamp: list[int] | None) -> None:
+        """A line counts for the newest record of its row, if it was made from that."""
+        path, start, entries = self.folder / SCORES, 0, self._entries.copy()
+        newest, self._scored_by, self._entries = last_of_each(entries["row"]), stamp, entries
+        rows = entries["row"][newest]
+        try:
+            self._scored = BufferedReader(open_regular(path))
+            for raw, line in zip(self._scored, score_lines(path), strict=True):
+                place = int(rows.searchsorted(line.index))
+                if place < len(rows) and rows[place] == line.index:
+                    number = int(newest[place])
+                    if entries["made"][number] == _made(line.input_hash, line.finished_at):
+                        entries["scored_at"][number] = start
+                        entries["scored_length"][number] = len(raw)
+                        self._put(number, {**dict.fromkeys(self._scores), **line.scores})
+                start += len(raw)
+        except (StoreError, OSError, ValueError) as error:
+            self._scores_problem = str(error)
 
     def _check(self) -> None:
-        """Beside the requests, in a thread of its own: it reads the whole log."""
-        self._checked = _stamp(self.folder / CHECKPOINT)
-
-        def check() -> None:
-            try:
-                check_log(self.folder)
-                self._log_problem = None
-            except (StoreError, OSError) as error:
-                self._log_problem = str(error)
-
-        self._checker = threading.Thread(target=check, name="check of the log", daemon=True)
-        self._checker.start()
-
-
-def _snapshot(columns: Columns, share: float) -> Snapshot:
-    return Snapshot(
-        columns.entries[: columns.n],
-        columns.scores[: columns.n],
-        _newest(columns),
-        tuple(columns.kinds.texts),
-        tuple(columns.groups.texts),
-        tuple(columns.scorers.texts),
-        share,
-    )
-
-
-def _newest(columns: Columns) -> Table:
-    rows = columns.entries["row"][: columns.n]
-    if len(rows) < 2 or (rows[1:] > rows[:-1]).all():
-        return np.arange(len(rows))
-    return last_of_each(rows)
-
-
-def _opened(path: Path) -> FileIO:
-    try:
-        return open_regular(path)
-    except OSError as error:
-        raise StoreError(f"{path}: can't be read: {error.strerror}") from error
-
-
-def _blocks(file: FileIO, start: int) -> Iterator[bytes]:
-    """The whole lines from byte ``start`` on, some at a time."""
-    length = _BLOCK_BYTES
-    while block := os.pread(file.fileno(), length, start):
-        whole = block[: block.rfind(b"\n") + 1]
-        if not whole and len(block) < length:
+        """The log against its checkpoint: once, and a log with a problem again if it may have been repaired."""
+        stamp = _stamp(self.folder / CHECKPOINT)
+        if self._log_problem is None or (self._log_problem and stamp == self._checked):
             return
-        length = _BLOCK_BYTES if whole else 2 * length
-        start += len(whole)
-        if whole:
-            yield whole
-
-
-def _line_at(file: FileIO, start: int) -> bytes:
-    length = 4096
-    while True:
-        found = os.pread(file.fileno(), length, start)
-        if b"\n" in found or len(found) < length:
-            return found.partition(b"\n")[0]
-        length *= 2
-
-
-def _stamp(path: Path) -> list[int] | None:
-    """Equal while the file is the same. The second number is its size."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return [found.st_ino, found.st_size, found.st_mtime_ns]
+        self._checked = stamp
+        try:
+            check_log(self.folder)
+            self._log_problem = None
+        except (StoreError, OSError) as error:
+            self._log_problem = str(error)
 
 
 class Indexes:
@@ -271,6 +285,23 @@ class Indexes:
             if index is None or not index.is_current(group_by):
                 index = Index(folder, group_by)
             self._indexes[folder] = index
-            while len(self._indexes) > _KEPT:
+            if len(self._indexes) > _KEPT:
                 self._indexes.popitem(last=False)
             return index
+
+
+def hash_of(row_id: str) -> int:
+    return int.from_bytes(blake2b(row_id.encode(), digest_size=8).digest(), "little")
+
+
+def _made(input_hash: str | None, finished_at: str) -> int:
+    return crc32(f"{input_hash} {finished_at}".encode())
+
+
+def _stamp(path: Path) -> list[int] | None:
+    """Equal while the file is the same."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return [found.st_ino, found.st_size, found.st_mtime_ns]

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+from PIL import Image
+
+from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, InputError, JobError
-from batchkit.rendering.media import load_image
-from batchkit.rendering.renderer import LoadImage
+from batchkit.errors import BatchkitError, InputError, JobError, RowError
 from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.sources import read_rows
 from batchkit.sources.rowhash import input_hash
-from batchkit.types import Row
+from batchkit.types import Request, Row
+
+
+class Prompt(NamedTuple):
+    """What a row was asked, or the ``problem`` with showing it. ``sources``: of its images. ``fields``: the
+    row's, none if it is not there."""
+
+    request: Request | None
+    sources: Sequence[Any]
+    fields: Mapping[str, Any]
+    problem: str = ""
 
 
 class InputRows:
     """Reads the input along with the records, which come in the same order.
 
-    ``problem`` says why a row is missing, of the first that is. The ``renderer``, which is None if the job's
-    prompt can't be rendered here, gets its images from ``load``.
+    ``chosen``: the rows that will be asked for; None: any. ``problem`` says why a row is missing, of the
+    first that is.
     """
 
-    def __init__(
-        self, job: JobConfig, chosen: Collection[int] | None = None, load: LoadImage = load_image
-    ) -> None:
+    def __init__(self, job: JobConfig, chosen: Collection[int] | None = None) -> None:
         self.problem: str | None = None
-        self._job, self._load = job, load
+        self._job = job
         self._next: Row | None = None
         self._rows: Iterator[Row] = iter(())
         if job.input.path is None:
@@ -38,10 +47,25 @@ class InputRows:
         skip = (lambda index: False) if chosen is None else lambda index: index not in chosen
         self._rows = read_rows(everything, skip=skip)
 
-    @cached_property
-    def renderer(self) -> Renderer | None:
+    def prompt(self, record: Mapping[str, Any]) -> Prompt:
+        """Renders the record's row again as the run did, without opening an image."""
+        row, renderer = self.row(record), self._renderer
+        fields = {} if row is None else row.fields
+        if self._job.rollout is not None:
+            return Prompt(None, [], fields, "the job's function makes the prompts of a row")
+        if row is None or renderer is None:
+            return Prompt(None, [], fields, masked_text(self.problem or "its row is not there"))
+        sources: Sequence[Any] = []
         try:
-            return renderer_of(self._job, load=self._load)
+            sources = renderer.image_sources(row)
+            return Prompt(renderer.render(row), sources, fields)
+        except RowError as error:
+            return Prompt(None, sources, fields, masked_text(str(error)))
+
+    @cached_property
+    def _renderer(self) -> Renderer | None:
+        try:
+            return renderer_of(self._job, load=lambda *_: Image.new("RGB", (1, 1)))
         except JobError as error:
             self.problem = str(error)
             return None
@@ -96,15 +120,3 @@ def with_fields(
                 f"{rows.problem}; the fields {sorted(names)} are needed, and the run did not keep them: bring"
                 " the input back, or start a new run with them in output.keep"
             )
-
-
-def with_group(records: Iterable[dict[str, Any]], job: JobConfig) -> Iterator[dict[str, Any]]:
-    """Each record with the field that the job's table is grouped by, if it is still known."""
-    group_by, rows = job.scoring.group_by, InputRows(job)
-    for record in records:
-        kept = record.get("fields") or {}
-        if group_by is not None and group_by not in kept:
-            row = rows.row(record)
-            kept = {**kept, group_by: None if row is None else row.fields.get(group_by)}
-            record = {**record, "fields": kept}
-        yield record

@@ -2,84 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.runs.parsed_columns import parsed_columns
-from batchkit.runs.vector_column import PLACE, vector_type
 from batchkit.scoring import kept_fields, score_names
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
-from batchkit.storage.vectors import VectorType
+from batchkit.storage.vectors import Vectors, VectorType, segments_of
+
+EMBEDDING = "embedding"
+VECTOR = "vector"
 
 
 class Column(NamedTuple):
-    """Its Arrow type, and the keys of its value in a record."""
+    """Its Arrow type, or ``VECTOR``, and the keys of its value in a record."""
 
     type: str
     keys: tuple[str, ...]
 
 
 class Layout(NamedTuple):
-    """The columns of a table of records besides those of every record.
+    """The columns of a table of records by name, in order; ``embedding``: the type of the vectors."""
 
-    ``answer``: those for what the job's answers hold besides text.
-    ``embedding``: the type of the vectors; None: no column for them.
-    ``scores``: one column ``scores.<name>`` each, and one for the prediction; None: not scored.
-    ``steps``: those of ``[[steps]]``. ``keep``: the kept fields, as text. ``parsed``: the type of each
-    key of the parsed answers. A field, a key or a step with the name of another column gets the prefix
-    ``fields.``, ``parsed.`` or ``steps.`` until its name is free.
-    """
-
-    scores: Sequence[str] | None
-    keep: Sequence[str]
-    parsed: Mapping[str, str] = MappingProxyType({})
+    columns: Mapping[str, Column]
     embedding: VectorType | None = None
-    answer: Mapping[str, Column] = MappingProxyType({})
-    steps: Mapping[str, Column] = MappingProxyType({})
 
     @classmethod
-    def of(cls, folder: Path) -> Layout:
+    def of(cls, folder: Path, *, fields: bool = True, vectors: bool = True) -> Layout:
         """Fixed by the job, so that every export of a run has the same columns; those of parsed
-        answers and of scores also depend on the answers."""
-        job = job_of_run(folder)
-        scores = score_names(job.scoring) if job.scoring.is_on else None
-        parsed = parsed_columns(folder / RESULTS, job)
-        answer = answer_columns(folder / RESULTS, job)
-        vectors = vector_type(folder, job)
-        return cls(scores, kept_fields(job), parsed, vectors, answer, step_columns(job))
+        answers and of scores also depend on the answers. A kept field, a key of the answers or a step with the name
+        of another column gets the prefix ``fields.``, ``parsed.`` or ``steps.`` until its name is free. Without kept
+        ``fields``, or without ``vectors``, if they are not wanted."""
+        job, log = job_of_run(folder), folder / RESULTS
+        embedding = vector_type(folder, job) if vectors else None
+        found = {**_COLUMNS, **_answer_columns(log, job)}
+        if embedding is not None:
+            found[EMBEDDING] = Column(VECTOR, (EMBEDDING,))
+        if job.scoring.is_on:
+            found["prediction"] = Column("string", ("prediction",))
+            for name in score_names(job.scoring):
+                found[f"scores.{name}"] = Column("double", ("scores", name))
+        for name, column in _step_columns(job).items():
+            found[free_name(name, "steps.", found)] = column
+        for name, kind in parsed_columns(log, job).items():
+            found[free_name(name, "parsed.", found)] = Column(kind, ("parsed", name))
+        for name in kept_fields(job) if fields else ():
+            found[free_name(name, "fields.", found)] = Column("string", ("fields", name))
+        return cls(found, embedding)
 
-    def columns(self) -> dict[str, str]:
-        """The columns' names and Arrow types, in order; for a vector, those that name its place."""
-        found = {name: column.type for name, column in {**_COLUMNS, **self.answer}.items()}
-        if self.embedding is not None:
-            found |= dict.fromkeys(PLACE, "int64")
-        if self.scores is not None:
-            found |= {"prediction": "string"}
-            found |= {f"scores.{name}": "double" for name in self.scores}
-        steps = {name: column.type for name, column in self.steps.items()}
-        fields = dict.fromkeys(self.keep, "string")
-        for prefix, columns in (("steps.", steps), ("parsed.", self.parsed), ("fields.", fields)):
-            for name, kind in columns.items():
-                while name in found:
-                    name = f"{prefix}{name}"
-                found[name] = kind
-        return found
 
-    def paths(self) -> list[tuple[str, ...]]:
-        """The keys of each column's value in a record, in the order of ``columns``."""
-        found = [column.keys for column in {**_COLUMNS, **self.answer}.values()]
-        if self.embedding is not None:
-            found += PLACE.values()
-        if self.scores is not None:
-            found += [("prediction",), *(("scores", name) for name in self.scores)]
-        found += [column.keys for column in self.steps.values()]
-        found += [("parsed", name) for name in self.parsed]
-        return found + [("fields", name) for name in self.keep]
+def free_name(name: str, prefix: str, taken: Container[str]) -> str:
+    """``name`` with the prefix as often as it takes."""
+    while name in taken:
+        name = f"{prefix}{name}"
+    return name
+
+
+def vector_type(folder: Path, job: JobConfig) -> VectorType | None:
+    """The type of the vectors that the newest records name; None if the job's task is not embed."""
+    if job.task != "embed":
+        return None
+    vectors = Vectors(folder)
+    types = {vectors.type_of(number) for number in segments_of(folder)} - {None}
+    if len(types) == 1:
+        return types.pop()
+    # Also where a segment is missing, or one is that of older records alone.
+    named = (record.get(EMBEDDING) for record in read_newest(folder / RESULTS))
+    lengths = {place["dimensions"] for place in named if place is not None}
+    return VectorType(job.output.vector_dtype, lengths.pop() if len(lengths) == 1 else None)
 
 
 _COLUMNS = {
@@ -119,8 +113,9 @@ _SCORES = {
 }
 
 
-def answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
-    """By name. Of ``task = "score"``, ``score`` holds lists if a row gave a list of documents."""
+def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
+    """Those for what the job's answers hold besides text. Of ``task = "score"``, ``score`` holds lists if a row
+    gave a list of documents."""
     if job.task == "classify":
         return _CLASSES
     if job.task == "score":
@@ -138,7 +133,7 @@ def answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
     }
 
 
-def step_columns(job: JobConfig) -> dict[str, Column]:
+def _step_columns(job: JobConfig) -> dict[str, Column]:
     """Of each of ``[[steps]]`` its text, and its prediction and its scores if it has them; null where
     it was skipped."""
     found = {step.name: Column("string", ("steps", step.name, "text")) for step in job.steps}
@@ -149,8 +144,5 @@ def step_columns(job: JobConfig) -> dict[str, Column]:
         for score in score_names(step.scoring):
             of_step[score] = Column("double", ("steps", step.name, "scores", score))
         for part, column in of_step.items():
-            name = f"{step.name}_{part}"
-            while name in found:
-                name = f"steps.{name}"
-            found[name] = column
+            found[free_name(f"{step.name}_{part}", "steps.", found)] = column
     return found

@@ -13,7 +13,6 @@ from batchkit.config.tables import JobConfig
 from batchkit.storage.lines import whole_record
 from batchkit.storage.newest import NewestLog
 
-_RELEASE_EVERY = 10_000  # records
 _MOST_COLUMNS = 1_000  # an answer may use names or dates as keys
 _TEXT = "string"  # also for what has no other type, as JSON
 _UNKNOWN = "null"
@@ -43,9 +42,7 @@ def parsed_columns(log: Path, job: JobConfig) -> dict[str, str]:
 def _parsed(log: Path) -> Iterator[Mapping[str, Any]]:
     """Those of all rows that are objects."""
     with closing(NewestLog(log)) as newest:
-        for number, line in enumerate(newest):
-            if number % _RELEASE_EVERY == 0:
-                newest.release()
+        for line in newest:
             if newest.view.find(b'"parsed":', line.start, line.end) >= 0:
                 record = whole_record(newest.view[line.start : line.end], log, line.start)
                 if isinstance(parsed := record.get("parsed"), Mapping):

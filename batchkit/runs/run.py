@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from html import escape
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+import orjson
+
 from batchkit.config.masking import masked_text
 from batchkit.errors import JobError
 from batchkit.runs.finding import find_run
-from batchkit.runs.status import Reading, Status, status
+from batchkit.runs.status import Status, status
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.score_store import read_scored
+from batchkit.storage.log import RESULTS
+from batchkit.storage.newest import NewestLog
+from batchkit.storage.score_store import read_scored, scored
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,13 +30,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from batchkit.runs.comparison import Comparison
-    from batchkit.runs.index import Index
     from batchkit.runs.verify import Verification
     from batchkit.scoring.metrics import ScoreTable
 
 _PREVIEW = 5  # rows in a notebook
 _MOST_TEXT = 300
-_AS_LONG_AS_IT_TAKES_S = 1e6
 
 
 class RowVector(NamedTuple):
@@ -44,8 +48,8 @@ class Run:
     """A run on disk, finished or not. ``target``: its folder, or the job file that made it; by default
     the run below ``output/`` that was started last.
 
-    Each call reads the files as they are at that moment. Nothing starts an engine or writes to the run,
-    except for the cache ``.view/``, which makes ``record`` fast. ``rows``, ``vectors``, ``scores`` and
+    Each call reads the files as they are at that moment. Nothing starts an engine or writes to the run.
+    ``record`` searches the log; whoever wants many takes ``rows``. ``rows``, ``vectors``, ``scores`` and
     ``verify`` need the same memory for a million rows as for a thousand, a few bytes for each row aside.
 
     Raises:
@@ -55,8 +59,6 @@ class Run:
 
     def __init__(self, target: str | os.PathLike[str] | None = None) -> None:
         self.folder: Path = find_run(None if target is None else os.fspath(target))
-        self._reading = Reading()
-        self._index: Index | None = None
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
@@ -64,7 +66,7 @@ class Run:
     def status(self) -> Status:
         """How many rows are done, failed and left, and the rate of a process that works on them. It does
         not check the log for damage, as ``verify`` does."""
-        return status(self.folder, self._reading)
+        return status(self.folder)
 
     def verify(self) -> Verification:
         """The audit of the run against its checkpoint and its input, as ``batchkit verify`` prints it."""
@@ -84,21 +86,19 @@ class Run:
             KeyError: no record has it.
             JobError: several rows have this id.
         """
-        from batchkit.runs.values import hash_of
-
-        index = self._indexed()
-        found = index.grow(_AS_LONG_AS_IT_TAKES_S)
-        name, value = ("id", hash_of(row)) if isinstance(row, str) else ("row", row)
-        entries = found.entries[found.newest]
-        places = entries[name] == value
-        if not places.any():
+        check_log(self.folder)
+        with closing(NewestLog(self.folder / RESULTS)) as log:
+            lines = log.of(row) if isinstance(row, int) else _lines_with(row, log)
+            records = map(orjson.loads, lines)
+            found = [record for record in records if row in (record["id"], record["index"])]
+        if not found:
             raise KeyError(row)
-        if places.sum() > 1:
-            rows = ", ".join(map(str, entries["row"][places][:5].tolist()))
+        if len(found) > 1:
+            rows = ", ".join(str(record["index"]) for record in found[:5])
             raise JobError(
                 f"{self.folder}: id {row!r} names several rows: {rows}; give one's index"
             )
-        return index.record(entries[places][0])
+        return next(scored(found, self.folder))
 
     def steps(self, row: str | int) -> list[dict[str, Any]]:
         """What each generation of a row of ``[[steps]]`` or ``[rollout]`` answered, in the order in which
@@ -143,7 +143,7 @@ class Run:
         Raises:
             InputError: with ``inputs``, if the input is no longer what the run has read.
         """
-        from batchkit.runs.joined_table import joined_table, records_table
+        from batchkit.runs.table import joined_table, records_table
         from batchkit.sources.input import from_job
 
         if not inputs:
@@ -156,7 +156,7 @@ class Run:
     def to_pandas(self, *, inputs: bool = False) -> pd.DataFrame:
         """``to_arrow`` as a DataFrame; a column of whole numbers of which some are missing is of pandas'
         type ``Int64``."""
-        from batchkit.runs.joined_table import frame_of
+        from batchkit.runs.table import frame_of
 
         return frame_of(self.to_arrow(inputs=inputs))
 
@@ -166,15 +166,6 @@ class Run:
 
         return pl.DataFrame(self.to_arrow(inputs=inputs))
 
-    def _indexed(self) -> Index:
-        from batchkit.runs.index import Index
-
-        check_log(self.folder)
-        group_by = job_of_run(self.folder).scoring.group_by
-        if self._index is None or not self._index.is_current(group_by):
-            self._index = Index(self.folder, group_by)
-        return self._index
-
     def _repr_html_(self) -> str:
         """What a notebook shows: the counts, and the first rows. All of the run is escaped text."""
         lines = self.status().to_text().splitlines()
@@ -183,6 +174,13 @@ class Run:
             f"<p>{escape(masked_text(lines[0]))}</p><table><thead><tr><th>index</th><th>id</th>"
             f"<th>status</th><th>answer</th></tr></thead><tbody>{body}</tbody></table>"
         )
+
+
+def _lines_with(row_id: str, log: NewestLog) -> Iterator[bytes]:
+    written = msgspec.json.encode(row_id)
+    for line in log:
+        if log.view.find(written, line.start, line.end) >= 0:
+            yield log.view[line.start : line.end]
 
 
 def _html_row(record: Mapping[str, Any]) -> str:

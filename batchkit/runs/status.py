@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -102,27 +102,16 @@ class Status:
         )
 
 
-@dataclass
-class Reading:
-    """How far a run's log was read, so that the next look reads only what is new: a fast run writes
-    100,000 lines between two checkpoints. ``log``: device and inode. For one thread at a time."""
-
-    log: tuple[int, int] = (0, 0)
-    end: int = 0
-    totals: Totals = field(default_factory=Totals)
-
-
-def status(folder: Path, reading: Reading | None = None) -> Status:
+def status(folder: Path) -> Status:
     """Reads the log past the checkpoint, the manifest, and the lock. Safe during a run.
 
-    Trusts the checkpoint and does not check it against the log, as ``verify`` does. ``reading``, from
-    an earlier look, moves on.
+    Trusts the checkpoint and does not check it against the log, as ``verify`` does.
 
     Raises:
         StoreError: not a run folder, or its log is missing.
     """
     manifest, log = read_manifest(folder), log_of(folder)
-    found = counts_of(folder, reading)
+    found = counts_of(folder)
     totals, steps, tokens = found.totals, found.steps, found.tokens
     total = total_rows(folder, manifest)
     pending = pending_rows(total, totals, manifest)
@@ -165,31 +154,19 @@ class Counts(NamedTuple):
         return Usage(of.prompt_tokens, of.completion_tokens)
 
 
-def counts_of(folder: Path, reading: Reading | None = None) -> Counts:
-    """Of a run. Reads what is past the checkpoint, which it trusts, and past ``reading``.
+def counts_of(folder: Path) -> Counts:
+    """Of a run. Reads what is past the checkpoint, which it trusts.
 
     Raises:
         StoreError: the log is missing.
     """
     log, checkpoint = log_of(folder), read_checkpoint(folder)
-    if checkpoint is not None and checkpoint.checksum.end > log.stat().st_size:
-        checkpoint = None
-    totals = _read_on(log, checkpoint, reading or Reading())
-    point = (checkpoint or Checkpoint.none()).steps
-    return Counts(totals, spent_in(folder, point))
-
-
-def _read_on(log: Path, checkpoint: Checkpoint | None, reading: Reading) -> Totals:
-    found = log.stat()
-    if reading.log != (found.st_dev, found.st_ino) or reading.end > found.st_size:
-        reading.log, reading.end, reading.totals = (found.st_dev, found.st_ino), 0, Totals()
-    if checkpoint is not None and reading.end < checkpoint.checksum.end:
-        reading.end, reading.totals = checkpoint.checksum.end, checkpoint.totals
-    for line in read_lines(log, reading.end):
+    if checkpoint is None or checkpoint.checksum.end > log.stat().st_size:
+        checkpoint = Checkpoint.none()
+    for line in read_lines(log, checkpoint.checksum.end):
         if line.record is not None:  # the last line may not be whole yet
-            reading.totals.add(line.record)
-            reading.end = line.end
-    return reading.totals
+            checkpoint.totals.add(line.record)
+    return Counts(checkpoint.totals, spent_in(folder, checkpoint.steps))
 
 
 def pending_rows(total: int | None, totals: Totals, manifest: Manifest) -> int | None:

@@ -1,213 +1,180 @@
-"""The records of a run as a table: Arrow batches with the columns of a ``Layout``.
-
-Of each line, msgspec parses only what has a column, ten thousand lines at a time.
-"""
+"""The records of a run as an Arrow table with the columns of a ``Layout``, alone or beside the rows of the input."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import orjson
 
-from batchkit.errors import StoreError
-from batchkit.runs.layout import Layout
-from batchkit.runs.vector_column import EMBEDDING, PLACE, arrow_type, with_vectors
-from batchkit.storage.lines import whole_record
+from batchkit.errors import ChangedInputError, InputError
+from batchkit.runs.layout import VECTOR, Column, Layout, free_name
+from batchkit.sources import never
+from batchkit.sources.input import Input, input_changes, watched
+from batchkit.sources.rowhash import is_picture
+from batchkit.storage.checkpoint import check_log
+from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.lines import sound_record
 from batchkit.storage.log import RESULTS
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import NewestLog
 from batchkit.storage.score_store import Scores
-from batchkit.storage.vectors import VectorType
-from batchkit.types import COUNT_LIMIT
+from batchkit.storage.vectors import Vectors, VectorType
+from batchkit.types import Record
 
 if TYPE_CHECKING:
+    import pandas as pd
     import pyarrow as pa
 
 _BATCH = 10_000  # records
 _BATCH_BYTES = 16 << 20
 _VECTOR_BYTES = 64 << 20
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_LIMIT)]
-
-
-class _Usage(TypedDict):
-    prompt_tokens: _Count
-    completion_tokens: _Count
-    reasoning_tokens: NotRequired[_Count | None]
-
-
-class _Place(TypedDict):
-    segment: _Count
-    row: _Count
-    dimensions: _Count
-
-
-class _Error(TypedDict, total=False):
-    kind: str | None
-    type: str | None
-    message: str | None
-
-
-# What ``Record`` accepts, of the keys that have a column of a fixed type.
-_TYPES: dict[str, Any] = {
-    "index": _Count,
-    "id": str,
-    "status": Literal["ok", "failed"],
-    "attempt": int | None,
-    "text": str | None,
-    "reasoning": str | None,
-    "usage": _Usage | None,
-    "latency_s": float | None,
-    "finished_at": str | None,
-    "error": _Error | None,
-    "prediction": str | None,
-    "fields": dict[str, Any] | None,
-    "steps": dict[str, dict[str, Any]] | None,
-    "prompt": str | None,
-    "label": str | None,
-    "embedding": _Place | None,
-    "input_hash": str | None,
-}
-_DAMAGE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)  # also those of Arrow
 
 
 def schema_of(layout: Layout) -> pa.Schema:
-    """The schema of every batch of the table."""
+    """The schema of every batch of the table. Vectors are fixed-size lists; lists if they have several lengths, or
+    if there are none."""
     import pyarrow as pa
 
-    fields = list(_schema_of_records(layout))
-    if layout.embedding is not None:
-        kinds = {EMBEDDING: arrow_type(layout.embedding)}
-        places = PLACE.keys() - kinds.keys()
-        fields = [
-            field.with_type(kinds.get(field.name, field.type))
-            for field in fields
-            if field.name not in places
+    return pa.schema(
+        [
+            (name, _arrow_type(column.type, layout.embedding))
+            for name, column in layout.columns.items()
         ]
-    return pa.schema(fields)
+    )
 
 
 def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
     """The newest record of each row, in the order of the input, with its newest scores.
 
     A batch has at most 10,000 records, and over 16 MB of the log, or 64 MiB of vectors, only if it is
-    a single record.
+    a single record. Of the log, only the part being read is in memory.
 
     Raises:
-        StoreError: a record is damaged, or its vector is not there.
+        StoreError: a record is damaged, or its vector is not there, is damaged, or is another row's.
     """
-    batches = _Batches(folder, layout).read()
-    if layout.embedding is None:
-        return batches
-    return with_vectors(batches, folder, layout.embedding)
-
-
-def _schema_of_records(layout: Layout) -> pa.Schema:
     import pyarrow as pa
 
-    return pa.schema([(name, _arrow_type(kind)) for name, kind in layout.columns().items()])
+    path, schema, vectors = folder / RESULTS, schema_of(layout), Vectors(folder)
+    scores = Scores(folder) if "prediction" in layout.columns else None
+    with closing(NewestLog(path)) as newest:
+        for part in _parts(newest, layout.embedding):
+            places = zip(newest.starts[part].tolist(), newest.ends[part].tolist(), strict=True)
+            records = [sound_record(newest.view[start:end], path, start) for start, end in places]
+            for record in records if scores is not None else ():
+                line = scores.of(record.index, record.input_hash, record.finished_at)
+                if line is not None:
+                    record.prediction, record.scores = line.prediction, line.scores
+            arrays = [
+                _vectors(records, vectors, field.type)
+                if column.type == VECTOR
+                else _array(records, column, field.type)
+                for column, field in zip(layout.columns.values(), schema, strict=True)
+            ]
+            yield pa.Table.from_arrays(arrays, schema=schema)
+            newest.release()
 
 
-def _at_once(kind: VectorType | None) -> int:
-    if kind is None:
-        return _BATCH
-    largest = 4 * (kind.dimensions or 4096)  # bytes
-    return max(1, min(_BATCH, _VECTOR_BYTES // largest))
+def joined_table(folder: Path, source: Input) -> pa.Table:
+    """A line for each row of ``source``, in its order: the row's fields, then its newest record.
 
+    The record's columns are those of ``export --parquet``. They are null where a row has no record
+    yet. A field with the name of such a column gets the prefix ``fields.``; a field ``id`` that
+    names the rows takes that column's place. A field whose values have no common Arrow type is
+    text; one that holds images is left out. Rows that could be read only once are not read again:
+    then the table is that of ``export --parquet``.
 
-class _Batches:
-    """Of the log, only the part being read is in memory."""
-
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self._path, self._layout = folder / RESULTS, layout
-        self._scores = Scores(folder) if layout.scores is not None else None
-
-    def read(self) -> Iterator[pa.Table]:
-        import numpy as np
-
-        at_once, start, done = _at_once(self._layout.embedding), 0, 0
-        with closing(NewestLog(self._path)) as newest:
-            starts, ends = newest.starts, newest.ends
-            n_bytes = np.cumsum(ends - starts)
-            while start < len(starts):
-                fitting = int(np.searchsorted(n_bytes, done + _BATCH_BYTES, "right"))
-                end = max(start + 1, min(start + at_once, fitting))
-                places = [*zip(starts[start:end].tolist(), ends[start:end].tolist(), strict=True)]
-                yield self._table(newest, places)
-                newest.release()
-                start, done = end, n_bytes[end - 1]
-
-    def _table(self, newest: NewestLog, places: Sequence[tuple[int, int]]) -> pa.Table:
-        raws = [newest.view[start:end] for start, end in places]
-        try:
-            return self._parsed(raws)
-        except _DAMAGE as error:
-            for (start, _), raw in zip(places, raws, strict=True):
-                whole_record(raw, self._path, start)
-                self._check(raw, start)
-            raise StoreError(f"{self._path}: a record can't be read: {error}") from error
-
-    def _parsed(self, raws: Sequence[bytes]) -> pa.Table:
-        import pyarrow as pa
-
-        b"".join(raws).decode()  # msgspec does not check what it passes over
-        records = [*map(self._decode, raws)]
-        self._put_scores(records)
-        values = {first: [*map(attrgetter(first), records)] for first in self._first_keys}
-        columns = zip(self._layout.paths(), self._schema, strict=True)
-        arrays = [_column(values[first], rest, field.type) for (first, *rest), field in columns]
-        return pa.Table.from_arrays(arrays, schema=self._schema)
-
-    def _check(self, raw: bytes, start: int) -> None:
-        """Raises StoreError if this line alone can't be read."""
-        try:
-            self._parsed([raw])
-        except _DAMAGE as error:
-            raise StoreError(
-                f"{self._path}: the record at byte {start} is damaged: {error}. `batchkit verify"
-                f" --repair {self._path.parent}` sets it aside; its row is then run again"
-            ) from error
-
-    @cached_property
-    def _schema(self) -> pa.Schema:
-        return _schema_of_records(self._layout)
-
-    @cached_property
-    def _first_keys(self) -> Sequence[str]:
-        return [*dict.fromkeys(path[0] for path in self._layout.paths())]
-
-    @cached_property
-    def _decode(self) -> Callable[[bytes], Any]:
-        """A line as an object with an attribute for each key of a record that has a column."""
-        others = dict.fromkeys([*self._first_keys, "scores", "input_hash"])
-        fields: list[Any] = [(name, _TYPES[name]) for name in _MUST]
-        fields += [(name, _TYPES.get(name, Any), None) for name in others if name not in _MUST]
-        return msgspec.json.Decoder(msgspec.defstruct("_Line", fields, gc=False)).decode
-
-    def _put_scores(self, records: Sequence[Any]) -> None:
-        if self._scores is None:
-            return
-        for record in records:
-            found = self._scores.of(record.index, record.input_hash, record.finished_at)
-            if found is not None:
-                record.prediction, record.scores = found.prediction, found.scores
-
-
-_MUST = ("index", "id", "status")
-
-
-def _column(values: Sequence[Any], keys: Sequence[str], kind: pa.DataType) -> pa.Array:
+    Raises:
+        InputError: the input can't be read, or is no longer what the run has read.
+        StoreError: a record is damaged.
+    """
     import pyarrow as pa
 
-    for key in keys:
-        values = [value.get(key) if value.__class__ is dict else None for value in values]
-    if values.count(None) == len(values):
-        return pa.nulls(len(values), kind)
+    if source.files is None:
+        return records_table(folder)
+    check_log(folder)
+    if changes := input_changes(read_manifest(folder).input, source.files):
+        raise InputError(
+            f"{folder}: its records are of another input now ({'; '.join(changes)}), so they are not put"
+            " beside these rows. Use the summary of the last start, or records()"
+        )
+    try:
+        rows = list(watched(source.read(never), source))
+    except ChangedInputError as error:
+        raise InputError(
+            f"{', '.join(error.paths)}: changed since the run read it, so its rows may be others than"
+            " those that were answered. Bring the old one back, or use records(), which need no input"
+        ) from error
+    records = _table(folder, Layout.of(folder, fields=False))
+    table = _of_rows(records, [row.index for row in rows])
+    if job_of_run(folder).input.id == "id":
+        table = table.drop_columns("id")
+    columns: dict[str, pa.Array] = {}
+    for name, values in _fields([row.fields for row in rows]).items():
+        if (column := _field(values)) is not None:
+            columns[free_name(name, "fields.", [*columns, *table.column_names])] = column
+    return pa.table({**columns, **{name: table[name] for name in table.column_names}})
+
+
+def records_table(folder: Path) -> pa.Table:
+    """The table of ``export --parquet``."""
+    check_log(folder)
+    return _table(folder, Layout.of(folder))
+
+
+def frame_of(table: pa.Table) -> pd.DataFrame:
+    """``table`` in pandas; whole numbers of which some are missing have its type ``Int64``."""
+    nullable = {  # as floats, two long ids may be equal
+        column.name: str(column.type).title()
+        for column in table.schema
+        if str(column.type) in ("int32", "int64") and table[column.name].null_count
+    }
+    frame: pd.DataFrame = table.to_pandas(integer_object_nulls=True).astype(nullable)
+    return frame
+
+
+def _arrow_type(kind: str, embedding: VectorType | None) -> pa.DataType:
+    import pyarrow as pa
+
+    if kind == VECTOR and embedding is not None:
+        value = {"float32": pa.float32(), "float16": pa.float16()}[embedding.dtype]
+        return pa.list_(value, embedding.dimensions or -1)
+    inner = kind.removeprefix("list<").removesuffix(">")
+    found = pa.type_for_alias(inner)
+    return found if inner == kind else pa.list_(found)
+
+
+def _parts(newest: NewestLog, embedding: VectorType | None) -> Iterator[slice]:
+    """Which rows are one batch."""
+    import numpy as np
+
+    at_once = _BATCH
+    if embedding is not None:
+        largest = 4 * (embedding.dimensions or 4096)  # bytes
+        at_once = max(1, min(_BATCH, _VECTOR_BYTES // largest))
+    n_bytes = np.cumsum(newest.ends - newest.starts)
+    start = done = 0
+    while start < len(n_bytes):
+        fitting = int(np.searchsorted(n_bytes, done + _BATCH_BYTES, "right"))
+        end = max(start + 1, min(start + at_once, fitting))
+        yield slice(start, end)
+        start, done = end, n_bytes[end - 1]
+
+
+def _array(records: Sequence[Record], column: Column, kind: pa.DataType) -> pa.Array:
+    import pyarrow as pa
+
+    first, *rest = column.keys
+    values: Sequence[Any] = [*map(attrgetter(first), records)]
+    for key in rest:
+        values = [
+            value.get(key) if value.__class__ is dict else getattr(value, key, None)
+            for value in values
+        ]
     if kind == pa.string():
         values = [v if v.__class__ is str or v is None else _as_text(v) for v in values]
     elif pa.types.is_list(kind):  # of a row with one document, among rows with lists
@@ -215,16 +182,69 @@ def _column(values: Sequence[Any], keys: Sequence[str], kind: pa.DataType) -> pa
     return pa.array(values, kind)
 
 
-def _arrow_type(kind: str) -> pa.DataType:
+def _as_text(value: Any) -> str | None:
+    return None if value is msgspec.UNSET else msgspec.json.encode(value).decode()
+
+
+def _vectors(records: Sequence[Record], vectors: Vectors, kind: pa.DataType) -> pa.Array:
+    import numpy as np
     import pyarrow as pa
 
-    inner = kind.removeprefix("list<").removesuffix(">")
-    found = pa.type_for_alias(inner)
-    return found if inner == kind else pa.list_(found)
+    found = [
+        None if record.embedding is None else vectors.read(record.index, record.embedding)
+        for record in records
+    ]
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.array([None if one is None else one.tolist() for one in found], kind)
+    none = np.zeros(kind.list_size, kind.value_type.to_pandas_dtype())
+    matrix = np.array([none if one is None else one for one in found])
+    is_null = pa.array([one is None for one in found])
+    return pa.FixedSizeListArray.from_arrays(matrix.reshape(-1), kind.list_size, mask=is_null)
 
 
-def _as_text(value: Any) -> str:
+def _table(folder: Path, layout: Layout) -> pa.Table:
+    import pyarrow as pa
+
+    schema = schema_of(layout)
+    return pa.concat_tables([schema.empty_table(), *read_batches(folder, layout)])
+
+
+def _of_rows(records: pa.Table, rows: Sequence[int]) -> pa.Table:
+    """The record of each of ``rows``, or nulls. Both are ordered by the rows' indexes."""
+    import numpy as np
+    import pyarrow as pa
+
+    wanted, known = np.array(rows, np.int64), records["index"].to_numpy()
+    if not np.array_equal(wanted, known):
+        places = np.searchsorted(known, wanted)
+        is_missing = np.append(known, -1)[places] != wanted
+        records = records.take(pa.array(places, mask=is_missing))
+    return records.set_column(0, "index", pa.array(wanted))
+
+
+def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The values of each field, None in rows that lack it."""
+    names = dict.fromkeys(name for fields in rows for name in fields)
+    return {str(name): [fields.get(name) for fields in rows] for name in names}
+
+
+def _field(values: Sequence[Any]) -> pa.Array | None:
+    import pyarrow as pa
+
     try:
-        return orjson.dumps(value).decode()
-    except TypeError:  # an integer past 64 bits, which other readers have as a float
-        return orjson.dumps(orjson.loads(json.dumps(value))).decode()
+        return pa.array(values)
+    except Exception:  # mixed types, or what a value's own code raises
+        if any(map(is_picture, values)):
+            return None
+        return pa.array(map(_field_as_text, values), pa.string())
+
+
+def _field_as_text(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        try:
+            return orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+        except Exception:  # a number of thousands of digits, or an object that can't be shown
+            return f"({type(value).__name__})"
+    return value.encode("utf-8", "replace").decode()  # half a character can't be stored

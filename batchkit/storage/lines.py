@@ -79,20 +79,27 @@ def record_of(raw: bytes) -> dict[str, Any] | None:
 
 
 def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
+    """As ``sound_record``, as the table that it is in the log."""
+    sound_record(raw, path, offset)
+    record: dict[str, Any] = orjson.loads(raw)
+    return record
+
+
+def sound_record(raw: bytes, path: Path, offset: int) -> Record:
     """The record in the line ``raw``, which begins at byte ``offset`` of ``path``.
 
     Raises:
         StoreError: it is damaged.
     """
     try:
-        _records.decode(raw)
-        record: dict[str, Any] = orjson.loads(raw)
+        if not raw.isascii():
+            raw.decode()  # msgspec skips what it does not know
+        return _records.decode(raw)
     except (msgspec.MsgspecError, ValueError) as error:
         raise StoreError(
             f"{path}: the record at byte {offset} is damaged: {error}. `batchkit verify --repair"
             f" {path.parent}` sets it aside; its row is then run again"
         ) from error
-    return record
 
 
 def failure_kind(record: Mapping[str, Any]) -> str | None:

@@ -58,6 +58,7 @@ class NewestLog:
                 of[at : at + _AT_ONCE].tolist() for of in (self.rows, self.starts, self.ends)
             )
             yield from map(NewestLine, *columns)
+            self.release()
 
     def of(self, row: int) -> list[bytes]:
         """The row's lines, in the order of the log."""

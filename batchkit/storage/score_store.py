@@ -50,7 +50,7 @@ class Scores:
     """The scores of the run in ``folder``, if it has some. It must be asked for ascending rows."""
 
     def __init__(self, folder: Path) -> None:
-        self._lines = _lines(folder / SCORES)
+        self._lines = score_lines(folder / SCORES)
         self._line = next(self._lines, None)
 
     def of(self, index: int, input_hash: str | None, finished_at: str | None) -> ScoreLine | None:
@@ -68,8 +68,13 @@ class Scores:
 
 def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
     """The newest record of each row, in the order of the input, with its newest scores."""
+    return scored(read_newest(folder / RESULTS), folder)
+
+
+def scored(records: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
+    """``records`` of the run, in the order of the input, with their newest scores."""
     scores = Scores(folder)
-    for record in read_newest(folder / RESULTS):
+    for record in records:
         line = scores.of(record["index"], record.get("input_hash"), record["finished_at"])
         if line is not None:
             names = ("prediction", "scores", "unscored")
@@ -81,7 +86,7 @@ def join_scores(folders: Sequence[Path], picked: Sequence[IndexSet]) -> Iterator
     """The lines of the rows that are ``picked`` of each folder, in the order of the rows."""
 
     def of(folder: Path, rows: IndexSet) -> Iterator[ScoreLine]:
-        return (line for line in _lines(folder / SCORES) if line.index in rows)
+        return (line for line in score_lines(folder / SCORES) if line.index in rows)
 
     return heapq.merge(*map(of, folders, picked), key=lambda line: line.index)
 
@@ -147,7 +152,8 @@ def check_one_row_each(references: Mapping[str, Any], shared_ids: Iterable[str])
         )
 
 
-def _lines(path: Path) -> Iterator[ScoreLine]:
+def score_lines(path: Path) -> Iterator[ScoreLine]:
+    """The lines of a ``scores.jsonl``; a missing one has none. Raises StoreError if one is damaged."""
     if not path.exists():
         return
     with path.open("rb") as file:

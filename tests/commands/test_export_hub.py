@@ -51,25 +51,24 @@ def visibility(created: dict[str, Any]) -> str:
     return created.get("visibility") or ("private" if created["private"] else "public")
 
 
-def test_the_table_and_a_card_are_pushed_in_one_commit() -> None:
+def test_the_table_and_a_card_without_secrets_are_pushed_in_one_commit() -> None:
     make_run()
     with hub() as server:
         ended = push(server)
-    assert ended.returncode == 0, ended.stderr
-    assert f"{server.url}/datasets/me/answers (commit {COMMIT[:12]})" in ended.stdout
-    (created,) = server.created
-    assert (created["type"], visibility(created)) == ("dataset", "private")
-    assert server.messages == ["Answers of the run a"]
-    assert server.files.keys() == {"README.md", "data/a.parquet"}
+        assert ended.returncode == 0, ended.stderr
+        assert f"{server.url}/datasets/me/answers (commit {COMMIT[:12]})" in ended.stdout
+        assert server.messages == ["Answers of the run a"]
+        assert server.files.keys() == {"README.md", "data/a.parquet"}
+        again = push(server, "--hub", "me/answers", "--public")  # replaces the table
+        assert again.returncode == 0, again.stderr
+    assert len(server.messages) == 2
+    assert [(one["type"], visibility(one)) for one in server.created] == [
+        ("dataset", "private"),
+        ("dataset", "public"),
+    ]
     table = pq.read_table(io.BytesIO(server.files["data/a.parquet"]))
     assert table.equals(pq.read_table(RUN / "results.parquet"))
     assert table["status"].to_pylist() == ["ok", "failed", "ok"]
-
-
-def test_the_card_says_what_was_run_and_no_secret() -> None:
-    make_run()
-    with hub() as server:
-        push(server)
     card = server.files["README.md"].decode()
     _, head, text = card.split("---\n", 2)
     assert yaml.safe_load(head)["configs"] == [
@@ -88,16 +87,6 @@ def test_the_card_says_what_was_run_and_no_secret() -> None:
     assert "````toml\n" in text, "the prompt has three backticks"
     for private in ("sk-very-secret", server.token, "/home/someone", str(Path.cwd())):
         assert private not in card
-
-
-def test_a_second_push_replaces_the_table() -> None:
-    make_run()
-    with hub() as server:
-        push(server)
-        again = push(server, "--hub", "me/answers", "--public")
-        assert again.returncode == 0, again.stderr
-        assert len(server.messages) == 2
-        assert [visibility(one) for one in server.created] == ["private", "public"]
 
 
 @pytest.mark.parametrize(

@@ -89,25 +89,18 @@ def assert_same() -> pa.Table:
 RECORDS: dict[str, dict[str, Any]] = {
     "plain": OK,
     "failed": FAILED,
-    "failed with usage": FAILED | {"usage": {"prompt_tokens": 1, "completion_tokens": 0}},
-    "choices": OK | {"choices": CHOICES},
     "two choices": OK | {"choices": [*CHOICES, {"text": "", "finish_reason": None}]},
     "no choice": OK | {"choices": []},
     "choices of null": OK | {"choices": None},
     "prompt": OK | {"prompt": "<s>what?\n", "truncated_tokens": 12},
-    "text of null": OK | {"text": None},
     "text is empty": OK | {"text": ""},
     "escapes": OK | {"text": '"\\/\b\f\n\r\t\u0000\u001b\u007f', "id": "\\u0041"},
     "unicode": OK | {"text": "é\u2028漢🙂\ufeff\u0301", "id": "ß", "fields": {"kind": "🙂"}},
     "text like json": OK | {"text": '{"index":5,"id":"x"}', "id": "2026-01-01", "prompt": "NaN"},
     "large numbers": OK | {"usage": {"prompt_tokens": 2**32 - 1, "completion_tokens": 2**32 - 1}},
     "small latency": OK | {"latency_s": 1e-7},
-    "whole latency": OK | {"latency_s": 3},
-    "no fields": OK | {"fields": {}},
-    "field is a whole number": OK | {"fields": {"n": -3}},
     "field is a huge number": OK | {"fields": {"n": 2**64 - 1}},
     "field is a fraction": OK | {"fields": {"n": 1e16}},
-    "field is a truth": OK | {"fields": {"n": True, "kind": None}},
     "field is a list": OK | {"fields": {"n": [1, None, {"index": 3}]}},
     "field is an object": OK | {"fields": {"n": {"index": 3}, "kind": {}}},
     "field like a column": OK | {"fields": {"id": "mine", "a.b": "dot", "a": {"b": 1}}},
@@ -118,14 +111,11 @@ RECORDS: dict[str, dict[str, Any]] = {
 }
 LINES: dict[str, bytes] = {
     "key twice": line(OK).replace(b'"text":"yes"', b'"text":"no","text":"yes"'),
-    "inner key twice": line(OK).replace(b'"n":"3"', b'"n":"4","n":"3"'),
     "escaped pair": line(OK).replace(b"yes", b"\\ud83d\\ude00 \\u00e9 \\/"),
     "escaped key": line(OK).replace(b'"text"', b'"te\\u0078t"'),
     "spaces": json.dumps(OK, indent=1).replace("\n", " ").encode() + b" \r\n",
     "minus zero": line(OK).replace(b":0.25", b":-0.0"),
     "exponent": line(OK).replace(b":0.25", b":25E-2"),
-    "huge number in a field": line(OK).replace(b'"n":"3"', b'"n":123456789012345678901234567890'),
-    "minus zero in a field": line(OK).replace(b'"n":"3"', b'"n":-0'),
 }
 ALL = {name: line(record) for name, record in RECORDS.items()} | LINES
 
@@ -190,9 +180,7 @@ def test_torn_last_line_is_passed_over(torn: bytes) -> None:
         b"\0" * 50 + line(OK | {"index": 1}),
         b'{"index":1,"id":"q1","sta' + line(OK | {"index": 1}),
         b"\n\n",
-        b"null\n[]\n",
         b'{"index":1}\n',
-        b'{"index":-1,"status":"ok"}\n',
         line(OK | {"index": 2**32}),
         b'{"index":"1","status":"ok"}\n{"index": 1}\n',
     ],
@@ -213,14 +201,10 @@ def test_whole_line_that_is_no_record_is_reported_by_all(broken: bytes, behind: 
         (b"yes", b"y\xff"),
         (b"yes", b"\xed\xa0\x80"),
         (b"yes", b"\\ud800"),
-        (b"yes", b"\\udc00"),
-        (b"yes", b"\\x"),
         (b"yes", b"y\x01"),
         (b"0123", b"012\xff"),
         (b":0.25", b":NaN"),
-        (b":0.25", b":Infinity"),
         (b":0.25", b":1e999"),
-        (b":0.25", b":.5"),
         (b':"yes"', b":yes"),
         (b"}\n", b"}}\n"),
         (b"}\n", b'}{"id":1}\n'),
@@ -276,16 +260,12 @@ def scored_run() -> None:
     )
 
 
-def test_scores_of_the_records_are_columns() -> None:
+def test_later_scores_lie_over_those_of_the_records() -> None:
     scored_run()
     (RUN / SCORES).unlink(missing_ok=True)
     found = assert_same()
     assert found["scores.numeric"].to_pylist()[:4] == [1.0, 0.0, None, 0.5]
     assert found["prediction"].to_pylist()[:4] == ["3", "4", None, "é"]
-
-
-def test_later_scores_lie_over_those_of_the_records() -> None:
-    scored_run()
     keys = {"finished_at": OK["finished_at"], "prediction": "late"}
     made = [
         keys | {"index": n, "input_hash": f"{n}", "scores": {"numeric": 0.75}, "unscored": None}

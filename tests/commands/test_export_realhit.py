@@ -119,20 +119,6 @@ def test_the_harness_s_checkpoint_never_takes_the_place_of_ours(realhit: Path, n
     assert (realhit / "checkpoint.json").read_bytes() == before
 
 
-def test_throughput_counts_the_time_of_a_start_that_was_killed(realhit: Path) -> None:
-    """It could not note its time: it lasted at least up to its last row."""
-    manifest = json.loads((realhit / "manifest.json").read_text())
-    (start,) = manifest["starts"]
-    killed = start | {"started_at": "2000-01-01T00:00:00.000Z", "seconds": None, "ended_at": None}
-    again = start | {"started_at": "2099-01-01T00:00:00.000Z", "seconds": 1.5}
-    manifest["starts"] = [killed, again]
-    (realhit / "manifest.json").write_text(json.dumps(manifest))
-    (results, _) = export(realhit, "realhit")
-    config = json.loads(results.path.read_text())["config"]
-    assert config["duration_seconds"] > 20 * 365 * 86400
-    assert config["throughput"] == pytest.approx(3 / config["duration_seconds"])
-
-
 def test_a_run_whose_input_is_gone_has_no_harness_file(tmp_path: Path, realhit: Path) -> None:
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(InputError):

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 FAILED = (3, 5)
 ANSWERED = [0, 1, 2, 4, 6, 7, 8, 9]
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16"])
 
 
 def embed(dtype: str = "float32", n: int = 10) -> None:
@@ -52,30 +51,29 @@ def appended(folder: Path, *lines: Any) -> None:
     ledger.close()
 
 
-@DTYPES
-def test_parquet_has_a_column_of_vectors(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_each_format_has_the_vectors_at_their_rows(dtype: str) -> None:
     embed(dtype)
-    export("--parquet", "a.parquet")
-    table = pq.read_table("a.parquet")
+    export("--parquet", "--npy", "--jsonl", "--csv")
+    table = pq.read_table(RUN / "results.parquet")
     kind = {"float32": pa.float32(), "float16": pa.float16()}[dtype]
     assert table["embedding"].type == pa.list_(kind, 8)
     assert table["id"].to_pylist() == [f"k{row}" for row in range(10)]
     assert table["embedding"].is_null().to_pylist() == [row in FAILED for row in range(10)]
-    assert table["embedding"].drop_null().to_pylist() == wanted().tolist()
-    assert not {"embedding.segment", "embedding.row", "vector"} & {*table.column_names}
-    frame = pd.read_parquet("a.parquet")
+    frame = pd.read_parquet(RUN / "results.parquet")
     np.testing.assert_array_equal(np.stack(frame["embedding"].dropna().tolist()), wanted())
-
-
-@DTYPES
-def test_npy_is_one_matrix_with_the_ids_of_its_rows(dtype: str) -> None:
-    embed(dtype)
-    export("--npy")
     matrix = np.load(RUN / "results.npy", mmap_mode="r")
     assert matrix.dtype == np.dtype(dtype)
     np.testing.assert_array_equal(matrix, wanted())
     ids = json.loads((RUN / "results.ids.json").read_text())
     assert ids == [f"k{row}" for row in ANSWERED]
+    lines = read_jsonl(RUN / "results.newest.jsonl")
+    assert [one["index"] for one in lines if "embedding" in one] == ANSWERED
+    vectors = [one["embedding"] for one in lines if "embedding" in one]
+    np.testing.assert_array_equal(np.dtype(dtype).type(vectors), wanted())
+    assert "→ embedding of 8 dimensions" in batchkit("show", "--id", "k0").stdout
+    others = [name for name in table.column_names if name != "embedding"]
+    assert pd.read_csv(RUN / "results.csv").columns.tolist() == others
 
 
 def test_npy_of_many_rows_can_be_mapped() -> None:
@@ -106,19 +104,15 @@ def test_csv_has_no_vectors() -> None:
     assert pd.read_csv("a.csv").columns.tolist() == columns
 
 
-def test_output_of_a_run_may_be_a_matrix() -> None:
+def test_output_of_a_run_may_be_a_matrix_if_it_has_vectors() -> None:
     prepare(4)
     assert run("--output", "vectors.npy").exit_code == 0
     assert np.load("vectors.npy").shape == (4, 8)
-
-
-def test_output_of_a_run_without_vectors_is_no_matrix() -> None:
-    prepare(4)
     Path("job.toml").write_text(Path("job.toml").read_text().replace('task = "embed"\n', ""))
-    done = run("--output", "vectors.npy")
+    done = run("--fresh", "--output", "vectors.npy")
     assert done.exit_code == 2
     assert 'there are vectors only with task = "embed"' in done.stderr
-    assert run().exit_code == 0
+    assert run("--fresh").exit_code == 0
     done = batchkit("export", "--npy")
     assert done.exit_code == 2
     assert '--npy is for task = "embed", and its task is "generate"' in done.stderr
@@ -148,21 +142,14 @@ def test_vectors_of_several_lengths_are_lists() -> None:
     assert "vectors of several lengths, and a matrix needs one" in done.stderr
 
 
-def test_length_of_older_vectors_alone_does_not_matter() -> None:
+def test_older_records_do_not_matter() -> None:
     """As after `retry-failed --set pooling.dimensions=…` of all rows."""
-    prepare(2)
-    assert run().exit_code == 0
-    appended(RUN, *(with_vector(row, 3) for row in range(2)))
-    export("--npy", "a.npy")
-    assert np.load("a.npy").shape == (2, 3)
-
-
-def test_newer_failure_of_a_row_has_no_vector() -> None:
     prepare(3)
     assert run().exit_code == 0
-    appended(RUN, line_of(record(1, None)))
+    appended(RUN, *(with_vector(row, 3) for row in range(2)), line_of(record(2, None)))
     export("--npy", "a.npy")
-    assert json.loads(Path("a.ids.json").read_text()) == ["k0", "k2"]
+    assert np.load("a.npy").shape == (2, 3)
+    assert json.loads(Path("a.ids.json").read_text()) == ["q0", "q1"]
 
 
 def test_summary_has_the_vectors_as_a_column() -> None:
@@ -173,20 +160,11 @@ def test_summary_has_the_vectors_as_a_column() -> None:
     table = summary.to_arrow()
     assert table["embedding"].type == pa.list_(pa.float32(), 8)
     assert table["embedding"].to_pylist() == vectors
-    frame = summary.to_pandas()
-    assert frame["key"].tolist() == [f"k{row}" for row in range(5)]
-    assert [v if v is None else v.tolist() for v in frame["embedding"]] == vectors
-
-
-def test_summary_of_a_part_has_null_vectors_for_the_other_rows() -> None:
-    prepare(4)
-    processor = ProductionBatchProcessor("job.toml", quiet=True)
-    summary = processor.process()
+    assert [v if v is None else v.tolist() for v in summary.to_pandas()["embedding"]] == vectors
     lines = (RUN / "results.jsonl").read_bytes().splitlines(keepends=True)
     (RUN / "checkpoint.json").unlink()
-    (RUN / "results.jsonl").write_bytes(b"".join(lines[:2]))
-    column = summary.to_arrow()["embedding"]
-    assert column.is_null().to_pylist() == [False, False, True, True]
+    (RUN / "results.jsonl").write_bytes(b"".join(lines[:2]))  # the other rows have no record
+    assert summary.to_arrow()["embedding"].to_pylist() == [*vectors[:2], None, None, None]
 
 
 def test_columns_of_the_input_named_embedding_get_a_prefix() -> None:
@@ -227,7 +205,7 @@ def test_export_never_writes_over_the_vectors(place: str) -> None:
     before = segment.read_bytes()
     done = batchkit("export", "--parquet", place)
     assert done.exit_code == 1
-    assert "is the file of vectors of a run" in done.stderr
+    assert "is a file or the input of a run" in done.stderr
     assert segment.read_bytes() == before
 
 

@@ -7,9 +7,6 @@ import hashlib
 import html
 import json
 import re
-import subprocess
-import sys
-import zipfile
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -21,15 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from batchkit.commands.report import write_report
-from batchkit.commands.report.pictures import MAX_PICTURE_BYTES
-from batchkit.commands.report.rows import MAX_FAILED, MAX_ROWS
-from batchkit.commands.view.spread import histogram
+from batchkit.commands.report import MAX_FAILED, MAX_ROWS, report
+from batchkit.commands.view.charts import histogram
+from batchkit.commands.view.images import MAX_PICTURE_BYTES
 from batchkit.errors import StoreError
 from tests.support.command_line import batchkit
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 from tests.support.pages import data_in
-from tests.support.paths import ROOT
 from tests.support.view_server import viewing
 
 pytestmark = pytest.mark.slow
@@ -39,7 +34,6 @@ HOSTILE = (
     ' "><svg onload=alert(1)> javascript:alert(1) {{ 7 * 7 }} [Final Answer]: <b>value</b>'
 )
 CALL = {"id": "a", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
-CALLED = 'clock({"zone": "UTC"})'
 NO_IMAGES: dict[str, Any] = {"prompt": {"images": []}}
 
 
@@ -63,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(run: Path) -> Path:
-    return write_report(run)
+    return report(run).path
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +90,10 @@ def test_model_output_is_in_the_page_as_data_only(page: Path, data: Any) -> None
     assert "window.hacked" in text
     for opening in ("<script>window", "<img src=x", "<svg onload", "<b>value", "<!-- "):
         assert opening not in text
-    assert data["rows"][1]["record"]["text"] == HOSTILE
+    called, hostile, *_ = data["rows"]
+    assert hostile["record"]["text"] == HOSTILE
+    assert called["answers"] == ['clock({"zone": "UTC"})']
+    assert called["record"]["reasoning"] == "It is <b>late</b>."
 
 
 def test_the_file_holds_what_the_server_answers(run: Path, data: Any) -> None:
@@ -118,12 +115,6 @@ def test_the_file_holds_what_the_server_answers(run: Path, data: Any) -> None:
         assert held["asked"] == line["asked"] == f"What is cell {line['index']} of the table?"
 
 
-def test_tool_calls_are_the_answer_and_reasoning_is_beside_it(data: Any) -> None:
-    row = data["rows"][0]
-    assert row["answers"] == [CALLED]
-    assert row["record"]["reasoning"] == "It is <b>late</b>."
-
-
 def test_each_image_is_embedded_once_and_small(data: Any) -> None:
     pictures = data["pictures"]
     assert [picture["name"] for picture in pictures] == [f"table{n}.png" for n in range(4)]
@@ -138,9 +129,8 @@ def test_each_image_is_embedded_once_and_small(data: Any) -> None:
 
 
 def test_images_can_be_left_out(run: Path, tmp_path: Path) -> None:
-    data = data_in(write_report(run, tmp_path / "deep" / "r.html", images=False))
-    assert data["pictures"] == []
-    assert len(data["rows"]) == 12
+    data = data_in(report(run, tmp_path / "deep" / "r.html", images=False).path)
+    assert (data["pictures"], len(data["rows"])) == ([], 12)
 
 
 @pytest.mark.parametrize("change", ["gone", "other rows"])
@@ -152,7 +142,7 @@ def test_an_input_that_is_not_what_it_was(tmp_path: Path, change: str) -> None:
     else:
         other = [{**row, "id": f"x{row['id']}"} for row in rows(3, 1)]
         path.write_text(json.dumps({"queries": other}), encoding="utf-8")
-    data = data_in(write_report(run))
+    data = data_in(report(run).path)
     note = data["status"]["notes"][-1]
     assert note.startswith(
         "Where the input can't be read as it was, only the kept fields are shown"
@@ -164,30 +154,11 @@ def test_an_input_that_is_not_what_it_was(tmp_path: Path, change: str) -> None:
     assert "qa.json" in row["prompt"]["error"]
 
 
-def test_wheel_brings_the_page(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling.build", reason="needs hatchling")
-    build = "import sys, hatchling.build as b; print(b.build_wheel(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    folder = ROOT / "batchkit" / "commands" / "view"
-    page = [path.name for path in folder.iterdir() if path.suffix in (".html", ".css", ".js")]
-    assert len(page) > 2
-    assert {f"batchkit/commands/view/{name}" for name in page} <= names
-
-
 def test_image_past_pillow_s_bomb_limit_gets_its_thumbnail(tmp_path: Path) -> None:
     (tmp_path / "image").mkdir()
     Image.new("1", (18_000, 10_000), 1).save(tmp_path / "image" / "table0.png")
     run = make_run(tmp_path, rows(1, 1), right)
-    (picture,) = data_in(write_report(run))["pictures"]
+    (picture,) = data_in(report(run).path)["pictures"]
     assert picture["w"] / picture["h"] == pytest.approx(1.8, rel=0.02)
 
 
@@ -201,21 +172,21 @@ def test_large_run_shows_a_sample_and_counts_everything(tmp_path: Path) -> None:
             failed = failure("oom") if index % (n // n_failed) == 0 else {}
             file.write(json.dumps({**record, "index": index, "id": str(index), **failed}) + "\n")
     (run / "checkpoint.json").unlink()  # it was of the rows that were run
-    data = data_in(write_report(run))
+    data = data_in(report(run).path)
     failed = sum(row["record"]["status"] == "failed" for row in data["rows"])
     assert len(data["rows"]) == MAX_ROWS
     assert n_failed <= failed <= MAX_FAILED
     (note,) = [note for note in data["status"]["notes"] if "The list below" in note]
     assert f"holds {MAX_ROWS:,} of {n:,} rows: all {failed:,} failed ones and a random" in note
     assert data["status"]["ok"] + data["status"]["failed"] == n
-    again = data_in(write_report(run, tmp_path / "again.html"))
+    again = data_in(report(run, tmp_path / "again.html").path)
     assert again["rows"] == data["rows"]  # seeded
 
 
 def test_long_texts_are_cut_in_the_middle(tmp_path: Path) -> None:
     run = make_run(tmp_path, rows(400, 1), lambda *_: "x" * 60_000, **NO_IMAGES)
-    data = data_in(write_report(run))
-    assert "Answers longer than 16,000 characters are cut in the middle." in data["status"]["notes"]
+    data = data_in(report(run).path)
+    assert "Answers longer than 36,700 characters are cut in the middle." in data["status"]["notes"]
     text = data["rows"][0]["record"]["text"]
     assert "[… 44,000 characters left out …]" in text
     assert (run / "report.html").stat().st_size < 40 * 2**20
@@ -233,7 +204,7 @@ def test_a_run_without_scores_says_so(
     tmp_path: Path, scoring: Any, answer: Any, note: str, names: list[str]
 ) -> None:
     run = make_run(tmp_path, rows(4, 1), lambda *_: answer, scoring=scoring, **NO_IMAGES)
-    status = data_in(write_report(run))["status"]
+    status = data_in(report(run).path)["status"]
     assert any(note in one for one in status["notes"])
     assert [scorer["name"] for scorer in status["scorers"]] == names
     assert status["scores"]["scored"] == 0
@@ -246,21 +217,10 @@ def test_row_that_json_cannot_hold_is_still_shown(tmp_path: Path) -> None:
     source = {"path": str(tmp_path / "odd.parquet"), "records": ""}
     tables = {"input": source, "prompt": {"images": []}, "output": {"keep": []}}
     run = make_run(tmp_path, [odd | {"picture": "", "day": ""}], right, **tables)
-    fields = data_in(write_report(run))["rows"][0]["fields"]
+    fields = data_in(report(run).path)["rows"][0]["fields"]
     assert fields["Question"] == odd["Question"]
     assert fields["picture"] == "(1 bytes)"
     assert "2026-11-23" in str(fields["day"])
-
-
-@pytest.mark.parametrize("name", ["results.jsonl", "report"])
-def test_report_never_replaces_the_ledger(run: Path, name: str) -> None:
-    with pytest.raises(StoreError, match="web page"):
-        write_report(run, run / name)
-
-
-def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="not a run folder"):
-        write_report(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -287,20 +247,18 @@ def test_bins_have_readable_edges_and_count_every_row(values: Sequence[float]) -
         assert width == pytest.approx(round(width))
 
 
-def test_a_page_never_lands_on_what_a_run_lives_on(run: Path, tmp_path: Path) -> None:
-    other = make_run(tmp_path, rows(3, 9), right, name="other")
-    before = {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
-    for path in (other / "results.jsonl", other / "manifest.json", tmp_path / "page.txt"):
-        for runs in ([run], [run, other]):
+def test_a_page_is_never_written_over_a_log_nor_made_of_another_folder(
+    run: Path, tmp_path: Path
+) -> None:
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    for path in (run / "results.jsonl", run / "manifest.json", tmp_path / "page.txt"):
+        for runs in ([run], [run, run]):
             done = batchkit("report", *runs, "--output", path)
             assert done.exit_code == 1
             assert "a report is a web page" in done.stderr
-    for suffix in ("jsonl", "csv"):
-        for name in ("results.jsonl", "job.toml", "scores.jsonl"):
-            done = batchkit("export", run, f"--{suffix}", other / name)
-            assert done.exit_code == 1
-            assert "of a run; write to another file" in done.stderr
-    assert {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()} == before
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    with pytest.raises(StoreError, match="not a run folder"):
+        report(tmp_path)
 
 
 def test_rows_are_grouped_by_a_field_that_the_run_did_not_keep(tmp_path: Path) -> None:
@@ -308,5 +266,5 @@ def test_rows_are_grouped_by_a_field_that_the_run_did_not_keep(tmp_path: Path) -
     done = batchkit("score", made, "--set", "scoring.group_by=FileName", "--json")
     groups = set(json.loads(done.stdout)["metrics"])
     assert len(groups) > 1
-    data = data_in(write_report(made))
+    data = data_in(report(made).path)
     assert {row["group"] for row in data["rows"]} == groups == {*data["status"]["groups"]}

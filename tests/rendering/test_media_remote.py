@@ -19,7 +19,7 @@ import fsspec
 import pytest
 from PIL import Image
 
-from batchkit.commands.report import write_report
+from batchkit.commands.report import report
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig, MediaTable
 from batchkit.config.urls import failure
@@ -385,6 +385,6 @@ def test_a_run_answers_what_is_there_and_says_why_the_rest_is_not(
         "../beside.png: contains a .., which could lead outside media.root"
     )
 
-    pictures = {one["name"]: one for one in data_in(write_report(made.folder))["pictures"]}
+    pictures = {one["name"]: one for one in data_in(report(made.folder).path)["pictures"]}
     assert pictures["a.png"]["src"].startswith("data:image/webp;base64,")
     assert "no such file" in pictures["none.png"]["problem"]

@@ -17,11 +17,11 @@ from batchkit.storage.score_store import read_scored
 def expected_table(folder: Path) -> pa.Table:
     """What an export of ``folder`` has to hold; vectors aside."""
     layout = Layout.of(folder)
-    schema, names = schema_of(layout), [*layout.columns()]
+    schema = schema_of(layout)
     rows = [
         {
             name: _value(record, keys, schema.field(name).type)
-            for name, keys in zip(names, layout.paths(), strict=True)
+            for name, (_, keys) in layout.columns.items()
         }
         for record in read_scored(folder)
     ]

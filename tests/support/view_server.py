@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -30,26 +29,15 @@ class Viewed(NamedTuple):
         return answer.json()
 
     def rows(self, run: str = "a", **params: Any) -> dict[str, Any]:
-        """A page of rows, once all of the log is indexed and searched."""
+        """A page of rows, once all of the log is indexed."""
         found: dict[str, Any] = {}
 
         def is_whole() -> bool:
             found.update(self.get(f"runs/{run}/rows", **params))
-            return found["indexed"] == 1 and found["total"] is not None
+            return bool(found["indexed"] == 1)
 
         until(is_whole)
         return found
-
-    def events(self, run: str = "a") -> Iterator[tuple[str, Any]]:
-        """Names and data of the run's events, as they come."""
-        with self.client.stream("GET", f"/api/runs/{run}/events") as answer:
-            assert answer.headers["content-type"].startswith("text/event-stream")
-            name = ""
-            for line in answer.iter_lines():
-                if line.startswith("event: "):
-                    name = line.removeprefix("event: ")
-                elif line.startswith("data: "):
-                    yield name, json.loads(line.removeprefix("data: "))
 
     def indexes(self, run: str = "a", **params: Any) -> list[int]:
         return [row["index"] for row in self.rows(run, **params)["rows"]]

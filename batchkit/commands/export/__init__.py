@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from batchkit.commands.export.openai_answers import answers
-from batchkit.commands.export.openai_lines import answer_line, error_line
 from batchkit.commands.export.outputs import exporting
 from batchkit.config.seams import EXPORTS as SEAM
-from batchkit.errors import StoreError
-from batchkit.runs.layout import Layout
+from batchkit.errors import JobError, StoreError
+from batchkit.runs.layout import EMBEDDING, Layout, vector_type
 from batchkit.runs.table import read_batches, schema_of
-from batchkit.runs.vector_column import EMBEDDING
 from batchkit.storage.checkpoint import check_log
+from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
-from batchkit.storage.vectors import Vectors
+from batchkit.storage.vectors import Vectors, VectorType
 
+_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # the last four: full width
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
@@ -36,8 +35,8 @@ EXPORTS = {
     "jsonl": "batchkit.commands.export:write_jsonl",
     "csv": "batchkit.commands.export:write_csv",
     "safe-csv": "batchkit.commands.export:write_safe_csv",
-    "npy": "batchkit.commands.export.npy:write_npy",
-    "openai": "batchkit.commands.export:write_openai",
+    "npy": "batchkit.commands.export:write_npy",
+    "openai": "batchkit.commands.export.openai:write_openai",
     "realhit": "batchkit.commands.export.realhit:write_realhit",
 }
 """Each a function of the run folder and the path that writes the file, and returns how many rows each
@@ -134,7 +133,7 @@ def write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
         for record in read_scored(folder):
             if record.get(EMBEDDING) is not None:
                 record[EMBEDDING] = vectors.of(record)
-            file.write(_line(record))
+            file.write(orjson.dumps(record, option=_OPTIONS))
             rows += 1
     return {path: rows}
 
@@ -148,13 +147,13 @@ def write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
 
 
 def _write_cells(folder: Path, path: Path, cell: Callable[[Any], Any]) -> dict[Path, int]:
-    layout, rows = Layout.of(folder)._replace(embedding=None), 0
+    layout, rows = Layout.of(folder, vectors=False), 0
     with (
         exporting(path, folder) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)
-        writer.writerow(map(cell, layout.columns()))
+        writer.writerow(map(cell, layout.columns))
         for batch in read_batches(folder, layout):
             columns = (map(cell, column.to_pylist()) for column in batch.columns)
             writer.writerows(zip(*columns, strict=True))
@@ -177,26 +176,53 @@ def _safe_cell(value: Any) -> Any:
     return f"'{value}" if is_formula else value
 
 
-def write_openai(folder: Path, path: Path) -> dict[Path, int]:
-    """OpenAI's batch output: one file of answers, one of errors."""
-    model = str(read_manifest(folder).model.name or "")
-    errors = path.with_name(f"{path.stem}.errors{path.suffix}")
-    n_answers = n_errors = 0
+def write_npy(folder: Path, path: Path) -> dict[Path, int]:
+    """The vectors as one matrix that numpy can map, and the ids of its rows as a JSON list. A row that failed is in
+    neither of them.
+
+    Raises:
+        JobError: there are no vectors, or they have several lengths.
+    """
+    job = job_of_run(folder)
+    kind = vector_type(folder, job)
+    if kind is None:
+        raise JobError(
+            f'{folder}: --npy is for task = "embed", and its task is "{job.task}"; --parquet has what it'
+            " answered"
+        )
+    if kind.dimensions is None:
+        raise JobError(
+            f"{folder}: has no vectors yet, or vectors of several lengths, and a matrix needs one length;"
+            " --parquet has them as lists"
+        )
+    ids_path, rows = path.with_name(f"{path.stem}.ids.json"), 0
     with (
-        exporting(path, folder) as answers_path,
-        exporting(errors, folder) as errors_path,
-        answers_path.open("wb") as answers_file,
-        errors_path.open("wb") as errors_file,
+        exporting(path, folder) as temporary,
+        exporting(ids_path, folder) as temporary_ids,
+        temporary.open("wb") as file,
+        temporary_ids.open("wb") as ids_file,
     ):
-        for record, answer in answers(read_scored(folder), folder):
-            if answer is not None:
-                answers_file.write(_line(answer_line(record, answer, model)))
-                n_answers += 1
-            else:
-                errors_file.write(_line(error_line(record)))
-                n_errors += 1
-    return {path: n_answers, errors: n_errors}
+        _write_head(file, rows, kind)
+        for table in read_batches(folder, Layout.of(folder)):
+            answered = table.filter(table[EMBEDDING].is_valid())
+            for chunk in answered[EMBEDDING].chunks:
+                file.write(chunk.flatten().to_numpy().data)
+            for row_id in answered["id"].to_pylist():
+                ids_file.write((b",\n" if rows else b"[") + orjson.dumps(row_id))
+                rows += 1
+        ids_file.write(b"]\n" if rows else b"[]\n")
+        file.seek(0)
+        _write_head(file, rows, kind)
+    return {path: rows, ids_path: rows}
 
 
-def _line(value: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+def _write_head(file: BinaryIO, rows: int, kind: VectorType) -> None:
+    """Of the same length for any number of rows: numpy leaves room for its digits."""
+    import numpy as np
+
+    head = {
+        "descr": np.dtype(kind.dtype).str,
+        "fortran_order": False,
+        "shape": (rows, kind.dimensions),
+    }
+    np.lib.format.write_array_header_1_0(file, head)  # type: ignore[no-untyped-call]

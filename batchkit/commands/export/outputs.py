@@ -13,23 +13,14 @@ from batchkit.sources.finding import input_files
 from batchkit.sources.formats import format_of
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import replacing
-from batchkit.storage.log import RESULTS
+from batchkit.storage.log import RESULTS, STEPS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import METRICS
 from batchkit.storage.runfolder import JOB, LOCK, LOG, MANIFEST, is_run
 from batchkit.storage.score_store import SCORES
 from batchkit.storage.vectors import VECTORS, segments_of
 
-_OWN_FILES = {
-    RESULTS: "ledger",
-    CHECKPOINT: "checkpoint",
-    MANIFEST: "manifest",
-    JOB: "job",
-    LOG: "log",
-    SCORES: "scores",
-    METRICS: "metrics",
-    LOCK: "lock",
-}
+_OWN_FILES = (RESULTS, STEPS, CHECKPOINT, MANIFEST, JOB, LOG, SCORES, METRICS, LOCK)
 _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "npy"}
 
 
@@ -83,18 +74,14 @@ def exporting(path: Path, folder: Path) -> Iterator[Path]:
 
 
 def _refuse_own_file(path: Path, folder: Path) -> None:
-    resolved = path.resolve()
-    role = _OWN_FILES.get(resolved.name) if is_run(resolved.parent) else None
-    for name, known in _OWN_FILES.items():  # also under another name, as a hard link
-        if path.exists() and (own := folder / name).exists() and path.samefile(own):
-            role = known
-    if resolved.parent.name == VECTORS and is_run(resolved.parent.parent):
-        role = "file of vectors"
-    for segment in segments_of(folder).values():
-        if path.exists() and path.samefile(segment):
-            role = "file of vectors"
-    for file in read_manifest(folder).input:
-        if path.exists() and (read := Path(file.path)).exists() and path.samefile(read):
-            role = "input"
-    if role is not None:
-        raise StoreError(f"{path}: is the {role} of a run; write to another file")
+    parent, own = path.resolve().parent, [folder / name for name in _OWN_FILES]
+    own += [
+        *segments_of(folder).values(),
+        *(Path(file.path) for file in read_manifest(folder).input),
+    ]
+    if (
+        (is_run(parent) and path.resolve().name in _OWN_FILES)
+        or (parent.name == VECTORS and is_run(parent.parent))
+        or (path.exists() and any(file.exists() and path.samefile(file) for file in own))
+    ):
+        raise StoreError(f"{path}: is a file or the input of a run; write to another file")

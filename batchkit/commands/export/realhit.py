@@ -8,10 +8,7 @@ ECR and Pass are shares of all rows of the type. Failed rows are in neither file
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from batchkit.errors import StoreError
 from batchkit.runs.inputs import with_fields
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.manifest import StartNote, read_manifest
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import read_scored
 
@@ -114,13 +111,13 @@ def _aggregate(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _config(folder: Path, finished: Sequence[str]) -> dict[str, Any]:
-    """``duration_seconds`` and ``throughput`` are over the time of all starts, not only the last.
+    """``duration_seconds`` and ``throughput`` are over the time of all starts, as far as they noted it.
 
     ``finished``: when each of the rows finished.
     """
     manifest, job = read_manifest(folder), job_of_run(folder)
     starts, total = manifest.starts, len(finished)
-    seconds = _seconds(starts, sorted(finished))
+    seconds = sum(start.seconds or 0.0 for start in starts)
     return {
         "model_dir": manifest.model.name,
         "modality": job.vars.get("modality"),
@@ -133,18 +130,3 @@ def _config(folder: Path, finished: Sequence[str]) -> dict[str, Any]:
         "duration_seconds": round(seconds, 3),
         "throughput": total / seconds if seconds else 0.0,
     }
-
-
-def _seconds(starts: Sequence[StartNote], finished: Sequence[str]) -> float:
-    """A start that was killed did not note its time: it is taken to end with its last row."""
-    seconds = 0.0
-    for start, following in zip_longest(starts, starts[1:]):
-        began, noted = start.started_at, start.seconds
-        n = bisect_left(finished, following.started_at) if following else len(finished)
-        if noted is not None:
-            seconds += noted
-        elif n and (last := finished[n - 1]) > began:
-            seconds += (
-                datetime.fromisoformat(last) - datetime.fromisoformat(began)
-            ).total_seconds()
-    return seconds

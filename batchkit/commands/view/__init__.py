@@ -40,10 +40,9 @@ def view(
 
     runs = _runs(target)
     with _bound(host, port) as listening:
-        app = make_app(runs, host, is_ending=lambda: server.should_exit)
         server = uvicorn.Server(
             uvicorn.Config(
-                app,
+                make_app(runs, host),
                 http="h11",
                 ws="none",
                 loop="asyncio",

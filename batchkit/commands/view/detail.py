@@ -2,152 +2,94 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import orjson
-from PIL import Image
 
-from batchkit.commands.view.images import Limits, as_webp
+from batchkit.commands.view.images import LARGE, as_webp
 from batchkit.commands.view.rows import Labels, labels_of
-from batchkit.config.masking import masked_text
-from batchkit.config.tables import JobConfig
-from batchkit.errors import MediaError, RowError
+from batchkit.errors import MediaError
 from batchkit.rendering.messages import as_text, said
-from batchkit.runs.columns import Table
-from batchkit.runs.index import Index
-from batchkit.runs.inputs import InputRows
+from batchkit.runs.index import Index, Table
+from batchkit.runs.inputs import InputRows, Prompt
 from batchkit.scoring import Scoring
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.job_toml import job_of_run, without_masked
+from batchkit.storage.lines import whole_record
 from batchkit.storage.newest import Generations
 from batchkit.storage.plain_json import encoded
-from batchkit.types import Request
 
-_LARGE = Limits(side=3_000, pixels=3_000_000, max_bytes=4 << 20)
 _KEPT = 2  # rows whose images may be asked for next: their bytes may be in the input itself
 
 
-class Prompt(NamedTuple):
-    """What a row was asked, or the ``problem`` with showing it. ``sources``: of its images."""
+def row_of(index: Index, entries: Table, url: str) -> dict[str, Any]:
+    """All about the row with these entries, the newest last; its images are at ``url``/images/0
+    and so on.
 
-    request: Request | None
-    sources: Sequence[Any]
-    fields: Mapping[str, Any]
-    problem: str = ""
-
-
-class RowReader:
-    """Makes what the page shows of a row. ``chosen``: the rows that will be asked for, ascending."""
-
-    def __init__(self, job: JobConfig, chosen: Iterable[int], scoring: Scoring | None) -> None:
-        self._job, self._scoring = job, scoring
-        self._labels: Labels = labels_of(job)
-        self.inputs = InputRows(job, {*chosen}, load=lambda *_: Image.new("RGB", (1, 1)))
-
-    def read(
-        self,
-        records: Sequence[Mapping[str, Any]],
-        steps: Iterable[Mapping[str, Any]],
-        picture: Callable[[int, Any], Any],
-    ) -> dict[str, Any]:
-        """``records`` of one row, the newest last; its lines of ``steps.jsonl``; ``picture`` gets the number and the
-        source of each image, and returns what is in its place."""
-        *older, newest = records
-        prompt = self.prompt(newest)
-        fields = {**(newest.get("fields") or {}), **prompt.fields}
-        reference = self._scoring and self._scoring.reference(fields, newest["id"])
-        return {
-            "record": newest,
-            **self._labels.of(newest, fields),
-            "answers": answers_in_words(newest),
-            "reference": reference,
-            "fields": {str(name): _in_words(value) for name, value in fields.items()},
-            "attempts": older,
-            "prompt": {
-                **_shown(newest, prompt),
-                "images": [picture(n, source) for n, source in enumerate(prompt.sources)],
-            },
-            "steps": _steps(newest, steps),
-        }
-
-    def prompt(self, record: Mapping[str, Any]) -> Prompt:
-        """Renders the row again as the run did, without opening an image."""
-        row, renderer = self.inputs.row(record), self.inputs.renderer
-        fields = row.fields if row else {}
-        if self._job.rollout is not None:
-            return Prompt(None, [], fields, "the job's function makes the prompts of a row")
-        if row is None or renderer is None:
-            problem = self.inputs.problem or "its row is not there"
-            return Prompt(None, [], fields, masked_text(problem))
-        sources: Sequence[Any] = []
-        try:
-            sources = renderer.image_sources(row)
-            return Prompt(renderer.render(row), sources, fields)
-        except RowError as error:
-            return Prompt(None, sources, fields, masked_text(str(error)))
+    Raises:
+        StoreError: the log was changed.
+    """
+    records = [index.record(entry) for entry in entries]
+    job = without_masked(job_of_run(index.folder))
+    has_references = job.scoring.is_on and job.scoring.reference_run is None
+    _prompt.cache_clear()  # an input that was missing may be there now
+    prompt = _prompt(index, *_place(entries[-1]))
+    images = [f"{url}/images/{n}" for n in range(len(prompt.sources))]
+    scoring = Scoring(job.scoring, None) if has_references else None
+    steps = Generations(index.folder).of(records[-1]["index"])
+    return shown(records, steps, prompt, images, labels_of(job), scoring)
 
 
-class Details:
-    """Rows of runs. Opens the input, and keeps the sources of the last rows' images."""
+def image_of(index: Index, entry: Any, n: int) -> bytes:
+    """Image ``n`` of the row with this entry as WebP.
 
-    def __init__(self) -> None:
-        self._sources: OrderedDict[tuple[Path, int], Sequence[Any]] = OrderedDict()
-        self._lock = threading.Lock()  # requests, in several threads
-
-    def row(self, index: Index, entries: Table, url: str) -> dict[str, Any]:
-        """All about the row with these entries, the newest last; its images are at ``url``/images/0
-        and so on.
-
-        Raises:
-            StoreError: the log was changed.
-        """
-        records = [index.record(entry) for entry in entries]
-        number, sources = records[-1]["index"], list[Any]()
-
-        def picture(n: int, source: Any) -> str:
-            sources.append(source)
-            return f"{url}/images/{n}"
-
-        reader, steps = _reader(index.folder, number), Generations(index.folder).of(number)
-        found = reader.read(records, steps, picture)
-        self._keep((index.folder, number), sources)
-        return found
-
-    def image(self, index: Index, entry: Any, n: int) -> bytes:
-        """Image ``n`` of the row with this entry as WebP.
-
-        Raises:
-            MediaError: there is none, it can't be opened, or it is not on this machine.
-        """
-        key = (index.folder, int(entry["row"]))
-        with self._lock:
-            sources = self._sources.get(key)
-        if sources is None:
-            sources = _reader(*key).prompt(index.record(entry)).sources
-            self._keep(key, sources)
-        if n >= len(sources):
-            raise MediaError(f"row {key[1]} has no image {n}")
-        return as_webp(sources[n], job_of_run(index.folder).media, _LARGE).content
-
-    def _keep(self, key: tuple[Path, int], sources: Sequence[Any]) -> None:
-        with self._lock:
-            self._sources[key] = sources
-            self._sources.move_to_end(key)
-            while len(self._sources) > _KEPT:
-                self._sources.popitem(last=False)
+    Raises:
+        MediaError: there is none, it can't be opened, or it is not on this machine.
+    """
+    sources = _prompt(index, *_place(entry)).sources
+    if n >= len(sources):
+        raise MediaError(f"row {entry['row']} has no image {n}")
+    return as_webp(sources[n], job_of_run(index.folder).media, LARGE).content
 
 
-def _reader(folder: Path, row: int) -> RowReader:
-    job = without_masked(job_of_run(folder))
-    is_in_row = job.scoring.is_on and job.scoring.reference_run is None
-    return RowReader(job, [row], Scoring(job.scoring, None) if is_in_row else None)
+def shown(
+    records: Sequence[Mapping[str, Any]],
+    steps: Iterable[Mapping[str, Any]],
+    prompt: Prompt,
+    images: Sequence[Any],
+    labels: Labels,
+    scoring: Scoring | None,
+) -> dict[str, Any]:
+    """What the page shows of a row. ``records``: the newest last; ``steps``: its lines of ``steps.jsonl``;
+    ``images``: what names those of its prompt; ``scoring`` finds its reference."""
+    *older, newest = records
+    fields = {**(newest.get("fields") or {}), **prompt.fields}
+    return {
+        "record": newest,
+        **labels.of(newest, fields),
+        "answers": answers_in_words(newest),
+        "reference": scoring and scoring.reference(fields, newest["id"]),
+        "fields": {str(name): _in_words(value) for name, value in fields.items()},
+        "attempts": older,
+        "prompt": {**_prompt_in_words(newest, prompt), "images": images},
+        "steps": _steps(newest, steps),
+    }
 
 
-def _shown(record: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
+def _place(entry: Any) -> tuple[int, int]:
+    return int(entry["start"]), int(entry["length"])
+
+
+@lru_cache(_KEPT)
+def _prompt(index: Index, start: int, length: int) -> Prompt:
+    record = whole_record(index.raw(start, length), index.path, start)
+    job = without_masked(job_of_run(index.folder))
+    return InputRows(job, {record["index"]}).prompt(record)
+
+
+def _prompt_in_words(record: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
     request, stored = prompt.request, record.get("prompt")
     if stored:
         return {"text": stored}

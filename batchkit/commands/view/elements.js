@@ -193,15 +193,14 @@ function note(id, text) {
 
 // "1–50 of 1,234" between two buttons; go(offset) is called with the page's first place.
 function drawPager(nav, { offset, limit, total, n, go }) {
-  const rest = total === null ? "" : ` of ${number.format(total)}`;
-  const span = n ? `${number.format(offset + 1)}–${number.format(offset + n)}${rest}` : "";
+  const span = n ? `${number.format(offset + 1)}–${number.format(offset + n)} of ${number.format(total)}` : "";
   const held = nav.contains(document.activeElement) ? document.activeElement.ariaLabel : null;
   const before = button("←", () => go(Math.max(0, offset - limit)), "");
   const after = button("→", () => go(offset + limit), "");
   before.ariaLabel = "Previous page";
   after.ariaLabel = "Next page";
   before.disabled = offset === 0;
-  after.disabled = total !== null && offset + n >= total;
+  after.disabled = offset + n >= total;
   nav.replaceChildren(before, make("span", "", span), after);
   nav.hidden = before.disabled && after.disabled;
   [before, after].find((one) => one.ariaLabel === held)?.focus();

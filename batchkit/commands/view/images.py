@@ -1,8 +1,11 @@
-"""Images of prompts as WebP, small enough for a page."""
+"""Images of prompts as WebP, small enough for a page; and those of a report, each once."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
+import os
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -11,6 +14,9 @@ from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
 from batchkit.rendering.media import load_image, shown
 
+MAX_PICTURES = 2_000
+MAX_TOTAL_BYTES = 15 * 2**20  # base64 adds a third
+MAX_PICTURE_BYTES = 20_000
 _QUALITIES = (85, 70, 45, 25)  # the first that fits; if none does, the image is made smaller
 
 
@@ -25,6 +31,10 @@ class Limits(NamedTuple):
         """``media`` for images of this size."""
         pixels = min(media.max_pixels, self.pixels)
         return media.model_copy(update={"max_pixels": pixels, "min_pixels": 0})
+
+
+SMALL = Limits(side=720, pixels=420_000, max_bytes=MAX_PICTURE_BYTES)
+LARGE = Limits(side=3_000, pixels=3_000_000, max_bytes=4 << 20)
 
 
 class Webp(NamedTuple):
@@ -60,3 +70,48 @@ def _encoded(image: Image.Image, max_bytes: int) -> Webp:
             if file.tell() <= max_bytes or max(image.size) < 64:
                 return Webp(file.getvalue(), *image.size)
         image = image.resize((max(1, image.width * 3 // 4), max(1, image.height * 3 // 4)))
+
+
+class Pictures:
+    """``found``: {name, src, w, h} of each picture, ``src`` a data: URI; or {name, problem}."""
+
+    def __init__(self, media: MediaTable) -> None:
+        self.found: list[dict[str, Any]] = []
+        self._media = media
+        self._numbers: dict[str, int] = {}
+        self._room = MAX_TOTAL_BYTES
+
+    def add(self, source: Any) -> int:
+        """The number of the picture of ``source``, the same for an equal source."""
+        key = _key(source)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.found)
+            name = shown(source)
+            self.found.append({"name": name, **self._made(source, name)})
+        return self._numbers[key]
+
+    def _made(self, source: Any, name: str) -> dict[str, Any]:
+        if len(self.found) >= MAX_PICTURES or self._room < MAX_PICTURE_BYTES:
+            return {"problem": "left out: the page holds no more images"}
+        try:
+            made = as_webp(source, self._media, SMALL)
+        except MediaError as error:
+            problem = str(error)
+            return {"problem": problem if name in problem else f"{name}: {problem}"}
+        self._room -= len(made.content)
+        uri = "data:image/webp;base64," + base64.b64encode(made.content).decode()
+        return {"src": uri, "w": made.width, "h": made.height}
+
+
+def _key(source: Any) -> str:
+    """Equal for equal sources."""
+    match source:
+        case str() | os.PathLike():
+            content = str(source).encode(errors="surrogatepass")
+        case bytes() | bytearray() | memoryview() as content:
+            pass
+        case {"bytes": bytes(content)}:
+            pass
+        case _:
+            content = repr(source).encode()
+    return hashlib.sha256(content).hexdigest()

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from batchkit.commands.forecast_file import read_forecast
+from batchkit.commands.view.charts import spreads
 from batchkit.commands.view.rows import failures
 from batchkit.commands.view.runs import Look
-from batchkit.commands.view.spread import spreads
 from batchkit.config.masking import masked_text
 from batchkit.config.numbers import percent
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
-from batchkit.runs.columns import Table
 from batchkit.runs.index import Index, Snapshot
-from batchkit.scoring.metrics import OUT_OF_TEN, Group, ScoreTable, head, in_order
+from batchkit.runs.scores import table_of_index
+from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, head
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.runfolder import JOB
@@ -38,7 +35,7 @@ class Figures(NamedTuple):
 
 
 def figures_of(snapshot: Snapshot, group_by: str | None) -> Figures:
-    return Figures(_tabulated(snapshot, group_by), spreads(snapshot))
+    return Figures(table_of_index(snapshot, group_by), spreads(snapshot))
 
 
 def overview(look: Look, index: Index, snapshot: Snapshot, figures: Figures) -> dict[str, Any]:
@@ -79,32 +76,6 @@ def about(folder: Path) -> dict[str, Any]:
     }
 
 
-def _tabulated(snapshot: Snapshot, group_by: str | None) -> ScoreTable:
-    """The table of scores, from the index."""
-    rows, scores = snapshot.entries[snapshot.newest], snapshot.scores[snapshot.newest]
-    groups: dict[str, Group] = {}
-    if group_by is not None:
-        order = np.argsort(rows["group"], kind="stable")
-        bounds = np.searchsorted(rows["group"][order], np.arange(len(snapshot.groups) + 1))
-        for number, name in enumerate(snapshot.groups):
-            places = order[bounds[number] : bounds[number + 1]]
-            if len(places):
-                groups[name] = _group(rows[places], scores[places], snapshot.scorers)
-    overall = _group(rows, scores, snapshot.scorers)
-    return ScoreTable(dict(sorted(groups.items())), overall, in_order(snapshot.scorers))
-
-
-def _group(rows: Table, scores: Table, scorers: Sequence[str]) -> Group:
-    is_ok, has_score = rows["is_ok"], ~np.isnan(scores)
-    is_scored = is_ok & has_score.any(axis=1)
-    found = Group(int(is_scored.sum()), int((is_ok & ~is_scored).sum()), int((~is_ok).sum()))
-    for column, name in enumerate(scorers):
-        values = scores[is_ok & has_score[:, column], column].astype(np.float64)
-        scaled = values if name in OUT_OF_TEN else values * 100
-        found.scores[name] = array("d", scaled.tobytes())
-    return found
-
-
 def _notes(look: Look, snapshot: Snapshot, table: ScoreTable, *, is_on: bool) -> Iterator[str]:
     """What a reader of the scores needs to know."""
     rows, overall = snapshot.entries[snapshot.newest], table.overall
@@ -134,32 +105,16 @@ def _origin(manifest: Manifest, job: JobConfig) -> Iterator[tuple[str, str]]:
     more = f" and {len(files) - 3} more" if len(files) > 3 else ""
     restarts = sum(start.engine_restarts for start in starts)
     overrides = [text for start in starts for text in start.overrides]
+    settings = ", ".join(f"{name} {value}" for name, value in job.params().items())
+    scoring = [*map(head, job.scoring.scorers), f"prediction: {job.scoring.extract}"]
     yield "Model", f"{model.name}{f' at {model.revision}' if model.revision else ''}"
     yield "Engine", job.engine.kind
     yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     yield "Input", ", ".join(files[:3]) + more
-    settings = ", ".join(f"{name} {value}" for name, value in job.params().items())
     yield "Sampling" if job.task == "generate" else "Pooling", settings
     yield "Steps", " → ".join(step.name for step in job.steps)
-    yield "Rollout", "" if job.rollout is None else job.rollout.function
-    chosen_by = [job.select.by, job.select.scorer or job.select.step]
-    yield "Selection", " ".join(filter(None, chosen_by))
+    yield "Scoring", ", ".join(scoring) if job.scoring.is_on else ""
     yield "Seed", str(manifest.seed)
     yield "Host", ", ".join(dict.fromkeys(str(start.host) for start in starts))
     yield "Starts", f"{len(starts)}, {restarts} engine restarts" if starts else ""
     yield "Overrides", ", ".join(dict.fromkeys(overrides))
-    yield "Scoring", _scoring(job)
-
-
-def _scoring(job: JobConfig) -> str:
-    scoring = job.scoring
-    if not scoring.is_on:
-        return ""
-    parts = [", ".join(map(head, scoring.scorers)), f"prediction: {scoring.extract}"]
-    if scoring.reference:
-        parts.append(f"reference: {scoring.reference}")
-    if scoring.reference_run:
-        parts.append(f"reference run: {scoring.reference_run}")
-    if scoring.rules:
-        parts.append(f"{len(scoring.rules)} rules of its own for some rows")
-    return "; ".join([*(part for part in parts if part), f"mode: {scoring.mode}"])

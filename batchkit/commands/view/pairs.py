@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from batchkit.commands.view.rows import Side
-from batchkit.runs.columns import Table
-from batchkit.runs.index import Snapshot
-from batchkit.runs.pairs import RowKeys, flipped, paired
+from batchkit.commands.view.rows import Page, Side
+from batchkit.runs.compare import flipped, paired
+from batchkit.runs.index import Snapshot, Table
 
-ONLY = ("changed", "fixed", "broken", "all")
+
+class PairsQuery(Page):
+    """Which rows of the runs ``a`` and ``b``."""
+
+    a: str = ""
+    b: str = ""
+    only: Literal["changed", "fixed", "broken", "all"] = "changed"
 
 
 class Pairs(NamedTuple):
     """The newest entries of the same rows in both runs, by number, in the order of the first; -1: the
-    run has no such row. The masks say which pairs ``ONLY`` means."""
+    run has no such row. ``masks``: by what is asked for with ``only``."""
 
     before: Table
     after: Table
     masks: Mapping[str, Table]
 
     def counts(self) -> dict[str, int]:
-        """By the names of ``ONLY``, and the rows of one run only."""
+        """By what ``only`` may be, and the rows of one run only."""
         found = {name: int(mask.sum()) for name, mask in self.masks.items()}
         return {
             **found,
@@ -39,8 +44,7 @@ def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
     "fixed": a failure that is an answer now, or a score that became better, as ``report`` counts it;
     "broken": the reverse; "changed": these, and those with another answer or kind of failure.
     """
-    in_a, in_b = paired(_keys(a), _keys(b), by_place=by_place)
-    before, after = a.newest[in_a], b.newest[in_b]
+    before, after = paired(a, b, by_place=by_place)
     old, new = a.entries[before], b.entries[after]
     fixed, broken = (old["kind"] > 0) & (new["kind"] == 0), (old["kind"] == 0) & (new["kind"] > 0)
     for scorer in set(a.scorers) & set(b.scorers):
@@ -52,7 +56,9 @@ def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
         fixed, broken = fixed | (way > 0), broken | (way < 0)
     kinds = np.array([b.kinds.index(kind) if kind in b.kinds else -1 for kind in a.kinds])
     differs = (old["answer"] != new["answer"]) | (kinds[old["kind"]] != new["kind"])
-    rest_a, rest_b = _rest(a, in_a), _rest(b, in_b)
+    rest_a, rest_b = (
+        np.setdiff1d(side.newest, of, assume_unique=True) for side, of in ((a, before), (b, after))
+    )
     more = np.zeros(len(rest_a) + len(rest_b), bool)
     masks = {"changed": differs | fixed | broken, "fixed": fixed, "broken": broken}
     none_a, none_b = np.full(len(rest_b), -1), np.full(len(rest_a), -1)
@@ -64,27 +70,12 @@ def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
     )
 
 
-def page_of(
-    pairs: Pairs, only: str, offset: int, limit: int, a: Side, b: Side
-) -> list[dict[str, Any]]:
+def page_of(pairs: Pairs, query: PairsQuery, a: Side, b: Side) -> list[dict[str, Any]]:
     """The rows of a page; a side without the row is None."""
-    found = []
-    for place in np.flatnonzero(pairs.masks[only])[offset : offset + limit].tolist():
+    places, found = np.flatnonzero(pairs.masks[query.only]), []
+    for place in places[query.offset : query.offset + query.limit].tolist():
         numbers = (pairs.before[place], a), (pairs.after[place], b)
         sides = [None if number < 0 else side.row(number) for number, side in numbers]
         one = next(side for side in sides if side is not None)
         found.append({"id": one["id"], "group": one["group"], "a": sides[0], "b": sides[1]})
-    return found
-
-
-def _keys(snapshot: Snapshot) -> RowKeys:
-    entries = snapshot.entries[snapshot.newest]
-    return RowKeys(entries["id"], entries["row"])
-
-
-def _rest(snapshot: Snapshot, paired: Table) -> Table:
-    """The newest entries of the rows that are in no pair."""
-    is_left = np.ones(len(snapshot.newest), bool)
-    is_left[paired] = False
-    found: Table = snapshot.newest[is_left]
     return found

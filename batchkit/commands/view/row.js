@@ -33,9 +33,9 @@ function drawPlace(detail, { step, place, total }) {
     nav.append(make("span"), before, after);
   }
   const [text, before, after] = nav.children, at = place === null ? "not on this page" : number.format(place + 1);
-  text.textContent = `${place === null || total === null ? at : `${at} of ${number.format(total)}`}\u2002`;
+  text.textContent = `${place === null ? at : `${at} of ${number.format(total)}`}\u2002`;
   before.disabled = !place;
-  after.disabled = place === null || (total !== null && place + 1 >= total);
+  after.disabled = place === null || place + 1 >= total;
 }
 
 function headOf(record, nav) {

@@ -46,7 +46,7 @@ function openRows(run) {
       if (isSame) count();
       else draw(select);
       showPlace();
-      if (isPartial()) later(SOON_MS);
+      if (page.indexed < 1) later(SOON_MS);
     } catch (error) {
       if (signal.aborted) return;
       asking = null;
@@ -71,15 +71,13 @@ function openRows(run) {
     }, ms);
   }
 
-  const isPartial = () => page.indexed < 1 || page.total === null;
-
   function draw(select) {
     const { rows } = page;
     count();
     const top = select === "open" ? list.scrollTop : 0;
     const isFiltered = Object.keys(filters.query()).length > 0;
     let nothing = isFiltered ? "No row passes these filters." : "No row has finished yet.";
-    if (isPartial()) nothing = "No row yet: the log is being read.";
+    if (page.indexed < 1) nothing = "No row yet: the log is being read.";
     list.replaceChildren(...(rows.length ? rows.map(item) : [make("p", "empty", nothing)]));
     list.scrollTop = top;
     const place = rows.findIndex((row) => row.index === open);
@@ -95,9 +93,7 @@ function openRows(run) {
     const { total, rows, indexed } = page;
     drawPager(byId("pager"), { offset: page.offset, limit: LIMIT, total, n: rows.length, go });
     const of = done === null || total >= done ? "" : ` of ${number.format(done)}`;
-    const text = total === null
-      ? `${number.format(page.offset + rows.length)} rows found so far`
-      : `${number.format(total)}${of} rows`;
+    const text = `${number.format(total)}${of} rows`;
     byId("count").textContent = indexed < 1 ? `${text}; ${Math.floor(100 * indexed)} % of the log is read` : text;
   }
 
@@ -108,7 +104,7 @@ function openRows(run) {
     element.role = "option";
     element.ariaSelected = "false";
     element.ariaPosInSet = page.offset + place + 1;
-    element.ariaSetSize = page.total ?? -1;
+    element.ariaSetSize = page.total;
     const answer = oneLine(isOk ? row.prediction ?? row.text : row.text) || "(no answer)";
     const [what, under] = row.asked
       ? [oneLine(row.asked), answer]
@@ -210,8 +206,7 @@ function openRows(run) {
 
   function turn(by, select = "first") {
     const to = offset + by * LIMIT;
-    const isThere = by < 0 ? to >= 0 : page.total === null ? page.rows.length : to < page.total;
-    if (isThere) go(to, select);
+    if (to >= 0 && to < page.total) go(to, select);
   }
 
   // ---- the address, the keys, and what the rest of the page asks for

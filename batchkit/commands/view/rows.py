@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jinja2 import Environment
+import orjson
 from jinja2 import TemplateError as JinjaError
-from jinja2.meta import find_undeclared_variables
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from batchkit.config.tables import JobConfig, PromptTable
-from batchkit.runs.columns import Table
-from batchkit.runs.index import Index, Snapshot
+from batchkit.rendering.templates.sandbox import fields_read
+from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.lines import failure_kind
 
-OUTCOMES = ("ok", "failed", "unscored", "cut")
-SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # by column
+_SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # by column
 _LISTED = ("index", "id", "status", "prediction", "scores", "usage", "latency_s", "attempt")
 _MOST_TEXT, _LONGEST_QUESTION = 500, 1_000
-_ASKED = ("question", "query", "instruction", "prompt", "problem", "input", "text")
+_SEARCHES = 6  # that are kept
+_AS_WRITTEN = re.compile(r"[ !#-\[\]-~]+")  # ASCII that no JSON writer has to escape
 
 
-@dataclass(frozen=True)
-class Query:
-    """Which rows, and in which order. ``status``: one of ``OUTCOMES``. ``sort``: index, score (of ``scorer``), or one of ``SORTS``.
-    ``least`` and ``most`` limit the score; a row without it is then left out."""
+class Page(BaseModel):
+    """Which part of a list is asked for."""
 
-    status: str = ""
+    model_config = ConfigDict(frozen=True)
+    offset: int = Field(0, ge=0, lt=2**32)
+    limit: int = Field(50, ge=0, le=500)
+
+
+class Query(Page):
+    """Which rows, and in which order. ``min`` and ``max`` limit the score of ``scorer``; a row without it is
+    then left out."""
+
+    status: Literal["", "ok", "failed", "unscored", "cut"] = ""
     kind: str = ""
     group: str = ""
     scorer: str = ""
-    least: float | None = None
-    most: float | None = None
+    min: FiniteFloat | None = None
+    max: FiniteFloat | None = None
     text: str = ""
-    sort: str = "index"
-    descending: bool = False
+    sort: Literal["index", "score", "latency", "tokens", "length"] = "index"
+    order: Literal["asc", "desc"] = "asc"
 
-    def rows(self, snapshot: Snapshot, has_words: Table | None) -> Table:
-        """The numbers of the newest entries of the rows, in order; ``has_words``: a mask of entries."""
+    @model_validator(mode="after")
+    def _has_scorer(self) -> Query:
+        by_score = self.min is not None or self.max is not None or self.sort == "score"
+        if by_score and not self.scorer:
+            raise ValueError("scorer is missing: min, max and sort=score are about one")
+        return self
+
+    def rows(self, index: Index, snapshot: Snapshot) -> Table:
+        """The numbers of the newest entries of the rows, in order."""
         chosen = snapshot.newest
         entries = snapshot.entries
         if self.status:
@@ -54,24 +70,25 @@ class Query:
             if name:
                 number = names.index(name) if name in names else -1
                 chosen = chosen[entries[column][chosen] == number]
-        if self.least is not None or self.most is not None:
+        if self.min is not None or self.max is not None:
             scores = _scores(snapshot, self.scorer)[chosen]
-            least = np.float32(-np.inf if self.least is None else self.least)
-            most = np.float32(np.inf if self.most is None else self.most)
+            least = -np.inf if self.min is None else self.min
+            most = np.inf if self.max is None else self.max
             chosen = chosen[(scores >= least) & (scores <= most)]
-        if has_words is not None:
-            chosen = chosen[has_words[chosen]]
+        if self.text:
+            chosen = chosen[_has_words(index, snapshot, self.text.lower())[chosen]]
         return self._sorted(snapshot, chosen)
 
     def _sorted(self, snapshot: Snapshot, chosen: Table) -> Table:
         """Rows that are equal stay in the order of the input; those without a score are last."""
+        is_descending = self.order == "desc"
         if self.sort == "index":
-            return chosen[::-1] if self.descending else chosen
+            return chosen[::-1] if is_descending else chosen
         if self.sort == "score":
             keys = _scores(snapshot, self.scorer)[chosen]
         else:
-            keys = snapshot.entries[SORTS[self.sort]][chosen].astype(np.float64)
-        found: Table = chosen[np.argsort(-keys if self.descending else keys, kind="stable")]
+            keys = snapshot.entries[_SORTS[self.sort]][chosen].astype(np.float64)
+        found: Table = chosen[np.argsort(-keys if is_descending else keys, kind="stable")]
         return found
 
 
@@ -82,42 +99,37 @@ class Labels(NamedTuple):
     """
 
     group_by: str | None
-    asked_in: frozenset[str] | None
+    asked_in: set[str] | None
 
     def of(self, record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         group = group_name(fields.get(self.group_by)) if self.group_by else None
-        question = self._question(fields)
-        asked = None if question is None else fields[question][:_MOST_TEXT]
-        return {"kind": failure_kind(record), "group": group, "asked": asked}
+        asked = self._question(fields)
+        return {"kind": failure_kind(record), "group": group, "asked": asked and asked[:_MOST_TEXT]}
 
     def _question(self, fields: Mapping[str, Any]) -> str | None:
-        """Of the texts that the prompt reads, the one whose name says so, else the longest that is still
-        short enough for a question."""
-        texts = {
-            name: value
+        """The longest of the texts that the prompt reads and that are short enough for a question."""
+        texts = [
+            value
             for name, value in fields.items()
-            if isinstance(value, str) and (self.asked_in is None or name in self.asked_in)
-        }
-        short = (name for name, text in texts.items() if len(text) <= _LONGEST_QUESTION)
-        by_name = (
-            name for word in _ASKED for name in sorted(texts, key=len) if word in name.lower()
-        )
-        by_length = sorted(short, key=lambda name: (-len(texts[name]), name))
-        return next(iter([*by_name, *by_length]), None)
+            if isinstance(value, str)
+            and len(value) <= _LONGEST_QUESTION
+            and (self.asked_in is None or name in self.asked_in)
+        ]
+        return max(texts, key=len, default=None)
 
 
 def labels_of(job: JobConfig) -> Labels:
     prompt = job.steps[0].prompt if job.steps else job.prompt
-    asked_in = None if job.rollout is not None else frozenset(_read_by(prompt))
-    return Labels(job.scoring.group_by, asked_in)
+    return Labels(job.scoring.group_by, None if job.rollout is not None else _read_by(prompt))
 
 
 def _read_by(prompt: PromptTable) -> set[str]:
     """Names of the fields that the user's template reads."""
     try:
         path = prompt.user_file
-        text = prompt.user if path is None else Path(path).read_text(encoding="utf-8-sig")
-        return find_undeclared_variables(Environment().parse(text or ""))
+        return fields_read(
+            (prompt.user or "") if path is None else Path(path).read_text("utf-8-sig")
+        )
     except (OSError, ValueError, JinjaError):  # the prompt's own problem is shown beside the row
         return set()
 
@@ -162,16 +174,42 @@ def failures(index: Index, snapshot: Snapshot) -> list[dict[str, Any]]:
     return found
 
 
+@lru_cache(_SEARCHES)
+def _has_words(index: Index, snapshot: Snapshot, words: str) -> Table:
+    """A mask of the entries: those of rows with ``words`` in the id, the answer, its reasoning, the prediction, the
+    error's message or a kept field; upper and lower case are equal."""
+    # Lines without it are not parsed. As bytes of the log, it is the same in lower case.
+    plain = max(_AS_WRITTEN.findall(words), key=len, default="").encode()
+    found = np.zeros(len(snapshot.entries), bool)
+    starts, lengths = (snapshot.entries[name].tolist() for name in ("start", "length"))
+    for number in snapshot.newest.tolist():
+        line = index.raw(starts[number], lengths[number])
+        if plain in line.lower():
+            found[number] = any(words in text.lower() for text in _texts(orjson.loads(line)))
+    return found
+
+
+def _texts(record: Mapping[str, Any]) -> Iterator[str]:
+    yield str(record.get("id"))
+    yield from answers_in_words(record)
+    for choice in record.get("choices") or [record]:
+        yield choice.get("reasoning") or ""
+    yield record.get("prediction") or ""
+    yield (record.get("error") or {}).get("message") or ""
+    for value in (record.get("fields") or {}).values():
+        yield value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
 def _has_outcome(snapshot: Snapshot, name: str) -> Table:
     """A mask of the entries."""
     is_ok: Table = snapshot.entries["is_ok"]
-    masks: dict[str, Callable[[], Table]] = {
-        "ok": lambda: is_ok,
-        "failed": lambda: ~is_ok,
-        "unscored": lambda: is_ok & np.isnan(snapshot.scores).all(axis=1),
-        "cut": lambda: snapshot.entries["is_cut"],
+    masks: dict[str, Table] = {
+        "ok": is_ok,
+        "failed": ~is_ok,
+        "unscored": is_ok & np.isnan(snapshot.scores).all(axis=1),
+        "cut": snapshot.entries["is_cut"],
     }
-    return masks[name]()
+    return masks[name]
 
 
 def _scores(snapshot: Snapshot, scorer: str) -> Table:

@@ -1,53 +1,40 @@
 // The page of a run: what it has done, over time, its scores and its engine; rows.js has its rows.
 function openRun() {
-  const MOST_POINTS = 900; // then they are asked for again, thinned
-  const POINTS = 600;
-  const AGAIN_MS = 3000;
+  const AGAIN_MS = 1000;
   const run = held ? held.status.name : decodeURIComponent(location.pathname.split("/")[2]);
   const rows = openRows(run);
   let status = null, metrics = null;
 
-  // ---- what the server sends
+  // ---- what the server says, as long as the page is seen
 
-  // A page that nobody sees gives its connection back: a browser has only six to a server.
-  let source = null, timer = null;
+  let timer = null;
 
-  function connect() {
+  async function look() {
     clearTimeout(timer);
-    source?.close();
-    source = null;
     if (document.hidden) return;
-    source = new EventSource(apiUrl(run, "/events"));
-    source.addEventListener("open", loadMetrics);
-    source.addEventListener("status", (event) => {
-      note("lost", "");
-      drawStatus(JSON.parse(event.data));
-    });
-    source.addEventListener("problem", (event) => {
-      const { error } = JSON.parse(event.data);
-      note("lost", `${error}. The page shows what was known last.`);
-    });
-    source.addEventListener("metrics", (event) => addPoint(JSON.parse(event.data)));
-    source.addEventListener("error", () => {
-      explain();
-      if (source?.readyState === EventSource.CLOSED) timer = setTimeout(connect, AGAIN_MS);
-    });
-  }
-
-  async function explain() {
+    const began = performance.now();
     try {
-      drawStatus(await fetchJson(apiUrl(run)));
+      const found = await fetchJson(apiUrl(run));
       note("lost", "");
+      if (isNew("status", found)) drawStatus(found);
+      if (!metrics) await loadMetrics();
+      else if (status.newest) addPoint(status.newest);
     } catch (error) {
       note("lost", error instanceof TypeError
         ? "The server does not answer: the page shows what was known last, and tries again."
         : `${error.message}. The page shows what was known last, and tries again.`);
     }
+    timer = setTimeout(look, Math.max(AGAIN_MS, 5 * (performance.now() - began)));
+  }
+
+  function appear() {
+    metrics = null; // points came meanwhile
+    look();
   }
 
   async function loadMetrics() {
     try {
-      metrics = await fetchJson(apiUrl(run, `/metrics?points=${POINTS}`));
+      metrics = await fetchJson(apiUrl(run, "/metrics"));
       draw();
     } catch (error) {
       byId("charts-note").textContent = error.message;
@@ -56,7 +43,7 @@ function openRun() {
 
   function addPoint(point) {
     if (!metrics || metrics.at.at(-1) === point.at) return;
-    if (metrics.at.length >= MOST_POINTS || Date.parse(point.at) < Date.parse(metrics.at.at(-1))) {
+    if (Date.parse(point.at) < Date.parse(metrics.at.at(-1))) {
       loadMetrics();
       return;
     }
@@ -270,8 +257,8 @@ function openRun() {
     drawStatus(held.status);
     loadMetrics();
   } else {
-    document.addEventListener("visibilitychange", connect);
-    connect();
+    document.addEventListener("visibilitychange", appear);
+    look();
     offerRuns().catch(() => {}); // the page says elsewhere that the server does not answer
   }
   loadAbout().catch(() => {});

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, StoreError
-from batchkit.runs.status import Reading, Status, status
+from batchkit.runs.status import Status, status
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import Manifest, StartNote, read_manifest
 from batchkit.storage.runfolder import LOCK, MANIFEST, held_by, is_run
 
-_PLAIN = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+_MOST_LOOKS = 1_000
 _FINISHED = (0, 3)  # exit codes: all rows are settled
 
 
@@ -67,89 +64,55 @@ class Look(NamedTuple):
 class Runs:
     """The runs below a folder, or the one run that ``target`` is.
 
-    A run is found by its key, which is looked up among those that are there: no part of a request
+    A run is found by its key, its folder's name, among those that are there: no part of a request
     becomes a path.
     """
 
     target: Path
     is_single: bool
-    _looks: dict[Path, tuple[Any, Look]] = field(default_factory=dict)
-    _readings: dict[Path, Reading] = field(default_factory=dict)
-    _lock: Lock = field(default_factory=Lock)  # who looks at a run: requests, in several threads
-
-    @property
-    def single_key(self) -> str:
-        return key_of(self.target.name)
 
     def folders(self) -> dict[str, Path]:
         """By key; the newest run first. Empty if the folder is gone."""
         if self.is_single:
-            return {self.single_key: self.target} if is_run(self.target) else {}
+            return {self.target.name: self.target} if is_run(self.target) else {}
         found = sorted(self.target.glob(f"[!.]*/{MANIFEST}"), key=_changed_at, reverse=True)
-        return {key_of(path.parent.name): path.parent for path in found}
-
-    def folder(self, key: str) -> Path:
-        """Raises KeyError if there is no such run, or no longer."""
-        return self.folders()[key]
+        return {path.parent.name: path.parent for path in found}
 
     def listed(self) -> Iterator[dict[str, Any]]:
         """A run that can't be read has an ``error`` instead of its counts."""
-        folders = self.folders()
-        for folder in [*self._looks]:
-            if folder not in folders.values():
-                self._looks.pop(folder, None)
-                self._readings.pop(folder, None)
-        for key, folder in folders.items():
+        for key, folder in self.folders().items():
             head = {"run": key, "folder": str(folder)}
             try:
-                yield head | self.look(folder).summary()
+                yield head | look_at(folder).summary()
             except (BatchkitError, OSError) as error:
                 text = masked_text(str(error))
                 yield head | {"name": folder.name, "state": "stopped", "error": text}
 
-    def look(self, folder: Path) -> Look:
-        """The run now. Its files are read again only if they changed.
 
-        Raises:
-            StoreError: the run can't be read.
-        """
-        with self._lock:
-            return self._look(folder)
+def look_at(folder: Path) -> Look:
+    """The run now. Its files are read again only if they changed.
 
-    def _look(self, folder: Path) -> Look:
-        is_held = held_by(folder) is not None
-        files = (*map(_stamp, (folder / n for n in (MANIFEST, RESULTS, CHECKPOINT, LOCK))), is_held)
-        known = self._looks.get(folder)
-        if known is None or known[0] != files:
-            reading = self._readings.setdefault(folder, Reading())
-            try:
-                known = files, Look(status(folder, reading), read_manifest(folder))
-            except OSError as error:
-                raise StoreError(f"{folder}: can't be read: {error.strerror}") from error
-            self._looks[folder] = known
-        return known[1]
+    Raises:
+        StoreError: the run can't be read.
+    """
+    stamps = tuple(_stamp(folder / name) for name in (MANIFEST, RESULTS, CHECKPOINT, LOCK))
+    try:
+        return _look(folder, stamps, held_by(folder) is not None)
+    except OSError as error:
+        raise StoreError(f"{folder}: can't be read: {error.strerror}") from error
 
 
-def key_of(name: str) -> str:
-    """The run's key in URLs: its folder's name, or a hash of a name that a URL would change."""
-    if _PLAIN.fullmatch(name):
-        return name
-    return "~" + sha256(os.fsencode(name)).hexdigest()[:20]
+@lru_cache(_MOST_LOOKS)
+def _look(folder: Path, stamps: tuple[Any, ...], is_held: bool) -> Look:
+    return Look(status(folder), read_manifest(folder))
 
 
 def _start(number: int, start: StartNote) -> Mapping[str, Any]:
     events = zip(start.engine_event_times, start.engine_events, strict=False)
     return {
         "number": number,
-        "command": start.command,
-        "started_at": start.started_at,
-        "ended_at": start.ended_at,
-        "exit": start.exit,
-        "host": start.host,
-        "seconds": start.seconds,
-        "engine_restarts": start.engine_restarts,
+        **start.model_dump(),
         "events": [{"at": at, "text": text} for at, text in events],
-        "workers": [worker.model_dump() for worker in start.workers],
     }
 
 

@@ -1,56 +1,29 @@
 """The server of ``batchkit view``: its routes, and what protects them.
 
 Everything is GET. What is not there is 404, what can't be read 409, a wrong parameter 400, each with
-{"error": text}. Times are ISO 8601 in UTC, durations in seconds.
+{"error": text}. Times are ISO 8601 in UTC, durations in seconds. ``run`` is a run's folder's name.
 
-``/``
-    The list of runs; if one run was asked for, a redirect to its page.
-``/run/{run}``, ``/compare?a=RUN&b=RUN``, ``/assets/{name}``
-    The page, which shows one run, two, or the list of runs, and what it loads: page.css, page.js.
+``/``, ``/run/{run}``, ``/compare?a=RUN&b=RUN``, ``/assets/{name}``
+    The page, which shows the list of runs, one run or two, and what it loads: page.css, page.js.
 ``/api/runs``
-    [{run, name, folder, state, total, ok, failed, pending, started_at, model, kind}], the newest
-    first. ``run`` is the run's key in all URLs; ``state``: running, finished, stopped or "failed to
-    start"; ``kind``: the engine's. A run that can't be read has ``error`` instead of the counts.
+    [{run, folder, …}] as ``Look.summary``, the newest first; ``error`` instead of the counts if a run can't be read.
 ``/api/runs/{run}``
-    The dict of ``batchkit status --json``, and {state, model, kind, started_at, starts: [{number,
-    command, started_at, ended_at, exit, host, seconds, engine_restarts, events: [{at, text}],
-    workers}], failures: [{kind, count, message, index}], groups: [name], group_by, scorers: [{name,
-    head, scale}], scores, spreads, notes: [text], problem, indexed, forecast}. A failure's ``message`` and ``index`` are of its first
-    row. ``scale``: what a score is multiplied by to be shown. ``scores``: the dict of
-    ``batchkit score --json``. ``spreads``: histograms (``spread.py``) of latency and lengths.
-    ``problem``: what is wrong with the log, or null. ``indexed``: the share of the log that failures,
-    groups and scorers are of, from 0 to 1. ``forecast``: {at, left, seconds, prompt_tokens,
-    completion_tokens, gpu_hours, price} of ``batchkit plan``, or null.
+    ``overview.overview``: the dict of ``batchkit status --json``, and all that is shown of the run at one moment;
+    and ``newest``, the last of each column of the metrics.
 ``/api/runs/{run}/about``
-    {origin: [[name, value]], job_toml, steps: {name: {generations, failed, prompt_tokens,
-    completion_tokens}}}: where the answers come from.
-``/api/runs/{run}/metrics?points=600``
-    Columns of equal length, thinned to some ``points``: {at, seconds, start, rows_ok, rows_failed,
-    rows_per_s, prompt_tokens_per_s, completion_tokens_per_s, window, in_flight, running, waiting,
-    kv_cache_usage, preemptions, engine_restarts, host_bytes, gpu_bytes, gpu_utilization}.
-    ``seconds``: of work, over all starts. A rate is since the line before, null at a start's first.
-``/api/runs/{run}/rows?offset=0&limit=50&status=&kind=&group=&scorer=&min=&max=&text=&sort=&order=``
-    {total, offset, rows: [{index, id, status, kind, text, prediction, scores, group, usage,
-    latency_s, attempt, asked}], indexed, next}. ``text``, the answer, and ``asked``, the field with the
-    question, are cut to 500 characters. ``status``: ok, failed, unscored, or cut (at max_tokens). ``min``
-    and ``max`` limit the score of ``scorer``; ``text`` is searched for as it is, upper and lower case being equal;
-    ``sort``: index, latency, tokens, length or score; ``order``: asc or desc. ``indexed``: the share of
-    the log that the answer is over; ask again if it is below 1. ``total`` is null while the search has
-    not seen all of it. ``next``: the offset of the next page, or null.
+    ``overview.about``: where the answers come from.
+``/api/runs/{run}/metrics``
+    ``charts.timeline``: columns of equal length. ``seconds``: of work, over all starts.
+``/api/runs/{run}/rows?offset=0&limit=50&…`` (``rows.Query``)
+    {total, offset, rows, indexed, next}; rows as ``rows.Side.row``. ``indexed``: the share of the log that the
+    answer is over; ask again if it is below 1. ``next``: the offset of the next page, or null.
 ``/api/runs/{run}/rows/{index}``
-    {record, kind, group, asked, answers, reference, fields, attempts, prompt, steps}: the newest record;
-    its answers in words, one for each choice; the right answer or null; the row's fields as texts; its
-    older records; what it was asked: {messages: [{role, content}]} or {text} or {error}, and {images:
-    [url]}; and the lines of ``steps.jsonl`` that are of this row.
+    ``detail.shown``: the row's records, prompt, fields and steps.
 ``/api/runs/{run}/rows/{index}/images/{n}``
     An image of the prompt as WebP, scaled down to 3 megapixels; 404 if it can't be opened.
-``/api/runs/{run}/events``
-    Server-sent events: "status" (as above) and "metrics" (one value for each column) when they have
-    changed, "problem" ({error}) while the run can't be read; a comment as a heartbeat.
-``/api/compare?a=RUN&b=RUN&only=changed&offset=0&limit=50``
+``/api/compare?a=RUN&b=RUN&…`` (``pairs.PairsQuery``)
     {total, counts, rows: [{id, group, a, b}], offset, indexed}: rows that have the same id, as
-    in the list; ``a`` or ``b`` is null if the run has no such row. ``only`` and ``counts``: changed,
-    fixed, broken, all; ``counts`` also has only_a and only_b.
+    in the list; ``a`` or ``b`` is null if the run has no such row.
 ``/api/comparison?a=RUN&b=RUN``
     The dict of ``batchkit report A B --json``.
 
@@ -60,7 +33,7 @@ A report (``batchkit report``) is this page as a file that has these answers ins
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -86,12 +59,11 @@ _HEADERS = {
 }
 
 
-def make_app(runs: Runs, host: str, *, is_ending: Callable[[], bool]) -> ASGIApp:
-    """The application; ``host`` is the name or address that it listens on. Once it ``is_ending``,
-    so do its streams of events."""
+def make_app(runs: Runs, host: str) -> ASGIApp:
+    """The application; ``host`` is the name or address that it listens on."""
     from batchkit.commands.view.api import Api
 
-    pages, api = _Pages(runs), Api(runs, is_ending)
+    pages, api = _Pages(runs), Api(runs)
     app = Starlette(
         routes=[
             Route("/", pages.home),
@@ -102,9 +74,8 @@ def make_app(runs: Runs, host: str, *, is_ending: Callable[[], bool]) -> ASGIApp
             Route("/api/runs/{run}", api.status),
             Route("/api/runs/{run}/metrics", api.metrics),
             Route("/api/runs/{run}/rows", api.rows),
-            Route("/api/runs/{run}/rows/{row}", api.row),
-            Route("/api/runs/{run}/rows/{row}/images/{n}", api.image),
-            Route("/api/runs/{run}/events", api.events),
+            Route("/api/runs/{run}/rows/{row:int}", api.row),
+            Route("/api/runs/{run}/rows/{row:int}/images/{n:int}", api.image),
             Route("/api/runs/{run}/about", api.about),
             Route("/api/compare", api.compare),
             Route("/api/comparison", api.comparison),
@@ -126,7 +97,7 @@ class _Pages:
 
     def home(self, request: Request) -> Response:
         if self._runs.is_single:
-            return RedirectResponse(f"/run/{self._runs.single_key}")
+            return RedirectResponse(f"/run/{quote(self._runs.target.name)}")
         return self.page(request)
 
     def run(self, request: Request) -> Response:

@@ -1,0 +1,210 @@
+"""OpenAI's batch output: https://platform.openai.com/docs/guides/batch.
+
+The body of a row that was generated is a ``chat.completion`` as the ``openai`` package reads it, a vector's is
+OpenAI's; those of other tasks have the shapes of ``vllm run-batch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from batchkit.commands.export.outputs import exporting
+from batchkit.rendering.body import sides_of
+from batchkit.runs.inputs import with_fields
+from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.manifest import read_manifest
+from batchkit.storage.schema import LEAST_LOGPROB
+from batchkit.storage.score_store import read_scored
+from batchkit.storage.vectors import Vectors
+
+_FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
+_CUT_OFF = ("abort", "error", "max_tokens", "repetition")  # vLLM's and other servers'
+_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+
+
+class Answer(NamedTuple):
+    """What a body has besides the parts of all bodies; its id begins with ``kind``."""
+
+    kind: str
+    parts: Mapping[str, Any]
+
+
+def write_openai(folder: Path, path: Path) -> dict[Path, int]:
+    """One file of answers, one of errors.
+
+    Raises:
+        InputError: the scores are those of a batch file, whose lines say which shape they have, and it
+            is gone.
+        StoreError: a vector is missing or damaged.
+    """
+    job, vectors = job_of_run(folder), Vectors(folder)
+    model = str(read_manifest(folder).model.name or "")
+    errors = path.with_name(f"{path.stem}.errors{path.suffix}")
+    names = {"url", "body"} if job.task == "score" and not job.pair.is_set else set()
+    answer_of: Callable[[dict[str, Any], Mapping[str, Any]], Answer] = {
+        "embed": lambda record, _: _vector(record, vectors),
+        "classify": lambda record, _: _classes(record),
+        "score": _scores,
+    }.get(job.task, lambda record, _: _chat(record))
+    n_answers = n_errors = 0
+    with (
+        exporting(path, folder) as answers_path,
+        exporting(errors, folder) as errors_path,
+        answers_path.open("wb") as answers_file,
+        errors_path.open("wb") as errors_file,
+    ):
+        for record, fields in with_fields(read_scored(folder), job, names):
+            if record["status"] == "ok":
+                line = _answer_line(record, answer_of(record, fields), model)
+                answers_file.write(orjson.dumps(line, option=_OPTIONS))
+                n_answers += 1
+            else:
+                errors_file.write(orjson.dumps(_error_line(record), option=_OPTIONS))
+                n_errors += 1
+    return {path: n_answers, errors: n_errors}
+
+
+def _answer_line(record: Mapping[str, Any], answer: Answer, model: str) -> dict[str, Any]:
+    index = record["index"]
+    return {
+        "id": f"batch_req_{index}",
+        "custom_id": record["id"],
+        "response": {
+            "status_code": 200,
+            "request_id": f"req_{index}",
+            "body": {
+                "id": f"{answer.kind}-{index}",
+                "created": int(datetime.fromisoformat(record["finished_at"]).timestamp()),
+                "model": model,
+                **answer.parts,
+            },
+        },
+        "error": None,
+    }
+
+
+def _error_line(record: Mapping[str, Any]) -> dict[str, Any]:
+    error = record["error"]
+    return {
+        "id": f"batch_req_{record['index']}",
+        "custom_id": record["id"],
+        "response": None,
+        "error": {"code": error["kind"], "message": error["message"]},
+    }
+
+
+def _chat(record: Mapping[str, Any]) -> Answer:
+    """Of several choices the one that was selected, if one was."""
+    kept, selected = record.get("choices") or [record], record.get("selected")
+    if selected is not None and len(kept) > 1:
+        kept = [kept[selected]]
+    choices = [_choice(number, choice) for number, choice in enumerate(kept)]
+    usage = _usage(record.get("usage"))
+    return Answer("chatcmpl", {"object": "chat.completion", "choices": choices, "usage": usage})
+
+
+def _choice(number: int, choice: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = choice.get("logprobs")
+    made = {
+        "index": number,
+        "message": _message(choice),
+        "logprobs": None
+        if tokens is None
+        else {"content": [_token(token) for token in tokens], "refusal": None},
+        "finish_reason": choice.get("finish_reason"),
+    }
+    if made["finish_reason"] not in _FINISH_REASONS:
+        # OpenAI's clients refuse other values. OpenRouter uses this name for the original.
+        made["native_finish_reason"] = made["finish_reason"]
+        made["finish_reason"] = "length" if made["finish_reason"] in _CUT_OFF else "stop"
+    return made
+
+
+def _message(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """As vLLM's server has it: ``reasoning`` under that name, no content beside tool calls alone."""
+    text, calls = choice.get("text"), choice.get("tool_calls")
+    message = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
+    if calls:  # OpenAI's clients refuse one without an id, and some servers send none
+        message["tool_calls"] = [
+            {**call, "id": call.get("id") or f"call_{n}"} for n, call in enumerate(calls)
+        ]
+    if reasoning := choice.get("reasoning"):
+        message["reasoning"] = reasoning
+    return message
+
+
+def _token(token: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_one(token), "top_logprobs": [_one(other) for other in token.get("top_logprobs", ())]}
+
+
+def _one(token: Mapping[str, Any]) -> dict[str, Any]:
+    """In the log, null means -inf, or the text of a token without text."""
+    logprob = token["logprob"]
+    return {
+        "token": token["token"] or "",
+        "bytes": None,  # not in the log, and a token may be part of a character
+        "logprob": LEAST_LOGPROB if logprob is None else logprob,
+    }
+
+
+def _usage(usage: Mapping[str, int] | None) -> dict[str, Any] | None:
+    if not usage:
+        return None
+    found: dict[str, Any] = {**usage}
+    found["total_tokens"] = found["prompt_tokens"] + found["completion_tokens"]
+    if (tokens := found.pop("reasoning_tokens", None)) is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": tokens}
+    return found
+
+
+def _vector(record: Mapping[str, Any], vectors: Vectors) -> Answer:
+    vector = {"index": 0, "object": "embedding", "embedding": vectors.of(record)}
+    return _listed("embd", record, [vector])
+
+
+def _classes(record: Mapping[str, Any]) -> Answer:
+    found = {
+        "index": 0,
+        "label": record.get("label"),
+        "probs": record["probabilities"],
+        "num_classes": len(record["probabilities"]),
+    }
+    return _listed("classify", record, [found])
+
+
+def _scores(record: Mapping[str, Any], line: Mapping[str, Any]) -> Answer:
+    """``line`` is the row's line of a batch file, or has nothing of one."""
+    scores = record["score"] if isinstance(record["score"], list) else [record["score"]]
+    if not str(line.get("url")).rstrip("/").endswith("/rerank"):
+        data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(scores)]
+        return _listed("score", record, data)
+    body = line["body"]
+    documents = sides_of(body).documents
+    top_n = body.get("top_n")
+    most = top_n if isinstance(top_n, int) and top_n > 0 else len(documents)
+    best_first = (record.get("order") or [0])[:most]
+    results = [
+        {"index": n, "document": _document(documents[n]), "relevance_score": scores[n]}
+        for n in best_first
+    ]
+    return Answer("rerank", {"results": results, "usage": _pooled_usage(record)})
+
+
+def _document(content: Any) -> dict[str, Any]:
+    is_text = isinstance(content, str)
+    return {"text": content if is_text else None, "multi_modal": None if is_text else content}
+
+
+def _listed(kind: str, record: Mapping[str, Any], data: list[dict[str, Any]]) -> Answer:
+    return Answer(kind, {"object": "list", "data": data, "usage": _pooled_usage(record)})
+
+
+def _pooled_usage(record: Mapping[str, Any]) -> dict[str, int]:
+    """OpenAI's clients refuse an embedding without it."""
+    tokens = (record.get("usage") or {}).get("prompt_tokens", 0)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -1,0 +1,221 @@
+"""``batchkit report``: the page of ``batchkit view`` as one file, with its data inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from batchkit.commands import Say
+from batchkit.commands.view.charts import spreads, timeline
+from batchkit.commands.view.detail import shown
+from batchkit.commands.view.images import Pictures
+from batchkit.commands.view.overview import Figures, about, overview
+from batchkit.commands.view.page import check_page, write_page
+from batchkit.commands.view.rows import labels_of
+from batchkit.commands.view.runs import look_at
+from batchkit.config.masking import masked_text
+from batchkit.config.tables import JobConfig
+from batchkit.config.terminal import cut_in_the_middle
+from batchkit.errors import BatchkitError, StoreError
+from batchkit.runs.comparison import Comparison
+from batchkit.runs.index import Index, Snapshot, Table
+from batchkit.runs.inputs import InputRows
+from batchkit.runs.scores import is_mixed, table_of
+from batchkit.scoring import Scoring, kept_fields
+from batchkit.scoring.metrics import ScoreTable
+from batchkit.storage.generations import Generations
+from batchkit.storage.job_toml import job_of_run, without_masked
+from batchkit.storage.metrics import read_metrics
+from batchkit.storage.score_store import references_of
+
+REPORT = "report.html"
+_ALL_S = 1e6
+MAX_ROWS = 20_000
+MAX_FAILED = 5_000
+_SEED = 0
+_MAX_TEXT_BYTES = 14 * 2**20  # of all rows: the more there are, the shorter the texts of each
+_LEAST_CHARACTERS, _MOST_CHARACTERS = 500, 40_000  # of each text
+_FIELD_SHARE = 8  # a field has less space than an answer
+_MOST_GENERATIONS = 20  # of a function's row
+# Of a record: they are beside it, or too large.
+_LEFT_OUT = ("fields", "prompt", "steps", "logprobs")
+
+
+class Report(NamedTuple):
+    """The table of scores of a run, and where its page is."""
+
+    table: ScoreTable
+    path: Path
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.table.to_json(), "path": str(self.path)}
+
+    def to_text(self) -> str:
+        return f"{self.table.to_text()}\n\n{self.path}"
+
+
+def report(
+    folder: Path,
+    path: Path | None = None,
+    *,
+    images: bool = True,
+    say: Say = lambda text: None,
+) -> Report:
+    """Write the page of a run: to ``path``, or to ``report.html`` in its folder.
+
+    One file without references to others. The model's texts are in it as data, and are shown as
+    text only. It has all rows up to 20,000, and a sample beyond that; its tables and charts are
+    over all rows. ``images=False`` leaves the thumbnails out.
+
+    Raises:
+        InputError: the table needs fields that the run did not keep, and the input changed.
+        StoreError: not a run folder, no row has finished, its log is damaged, or the file can't be
+            written.
+    """
+    path, look = path or folder / REPORT, look_at(folder)
+    check_page(path)
+    table, job = table_of(folder), without_masked(job_of_run(folder))
+    index = Index(folder, job.scoring.group_by)
+    snapshot = index.grow(_ALL_S)
+    if not len(snapshot.newest):
+        raise StoreError(f"{folder}: nothing to report: no row has finished yet")
+    if is_mixed(folder):
+        say(f"{folder}: its rows are scored in more than one way; `batchkit score` fixes that")
+    rows = _read_rows(index, snapshot, job, images=images)
+    found = overview(look, index, snapshot, Figures(table, spreads(snapshot)))
+    notes = ["The run had not ended when this page was made."] * (look.state == "running")
+    data = {
+        "status": {**found, "folder": folder.name, "notes": [*notes, *found["notes"], *rows.notes]},
+        "about": about(folder),
+        "metrics": timeline(read_metrics(folder)),
+        "rows": rows.rows,
+        "pictures": rows.pictures,
+    }
+    return Report(table, write_page(path, look.status.name, data))
+
+
+def write_comparison(comparison: Comparison, path: Path) -> Path:
+    """Write ``comparison`` as one self-contained web page.
+
+    Raises:
+        StoreError: the file can't be written, or its name is not that of a web page.
+    """
+    return write_page(path, ", ".join(comparison.runs), {"comparison": comparison.to_json()})
+
+
+class _Shown(NamedTuple):
+    """What the page shows of the rows; ``notes`` say what it does not show, and why."""
+
+    rows: list[dict[str, Any]]
+    pictures: list[dict[str, Any]]
+    notes: list[str]
+
+
+def _read_rows(index: Index, snapshot: Snapshot, job: JobConfig, *, images: bool) -> _Shown:
+    """Reads the records again, and the input along with them if it still exists."""
+    entries = snapshot.entries[_chosen(snapshot)]
+    limit = int(np.clip(_MAX_TEXT_BYTES / len(entries), _LEAST_CHARACTERS, _MOST_CHARACTERS))
+    scoring, problem = _scoring(job)
+    inputs, labels = InputRows(job, {*entries["row"].tolist()}), labels_of(job)
+    pictures, rows = Pictures(job.media), []
+    with closing(Generations(index.folder)) as generations:
+        for record in map(index.record, entries):
+            prompt, steps = inputs.prompt(record), generations.of(record["index"])
+            numbers = [pictures.add(source) for source in prompt.sources] if images else []
+            rows.append(_cut_to(limit, shown([record], steps, prompt, numbers, labels, scoring)))
+    notes = [
+        *_sample_notes(snapshot, entries),
+        *_cut_notes(entries, limit),
+        *problem,
+        *_input_notes(job, inputs.problem),
+        *_picture_notes(pictures.found),
+    ]
+    return _Shown(rows, pictures.found, notes)
+
+
+def _chosen(snapshot: Snapshot) -> Table:
+    """Numbers of the entries: of all rows, or of failed ones first, then of a seeded sample of the
+    others; in the order of the input."""
+    newest = snapshot.newest
+    if len(newest) <= MAX_ROWS:
+        return newest
+    rng = np.random.default_rng(_SEED)
+    has_failed = snapshot.entries["kind"][newest] > 0
+    failed = _sample(rng, np.flatnonzero(has_failed), MAX_FAILED)
+    others = _sample(rng, np.flatnonzero(~has_failed), MAX_ROWS - len(failed))
+    found: Table = newest[np.sort(np.concatenate([failed, others]))]
+    return found
+
+
+def _sample(rng: np.random.Generator, places: Table, size: int) -> Table:
+    return places if len(places) <= size else rng.choice(places, size, replace=False)
+
+
+def _cut_to(limit: int, row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what the page does not need, and its texts cut to ``limit`` characters."""
+    record, steps = row["record"], row["steps"]
+    of_field = max(120, limit // _FIELD_SHARE)
+    kept = steps if record.get("steps") is not None else steps[:_MOST_GENERATIONS]
+    more = len(steps) - len(kept)
+    of_step = limit // max(1, len(kept))
+    return {
+        **row,
+        "record": _cut({k: v for k, v in record.items() if k not in _LEFT_OUT}, limit),
+        "answers": _cut(row["answers"], limit) if row["answers"] != [record.get("text")] else None,
+        "reference": _cut(row["reference"], limit),
+        "fields": _cut(row["fields"], of_field),
+        "prompt": _cut(row["prompt"], 4 * of_field),
+        "steps": [*(_cut(step, of_step) for step in kept), *([{"more": more}] if more else [])],
+    }
+
+
+def _cut(value: Any, limit: int) -> Any:
+    """``value`` with long texts cut in the middle, and without what is null."""
+    if isinstance(value, str):
+        return cut_in_the_middle(value, limit)
+    if isinstance(value, Mapping):
+        return {key: _cut(part, limit) for key, part in value.items() if part is not None}
+    return [_cut(part, limit) for part in value] if isinstance(value, list) else value
+
+
+def _scoring(job: JobConfig) -> tuple[Scoring | None, list[str]]:
+    """What finds the rows' references, and a note if there is nothing."""
+    if not job.scoring.is_on:
+        return None, []
+    try:
+        return Scoring(job.scoring, references_of(job)), []
+    except BatchkitError as error:
+        return None, [f"References are not shown: {error}"]
+
+
+def _sample_notes(snapshot: Snapshot, entries: Table) -> Iterator[str]:
+    n_rows, n_failed = len(snapshot.newest), int((entries["kind"] > 0).sum())
+    if len(entries) < n_rows:
+        total = int((snapshot.entries["kind"][snapshot.newest] > 0).sum())
+        failed = f"all {total:,}" if n_failed == total else f"{n_failed:,} of {total:,}"
+        yield (
+            f"The list below holds {len(entries):,} of {n_rows:,} rows: {failed} failed ones and a"
+            " random sample of the others. Table and charts are over all rows."
+        )
+
+
+def _cut_notes(entries: Table, limit: int) -> Iterator[str]:
+    if (entries["letters"] > limit).any():
+        yield f"Answers longer than {limit:,} characters are cut in the middle."
+
+
+def _input_notes(job: JobConfig, problem: str | None) -> Iterator[str]:
+    if problem:
+        left = "only the kept fields are shown" if kept_fields(job) else "no fields are shown"
+        yield f"Where the input can't be read as it was, {left}: {masked_text(problem)}"
+
+
+def _picture_notes(pictures: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    missing = [picture["problem"] for picture in pictures if "problem" in picture]
+    if missing:
+        n = f"{len(missing):,} of {len(pictures):,}"
+        yield f"{n} images are not shown. The first: {cut_in_the_middle(missing[0], 500)}"
