@@ -2,8 +2,7 @@
 
     python benchmarks/view.py [--rows 1000000] [--quick]
 
-The server is a fresh process: once without its index of the log, then again with the one that the
-first has saved. Times are those of whole HTTP requests, until the answer is over the whole log: a page
+The server is a fresh process. Times are those of whole HTTP requests, until the answer is over the whole log: a page
 asks again while it is not. Memory is the largest resident set of the process.
 """
 
@@ -97,12 +96,6 @@ def main() -> None:
                 *queries(server, n),
                 Figure("largest resident set", server.peak_mib(), "MiB", 300, True),
             ]
-        with serving(log.parent) as server:
-            warm = server.rows()
-            figures.append(Figure("first page, index saved", warm.whole_s, "s", 1, True))
-            figures.append(
-                Figure("largest resident set, index saved", server.peak_mib(), "MiB", 300, True)
-            )
         write_scores(log)
         with serving(log.parent) as server:
             figures += [
@@ -110,7 +103,7 @@ def main() -> None:
                 seconds("filter by new score", lambda: server.rows(scorer="em", min=1), 2),
                 Figure("largest resident set, new scores", server.peak_mib(), "MiB", 300, True),
             ]
-        assert (cold.total, warm.total) == (n, n)
+        assert cold.total == n
     for figure in figures:
         wanted = "" if figure.wanted is None else f"≤ {figure.wanted:g}"
         print(

@@ -27,9 +27,9 @@ from batchkit.runs.inputs import InputRows
 from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring import Scoring, kept_fields
 from batchkit.scoring.metrics import ScoreTable
-from batchkit.storage.generations import Generations
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.metrics import read_metrics
+from batchkit.storage.newest import Generations
 from batchkit.storage.score_store import references_of
 
 REPORT = "report.html"

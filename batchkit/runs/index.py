@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -28,15 +27,13 @@ from batchkit.errors import StoreError
 from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
-from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import POOLED, failure_kind, record_in, whole_record
-from batchkit.storage.log import RESULTS, log_of
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import last_of_each
 from batchkit.storage.score_store import SCORES, score_lines
 from batchkit.types import Record
 
 _AT_ONCE = 2_000  # lines
-_KEPT = 4  # two are needed to compare runs
 
 Table = np.ndarray[Any, Any]
 
@@ -263,31 +260,6 @@ class Index:
             self._log_problem = None
         except (StoreError, OSError) as error:
             self._log_problem = str(error)
-
-
-class Indexes:
-    """The indexes of the runs that were looked at last."""
-
-    def __init__(self) -> None:
-        self._indexes: OrderedDict[Path, Index] = OrderedDict()
-        self._lock = threading.Lock()  # requests, in several threads
-
-    def of(self, folder: Path) -> Index:
-        """The index of the log that is in ``folder`` now.
-
-        Raises:
-            BatchkitError: the run can't be read.
-        """
-        group_by = job_of_run(folder).scoring.group_by
-        log_of(folder)
-        with self._lock:
-            index = self._indexes.pop(folder, None)
-            if index is None or not index.is_current(group_by):
-                index = Index(folder, group_by)
-            self._indexes[folder] = index
-            if len(self._indexes) > _KEPT:
-                self._indexes.popitem(last=False)
-            return index
 
 
 def hash_of(row_id: str) -> int:

@@ -35,16 +35,17 @@ def table_of(folder: Path, job: JobConfig | None = None) -> ScoreTable:
 
 def table_of_index(snapshot: Snapshot, group_by: str | None) -> ScoreTable:
     """The table of scores, from the index."""
-    rows, scores = snapshot.entries[snapshot.newest], snapshot.scores[snapshot.newest]
+    is_ok, scores = snapshot.entries["is_ok"][snapshot.newest], snapshot.scores[snapshot.newest]
     groups: dict[str, Group] = {}
     if group_by is not None:
-        order = np.argsort(rows["group"], kind="stable")
-        bounds = np.searchsorted(rows["group"][order], np.arange(len(snapshot.groups) + 1))
+        of_rows = snapshot.entries["group"][snapshot.newest]
+        order = np.argsort(of_rows, kind="stable")
+        bounds = np.searchsorted(of_rows[order], np.arange(len(snapshot.groups) + 1))
         for number, name in enumerate(snapshot.groups):
             places = order[bounds[number] : bounds[number + 1]]
             if len(places):
-                groups[name] = _group(rows[places], scores[places], snapshot.scorers)
-    overall = _group(rows, scores, snapshot.scorers)
+                groups[name] = _group(is_ok[places], scores[places], snapshot.scorers)
+    overall = _group(is_ok, scores, snapshot.scorers)
     return ScoreTable(dict(sorted(groups.items())), overall, in_order(snapshot.scorers))
 
 
@@ -56,8 +57,8 @@ def is_mixed(folder: Path) -> bool:
     return read_manifest(folder).scoring is None
 
 
-def _group(rows: Table, scores: Table, scorers: Sequence[str]) -> Group:
-    is_ok, has_score = rows["is_ok"], ~np.isnan(scores)
+def _group(is_ok: Table, scores: Table, scorers: Sequence[str]) -> Group:
+    has_score = ~np.isnan(scores)
     is_scored = is_ok & has_score.any(axis=1)
     found = Group(int(is_scored.sum()), int((is_ok & ~is_scored).sum()), int((~is_ok).sum()))
     for column, name in enumerate(scorers):

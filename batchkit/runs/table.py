@@ -60,12 +60,12 @@ def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
     import pyarrow as pa
 
     path, schema, vectors = folder / RESULTS, schema_of(layout), Vectors(folder)
-    scores = Scores(folder) if "prediction" in layout.columns else None
+    scores = Scores(folder)
     with closing(NewestLog(path)) as newest:
         for part in _parts(newest, layout.embedding):
             places = zip(newest.starts[part].tolist(), newest.ends[part].tolist(), strict=True)
             records = [sound_record(newest.view[start:end], path, start) for start, end in places]
-            for record in records if scores is not None else ():
+            for record in records:
                 line = scores.of(record.index, record.input_hash, record.finished_at)
                 if line is not None:
                     record.prediction, record.scores = line.prediction, line.scores
@@ -183,7 +183,7 @@ def _array(records: Sequence[Record], column: Column, kind: pa.DataType) -> pa.A
 
 
 def _as_text(value: Any) -> str | None:
-    return None if value is msgspec.UNSET else msgspec.json.encode(value).decode()
+    return None if value is msgspec.UNSET else orjson.dumps(value).decode()
 
 
 def _vectors(records: Sequence[Record], vectors: Vectors, kind: pa.DataType) -> pa.Array:

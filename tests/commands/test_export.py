@@ -159,11 +159,8 @@ def test_pandas_reads_parquet_and_csv_back_equal() -> None:
     run_of(*answers, replace(FAILED, index=99, id="last"), keep=["kind", "q"])
     export("job.toml", "--parquet", "--csv")
     table = pd.read_parquet(RUN / "results.parquet")
-    assert list(table.columns) == [*COLUMNS, "kind", "q"]
     assert table["text"][:-1].tolist() == table["kind"][:-1].tolist() == NASTY
     assert table["text"].isna().tolist() == [False] * len(NASTY) + [True]
-    assert table["prompt_tokens"].tolist()[:-1] == [3] * len(NASTY)
-
     as_text = pd.read_csv(RUN / "results.csv", dtype=str, keep_default_na=False)
     # CSV has one word for null and for the empty text.
     expected = table.astype(object).where(table.notna(), "")
@@ -171,9 +168,7 @@ def test_pandas_reads_parquet_and_csv_back_equal() -> None:
         assert as_text[column].tolist() == expected[column].tolist(), column
     for column in ("index", "attempt", "latency_s"):
         assert as_text[column].tolist() == [str(value) for value in table[column]], column
-    usual = pd.read_csv(RUN / "results.csv")
-    assert usual["index"].tolist() == table["index"].tolist()
-    assert usual["prompt_tokens"].tolist()[:-1] == [3] * len(NASTY)
+    assert pd.read_csv(RUN / "results.csv")["prompt_tokens"].tolist()[:-1] == [3] * len(NASTY)
 
 
 def test_run_without_a_record_exports_columns_and_no_row() -> None:

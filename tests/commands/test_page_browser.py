@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +34,6 @@ RESTART = "engine died (oom) with 3 rows in flight: <b>planted</b>"
 N = 121
 PAGE = 50
 SLOW = {"engine": {"options": {"latency_s": 0.1}}, "run": {"max_in_flight": 4}}  # 40 rows a second
-FAST_ENOUGH_S = 5.0
-SMALL_ENOUGH = 40 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -357,64 +353,12 @@ def test_a_page_fits_its_window_and_all_that_can_be_used_has_a_name(
 # ---- files alone
 
 
-def test_in_a_narrow_window_the_rows_come_before_the_charts(
-    visit: Open, places: Mapping[str, str]
-) -> None:
-    def tops(width: int, *parts: str) -> list[float]:
-        page = visit(places["file"], viewport={"width": width, "height": 800}).page
-        return [
-            page.locator(part).first.evaluate("one => one.getBoundingClientRect().top")
-            for part in parts
-        ]
-
-    narrow = tops(400, "h1", "#scores-table", "#rows", "#charts", ".about")
-    assert narrow == sorted(narrow)
-    wide = tops(1200, "#charts", "#rows")
-    assert wide == sorted(wide)
-
-
-def test_a_comparison_shows_its_difference_first_and_keeps_the_names_in_sight(
-    visit: Open, places: Mapping[str, str]
-) -> None:
-    page = visit(places["comparison"], viewport={"width": 400, "height": 800}).page
-    delta, name = page.locator(".delta").first, page.locator("tbody th").first
-
-    def is_inside(one: Any) -> bool:
-        box = one.bounding_box()
-        return bool(box["x"] >= 0 and box["x"] + box["width"] <= 400)
-
-    assert is_inside(delta)
-    page.locator(".wide").nth(1).evaluate("element => element.scrollLeft = 200")
-    assert is_inside(name)
-    assert not is_inside(delta)
+def test_a_comparison_as_a_file(visit: Open, places: Mapping[str, str]) -> None:
+    page = visit(places["comparison"]).page
     assert page.locator("h1").inner_text() == "better against tables"
     assert re.match(r"\+\d", page.locator(".all .delta.clear").first.inner_text())
     page.locator("summary").first.click()
     assert "q10" in page.locator(".ids").first.inner_text()
-
-
-def test_whole_benchmark_opens_at_once(visit: Open, tmp_path: Path) -> None:
-    """3,071 rows over 60 images, with answers as long as a model's."""
-    draw_tables(tmp_path / "image", 60, (540, 360))
-    reasoning = "Step: read the header, find the row, add the cells.\n" * 40
-    run = make_run(
-        tmp_path, rows(3071, 60), lambda _, row: f"{reasoning}[Final Answer]: {row['FinalAnswer']}"
-    )
-    path = report(run).path
-    assert path.stat().st_size < SMALL_ENOUGH
-    started = time.perf_counter()
-    opened = visit(path.as_uri())
-    opened.sees("#count", "^3,071 rows$")
-    loaded = time.perf_counter()
-    assert loaded - started < FAST_ENOUGH_S
-    opened.set(search="cell 3070 ")
-    opened.lists("q3070")
-    opened.set(order="index:desc")
-    opened.lists("q3070", "q3069")
-    assert len(opened.ids()) == PAGE, "only a page is in the document"
-    assert time.perf_counter() - loaded < FAST_ENOUGH_S
-    size_mb = path.stat().st_size / 1e6
-    print(json.dumps({"rows": 3071, "mb": round(size_mb, 1), "load_s": round(loaded - started, 2)}))
 
 
 # ---- a server alone

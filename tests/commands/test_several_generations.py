@@ -189,7 +189,7 @@ def test_batch_sizes_are_measured_with_the_first_step() -> None:
         "bench", "job.toml", "--batch-sizes", "4", "--rounds", "1", "--seconds", "1", "--json"
     )
     assert ended.exit_code == 0, ended.stderr
-    assert "measured is step 'draft', the first of 2" in ended.stderr
+    assert "measured is step 'draft', the first of 3" in ended.stderr
     assert ended.json["batch_sizes"][0]["rows_per_s"] > 0
 
 

@@ -293,30 +293,6 @@ def test_rows_that_share_an_id_side_by_side(tmp_path: Path) -> None:
         assert indexes == [[1, 1], [0, None]]
 
 
-def test_a_row_of_several_generations_has_its_steps(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "in.jsonl", [{"q": f"question {n}"} for n in range(30)])
-    (tmp_path / "job.toml").write_text("""
-name = "a"
-input.path = "in.jsonl"
-engine.kind = "dry-run"
-output.dir = "output"
-[[steps]]
-name = "draft"
-prompt.user = "Draft: {{ q }}"
-[[steps]]
-name = "final"
-prompt.user = "Better: {{ steps.draft.text }}"
-""")
-    assert own_process.batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
-    with viewing("job.toml", cwd=tmp_path) as view:
-        found = view.get("runs/a/rows/17")
-    assert [(step["index"], step["step"]) for step in found["steps"]] == [
-        (17, "draft"),
-        (17, "final"),
-    ]
-    assert found["prompt"]["messages"] == [{"role": "user", "content": "Draft: question 17"}]
-
-
 def test_a_row_that_brings_its_own_messages_and_images(tmp_path: Path) -> None:
     draw_tables(tmp_path / "image", 1)
     parts = [

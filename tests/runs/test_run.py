@@ -88,10 +88,11 @@ def test_rows_are_the_newest_records_in_the_order_of_the_input() -> None:
     assert [run.record(n) for n in range(20)] == rows
 
 
-@pytest.mark.parametrize("row", ["r20", 20, -1, 2**40, ""])
-def test_a_row_that_is_not_there(row: str | int) -> None:
-    with pytest.raises(KeyError):
-        make_run().record(row)
+def test_a_row_that_is_not_there() -> None:
+    run = make_run()
+    for row in ("r20", 20, -1, 2**40, ""):
+        with pytest.raises(KeyError):
+            run.record(row)
 
 
 def test_a_record_has_its_newest_scores_and_follows_the_log() -> None:

@@ -46,32 +46,20 @@ class HubServer:
             known = any(one["name"] == asked["name"] for one in self.created)
             self.created.append(asked)
             name = f"{self.owner}/{asked['name']}"
-            url = f"{self.url}/datasets/{name}"
-            return (
-                (409, {"error": "exists", "url": url})
-                if known
-                else (200, {"url": url, "name": name})
-            )
+            found = {"url": f"{self.url}/datasets/{name}", "name": name}
+            return (409, {"error": "exists", **found}) if known else (200, found)
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
         if "/preupload/" in path:
-            files = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith(".parquet") else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(body)["files"]
-            ]
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            modes = {path: "lfs" if path.endswith(".parquet") else "regular" for path in paths}
+            files = [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]
             return 200, {"files": files}
         if path.endswith("/info/lfs/objects/batch"):
-            objects = [
-                {
-                    **one,
-                    "actions": {"upload": {"href": f"{self.url}/put/{one['oid']}", "header": {}}},
-                }
-                for one in json.loads(body)["objects"]
-            ]
+            objects = json.loads(body)["objects"]
+            for one in objects:
+                upload = {"href": f"{self.url}/put/{one['oid']}", "header": {}}
+                one["actions"] = {"upload": upload}
             return 200, {"transfer": "basic", "objects": objects}
         if "/commit/" in path:
             self._commit([json.loads(line) for line in body.splitlines() if line])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -20,13 +21,14 @@ from batchkit.commands.view.runs import Runs, look_at
 from batchkit.config.masking import masked_text
 from batchkit.errors import MediaError
 from batchkit.runs.compare import compare, have_same_input
-from batchkit.runs.index import Index, Indexes, Snapshot, Table
+from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.log import log_of
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import read_metrics
 from batchkit.storage.plain_json import encoded
 
-_KEPT = 4  # runs whose figures are held, with the arrays that they are of
+_KEPT = 4  # runs whose index and figures are held; two are needed to compare
 _GROW_S = 0.5  # a request lets the index grow so long
 
 Asked = TypeVar("Asked", bound=Page)
@@ -36,7 +38,9 @@ class Api:
     """The handlers. Starlette calls them in threads."""
 
     def __init__(self, runs: Runs) -> None:
-        self._runs, self._indexes = runs, Indexes()
+        self._runs = runs
+        self._indexes: dict[Path, Index] = {}
+        self._lock = Lock()  # who looks for an index: requests, in several threads
         self._figures = lru_cache(_KEPT)(figures_of)  # of all rows, which takes time
         self._pairs = lru_cache(1)(pairs_of)
 
@@ -123,7 +127,14 @@ class Api:
         return index, entries
 
     def _grown(self, folder: Path) -> tuple[Index, Snapshot]:
-        index = self._indexes.of(folder)
+        group_by = job_of_run(folder).scoring.group_by
+        log_of(folder)  # says if it is missing, or being replaced
+        with self._lock:
+            index = self._indexes.get(folder)
+            if index is None or not index.is_current(group_by):
+                if len(self._indexes) >= _KEPT:
+                    self._indexes.clear()
+                index = self._indexes[folder] = Index(folder, group_by)
         return index, index.grow(_GROW_S)
 
     def _side(self, folder: Path) -> Side:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import os
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -83,7 +82,7 @@ class Pictures:
 
     def add(self, source: Any) -> int:
         """The number of the picture of ``source``, the same for an equal source."""
-        key = _key(source)
+        key = hashlib.sha256(repr(source).encode(errors="replace")).hexdigest()
         if key not in self._numbers:
             self._numbers[key] = len(self.found)
             name = shown(source)
@@ -101,17 +100,3 @@ class Pictures:
         self._room -= len(made.content)
         uri = "data:image/webp;base64," + base64.b64encode(made.content).decode()
         return {"src": uri, "w": made.width, "h": made.height}
-
-
-def _key(source: Any) -> str:
-    """Equal for equal sources."""
-    match source:
-        case str() | os.PathLike():
-            content = str(source).encode(errors="surrogatepass")
-        case bytes() | bytearray() | memoryview() as content:
-            pass
-        case {"bytes": bytes(content)}:
-            pass
-        case _:
-            content = repr(source).encode()
-    return hashlib.sha256(content).hexdigest()

@@ -78,8 +78,8 @@ def about(folder: Path) -> dict[str, Any]:
 
 def _notes(look: Look, snapshot: Snapshot, table: ScoreTable, *, is_on: bool) -> Iterator[str]:
     """What a reader of the scores needs to know."""
-    rows, overall = snapshot.entries[snapshot.newest], table.overall
-    n_cut, n_shortened = int(rows["is_cut"].sum()), int(rows["is_shortened"].sum())
+    rows, overall = snapshot.newest, table.overall
+    n_cut, n_shortened = (int(snapshot.entries[n][rows].sum()) for n in ("is_cut", "is_shortened"))
     if look.status.pending:
         yield f"{look.status.pending:,} rows have not been run yet: the scores are not final."
     if look.manifest.scoring is None:

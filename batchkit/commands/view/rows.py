@@ -25,6 +25,7 @@ _SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # by c
 _LISTED = ("index", "id", "status", "prediction", "scores", "usage", "latency_s", "attempt")
 _MOST_TEXT, _LONGEST_QUESTION = 500, 1_000
 _SEARCHES = 6  # that are kept
+_AT_ONCE = 1_000  # lines that are searched
 _AS_WRITTEN = re.compile(r"[ !#-\[\]-~]+")  # ASCII that no JSON writer has to escape
 
 
@@ -181,11 +182,16 @@ def _has_words(index: Index, snapshot: Snapshot, words: str) -> Table:
     # Lines without it are not parsed. As bytes of the log, it is the same in lower case.
     plain = max(_AS_WRITTEN.findall(words), key=len, default="").encode()
     found = np.zeros(len(snapshot.entries), bool)
-    starts, lengths = (snapshot.entries[name].tolist() for name in ("start", "length"))
-    for number in snapshot.newest.tolist():
-        line = index.raw(starts[number], lengths[number])
-        if plain in line.lower():
-            found[number] = any(words in text.lower() for text in _texts(orjson.loads(line)))
+    starts = snapshot.entries["start"].tolist()
+    ends = (snapshot.entries["start"] + snapshot.entries["length"]).tolist()
+    for first in range(0, len(starts), _AT_ONCE):
+        numbers = range(first, min(first + _AT_ONCE, len(starts)))
+        start = starts[first]
+        block = index.raw(start, ends[numbers[-1]] - start)
+        for number in numbers if plain in block.lower() else ():
+            line = block[starts[number] - start : ends[number] - start]
+            if plain in line.lower():
+                found[number] = any(words in text.lower() for text in _texts(orjson.loads(line)))
     return found
 
 

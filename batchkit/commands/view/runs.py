@@ -17,6 +17,7 @@ from batchkit.storage.manifest import Manifest, StartNote, read_manifest
 from batchkit.storage.runfolder import LOCK, MANIFEST, held_by, is_run
 
 _MOST_LOOKS = 1_000
+_COUNTS = ("name", "total", "ok", "failed", "pending")
 _FINISHED = (0, 3)  # exit codes: all rows are settled
 
 
@@ -41,14 +42,10 @@ class Look(NamedTuple):
 
     def summary(self) -> dict[str, Any]:
         """What the list of runs shows."""
-        now, manifest = self.status, self.manifest
+        manifest = self.manifest
         return {
-            "name": now.name,
+            **{name: getattr(self.status, name) for name in _COUNTS},
             "state": self.state,
-            "total": now.total,
-            "ok": now.ok,
-            "failed": now.failed,
-            "pending": now.pending,
             "started_at": manifest.starts[-1].started_at if manifest.starts else None,
             "model": manifest.model.name,
             "kind": manifest.identity.get("engine.kind"),
