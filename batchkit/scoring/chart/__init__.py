@@ -27,10 +27,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from batchkit.scoring.chart.answer import TABLE_NAME, chart_code, with_table
 from batchkit.scoring.chart.sandbox import (
-    DEFAULT_LIMITS,
     Run,
     Sandbox,
-    SandboxLimits,
     check_sandbox,
 )
 from batchkit.scoring.overlap import Mode
@@ -67,7 +65,6 @@ def score_charts(
     *,
     mode: Mode,
     workers: int | None = None,
-    limits: SandboxLimits = DEFAULT_LIMITS,
 ) -> Iterator[ChartScore]:
     """The scores in the order of ``charts``, which is read only a little ahead.
 
@@ -77,12 +74,10 @@ def score_charts(
         SandboxError: at once, before any code runs, if code can't be confined here.
     """
     check_sandbox()
-    return _scores(charts, mode, workers or len(os.sched_getaffinity(0)), limits)
+    return _scores(charts, mode, workers or len(os.sched_getaffinity(0)))
 
 
-def score_chart(
-    chart: Chart, sandbox: Sandbox, mode: Mode, limits: SandboxLimits = DEFAULT_LIMITS
-) -> ChartScore:
+def score_chart(chart: Chart, sandbox: Sandbox, mode: Mode) -> ChartScore:
     """Run one chart in ``sandbox``, which no chart can harm.
 
     Raises:
@@ -99,7 +94,7 @@ def score_chart(
         code = with_table(code, mode)
     missing = chart.table is not None and not chart.table.is_file()
     table = None if chart.table is None or missing else str(chart.table.resolve())
-    outcome = sandbox.run(Run(code, chart.chart_type, mode, table, limits))
+    outcome = sandbox.run(Run(code, chart.chart_type, mode, table))
     if outcome.problem is not None:
         problem = outcome.problem
         if missing and "FileNotFoundError" in problem and TABLE_NAME in problem:
@@ -116,15 +111,13 @@ def score_chart(
     return ChartScore(True, False, first, "the y values differ from the reference")
 
 
-def _scores(
-    charts: Iterable[Chart], mode: Mode, workers: int, limits: SandboxLimits
-) -> Iterator[ChartScore]:
+def _scores(charts: Iterable[Chart], mode: Mode, workers: int) -> Iterator[ChartScore]:
     sandbox = Sandbox()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="chart")
     running: deque[Future[ChartScore]] = deque()
     try:
         for chart in charts:
-            running.append(pool.submit(score_chart, chart, sandbox, mode, limits))
+            running.append(pool.submit(score_chart, chart, sandbox, mode))
             if len(running) >= workers * _AHEAD:
                 yield running.popleft().result()
         while running:

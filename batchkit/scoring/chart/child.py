@@ -25,10 +25,12 @@ from typing import Any
 from batchkit.isolation.confine import confine
 from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH, fixed
 from batchkit.scoring.chart.readings import fixed_readings, official_reading
-from batchkit.scoring.chart.sandbox import CONFINED, MAX_Y_CHARS, SCRATCH, Run, SandboxLimits
+from batchkit.scoring.chart.sandbox import CONFINED, MAX_Y_CHARS, SCRATCH, Run
 
 _PROBLEM_CHARS = 1000
 _RESULT_FD = 3
+_MEMORY_BYTES = 2**30  # address space, on top of the interpreter's with its libraries
+_FILE_BYTES = 2**24
 
 
 def prepare() -> None:
@@ -53,13 +55,13 @@ def main(connection: Connection) -> None:
 
     CONFINED is sent before the code starts: it can't take that back.
     """
-    home, fields = json.loads(connection.recv_bytes())
-    run = Run(**{**fields, "limits": SandboxLimits(*fields["limits"])})
+    home, timeout_s, fields = json.loads(connection.recv_bytes())
+    run = Run(*fields)
     returncode = 1
     try:
         try:
             _leave_the_server(connection.fileno(), Path(home) / SCRATCH)
-            _limit(run.limits)
+            _limit(int(timeout_s) + 2)
             confine(readable=Path(home), writable=Path(home) / SCRATCH)
         except BaseException as error:
             _send(f"{type(error).__name__}: {error}")
@@ -88,15 +90,14 @@ def _leave_the_server(result: int, scratch: Path) -> None:
     tempfile.tempdir = None  # found again from TMPDIR
 
 
-def _limit(limits: SandboxLimits) -> None:
+def _limit(cpu_s: int) -> None:
     # If the machine runs out of memory, the kernel kills this process first, and not the run.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    cpu_s = int(limits.timeout_s) + 2
     for kind, value in (
-        (resource.RLIMIT_AS, pages * resource.getpagesize() + limits.memory_bytes),
-        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, _FILE_BYTES),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),

@@ -33,25 +33,13 @@ MAX_RESULT_BYTES = 2**20  # two readings of MAX_Y_CHARS, each escaped, and an er
 _HANDLER = "batchkit.scoring.chart.child"
 _LIBRARIES = ("pandas", "numpy", "matplotlib", "openpyxl")
 _TICK_S = 0.05
-_MAX_FILES = 500
+_MAX_FILES, _FOLDER_BYTES = 500, 2**26  # checked 20 times a second
 _READ_BYTES = 2**16
 _MAX_PROBLEM_CHARS = 300
 
 
 class SandboxError(JobError):
     """Code that a model wrote can't be confined here, so it is not run."""
-
-
-class SandboxLimits(NamedTuple):
-    """Limits of one chart. It can't start processes, and threads only within its memory."""
-
-    timeout_s: float = 20.0
-    memory_bytes: int = 2**30  # address space, on top of the interpreter's with its libraries
-    file_bytes: int = 2**24
-    folder_bytes: int = 2**26  # of all files; checked 20 times a second
-
-
-DEFAULT_LIMITS = SandboxLimits()
 
 
 class Run(NamedTuple):
@@ -62,7 +50,6 @@ class Run(NamedTuple):
     chart_type: str = ""
     mode: Mode = "fixed"
     table: str | None = None
-    limits: SandboxLimits = DEFAULT_LIMITS
 
 
 class Outcome(NamedTuple):
@@ -95,9 +82,11 @@ def check_sandbox() -> None:
 
 
 class Sandbox:
-    """Starts with the first run. Any thread may run charts in it, or close it."""
+    """Starts with the first run. Any thread may run charts in it, or close it. A chart can't start
+    processes, and threads only within its memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        self._timeout_s = timeout_s
         self._server: Server | None = None
         self._is_closed = False
         self._starting = threading.Lock()  # held by the thread that starts a server
@@ -110,7 +99,7 @@ class Sandbox:
         """
         for _ in range(2):
             with contextlib.suppress(Gone):
-                return _outcome(self._ended(run, self._started()), run.limits.timeout_s)
+                return _outcome(self._ended(run, self._started()), self._timeout_s)
         return Outcome([], "the sandbox's own process died or hung under it, twice")
 
     def close(self) -> None:
@@ -150,8 +139,8 @@ class Sandbox:
                     shutil.copyfile(run.table, home / TABLE_NAME)
             child = server.fork()
             try:
-                child.connection.send_bytes(json.dumps([str(home), run._asdict()]).encode())
-                return self._watched(child, home / SCRATCH, run.limits)
+                child.connection.send_bytes(json.dumps([str(home), self._timeout_s, run]).encode())
+                return self._watched(child, home / SCRATCH)
             except OSError as error:
                 raise Gone(None) from error
             finally:
@@ -159,9 +148,9 @@ class Sandbox:
         finally:
             shutil.rmtree(home, ignore_errors=True)
 
-    def _watched(self, child: Child, scratch: Path, limits: SandboxLimits) -> _Ended:
+    def _watched(self, child: Child, scratch: Path) -> _Ended:
         """Wait until the process ends or exceeds a limit."""
-        deadline = time.monotonic() + limits.timeout_s
+        deadline = time.monotonic() + self._timeout_s
         written, is_open, excess = bytearray(), True, None
         while excess is None and (is_open or not child.has_ended(_TICK_S)):
             if self._is_closed:
@@ -172,26 +161,25 @@ class Sandbox:
                     read = os.read(child.connection.fileno(), _READ_BYTES)
                 is_open = bool(read)
                 written += read
-            excess = _excess(written, scratch, limits, deadline)
+            if time.monotonic() > deadline:
+                excess = f"took longer than {self._timeout_s:g} s"
+            else:
+                excess = _excess(written, scratch)
         if excess is None and child.returncode is None:
             raise Gone(None)
         text = written[:MAX_RESULT_BYTES].decode(errors="replace")
         return _Ended(excess, child.returncode or 0, text)
 
 
-def _excess(
-    written: bytearray, scratch: Path, limits: SandboxLimits, deadline: float
-) -> str | None:
+def _excess(written: bytearray, scratch: Path) -> str | None:
     """The limit that a chart is over, for people."""
     if len(written) > MAX_RESULT_BYTES:
         return f"wrote more than {MAX_RESULT_BYTES} bytes where its result belongs"
-    if time.monotonic() > deadline:
-        return f"took longer than {limits.timeout_s:g} s"
     # Flat: folders can't be created in it. Complete: files can't be removed from it.
     with os.scandir(scratch) as entries:
         sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries]
-    if sum(sizes) > limits.folder_bytes or len(sizes) > _MAX_FILES:
-        return f"wrote more than {limits.folder_bytes} bytes or {_MAX_FILES} files"
+    if sum(sizes) > _FOLDER_BYTES or len(sizes) > _MAX_FILES:
+        return f"wrote more than {_FOLDER_BYTES} bytes or {_MAX_FILES} files"
     return None
 
 
