@@ -177,18 +177,13 @@ def engine_identity(job: JobConfig) -> dict[str, Any]:
 
     Without ``hub_commits``: loading a model may fetch a newer one.
     """
-    return {k: v for k, v in of_engine(identity(job)).items() if not is_learned(k)}
+    found = {k: v for k, v in identity(job).items() if k.startswith(("engine.", "engines."))}
+    return {k: v for k, v in found.items() if v is not None and not is_learned(k)}
 
 
 def is_learned(key: str) -> bool:
     """Whether a key of an identity is known only once an engine is loaded, or has answered."""
     return home_of(key) in _LEARNED
-
-
-def of_engine(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an identity that is about the engine, and about those that have names."""
-    is_of_one = ("engine.", "engines.")
-    return {k: v for k, v in found.items() if k.startswith(is_of_one) and v is not None}
 
 
 def names_same_model(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -33,12 +33,9 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
-from tests.support.forks import Fork
 from tests.support.merges import MERGED, SCORING, files, merge, reported, rewrite, run_shards
-from tests.support.own_process import batchkit as in_a_process
 from tests.support.own_process import begin
 from tests.support.paths import ROOT
-from tests.support.small_vllm import SMALL
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -376,24 +373,3 @@ def test_more_runs_than_a_process_may_open_files_at_first() -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, check=True)
     assert json.loads(done.stdout)["ok"] == 60
-
-
-# Real vLLM
-
-
-@pytest.mark.timeout(280)
-def test_shards_answer_what_one_run_answers(demo_model: Path, tmp_path: Path) -> None:
-    """Greedy, float32: the company that a row keeps in a batch changes nothing."""
-    options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
-    write_rows([{"key": f"k{n}", "q": f"tell me about tea, {n} times"} for n in range(24)])
-    write_job(
-        input={"id": "key"},
-        engine={"kind": "vllm", "model": str(demo_model), "options": options},
-        sampling={"max_tokens": 12},
-    )
-    for flags in ([], ["--shard", "0/2"], ["--shard", "1/2"]):
-        done = in_a_process("run", "job.toml", *flags, cwd=tmp_path, start=Fork)
-        assert done.returncode == 0, done.stderr
-    assert reported(merge(shard(0, 2), shard(1, 2)), "exit", "ok") == (0, 24)
-    assert exported("output/a", "jsonl") == exported(MERGED, "jsonl")
-    assert len({record["text"] for record in records(MERGED / "results.jsonl")}) > 12
