@@ -19,7 +19,6 @@ from typing import Any
 from batchkit.errors import EngineError
 from batchkit.isolation.server import FAILED, READY, START_S
 
-STARTS = 3
 _END_S = 5.0
 _MOST_SAID = 2**13
 _FOLDER = "batchkit-isolation-"
@@ -58,23 +57,20 @@ def ask(handler: str, task: str, question: bytes, timeout_s: float) -> tuple[str
 def server_of(handler: str, task: str) -> Server:
     """The fork server for ``handler``, started on first use. It ends when nobody holds it.
 
-    The kernel may kill it at any time, also during its start.
-
     Raises:
         EngineError: none can be started; ``task`` says what it was for.
     """
     with _starting:
         found = _servers.get(handler)
-        if found is not None and found.is_alive:
-            return found
-        for _ in range(STARTS):
-            with contextlib.suppress(Gone):
-                _servers[handler] = server = Server(handler, task)
-                return server
-    raise EngineError(
-        f"the process for {task} died {STARTS} times as it started: is memory or the number of"
-        f" processes limited? `python -c 'import {handler}'` shows its error"
-    )
+        if found is None or not found.is_alive:
+            try:
+                found = _servers[handler] = Server(handler, task)
+            except Gone:
+                raise EngineError(
+                    f"the process for {task} died as it started: is memory or the number of processes"
+                    f" limited? `python -c 'import {handler}'` shows its error"
+                ) from None
+        return found
 
 
 class Server:
@@ -120,8 +116,11 @@ class Server:
             except OSError as error:
                 raise Gone(None) from error
         child = Child(self, Connection(ours.detach()), life)
-        if (problem := child.await_start()) is not None:
-            raise self._not_started(problem)
+        said = life.recv(_MOST_SAID)
+        if said.startswith(FAILED):
+            raise self._not_started(said.removeprefix(FAILED).decode())
+        if not said.startswith(READY):
+            raise Gone(int(said) if said else None)
         return child
 
     def _await_start(self) -> None:
@@ -186,15 +185,6 @@ class Child:
             self._has_ended = True
             self.returncode = int(code) if code else None
         return True
-
-    def await_start(self) -> str | None:
-        """Why there is no process; None if there is one. Raises Gone if it ended at once."""
-        said = self._life.recv(_MOST_SAID)
-        if said.startswith(FAILED):
-            return said.removeprefix(FAILED).decode()
-        if not said.startswith(READY):
-            raise Gone(int(said) if said else None)
-        return None
 
     def end(self) -> None:
         """Its server kills it: nothing more comes over its life from here."""
