@@ -74,26 +74,44 @@ def test_generations_move_with_their_rows() -> None:
     assert len(read_jsonl(RUN / f"{STEPS}.before-1")) == 18
 
 
-@pytest.mark.parametrize("left", [18, 9], ids=["finished", "killed before"])
 @pytest.mark.parametrize("moved", [False, True], ids=["", "rows moved"])
-def test_a_changed_step_asks_only_for_what_follows_from_the_change(left: int, moved: bool) -> None:
+@pytest.mark.parametrize(
+    ("solve", "changed", "left", "kept", "again"),
+    [
+        (None, {"steps": REVISED}, 18, 18, {"Better": 6}),
+        (None, {"steps": REVISED}, 9, 9, {"Better": 6, "Judge": 3}),
+        (SOLVE, {}, 30, 30, {"Check": 6}),
+        # Another model would not give them.
+        (None, {"steps": REVISED, "sampling": {"temperature": 0.5}}, 18, 0, {"Answer": 6, "Judge": 6, "Better": 6}),
+    ],
+    ids=["last step", "last step of a killed run", "function", "sampling"],
+)  # fmt: skip
+def test_a_changed_job_asks_only_for_what_follows_from_the_change(
+    solve: str | None,
+    changed: dict[str, Any],
+    left: int,
+    kept: int,
+    again: dict[str, int],
+    moved: bool,
+) -> None:
+    tables = BY_KEY | ONE_AT_A_TIME
     with serving(lambda text, body: f"<{text}>") as server:
-        write(None, ROWS, server, steps=THREE, **BY_KEY, **ONE_AT_A_TIME)
+        write(solve, ROWS, server, **tables, **({} if solve else {"steps": THREE}))
         run()
         cut_back(RUN, left)
         asked(server)
         rows = [*reversed(ROWS)] if moved else ROWS
-        write(None, rows, server, steps=REVISED, **BY_KEY, **ONE_AT_A_TIME)
+        write(solve and solve.replace("twice", "three times"), rows, server, **tables, **changed)
+        assert run().exit_code == 2
         found = run("--on-change", "requeue")
         assert found.exit_code == 0, found.stderr
-        assert f"{left} of their generations answer what is asked again" in found.stderr
-        n_judged = min(6, left - 6)
-        assert asked(server) == {"Better": 6} | ({"Judge": 3} if n_judged < 6 else {})
-    assert [record["text"] for record in records()] == [
-        f"<Better: <Judge <Answer: {row['q']}>>>" for row in rows
-    ]
-    assert is_sound()
-    assert verify()["generations"] == left + 6 + (6 - n_judged)
+        words = f"{kept} of their generations answer what is asked again"
+        assert (words in found.stderr) == (kept > 0)
+        assert asked(server) == again
+    assert len(records()) == N_ROWS
+    assert all(row["q"] in record["text"] for row, record in zip(rows, records(), strict=True))
+    assert (verify()["generations"], is_sound()) == (kept + sum(again.values()), True)
+    assert len(read_jsonl(RUN / f"{STEPS}.before-1")) == left
 
 
 def test_a_killed_run_goes_on_after_a_change() -> None:
@@ -109,32 +127,6 @@ def test_a_killed_run_goes_on_after_a_change() -> None:
         assert asked(server) == {"Better": 3}
     assert len(records()) == N_ROWS
     assert is_sound()
-
-
-def test_a_changed_function_asks_only_for_what_it_asks_otherwise() -> None:
-    with serving(lambda text, body: f"<{text}>") as server:
-        write(SOLVE, ROWS, server)
-        run()
-        asked(server)
-        write(SOLVE.replace("twice", "three times"), ROWS, server)
-        assert run().exit_code == 2
-        assert run("--on-change", "requeue").exit_code == 0
-        assert asked(server) == {"Check": N_ROWS}
-    assert len(records()) == N_ROWS
-    assert (verify()["generations"], is_sound()) == (N_ROWS * 6, True)
-
-
-def test_generations_that_another_model_would_not_give_are_dropped() -> None:
-    with serving(lambda text, body: f"<{text}>") as server:
-        write(None, ROWS, server, steps=THREE)
-        run()
-        asked(server)
-        write(None, ROWS, server, steps=REVISED, sampling={"temperature": 0.5})
-        found = run("--on-change", "requeue")
-        assert "of their generations" not in found.stderr
-        assert asked(server) == {"Answer": 6, "Judge": 6, "Better": 6}
-    assert (verify()["generations"], is_sound()) == (18, True)
-    assert len(read_jsonl(RUN / f"{STEPS}.before-1")) == 18
 
 
 def test_another_selection_chooses_again_among_the_same_answers() -> None:
