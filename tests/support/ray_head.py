@@ -67,7 +67,7 @@ def start_head() -> Iterator[RayHead]:
     from ray.cluster_utils import Cluster
 
     with (
-        tempfile.TemporaryDirectory(prefix="b", dir="/tmp") as folder,
+        tempfile.TemporaryDirectory(prefix="b", dir="/tmp", ignore_cleanup_errors=True) as folder,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
         pytest.MonkeyPatch.context() as environment,
     ):
@@ -76,6 +76,7 @@ def start_head() -> Iterator[RayHead]:
         threading.Thread(target=_relay, args=(listening,), daemon=True).start()
         # Workers have the environment of their node.
         environment.setenv("PYTHONPATH", str(ROOT))
+        environment.setenv("RAY_TMPDIR", folder)  # a short path: its sockets have long names
         environment.setenv(_FORKS, path)
         environment.setenv("__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR", f"{__name__}.fork_engines")
         environment.setenv("RAY_health_check_period_ms", "500")
