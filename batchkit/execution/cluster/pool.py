@@ -78,7 +78,7 @@ class RayPool:
             raise self._broken
         if self._tasks.broken and self._leases.are_settled:  # rows in flight are paid for
             self._tasks.get(timeout_s=0)
-        for worker in self._at_work():
+        for worker in self._leases.workers.values():
             life, tasks = worker.life, list[Task]()
             if life.call is not None:
                 continue
@@ -93,6 +93,9 @@ class RayPool:
 
     def poll(self) -> list[Returned]:
         """The records of all workers whose calls have returned."""
+        import ray
+        from ray.exceptions import RayError
+
         workers = {one.life.call: one for one in self._workers if one.life.call is not None}
         lines: list[Returned] = []
         if not workers:
@@ -102,8 +105,11 @@ class RayPool:
         if came and (pending := [call for call in workers if call not in came]):
             came += _wait(pending, len(pending), 0)
         for call in came:
-            workers[call].life.call = None
-            lines += self._received(workers[call], call)
+            (worker := workers[call]).life.call = None
+            try:
+                lines += self._take_in(worker, ray.get(call))
+            except RayError as error:
+                lines += self._bury(worker, error)
         self._watch()
         return lines
 
@@ -119,7 +125,7 @@ class RayPool:
 
     @property
     def load(self) -> Load:
-        at_work = sum((worker.life.load for worker in self._at_work()), Load())
+        at_work = sum((worker.life.load for worker in self._leases.workers.values()), Load())
         return at_work._replace(retried=sum(worker.retried for worker in self._workers))
 
     def workers(self) -> list[WorkerState]:
@@ -160,10 +166,6 @@ class RayPool:
         for life in lives:
             ray.kill(life.actor)
 
-    def _at_work(self) -> list[RayWorker]:
-        """The workers that are not given up."""
-        return [*self._leases.workers.values()]
-
     def _next_task(self) -> Task | None:
         """None if there is none now."""
         return None if self._tasks.broken else self._tasks.get(timeout_s=0)
@@ -174,15 +176,6 @@ class RayPool:
             return 0
         left = self._due.left
         return None if left is None else max(1, left - self._leases.n_held)
-
-    def _received(self, worker: RayWorker, call: Any) -> list[Returned]:
-        import ray
-        from ray.exceptions import RayError
-
-        try:
-            return self._take_in(worker, ray.get(call))
-        except RayError as error:
-            return self._bury(worker, error)
 
     def _take_in(self, worker: RayWorker, report: Report) -> list[Returned]:
         for event in report.events:
@@ -287,7 +280,7 @@ class RayPool:
         import ray
 
         now, stall_s = time.monotonic(), self._start.job.run.stall_timeout_s
-        for worker in self._at_work():
+        for worker in self._leases.workers.values():
             life = worker.life
             if life.place is None and now - life.began_at >= PLACE_S and not life.is_said_to_wait:
                 life.is_said_to_wait = True
