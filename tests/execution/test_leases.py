@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from batchkit.execution.cluster.leases import MOST_TO_END_A_GROUP, Leases
-from batchkit.execution.cluster.ray_worker import RayWorker
+from batchkit.execution.cluster.leases import MOST_TO_END_A_GROUP, Leases, RayWorker
 from batchkit.types import Row, Task
 
 

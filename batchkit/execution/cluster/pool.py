@@ -14,8 +14,7 @@ from typing import Any
 
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, Report, WorkerFailure
-from batchkit.execution.cluster.leases import Leases
-from batchkit.execution.cluster.ray_worker import RayWorker
+from batchkit.execution.cluster.leases import Leases, RayWorker
 from batchkit.execution.cluster.session import cause_of, needs, session
 from batchkit.execution.events import EngineHistory, EngineLine, Found, Line, Load
 from batchkit.execution.lane import POLL_S, Opening
