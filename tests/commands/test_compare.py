@@ -13,7 +13,7 @@ import pytest
 from batchkit.commands.report import write_comparison
 from batchkit.errors import JobError, StoreError
 from batchkit.runs.compare import bootstrap_interval, compare
-from tests.support.made_runs import failure, make_run, rows
+from tests.support.made_runs import GROUPS, failure, make_run, rows
 from tests.support.pages import data_in
 
 N = 60
@@ -97,6 +97,17 @@ def test_rows_that_share_an_id(case: str, tmp_path: Path) -> None:
     (em,) = [d for d in found.deltas if d.scorer == "em" and d.group is None]
     assert (em.better, em.worse) == ((0, 0) if case == "a filter" else (1, 0))
     assert found.only_in_baseline == {"b": 1}
+
+
+def test_rows_are_grouped_by_a_field_that_a_run_did_not_keep(tmp_path: Path) -> None:
+    table, answer = rows(9, 1), right_from(3)
+    first = make_run(tmp_path / "1", table, answer, name="a", prompt=NO_IMAGES)
+    tables: dict[str, Any] = {"output": {"keep": []}, "scoring": {"group_by": ""}}
+    second = make_run(tmp_path / "2", table, answer, name="b", prompt=NO_IMAGES, **tables)
+    found = compare([first, second])
+    assert found.tables[0].to_json()["metrics"] == found.tables[1].to_json()["metrics"]
+    assert [*found.tables[1].groups] == [*GROUPS]
+    assert "b: grouped by QuestionType here, as a is" in found.warnings
 
 
 def test_what_decides_the_answers_is_warned_of(runs: list[Path]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchkit.runs.layout import Layout
-from batchkit.runs.table import read_batches, schema_of
-from batchkit.storage.checkpoint import check_log
+from batchkit.runs.table import schema_of
 from batchkit.storage.log import read_lines
-from batchkit.storage.newest import NewestLog
 from batchkit.storage.score_store import SCORES
 from batchkit.types import Record
 from tests.support.command_line import batchkit
@@ -221,32 +218,10 @@ def test_damaged_record_is_reported_with_its_place(old: bytes, new: bytes) -> No
     assert not list(Path().glob("*out.parquet*"))
 
 
-def outcome(of: Callable[[], pa.Table]) -> pa.Table | str:
-    try:
-        return of()
-    except Exception as error:
-        return type(error).__name__
-
-
-def test_a_line_with_a_changed_byte_is_exported_as_it_is_read_or_refused() -> None:
-    rng = random.Random(2)
-    layout = Layout.of(RUN)
-    for _ in range(400):
-        lines = [line(OK | {"index": n}) for n in range(3)]
-        place = rng.randrange(len(lines[1]) - 1)
-        byte = rng.choice(b'"\\{}[],:0123456789eE+-.ntx \xc3\xa9')
-        lines[1] = lines[1][:place] + bytes([byte]) + lines[1][place + rng.randrange(2) :]
-        LOG.write_bytes(b"".join(lines))
-        slow = outcome(lambda: check_log(RUN) or expected_table(RUN))
-        fast = outcome(lambda: check_log(RUN) or pa.concat_tables(read_batches(RUN, layout)))
-        assert type(fast) is type(slow), str(lines[1])
-        assert fast == slow if isinstance(slow, str) else fast.equals(slow), lines[1]
-
-
 # Scores
 
 
-def scored_run() -> None:
+def test_later_scores_lie_over_those_of_the_records() -> None:
     make_run(scoring=SCORING)
     LOG.write_bytes(
         b"".join(
@@ -258,11 +233,6 @@ def scored_run() -> None:
         + line(OK | {"index": 1202, "scores": None})
         + line(OK | {"index": 1203, "scores": {"other": 1.0}})
     )
-
-
-def test_later_scores_lie_over_those_of_the_records() -> None:
-    scored_run()
-    (RUN / SCORES).unlink(missing_ok=True)
     found = assert_same()
     assert found["scores.numeric"].to_pylist()[:4] == [1.0, 0.0, None, 0.5]
     assert found["prediction"].to_pylist()[:4] == ["3", "4", None, "é"]
@@ -276,18 +246,3 @@ def test_later_scores_lie_over_those_of_the_records() -> None:
     found = assert_same()
     assert found["scores.numeric"].to_pylist()[:4] == [1.0, 0.75, None, 0.5]
     assert found["prediction"].to_pylist()[:4] == ["3", "late", None, "é"]
-
-
-# Which record is the newest
-
-
-def test_newest_records_are_found_across_blocks() -> None:
-    rng = random.Random(3)
-    with LOG.open("wb") as log:
-        for _ in range(5_000):
-            record = OK | {"index": rng.choice([7, rng.randrange(10 ** rng.randrange(1, 9))])}
-            log.write(line(record | {"text": "x" * rng.choice([0, 10, 3_000])}))
-            if rng.random() < 0.001:
-                log.write(rng.choice([b"\n", b"{}\n", b'{"index":7,"id":\n', b"\0\0\n"]))
-    newest = {r.index: offset for offset, *_, r in read_lines(LOG) if r is not None}
-    assert NewestLog(LOG).starts.tolist() == [newest[index] for index in sorted(newest)]

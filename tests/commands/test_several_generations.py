@@ -182,37 +182,16 @@ def test_parity_refuses_rows_with_several_answers(tables: dict[str, Any], messag
     assert message in ended.stderr
 
 
-def test_batch_sizes_are_measured_with_the_first_step() -> None:
+def test_batch_sizes_are_measured_with_all_steps_of_one_engine() -> None:
     write_rows(60)
-    write_job(steps=STEPS)
-    ended = batchkit(
-        "bench", "job.toml", "--batch-sizes", "4", "--rounds", "1", "--seconds", "1", "--json"
-    )
+    write_job(steps=[STEPS[0], STEPS[2]])
+    options = ("--batch-sizes", "4", "--rounds", "1", "--seconds", "1", "--json")
+    ended = batchkit("bench", "job.toml", *options)
     assert ended.exit_code == 0, ended.stderr
-    assert "measured is step 'draft', the first of 3" in ended.stderr
     assert ended.json["batch_sizes"][0]["rows_per_s"] > 0
-
-
-@pytest.mark.parametrize("command", [["bench", "--batch-sizes", "4"], ["find-bs"]], ids=str)
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ({"rollout": {"function": "solve.py:solve"}}, "[rollout]: what its function asks for"),
-        (
-            {
-                "steps": [{**STEPS[0], "engine": "small"}],
-                "engines": {"small": {"kind": "dry-run"}},
-            },
-            "steps.draft.engine: the first step runs on [engines.small]",
-        ),
-    ],
-    ids=["rollout", "engine"],
-)
-def test_what_can_not_be_measured_is_said(
-    command: list[str], tables: dict[str, Any], message: str
-) -> None:
-    write_rows(2)
-    write_job(**tables)
-    ended = batchkit(command[0], "job.toml", *command[1:])
-    assert ended.exit_code == 2
-    assert message in ended.stderr
+    two = [{**STEPS[0], "engine": "small"}, STEPS[2]]
+    write_job(steps=two, engines={"small": {"kind": "dry-run"}})
+    for command in (["bench", "--batch-sizes", "4"], ["find-bs"]):
+        ended = batchkit(command[0], "job.toml", *command[1:])
+        assert ended.exit_code == 2
+        assert "[engines]: a batch size is measured for one engine" in ended.stderr
