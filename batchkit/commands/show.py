@@ -13,8 +13,9 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import JobError, MediaError
 from batchkit.rendering.media import load_image, shown
-from batchkit.rendering.messages import as_text, short
+from batchkit.rendering.messages import as_text
 from batchkit.runs.inputs import InputRows, Prompt
+from batchkit.sources import reader
 from batchkit.storage.answers import answers_in_words, call_in_words, choice_in_words
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run, without_masked
@@ -80,7 +81,9 @@ class ShownRow(NamedTuple):
         if self.prompt is not None:
             yield cut_in_the_middle(self.prompt, _MOST_SHOWN)
         else:
-            yield from (f"{name} = {short(value)}" for name, value in self.fields.items())
+            yield from (
+                f"{name} = {reader.shown(value, 80)}" for name, value in self.fields.items()
+            )
         yield from self._step_lines()
         if error := record.get("error"):
             yield from _reasoning_line(record)

@@ -16,7 +16,7 @@ import orjson
 
 from batchkit.config.tables import RetryTable
 from batchkit.errors import RequestError, WrongTaskError
-from batchkit.rendering.messages import short
+from batchkit.sources.reader import shown
 
 # Keys that are no sampling parameters, or do not change the answer when one model answers the whole
 # file. ``rendering/tools.py`` reads those about tools and the chat template.
@@ -131,7 +131,7 @@ def row_sampling(
             own = None
     if not isinstance(own, Mapping):
         raise RequestError(
-            f"{column}: found {short(found)}, expected a table of sampling parameters"
+            f"{column}: found {shown(found)}, expected a table of sampling parameters"
         )
     return {**sampling, **{name: value for name, value in own.items() if not is_null(value)}}
 
@@ -165,7 +165,7 @@ def check_url(url: Any, task: str) -> None:
         return
     found = task_of(url)
     if found is None and task != "generate":
-        raise RequestError(f"url: {short(url)} is not one of {', '.join(_TASKS)}")
+        raise RequestError(f"url: {shown(url)} is not one of {', '.join(_TASKS)}")
     if found not in (None, task):
         raise WrongTaskError(
             f'url: {url} is for task = "{found}", and the job has task = "{task}": put task ='
@@ -200,7 +200,7 @@ def input_of(body: Any) -> tuple[Any, str | None]:
     if isinstance(found, str):
         return None, found
     raise RequestError(
-        f"body.input: found {short(found)}, expected a text; numbers of tokens are not supported"
+        f"body.input: found {shown(found)}, expected a text; numbers of tokens are not supported"
     )
 
 
@@ -283,4 +283,4 @@ def _content(side: Any) -> Any:
     content = side.get("content") if isinstance(side, Mapping) else side
     if isinstance(content, str) or (isinstance(side, Mapping) and isinstance(content, list)):
         return content
-    raise RequestError(f'body: found {short(side)}, expected text, or {{"content": [parts]}}')
+    raise RequestError(f'body: found {shown(side)}, expected text, or {{"content": [parts]}}')

@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from batchkit.config.terminal import shortened
 from batchkit.errors import RequestError
+from batchkit.sources.reader import shown
 from batchkit.storage.answers import calls_in_words
 from batchkit.types import Content, Request
 
@@ -25,7 +25,7 @@ def loaded(messages: Any, load: Callable[[Any], Any]) -> list[Message]:
         RequestError: they are not chat messages, or have a part of another type.
     """
     if not isinstance(messages, list) or not messages:
-        raise RequestError(f"messages: found {short(messages)}, expected a list of messages")
+        raise RequestError(f"messages: found {shown(messages)}, expected a list of messages")
     return [_loaded(message, load) for message in messages]
 
 
@@ -95,18 +95,9 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def short(value: Any) -> str:
-    """``value`` as an error shows it."""
-    try:
-        text = repr(value)
-    except Exception:  # the value's own code runs here
-        text = f"({type(value).__name__})"
-    return shortened(text)
-
-
 def _loaded(message: Any, load: Callable[[Any], Any]) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages: found {short(message)}, expected role and content")
+        raise RequestError(f"messages: found {shown(message)}, expected role and content")
     content = message.get("content")
     # Parquet gives each message the keys of all, and a template may ask which ones it has.
     message = {key: value for key, value in message.items() if value is not None}
@@ -115,7 +106,7 @@ def _loaded(message: Any, load: Callable[[Any], Any]) -> Message:
     if content is None and message["role"] == "assistant":
         return {**message, "content": None}  # as OpenAI has it beside tool calls
     if not isinstance(content, str | list):
-        raise RequestError(f"messages: content is {short(content)}, expected text or parts")
+        raise RequestError(f"messages: content is {shown(content)}, expected text or parts")
     return (
         message if isinstance(content, str) else {**message, "content": with_parts(content, load)}
     )
@@ -129,13 +120,13 @@ def with_parts(content: Content, load: Callable[[Any], Any]) -> Content:
 def _loaded_calls(calls: Any) -> list[dict[str, Any]]:
     """Copies, with arguments as text, which is OpenAI's shape: vLLM changes those it gets."""
     if not isinstance(calls, list):
-        raise RequestError(f"messages: tool_calls is {short(calls)}, expected a list")
+        raise RequestError(f"messages: tool_calls is {shown(calls)}, expected a list")
     copies = []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(
-                f"messages: tool call {short(call)}, expected a function with name and arguments"
+                f"messages: tool call {shown(call)}, expected a function with name and arguments"
             )
         arguments = function.get("arguments")
         if isinstance(arguments, Mapping):
@@ -150,7 +141,7 @@ def _loaded_part(part: Any, load: Callable[[Any], Any]) -> Any:
         return text_part(part["text"])
     if kind in _IMAGE_PARTS:
         return _with_detail(load(_source_in(part)), part)
-    raise RequestError(f"messages: part {short(part)}; known types: text, image_url, image")
+    raise RequestError(f"messages: part {shown(part)}; known types: text, image_url, image")
 
 
 def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from batchkit.errors import RequestError
-from batchkit.rendering.messages import short, text_part
+from batchkit.rendering.messages import text_part
 from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
+from batchkit.sources.reader import shown
 from batchkit.types import Content, Pair
 
 MakePart = Callable[[Any], dict[str, Any]]
@@ -38,7 +39,7 @@ def _documents(templates: PromptTemplates, names: Mapping[str, Any]) -> tuple[li
         return [found], False
     if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
         raise RequestError(
-            f"pair.documents: found {short(found)}, expected a text or a list of texts"
+            f"pair.documents: found {shown(found)}, expected a text or a list of texts"
         )
     if not found:
         raise RequestError("pair.documents: found an empty list; there is nothing to compare with")

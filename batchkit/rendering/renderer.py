@@ -29,7 +29,6 @@ from batchkit.rendering.messages import (
     Message,
     image_sources,
     loaded,
-    short,
     text_part,
     with_parts,
 )
@@ -37,6 +36,7 @@ from batchkit.rendering.pairs import pair_of
 from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
 from batchkit.rendering.tools import RequestTools, template_kwargs_of, tools_of_body
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
+from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.schema import is_count
 from batchkit.types import Completion, Pair, Request, Row, RowHint
@@ -278,7 +278,7 @@ class PromptRenderer:
         elif "prompt" in fields:
             text = fields["prompt"]
             if not isinstance(text, str):
-                raise RequestError(f"prompt: found {short(text)}, expected text")
+                raise RequestError(f"prompt: found {shown(text)}, expected text")
         elif self._images:
             text = ""
         else:

@@ -10,8 +10,8 @@ import orjson
 from batchkit.config.tables import JobConfig
 from batchkit.config.tool_definitions import check_tools, choice_of, is_template, tools_in
 from batchkit.errors import JobError, RequestError
-from batchkit.rendering.messages import short
 from batchkit.rendering.templates import RowTemplate
+from batchkit.sources.reader import shown
 
 _OF_THE_JOB = ("chat_template", "tokenize")  # not names for a template
 _MAY_BE_NULL = ("const", "default")  # of a JSON schema: null is a value there
@@ -68,7 +68,7 @@ def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -
     at_once = body.get("parallel_tool_calls")
     if not isinstance(at_once, bool | None):
         raise RequestError(
-            f"body.parallel_tool_calls: found {short(at_once)}, expected true or false"
+            f"body.parallel_tool_calls: found {shown(at_once)}, expected true or false"
         )
     tools, choice = _without_nulls(body.get("tools")), body.get("tool_choice")
     if not tools:
@@ -87,7 +87,7 @@ def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = body.get("chat_template_kwargs") or {}
     if not isinstance(found, Mapping):
-        raise RequestError(f"body.chat_template_kwargs: found {short(found)}, expected a table")
+        raise RequestError(f"body.chat_template_kwargs: found {shown(found)}, expected a table")
     for name in _OF_THE_JOB:
         if name in found:
             raise RequestError(f"body.chat_template_kwargs.{name}: no row may set it; leave it out")
@@ -96,7 +96,7 @@ def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
     if (effort := body.get("reasoning_effort")) is None:
         return dict(found)
     if not isinstance(effort, str):
-        raise RequestError(f"body.reasoning_effort: found {short(effort)}, expected text")
+        raise RequestError(f"body.reasoning_effort: found {shown(effort)}, expected text")
     return {**found, "reasoning_effort": effort}
 
 
@@ -110,11 +110,11 @@ def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> Request
         try:
             tools = orjson.loads(tools) if tools.strip() else None
         except orjson.JSONDecodeError as error:
-            raise RequestError(f"{key}: found {short(tools)}, expected JSON: {error}") from error
+            raise RequestError(f"{key}: found {shown(tools)}, expected JSON: {error}") from error
     if tools is None or tools == []:
         if _chosen(choice, None, RequestError, choice_key) in (None, "none", "auto"):
             return RequestTools()
-        raise RequestError(f"{choice_key}: is {short(choice)}, and the row has no tools")
+        raise RequestError(f"{choice_key}: is {shown(choice)}, and the row has no tools")
     try:
         check_tools(tools)
     except ValueError as error:

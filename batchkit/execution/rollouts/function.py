@@ -23,9 +23,9 @@ from batchkit.errors import EmptyTextError, JobError, RequestError, RolloutError
 from batchkit.execution.rollouts.open_row import OpenRow
 from batchkit.execution.rollouts.row_loop import shown_error
 from batchkit.execution.start import Start
-from batchkit.rendering.messages import short
 from batchkit.rendering.renderer import with_media_bytes
 from batchkit.rendering.tools import checked_tools
+from batchkit.sources.reader import shown
 from batchkit.storage.plain_json import valid
 from batchkit.types import Choice, Completion, Request
 
@@ -67,7 +67,7 @@ def with_function(job: JobConfig, function: Any) -> JobConfig:
     """
     if not inspect.iscoroutinefunction(function):
         raise JobError(
-            f"rollout: found {short(function)}, expected a function `async def solve(row, generate)`"
+            f"rollout: found {shown(function)}, expected a function `async def solve(row, generate)`"
         )
     if job.run.workers is not None:
         raise JobError(
@@ -111,7 +111,7 @@ def loaded_function(name: str) -> Function:
         ) from error
     function = getattr(module, attribute, None)
     if not inspect.iscoroutinefunction(function):
-        found = "nothing" if function is None else short(function)
+        found = "nothing" if function is None else shown(function)
         raise JobError(
             f"rollout.function: found {found} as {attribute} in {place}, expected a function `async def"
             f" {attribute}(row, generate)`"
@@ -163,7 +163,7 @@ def _answer(value: Any) -> tuple[str, Any]:
         text, parsed = line.decode(), orjson.loads(line)
     else:
         raise RolloutError(
-            f"the function returned {short(value)} ({type(value).__name__}), expected a text, a dict or"
+            f"the function returned {shown(value)} ({type(value).__name__}), expected a text, a dict or"
             " a completion"
         )
     if not text.strip():
@@ -272,7 +272,7 @@ class Generate:
             )
         if not isinstance(step, str) or not _STEP.fullmatch(step):
             raise RequestError(
-                f"generate: step is {short(step)}, expected a name of letters, digits and _"
+                f"generate: step is {shown(step)}, expected a name of letters, digits and _"
             )
 
     def _rendered(self, request: Request) -> Request:
@@ -290,7 +290,7 @@ def _messages(prompt: Any) -> list[Mapping[str, Any]]:
     is_list = isinstance(prompt, list | tuple)
     if is_list and prompt and all(isinstance(message, Mapping) for message in prompt):
         return [dict(message) for message in prompt]
-    raise RequestError(f"generate: found {short(prompt)}, expected a text or a list of messages")
+    raise RequestError(f"generate: found {shown(prompt)}, expected a text or a list of messages")
 
 
 def _own(name: str, value: Any) -> Any:
@@ -305,5 +305,5 @@ def _own(name: str, value: Any) -> Any:
         return orjson.loads(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
     except (TypeError, RecursionError) as error:
         raise RequestError(
-            f"generate: {name} is {short(value)}, expected what JSON can hold: {error}"
+            f"generate: {name} is {shown(value)}, expected what JSON can hold: {error}"
         ) from None
