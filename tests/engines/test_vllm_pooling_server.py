@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tomlkit
-from PIL import Image
 
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
-from batchkit.storage.vectors import Vectors
 from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit
 from tests.support.pooling_models import build_classifier, build_embedding_model
@@ -199,25 +197,3 @@ def test_a_server_classifies_as_vllm_does_and_a_bad_row_fails_alone(
     assert refused.returncode == 1
     assert "/v1/embeddings" in refused.stderr
     assert "its model does not fit the task" in refused.stderr
-
-
-def test_images_are_embedded_by_a_server_as_by_the_engine(demo_model: Path, tmp_path: Path) -> None:
-    for n in range(4):
-        Image.effect_noise((64 + 32 * n, 64), n + 1).convert("RGB").save(tmp_path / f"{n}.png")
-    write_jsonl(tmp_path / "rows.jsonl", [{"n": n} for n in range(4)])
-    job = {
-        "task": "embed",
-        "input": {"path": "rows.jsonl"},
-        "prompt": {"user": "picture {{ n }}", "images": ["{{ n }}.png"]},
-    }
-    options = {**SMALL, "runner": "pooling", "convert": "embed"}
-    with serving(demo_model, options, tmp_path / "server.log") as url:
-        engine = through(url, demo_model)
-        served = run(tmp_path, {"name": "served", "engine": engine, **job}, 0)
-    engine = {"kind": "vllm", "model": str(demo_model), "options": options}
-    expected = run(tmp_path, {"name": "here", "engine": engine, **job}, 0)
-    one, other = Vectors(tmp_path / "output/served"), Vectors(tmp_path / "output/here")
-    for mine, theirs in zip(served, expected, strict=True):
-        assert mine["usage"] == theirs["usage"]
-        assert one.of(mine) == pytest.approx(other.of(theirs), **NEAR)
-    assert one.of(served[0]) != pytest.approx(one.of(served[1]), abs=1e-2)
