@@ -65,16 +65,15 @@ class Endpoint:
         Raises RequestError, naming a parameter that the API does not have."""
         self.check_names(request.sampling)
         given = {name: value for name, value in request.sampling.items() if value is not None}
-        body = {
-            "model": self._model,
-            **self.input_of(request),
-            **self.parameters_of(request, given),
-        }
+        parameters = self.parameters_of(request, given)
+        body = {"model": self._model, **self.input_of(request), **parameters}
+        if request.prompt is None:
+            kwargs = {**self._chat_template_kwargs, **request.chat_template_kwargs}
+            if request.chat_template_kwargs.get("reasoning_effort") is not None:
+                body["reasoning_effort"] = kwargs.pop("reasoning_effort")
+            if kwargs:
+                body["chat_template_kwargs"] = kwargs
         return {name: value for name, value in body.items() if name not in self._drop}
-
-    def template_kwargs(self, request: Request) -> dict[str, Any]:
-        """The job's, then the row's own."""
-        return {**self._chat_template_kwargs, **request.chat_template_kwargs}
 
     def url(self, base_url: str, request: Request) -> str:
         """Where ``request`` is sent."""
@@ -106,9 +105,7 @@ class _Part(msgspec.Struct):
 class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None  # some servers return parts
     reasoning: Any = None
-    reasoning_content: Any = (
-        None  # DeepSeek's name, which vLLM had, too, and other servers still have
-    )
+    reasoning_content: Any = None  # DeepSeek's name, which other servers have, too
     tool_calls: Any = None
 
 
@@ -190,14 +187,10 @@ class Chat(Endpoint):
         if (response_format := _response_format(given.get("structured_outputs"))) is not None:
             del given["structured_outputs"]
             given["response_format"] = response_format
-        if request.messages is None:
-            return given
-        if "logprobs" in given:  # in chat it is a switch, and top_logprobs the count
+        if request.messages is not None and "logprobs" in given:
+            # In chat it is a switch, and top_logprobs the count.
             given |= {"logprobs": True, "top_logprobs": given["logprobs"]}
-        kwargs = self.template_kwargs(request)
-        if request.chat_template_kwargs.get("reasoning_effort") is not None:
-            given["reasoning_effort"] = kwargs.pop("reasoning_effort")
-        return {**given, "chat_template_kwargs": kwargs} if kwargs else given
+        return given
 
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
         found = as_shape(answer, _Answer)

@@ -57,12 +57,6 @@ class _Endpoint(Endpoint):
             return {"input": request.prompt}
         return {"messages": request.messages}
 
-    def parameters_of(self, request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        kwargs = self.template_kwargs(request)
-        if kwargs and request.prompt is None:
-            return {**given, "chat_template_kwargs": kwargs}
-        return given
-
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
         found = as_shape(answer, _Answer)
         if found.error:
