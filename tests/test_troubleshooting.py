@@ -37,6 +37,7 @@ def lose_manifest() -> None:
 def write_batch() -> None:
     line = {"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "tea"}}
     write_jsonl(Path("batch.jsonl"), [line])
+    Path("job.toml").write_text('input.path = "batch.jsonl"\nengine.kind = "dry-run"\n')
 
 
 MISTAKES = [
@@ -54,7 +55,6 @@ MISTAKES = [
     Mistake("init …: known kinds are …", ("init", "txt")),
     Mistake(
         '… url: … is for task = "…", and the job has task = "…": …',
-        job={"input": {"path": "batch.jsonl"}, "prompt": {}},
         before=write_batch,
     ),
     Mistake(

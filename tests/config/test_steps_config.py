@@ -283,17 +283,12 @@ def test_a_function_of_an_installed_module_stays_one(folder: Path) -> None:
     assert rollout.function == "asyncio.tasks:sleep"
 
 
-@pytest.mark.parametrize("function", ["solve.py:solve", "solve:solve", "parcel.solve:solve"])
+@pytest.mark.parametrize("function", ["solve.py:solve", "solve:solve"])
 def test_a_function_imports_what_is_beside_it(folder: Path, function: str) -> None:
-    is_package = function.startswith("parcel")
-    place = folder / "parcel" if is_package else folder
-    place.mkdir(exist_ok=True)
-    if is_package:
-        (place / "__init__.py").write_text("")
     helper = f"{folder.name}_helper".replace("-", "_")  # no other test has imported it
-    (place / f"{helper}.py").write_text("WORD = 'yes'")
-    (place / "solve.py").write_text(
-        f"from {'.' * is_package}{helper} import WORD\n"
+    (folder / f"{helper}.py").write_text("WORD = 'yes'")
+    (folder / "solve.py").write_text(
+        f"from {helper} import WORD\n"
         "async def solve(row, generate):\n"
         "    return f'{WORD} {(await generate(row[\"q\"])).text}'\n"
     )
