@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchkit.config.tables import JobConfig
 from batchkit.execution.bisection import narrowed
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
 from batchkit.execution.resume import OpenRun
@@ -57,9 +56,21 @@ class EngineNotes:
 
     def announce(self, names: Sequence[str], *, kept: Mapping[str, Any]) -> None:
         """Report which engines are loaded, or taken again from those that were ``kept``."""
+        workers = self._job.run.workers
         for name in names:
-            for text in _announced(self._job, name, is_kept=name in kept):
-                self._screen.say(text)
+            engine = self._job.with_engine(name).engine
+            model = engine.model or engine.kind
+            loading = (
+                f"model {model} is loaded already" if name in kept else f"loading model {model}"
+            )
+            text = f"{loading}, rendering the first rows meanwhile"
+            if workers is not None:
+                text = (
+                    f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
+                )
+            self._screen.say(text)
+            if engine.options.get("trust_remote_code"):
+                self._screen.say(f"trust_remote_code: Python code that comes with {model} is run")
 
     def note_versions(self, versions: Mapping[str, Mapping[str, str]]) -> None:
         """Note what engines, by name, report about themselves."""
@@ -107,15 +118,3 @@ def _suspects_of(options: Mapping[str, Any], manifest: Manifest) -> str:
     """A hash of the settings that suspicions hold for; with others, rows may do no harm."""
     begun = {key: value for key, value in manifest.identity.items() if not is_learned(key)}
     return input_hash({"identity": begun, "options": options})
-
-
-def _announced(job: JobConfig, name: str, *, is_kept: bool) -> Iterator[str]:
-    engine, workers = job.with_engine(name).engine, job.run.workers
-    model = engine.model or engine.kind
-    if workers is None:
-        loading = f"model {model} is loaded already," if is_kept else f"loading model {model},"
-        yield f"{loading} rendering the first rows meanwhile"
-    else:
-        yield f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
-    if engine.options.get("trust_remote_code"):
-        yield f"trust_remote_code: Python code that comes with {model} is run"

@@ -148,10 +148,10 @@ class Loop:
             self._screen.say(budgets)
 
     def _note_workers(self, pool: WorkerPool) -> bool:
-        """Have the manifest say what ``status`` shows of workers. False if there is only one."""
-        if workers := pool.workers():
-            self._run.manifest.last_start.workers = workers
-        return bool(workers)
+        """Have the manifest say what ``status`` shows of workers on Ray. False if there are none."""
+        if isinstance(pool, RayPool):
+            self._run.manifest.last_start.workers = pool.workers()
+        return isinstance(pool, RayPool)
 
     def _note_total(self) -> bool:
         """Have the manifest say it as soon as it is known: then ``status`` need not count the rows."""

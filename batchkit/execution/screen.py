@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
@@ -21,7 +22,6 @@ from batchkit.engines.memory import family_bytes, gpu_loads
 from batchkit.errors import StoreError
 from batchkit.execution.events import Load
 from batchkit.execution.exporter import Show
-from batchkit.execution.rate_meter import RateMeter
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
@@ -62,7 +62,7 @@ class Screen:
 
     @property
     def is_due(self) -> bool:
-        """Very cheap."""
+        """Whether what is shown is to be updated. Very cheap."""
         return time.monotonic() >= self._next_look
 
     def show(self, tasks: Tasks, load: Load, *, force: bool = False) -> None:
@@ -135,7 +135,7 @@ class Progress:
         self._generates = generates
         self._has_bar = not quiet and (self._stream.isatty() or _IS_NOTEBOOK)
         self._interval_s = interval_s
-        self._meter: RateMeter | None = None
+        self._samples: deque[tuple[float, tuple[int, ...]]] = deque()  # of the last minute
         self._bar: tqdm[Any] | None = None
         self._next_line = 0.0
 
@@ -151,10 +151,14 @@ class Progress:
     def update(self, metrics: Metrics, *, force: bool = False) -> None:
         """Draw the bar, and write a plain line if one is due."""
         now, counts = time.monotonic(), _counts(metrics)
-        if self._meter is None:
-            self._meter = RateMeter(now, counts, span_s=_RATE_SPAN_S)
+        if not self._samples:
+            self._samples.append((now, counts))
             self._next_line = now + self._interval_s
-        parts = _parts(metrics, self._meter.per_s(now, counts), generates=self._generates)
+        since, before = self._samples[0]
+        seconds = max(now - since, 1e-3)
+        # Unfinished answers are gone when their engine dies: that count does not grow.
+        per_s = [max(0, n - then) / seconds for n, then in zip(counts, before, strict=True)]
+        parts = _parts(metrics, per_s, generates=self._generates)
         if self._has_bar:
             self._draw(metrics, ", ".join(parts))
         if force or now >= self._next_line:
@@ -163,7 +167,9 @@ class Progress:
             self._write(line)
             if not self._has_bar:
                 self._say(line)
-            self._meter.add(now, counts)
+            self._samples.append((now, counts))
+            while len(self._samples) > 2 and now - self._samples[1][0] >= _RATE_SPAN_S:
+                self._samples.popleft()
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:

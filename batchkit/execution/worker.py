@@ -20,7 +20,6 @@ from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.settle import SettledLine, settle
 from batchkit.execution.start import Start
 from batchkit.storage.ledger import RecordLine
-from batchkit.storage.manifest import WorkerState
 from batchkit.types import Completion, Record
 
 _SHARED_POLL_S = POLL_S / 8  # of several engines, each waits while the others may have answers
@@ -94,10 +93,6 @@ class Worker:
     def is_done(self) -> bool:
         """True once every row has come back."""
         return all(lane.is_done for lane in self._lanes)
-
-    def workers(self) -> list[WorkerState]:
-        """The state of each of several workers, for ``status``."""
-        return []
 
     def close(self) -> None:
         """Drop what is in flight and release all resources."""

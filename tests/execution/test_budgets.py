@@ -78,13 +78,6 @@ def test_rows_in_flight_are_paid_for_and_finished(budget: dict[str, Any], said: 
     assert said in found.stderr
 
 
-def test_a_budget_that_is_used_up_by_the_last_row_stops_nothing() -> None:
-    prepare(10, run=ONE_AT_A_TIME | {"max_completion_tokens": 10 * TOKENS})
-    found = run()
-    assert (found.exit_code, found.json["ok"], found.json["stopped_by"]) == (0, 10, None)
-    assert run().exit_code == 0
-
-
 def test_a_budget_that_is_used_up_before_the_end_of_the_input_is_seen_stops_nothing() -> None:
     """A last check of the input goes on for a while after its last row was handed out."""
     rows: list[dict[str, Any]] = [{"q": f"question {n}"} for n in range(17)]

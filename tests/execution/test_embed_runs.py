@@ -16,12 +16,11 @@ import pytest
 from batchkit.storage.ledger import Ledger
 from batchkit.storage.vectors import segment_path
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import LOG, RUN, records, run, settled, shard, verify
+from tests.support.dry_runs import LOG, RUN, records, run, shard, verify
 from tests.support.embed_runs import check, prepare, stored, write_job
 from tests.support.forks import LightFork
 from tests.support.merges import MERGED, merge, run_shards
-from tests.support.mounts import small_disk
-from tests.support.records import vector, with_vector
+from tests.support.records import with_vector
 from tests.support.rows import read_jsonl, write_jsonl
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -60,15 +59,6 @@ def test_retried_row_gets_a_vector_in_a_segment_of_its_own() -> None:
     places = [one["embedding"]["segment"] for one in records() if "embedding" in one]
     assert places == [0, 0, 0, 1]
     assert len(stored()) == 4
-
-
-def test_rerun_row_has_its_newer_vector() -> None:
-    prepare(3)
-    assert run().exit_code == 0
-    ledger = Ledger(RUN)
-    ledger.write([with_vector(1, 8)])
-    ledger.close()
-    np.testing.assert_array_equal(stored()[1], vector(1, 8))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -122,22 +112,6 @@ def test_another_type_of_vectors_is_a_changed_job() -> None:
     assert run("--on-change", "requeue").exit_code == 0
     assert {vector.dtype for vector in stored().values()} == {np.dtype("float16")}
     assert check() == [0, 1, 2]
-
-
-def test_full_disk_keeps_what_is_finished() -> None:
-    prepare(3000, pooling={"dimensions": 256}, run={"checkpoint_interval_s": 0.01})
-    with small_disk(Path("output"), "1500k"):
-        done = run()
-        assert done.exit_code == 1
-        assert "No space left on device" in done.stderr
-        found = check()
-        assert 0 < len(found) < 3000
-        assert set(settled()) == {*found}
-        shutil.copytree("output", "kept")
-    shutil.rmtree("output")
-    Path("kept").rename("output")
-    assert run().exit_code == 0
-    assert check() == list(range(3000))
 
 
 # Shards and their merge
@@ -238,23 +212,6 @@ def test_one_changed_byte_of_a_vector_is_found() -> None:
     batchkit("verify", "--repair", str(RUN))
     assert run().json["skipped"] == 9
     assert check() == list(range(10))
-
-
-def test_segment_that_was_cut_loses_the_vectors_behind_the_cut_alone() -> None:
-    prepare(
-        40,
-        engine={"options": {"latency_s": 0.01}},
-        run={"max_in_flight": 4, "checkpoint_interval_s": 0.001},
-    )
-    assert run().exit_code == 0
-    segment = segment_path(RUN, 0)
-    segment.write_bytes(segment.read_bytes()[: segment.stat().st_size // 2])
-    bad = verify()["bad_vectors"]
-    assert 0 < bad < 40
-    batchkit("verify", "--repair", str(RUN))
-    done = run()
-    assert (done.exit_code, done.json["skipped"]) == (0, 40 - bad)
-    assert check() == list(range(40))
 
 
 def test_repair_keeps_the_older_answer_whose_vector_is_there() -> None:

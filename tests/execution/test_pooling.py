@@ -130,13 +130,6 @@ def test_a_finite_answer_is_kept() -> None:
     assert (record.score, record.order) == ([1.0, 3.0, 2.0], [1, 2, 0])
 
 
-def test_validate_and_dry_run_show_the_pair() -> None:
-    write_rows([{"q": "tea?", "d": ["one", "two"]}])
-    write_job("score", pair=PAIR)
-    assert "\npooling: {}\nquery: tea?\ndocument: one\ndocument: two" in run("--dry-run").stdout
-    assert batchkit("validate", "job.toml").exit_code == 0
-
-
 CHAT = [{"role": "user", "content": "tea"}]
 
 
@@ -299,7 +292,12 @@ def test_templates_may_read_a_body_of_any_task() -> None:
     assert run().exit_code == 0
 
 
-def test_validate_and_dry_run_show_what_a_line_compares() -> None:
+def test_validate_and_dry_run_show_what_is_compared() -> None:
+    compared = "\npooling: {}\nquery: tea?\ndocument: one\ndocument: two"
+    write_rows([{"q": "tea?", "d": ["one", "two"]}])
+    write_job("score", pair=PAIR)
+    assert compared in run("--dry-run").stdout
+    assert batchkit("validate", "job.toml").exit_code == 0
     write("score", line(0, "/v1/rerank", query="tea?", documents=["one", "two"], top_n=1))
     assert "query: tea?\ndocument: one\ndocument: two" in run("--dry-run").stdout
     assert batchkit("validate", "job.toml").exit_code == 0

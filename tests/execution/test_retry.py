@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
 from batchkit.config.tables import JobConfig, RetryTable
@@ -20,7 +21,7 @@ from batchkit.errors import (
 )
 from batchkit.execution.attempts import Attempts, next_attempt, wait_s, with_temperature
 from batchkit.execution.start import Start
-from batchkit.types import Choice, Completion, Cut, Request, Row
+from batchkit.types import Completion, Cut, Request, Row
 
 
 def failed(error: RowError | None, attempt: int = 1, **sampling: Any) -> Completion:
@@ -28,74 +29,63 @@ def failed(error: RowError | None, attempt: int = 1, **sampling: Any) -> Complet
     return Completion(request, error=error)
 
 
-def test_timeout_is_tried_again_as_the_next_attempt() -> None:
-    again = next_attempt(failed(RowTimeoutError("slow"), temperature=0.0), 1, RetryTable())
-    assert again is not None
-    assert again.attempt == 2
-    before = failed(None, temperature=0.0).request
-    assert (again.row, again.prompt, again.input_hash) == (before.row, "text", "hash")
-    assert again.media_bytes == 12, "its pixels are still held"
-    assert again.sampling == {"temperature": 0.0}
+SLOW, BLANK, FULL = RowTimeoutError("slow"), EmptyTextError("blank"), RowOutOfMemoryError("no room")
+ALL_NINE = {"attempts": 9, "temperatures": [1.0]}
 
 
-def test_answer_is_not_tried_again() -> None:
-    request = failed(None).request
-    assert next_attempt(Completion(request, [Choice("x", "stop")]), 1, RetryTable()) is None
+@pytest.mark.parametrize(
+    ("error", "sampling", "retry", "tries", "again"),
+    [
+        (SLOW, {"temperature": 0.0}, {}, 1, {"temperature": 0.0}),
+        (SLOW, {}, {"attempts": 5}, 4, {}),
+        (SLOW, {}, {"attempts": 5}, 5, None),
+        (SLOW, {}, {"attempts": 1}, 1, None),
+        (None, {}, {}, 1, None),
+        (TemplateError("bad"), {"temperature": 1.0}, ALL_NINE, 1, None),
+        (MediaError("bad"), {"temperature": 1.0}, ALL_NINE, 1, None),
+        (PromptTooLongError("bad"), {"temperature": 1.0}, ALL_NINE, 1, None),
+        (RequestError("bad"), {"temperature": 1.0}, ALL_NINE, 1, None),
+        (FULL, {}, {"attempts": 9}, 1, None),  # without images
+        # A greedy answer would be the same again.
+        (BLANK, {}, {}, 1, None),
+        (BLANK, {"temperature": 0}, {}, 1, None),
+        (BLANK, {"temperature": 0.7}, {}, 1, {"temperature": 0.7}),
+        (BLANK, {"temperature": 0.0}, {"temperatures": [0.0, 0.9]}, 1, {"temperature": 0.9}),
+        (BLANK, {"temperature": 0.9}, {"temperatures": [0.9, 0.0]}, 1, None),
+    ],
+    ids=str,
+)
+def test_what_another_try_may_change_is_tried_again(
+    error: RowError | None,
+    sampling: dict[str, Any],
+    retry: dict[str, Any],
+    tries: int,
+    again: dict[str, Any] | None,
+) -> None:
+    """retry-failed goes on from the record's attempt, here 7, with all its tries still to come."""
+    completion = failed(error, 7, **sampling)
+    found = next_attempt(completion, tries, RetryTable(**retry))
+    assert (None if found is None else found.sampling) == again
+    if found is not None:
+        before = completion.request
+        assert found == replace(before, sampling=found.sampling, attempt=8)
+        assert found.media_bytes == 12, "its pixels are still held"
 
 
-@pytest.mark.parametrize("error", [TemplateError, MediaError, PromptTooLongError, RequestError])
-def test_rows_own_fault_is_not_tried_again(error: type[RowError]) -> None:
-    retry = RetryTable(attempts=9, temperatures=[1.0])
-    assert next_attempt(failed(error("bad"), temperature=1.0), 1, retry) is None
-
-
-@pytest.mark.parametrize("attempts", [1, 2, 5])
-def test_tries_are_counted_with_the_first(attempts: int) -> None:
-    retry, tries, completion = RetryTable(attempts=attempts), 1, failed(RowTimeoutError("slow"))
-    while (again := next_attempt(completion, tries, retry)) is not None:
-        tries += 1
-        completion = Completion(again, error=RowTimeoutError("slow"))
-    assert tries == attempts
-
-
-def test_tries_of_an_earlier_run_do_not_count() -> None:
-    """retry-failed goes on from the record's attempt, with all its tries still to come."""
-    again = next_attempt(failed(RowTimeoutError("slow"), attempt=7), 1, RetryTable(attempts=2))
-    assert again is not None
-    assert again.attempt == 8
-    assert next_attempt(Completion(again, error=RowTimeoutError("slow")), 2, RetryTable()) is None
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}, {"temperature": 0.0}])
-def test_blank_greedy_answer_is_final(sampling: dict[str, Any]) -> None:
-    assert next_attempt(failed(EmptyTextError("blank"), **sampling), 1, RetryTable()) is None
-
-
-def test_blank_answer_is_tried_again_where_chance_has_a_part() -> None:
-    again = next_attempt(failed(EmptyTextError("blank"), temperature=0.7), 1, RetryTable())
-    assert again is not None
-    warmer = RetryTable(temperatures=[0.0, 0.9])
-    again = next_attempt(failed(EmptyTextError("blank"), temperature=0.0), 1, warmer)
-    assert again is not None
-    assert again.sampling["temperature"] == 0.9
-    colder = RetryTable(temperatures=[0.9, 0.0])
-    assert next_attempt(failed(EmptyTextError("blank"), temperature=0.9), 1, colder) is None
-
-
-@pytest.mark.parametrize(("attempt", "temperature"), [(1, 0.1), (2, 0.5), (3, 0.9), (9, 0.9)])
+@pytest.mark.parametrize(
+    ("attempt", "temperatures", "temperature"),
+    [
+        *((1, [0.1, 0.5, 0.9], 0.1), (2, [0.1, 0.5, 0.9], 0.5), (3, [0.1, 0.5, 0.9], 0.9)),
+        *((9, [0.1, 0.5, 0.9], 0.9), (4, None, 0.3), (4, [], 0.3)),
+    ],
+)
 def test_temperature_goes_by_attempt_and_the_last_serves_on(
-    attempt: int, temperature: float
+    attempt: int, temperatures: list[float] | None, temperature: float
 ) -> None:
     sampling = {"temperature": 0.3, "top_k": 5}
-    found = with_temperature(sampling, attempt, RetryTable(temperatures=[0.1, 0.5, 0.9]))
+    found = with_temperature(sampling, attempt, RetryTable(temperatures=temperatures))
     assert found == {"temperature": temperature, "top_k": 5}
     assert sampling == {"temperature": 0.3, "top_k": 5}
-
-
-@pytest.mark.parametrize("temperatures", [None, []])
-def test_without_temperatures_the_sampling_stays(temperatures: list[float] | None) -> None:
-    sampling = {"temperature": 0.3}
-    assert with_temperature(sampling, 4, RetryTable(temperatures=temperatures)) == sampling
 
 
 # A row that runs out of memory
@@ -153,8 +143,7 @@ def test_no_side_of_an_image_gets_lost(size: tuple[int, int]) -> None:
     assert max(again.images[0].size) == max(1, round(max(size) / 2**0.5))
 
 
-def test_row_out_of_memory_without_images_is_final() -> None:
-    assert next_attempt(failed(RowOutOfMemoryError("no room")), 1, RetryTable(attempts=9)) is None
+def test_row_out_of_memory_whose_messages_have_no_images_is_final() -> None:
     assert next_attempt(out_of_memory(), 1, RetryTable(attempts=9)) is None
 
 

@@ -166,22 +166,6 @@ def test_run_outlives_a_reader_that_hangs_up() -> None:
     assert len(settled()) == 3000
 
 
-def test_interrupt_from_python_writes_no_row_twice() -> None:
-    prepare(60, engine={"options": {"latency_s": 0.2}}, run={"max_in_flight": 10})
-    script = (
-        "import sys; from batchkit import ProductionBatchProcessor as P;"
-        "s = P('job.toml').process(); print(s.exit); sys.exit(s.exit)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    until(n_records)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    found = verify()
-    assert found["duplicates"] == found["lost"] == 0
-    assert run().exit_code == 0
-    assert verify()["ok"] == 60
-
-
 DOORS = {
     "module": [sys.executable, "-m", "batchkit"],
     # As pip writes it for the console script.
