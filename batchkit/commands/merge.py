@@ -96,27 +96,30 @@ class Merged:
 
 
 class _Part(NamedTuple):
-    """One of the runs, locked by this process; ``job`` as it was resolved when the run began."""
+    """One of the runs, locked by this process; ``job`` as it was resolved when the run began. ``picked``: the rows
+    whose record is taken from this run."""
 
     folder: Path
     manifest: Manifest
     job: JobConfig
+    log: NewestLog
+    picked: IndexSet
 
 
 class NewestRecord(NamedTuple):
-    """The record of a row that counts, as the line ``raw`` of the run number ``run``.
+    """The record of a row that counts, as the line ``raw`` of ``part``.
 
     ``answers``: how many runs have an answer for the row; ``agree``: their texts, labels and scores are equal.
     """
 
-    run: int
+    part: _Part
     raw: bytes
     record: dict[str, Any]
     answers: int = 1
     agree: bool = True
 
 
-def _newest_records(runs: Sequence[Path], logs: Sequence[NewestLog]) -> Iterator[NewestRecord]:
+def _newest_records(parts: Sequence[_Part]) -> Iterator[NewestRecord]:
     """Of each row, in the order of the input. In each log the newest record of a row counts; of those the
     newest answer, by ``finished_at``, and a failure only if no log has an answer.
 
@@ -124,20 +127,23 @@ def _newest_records(runs: Sequence[Path], logs: Sequence[NewestLog]) -> Iterator
         StoreError: a record is damaged.
     """
 
-    def read(line: NewestLine, run: int) -> NewestRecord:
-        raw = logs[run].view[line.start : line.end]
-        return NewestRecord(run, raw, whole_record(raw, runs[run] / RESULTS, line.start))
+    def read(line: NewestLine, part: _Part) -> NewestRecord:
+        raw = part.log.view[line.start : line.end]
+        return NewestRecord(part, raw, whole_record(raw, part.folder / RESULTS, line.start))
 
-    lines = heapq.merge(*(zip(log, repeat(run)) for run, log in enumerate(logs)))
-    for number, (_, same) in enumerate(groupby(lines, lambda found: found[0].row)):
-        found = [read(line, run) for line, run in same]
+    def row_of(found: tuple[NewestLine, _Part]) -> int:
+        return found[0].row
+
+    lines = heapq.merge(*(zip(part.log, repeat(part)) for part in parts), key=row_of)
+    for number, (_, same) in enumerate(groupby(lines, row_of)):
+        found = [read(*one) for one in same]
         answers = [one for one in found if failure_kind(one.record) is None]
         newest = max(answers or found, key=lambda one: str(one.record.get("finished_at")))
         said = {_answer(one.record) for one in answers} if len(found) > 1 else ()
         yield newest._replace(answers=len(answers), agree=len(said) < 2)
         if number % _RELEASE_EVERY == 0:
-            for log in logs:
-                log.release()
+            for part in parts:
+                part.log.release()
 
 
 def _answer(record: dict[str, Any]) -> bytes:
@@ -161,31 +167,30 @@ def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
         StoreError: a process works on one of the runs, a log is damaged, the disk refuses.
     """
     _check_places(runs, into)
-    _allow_open_files(
-        8 * len(runs) + 100
-    )  # per run: its lock, log, scores, some segments of vectors
+    # Of each run: its lock, log, scores, some segments of vectors.
+    _allow_open_files(8 * len(runs) + 100)
     with ExitStack() as held:
         parts = []
         for folder in runs:
             held.enter_context(claim(folder))
             check_log(folder)
-            parts.append(_Part(folder, read_manifest(folder), job_of_run(folder)))
+            log = held.enter_context(closing(NewestLog(log_of(folder))))
+            job = job_of_run(folder)
+            parts.append(_Part(folder, read_manifest(folder), job, log, IndexSet()))
         _check_same_job(parts)
         _check_same_vectors(parts)
-        logs = [held.enter_context(closing(NewestLog(log_of(folder)))) for folder in runs]
-        there = IndexSet(row for log in logs for row in log.rows.tolist())
-        merged = Merged([str(folder) for folder in runs])
+        there = IndexSet(row for part in parts for row in part.log.rows.tolist())
+        merged = Merged([*map(str, runs)])
         for row_id in _missing(parts, there):
             merged.missing += 1
             merged.missing_ids += [row_id][: NAMED - len(merged.missing_ids)]
         merged.total = len(there) + merged.missing
-        records = _newest_records(runs, logs)
         if merged.missing and not partial:
-            for newest in records:
+            for newest in _newest_records(parts):
                 merged.add(newest)
-            return merged
-        _write(into, parts, records, there, merged)
-        merged.folder = str(into)
+        else:
+            _write(into, parts, there, merged)
+            merged.folder = str(into)
         return merged
 
 
@@ -282,25 +287,22 @@ def _whole(job: JobConfig, parts: Sequence[_Part]) -> JobConfig:
     )
 
 
-def _write(
-    into: Path,
-    parts: Sequence[_Part],
-    records: Iterator[NewestRecord],
-    settled: IndexSet,
-    merged: Merged,
-) -> None:
+def _write(into: Path, parts: Sequence[_Part], there: IndexSet, merged: Merged) -> None:
     newest = max(parts, key=_last_start)
     load_job(newest.folder / JOB, [f"name={into.name}"])  # refuses an invalid name
     update = {"dir": str(into.resolve().parent)}
     job = _whole(newest.job, parts).model_copy(
         update={"name": into.name, "output": newest.job.output.model_copy(update=update)}
     )
+    runs = [part.folder for part in parts]
     try:
         with building(into) as folder:
-            runs = [part.folder for part in parts]
-            picked = _copy(folder, runs, records, settled, merged)
+            with closing(Ledger(folder)) as ledger:
+                ledger.write(_records(parts, merged))
+                ledger.write(_generations(parts, there))
             if any((run / SCORES).exists() for run in runs):
-                write_scores(folder, join_scores(runs, picked), before=lambda: None)
+                scores = join_scores(runs, [part.picked for part in parts])
+                write_scores(folder, scores, before=lambda: None)
             join_judgements(runs, folder)
             write_job(folder, job)
             _manifest(folder, newest, parts, job, merged).write(folder)
@@ -308,51 +310,35 @@ def _write(
         raise StoreError(f"{into}: can't write: {error.strerror or error}") from error
 
 
-def _copy(
-    folder: Path,
-    runs: Sequence[Path],
-    records: Iterator[NewestRecord],
-    settled: IndexSet,
-    merged: Merged,
-) -> list[IndexSet]:
-    """Write log, vectors, generations and checkpoint. Returns, for each run, the rows whose record is from there."""
-    vectors, picked = [*map(Vectors, runs)], [IndexSet() for _ in runs]
-
-    def lines() -> Iterator[RecordLine]:
-        for newest in records:
-            merged.add(newest)
-            picked[newest.run].add(newest.record["index"])
-            if newest.record.get("embedding") is None:
-                yield raw_line(newest.raw)
-            else:
-                vector = vectors[newest.run].of(newest.record)
-                del newest.record["embedding"]  # it gets another place here
-                yield rewritten(newest.record, vector)
-
-    with closing(Ledger(folder)) as ledger:
-        ledger.write(lines())
-        ledger.write(_generations(runs, settled, picked))
-    return picked
+def _records(parts: Sequence[_Part], merged: Merged) -> Iterator[RecordLine]:
+    vectors = {part.folder: Vectors(part.folder) for part in parts}
+    for newest in _newest_records(parts):
+        merged.add(newest)
+        newest.part.picked.add(newest.record["index"])
+        if newest.record.get("embedding") is None:
+            yield raw_line(newest.raw)
+        else:
+            vector = vectors[newest.part.folder].of(newest.record)
+            del newest.record["embedding"]  # it gets another place here
+            yield rewritten(newest.record, vector)
 
 
-def _generations(
-    runs: Sequence[Path], settled: IndexSet, picked: Sequence[IndexSet]
-) -> Iterator[GenerationLine]:
-    """Those of each row from the run whose record was ``picked``; of a row without a record, from the
+def _generations(parts: Sequence[_Part], settled: IndexSet) -> Iterator[GenerationLine]:
+    """Those of each row from the run whose record was picked; of a row without a record, from the
     first run that has some."""
     taken = IndexSet()
-    for run, of_run in zip(runs, picked, strict=True):
+    for part in parts:
         begun = IndexSet()
-        for line in read_generations(run):
+        for line in read_generations(part.folder):
             if line.record is None:
                 continue
             row = line.record.index
-            if row in of_run:
+            if row in part.picked:
                 yield GenerationLine(line.raw, line.record)
             elif row not in settled and row not in taken:
                 begun.add(row)
                 yield fresh_line(line.record)  # a damaged one may be missing
-        taken = taken | begun
+        taken |= begun
 
 
 def _manifest(

@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchkit.errors import BrokenInputError
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     manifest,
@@ -172,24 +171,6 @@ def test_rows_from_python_are_merged() -> None:
     process(prompts)
     found = merge("output/a", "output/b")
     assert reported(found, "exit", "total", "ok", "failed", "double") == (0, 10, 10, 0, 7)
-
-
-def test_runs_whose_rows_changed_meanwhile_are_refused() -> None:
-    """No fingerprint of their input is left, so nothing says that it was the same."""
-
-    class Rows(list[str]):
-        passes = 0
-
-        def __iter__(self) -> Any:
-            self.passes += 1
-            yield from (f"{prompt} in pass {self.passes}" for prompt in super().__iter__())
-
-    for prompt in ("a", "b"):
-        with pytest.raises(BrokenInputError, match="changed while the run read"):
-            process(Rows([prompt] * 2))
-        Path("output/a").rename(f"output/{prompt}-changed")
-    found = merge("output/a-changed", "output/b-changed")
-    assert (found.exit_code, MERGED.exists()) == (2, False)
 
 
 def test_rows_from_an_iterator_are_refused() -> None:
