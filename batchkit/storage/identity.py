@@ -89,7 +89,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     if job.task != "embed":  # it decides nothing
         del found["output.vector_dtype"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
-    return _without_secrets(plain)
+    return {k: masked(v, k, _fingerprint_mask, _fingerprint_part) for k, v in plain.items()}
 
 
 def _of_texts(job: JobConfig) -> dict[str, Any]:
@@ -315,10 +315,11 @@ def known_of(value: Any, other: Any, key: str = "") -> Any:
 def model_fingerprint(model: str) -> str | None:
     """Hash over a model's file or files: small files whole; of large ones both ends, and blocks spread evenly,
     since reading all of a large model would take minutes. None if ``model`` is a name."""
-    if (files := _files_of(model)) is None:
+    place = Path(model)
+    if not model or not (place.is_file() or place.is_dir()):
         return None
     digest = hashlib.sha256()
-    for path in files:
+    for path in [place] if place.is_file() else sorted(filter(Path.is_file, place.iterdir())):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
@@ -338,14 +339,6 @@ def _spans(size: int) -> Iterator[tuple[int, int]]:
         yield n * (size - _BLOCK_BYTES) // (_BLOCKS - 1), _BLOCK_BYTES
 
 
-def _files_of(model: str) -> list[Path] | None:
-    """The file ``model``, or those in the folder ``model``; None if it is a name."""
-    place = Path(model)
-    if model and place.is_dir():
-        return sorted(path for path in place.iterdir() if path.is_file())
-    return [place] if model and place.is_file() else None
-
-
 def _reask(job: JobConfig) -> Any:
     """When a row is asked again, and what is added then; None if it never is, or if its steps are."""
     if not job.retry.reask or job.steps:
@@ -355,13 +348,6 @@ def _reask(job: JobConfig) -> Any:
         for part in job.scoring.parts
     ]
     return [job.retry.reask, job.retry.reask_note, looked_for]
-
-
-def _without_secrets(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: masked(value, key, _fingerprint_mask, _fingerprint_part)
-        for key, value in found.items()
-    }
 
 
 def _fingerprint_part(secret: str) -> str:

@@ -31,12 +31,15 @@ class Claim:
 
     def __init__(self, folder: Path, lock: FileLock) -> None:
         self._lock = folder / LOCK
-        locked = os.fstat(cast(int, lock._context.lock_file_fd))  # it has no public name
-        self._file = locked.st_dev, locked.st_ino
+        self._locked = os.fstat(cast(int, lock._context.lock_file_fd))  # it has no public name
 
     @property
     def is_lost(self) -> bool:
-        return self._lock_file() != self._file
+        """No other file gets the number of this one while it is held open."""
+        try:
+            return not os.path.samestat(self._lock.lstat(), self._locked)
+        except OSError:
+            return True
 
     def check(self) -> None:
         """Call it before each write: without its lock file, another process can take the folder.
@@ -50,14 +53,6 @@ class Claim:
                 " working in the run folder now; this one stops and writes nothing more. If no"
                 " other works there, run the same command again"
             )
-
-    def _lock_file(self) -> tuple[int, int] | None:
-        """Device and inode: no other file gets them while the file is held open."""
-        try:
-            found = self._lock.lstat()
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
 
 
 @contextmanager

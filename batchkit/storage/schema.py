@@ -1,6 +1,6 @@
 """What a record may hold, in one place.
 
-When a server's answer becomes a Completion, ``choice_of`` and ``usage_of`` make it fit, so that nothing is
+When a server's answer becomes a Completion, ``choice_of`` and ``possible`` make it fit, so that nothing is
 written that a reader would refuse (``lines.py``).
 """
 
@@ -25,15 +25,8 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < COUNT_LIMIT
 
 
-def usage_of(
-    prompt_tokens: Any, completion_tokens: Any, reasoning_tokens: Any = None
-) -> Usage | None:
-    """``possible``, of counts that may be anything."""
-    return possible(Usage(prompt_tokens, completion_tokens, reasoning_tokens))
-
-
 def possible(usage: Usage | None) -> Usage | None:
-    """None if one of the first two counts can't be true; the answer itself stays usable."""
+    """None if one of the first two counts can't be true, whatever they are; the answer itself stays usable."""
     if usage is None or not (is_count(usage.prompt_tokens) and is_count(usage.completion_tokens)):
         return None
     is_known = usage.reasoning_tokens is None or is_count(usage.reasoning_tokens)

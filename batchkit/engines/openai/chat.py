@@ -13,7 +13,7 @@ from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
 from batchkit.engines.openai.api import ShapeError, in_words
 from batchkit.errors import RequestError
-from batchkit.storage.schema import choice_of, usage_of
+from batchkit.storage.schema import choice_of, possible
 from batchkit.types import BROKEN_OFF, Choice, Completion, Request, Usage
 
 T = TypeVar("T")
@@ -221,11 +221,9 @@ def usage_in(counts: Any) -> Usage | None:
     if not isinstance(counts, Mapping):
         return None
     details = counts.get("completion_tokens_details")
-    return usage_of(
-        counts.get("prompt_tokens"),
-        counts.get("completion_tokens"),
-        details.get("reasoning_tokens") if isinstance(details, Mapping) else None,
-    )
+    reasoning_tokens = details.get("reasoning_tokens") if isinstance(details, Mapping) else None
+    completion_tokens = counts.get("completion_tokens", -1)
+    return possible(Usage(counts.get("prompt_tokens", -1), completion_tokens, reasoning_tokens))
 
 
 def _response_format(wanted: Any) -> dict[str, Any] | None:

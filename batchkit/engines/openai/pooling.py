@@ -19,7 +19,7 @@ from batchkit.engines.openai.api import ShapeError, in_words
 from batchkit.engines.openai.chat import Chat, Endpoint, as_shape
 from batchkit.errors import InvalidOutputError, RequestError
 from batchkit.storage.plain_json import valid
-from batchkit.storage.schema import usage_of
+from batchkit.storage.schema import possible
 from batchkit.types import Completion, Pooled, Request, Usage
 
 # What `vllm serve` reads besides the input, by task; OpenAI's own API has only dimensions.
@@ -191,4 +191,5 @@ def _usage(counts: Any) -> Usage | None:
     if not isinstance(counts, Mapping):
         return None
     prompt_tokens = counts.get("prompt_tokens")
-    return usage_of(counts.get("total_tokens") if prompt_tokens is None else prompt_tokens, 0)
+    n_tokens = counts.get("total_tokens", -1) if prompt_tokens is None else prompt_tokens
+    return possible(Usage(n_tokens, 0))
