@@ -23,7 +23,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from batchkit.engines.process.launcher import LOG
-from batchkit.errors import BatchkitError, JobError
+from batchkit.errors import BatchkitError, EngineError, JobError
 from batchkit.execution.events import EngineHistory, Event, Load
 from batchkit.execution.lane import POLL_S, KeptEngine, Opening
 from batchkit.execution.requests import requests_of
@@ -47,22 +47,16 @@ class Place(NamedTuple):
     gpus: Sequence[int | str]
 
 
-class WorkerFailure(NamedTuple):
-    """Why a worker can't continue. ``is_of_the_job``: no other worker could either."""
-
-    message: str
-    is_of_the_job: bool
-
-
 @dataclass
 class Report:
-    """A worker's answer to a call: ``lines`` and ``events`` since the last one."""
+    """A worker's answer to a call: ``lines`` and ``events`` since the last one. ``failure``: why it can't
+    continue; a JobError if no other worker could either."""
 
     place: Place
     lines: list[Returned] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     engine: EngineFacts | None = None
-    failure: WorkerFailure | None = None
+    failure: JobError | EngineError | None = None
     load: Load = field(default_factory=Load)
 
 
@@ -139,10 +133,12 @@ class Actor:
                 worker = Worker(self._start, requests, self._engines, opening)
                 held.enter_context(closing(worker))
                 self._answer(worker)
+        except JobError as error:
+            self._fail(JobError(str(error)))
         except BatchkitError as error:
-            self._fail(WorkerFailure(str(error), isinstance(error, JobError)))
+            self._fail(EngineError(str(error)))
         except BaseException:
-            self._fail(WorkerFailure(traceback.format_exc(), is_of_the_job=False))
+            self._fail(EngineError(traceback.format_exc()))
 
     def _answer(self, worker: Worker) -> None:
         with self._changed:
@@ -169,7 +165,7 @@ class Actor:
             self._report.events.append(event)
             self._changed.notify_all()
 
-    def _fail(self, failure: WorkerFailure) -> None:
+    def _fail(self, failure: JobError | EngineError) -> None:
         with self._changed:
             self._report.failure = failure
             self._changed.notify_all()

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
-from batchkit.execution.cluster.actor import CLOSE_S, Actor, Report, WorkerFailure
+from batchkit.execution.cluster.actor import CLOSE_S, Actor, Report
 from batchkit.execution.cluster.leases import Leases, RayWorker
 from batchkit.execution.cluster.session import cause_of, needs, session
 from batchkit.execution.events import EngineHistory, EngineLine, Found, Line, Load
@@ -238,10 +238,10 @@ class RayPool:
         if poison is not None:
             worker.deaths_in_a_row = 0
         elif isinstance(error, RayActorError) and error.actor_init_failed:
-            self._give_up(worker, WorkerFailure(cause, is_of_the_job=False))
+            self._give_up(worker, EngineError(cause))
         elif worker.deaths_in_a_row > self._start.job.run.max_engine_restarts:
             message = f"it died {worker.deaths_in_a_row} times without one answer; last: {cause}"
-            self._give_up(worker, WorkerFailure(message, is_of_the_job=False))
+            self._give_up(worker, EngineError(message))
         if not worker.is_given_up:
             worker.begin(self._hire(worker.number), self._known)
         return lines
@@ -256,23 +256,23 @@ class RayPool:
         assert isinstance(line, RecordLine)
         return line
 
-    def _give_up(self, worker: RayWorker, failure: WorkerFailure) -> None:
+    def _give_up(self, worker: RayWorker, failure: JobError | EngineError) -> None:
         """Continue without this worker, if others could do better."""
         import ray
 
-        if failure.is_of_the_job and not any(one.life.engine for one in self._workers):
-            self._broken = JobError(failure.message)
+        if isinstance(failure, JobError) and not any(one.life.engine for one in self._workers):
+            self._broken = failure
             return
         self._leases.give_up(worker.number)
         worker.life.call = None  # otherwise its end would count as another death
         ray.kill(worker.life.actor)  # otherwise it would hold GPUs that waiting workers need
         if self._leases.workers:
-            self._hear(EngineLine(f"worker {worker.number} is given up: {failure.message}"))
+            self._hear(EngineLine(f"worker {worker.number} is given up: {failure}"))
         elif len(self._workers) == 1:
-            self._broken = EngineError(failure.message)
+            self._broken = EngineError(str(failure))
         else:
-            message = f"all {len(self._workers)} workers failed; the last: {failure.message}"
-            self._broken = EngineError(message)
+            n = len(self._workers)
+            self._broken = EngineError(f"all {n} workers failed; the last: {failure}")
 
     def _watch(self) -> None:
         """End a worker that does not answer a call; report once that a worker waits for a place."""
