@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchkit.engines.process.engine_log import KEPT_BYTES, MOST_BYTES, EngineLog
+from batchkit.engines.process.launcher import KEPT_BYTES, MOST_BYTES, EngineLog
 
 LINE = "x" * 1023 + "\n"
 

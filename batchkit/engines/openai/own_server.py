@@ -25,9 +25,8 @@ from batchkit.engines.faults import (
 )
 from batchkit.engines.memory import HostMemory, MemoryWatch
 from batchkit.engines.process import guard as guard_program
-from batchkit.engines.process.engine_log import EngineLog
 from batchkit.engines.process.guard import GRACE_S
-from batchkit.engines.process.launcher import LOG
+from batchkit.engines.process.launcher import LOG, EngineLog
 from batchkit.errors import EngineError, JobError
 from batchkit.storage.files import open_log
 

@@ -39,8 +39,7 @@ from batchkit.engines.process.channel import (
     Turn,
     Unsendable,
 )
-from batchkit.engines.process.engine_log import EngineLog
-from batchkit.engines.process.launcher import LOG, Launched, Launcher, LaunchError
+from batchkit.engines.process.launcher import LOG, EngineLog, Launched, Launcher, LaunchError
 from batchkit.errors import JobError, RequestError
 from batchkit.types import Completion, Request, Row
 

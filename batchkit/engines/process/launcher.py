@@ -1,4 +1,5 @@
-"""Starts the engines' processes, each a fork of one that has imported the libraries.
+"""Starts the engines' processes, each a fork of one that has imported the libraries; and the log that they
+print to.
 
 Importing vLLM takes longer than loading a small model, and a search for a poison row restarts the
 engine many times. So one process imports it, touches no GPU, and forks on request. A fork is like a
@@ -26,6 +27,10 @@ SCRATCH = "BATCHKIT_SCRATCH"  # in a fork's environment: a folder that is delete
 KILL_S = 60.0
 _MOST_SAID = 32
 _COMMAND = [sys.executable, "-P", "-m", "batchkit.engines.process.child"]
+MOST_BYTES = 32 * 2**20  # of a log
+KEPT_BYTES = 4 * 2**20
+_NOTICE = b"[batchkit: engine.log was cut here, to its last %d MiB]\n" % (KEPT_BYTES // 2**20)
+_LAST_BYTES = 65536  # dumps of many threads must fit
 _LAST_WORDS_S = 20.0  # a process with many libraries is slow to end
 
 
@@ -140,6 +145,53 @@ class Launcher:
                 process_group=0,  # Ctrl-C reaches only the run
             )
         return self._process
+
+
+class EngineLog:
+    """The log of one engine: everything printed after this object was created belongs to it. Processes
+    open it for appending, so it can be shortened while they print.
+
+    One thread of one process cuts it; a line that is printed at that moment may be lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._start = self.size()
+
+    def size(self) -> int:
+        """In bytes; 0 if the file does not exist."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def read(self, start: int) -> str:
+        """Its content from ``start`` on; empty if the file was removed."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                return file.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+
+    def printed(self) -> str:
+        """The last part of what this engine printed."""
+        return self.read(max(self._start, self.size() - _LAST_BYTES))
+
+    def trim(self) -> None:
+        """If it is larger than ``MOST_BYTES``, keep its last ``KEPT_BYTES``. Cheap otherwise."""
+        size = self.size()
+        if size <= MOST_BYTES:
+            return
+        with contextlib.suppress(OSError):  # removed, or the disk is full: then less is kept
+            with self.path.open("rb") as file:
+                file.seek(size - KEPT_BYTES)
+                kept = file.read(KEPT_BYTES).partition(b"\n")[2]
+            os.truncate(self.path, 0)
+            cut = size - len(kept) - len(_NOTICE)  # everything moved by this much
+            self._start = max(0, self._start - cut)
+            with open_log(self.path) as file:
+                file.write(_NOTICE + kept)
 
 
 def _received_number(control: socket.socket) -> int:
