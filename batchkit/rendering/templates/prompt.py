@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchkit.config.regular_file import read_text
 from batchkit.config.tables import JobConfig, PromptTable
@@ -34,13 +34,6 @@ class PathTemplate:
         root = Path(self._job.media.root).resolve()
         path = (root / self.render(fields)).resolve()
         return path if path.is_file() and path.is_relative_to(root) else None
-
-
-class _Source(NamedTuple):
-    """A template, and its name in errors."""
-
-    key: str
-    text: str
 
 
 class FileTemplates:
@@ -80,12 +73,17 @@ class PromptTemplates:
     def __init__(self, job: JobConfig) -> None:
         self._job = job
         prompt = job.prompt
-        system = _source("system", prompt.system, prompt.system_file)
-        user = _source("user", prompt.user, prompt.user_file)
         self.tools = JobTools(job)
-        self.job = _with_texts_of_files(job, system, user, self.tools.inline)
-        self.system = system and self._template(*system)
-        self.user = user and self._template(*user)
+        self.system = self._of_prompt("system", prompt.system, prompt.system_file)
+        self.user = self._of_prompt("user", prompt.user, prompt.user_file)
+        texts_of_files = {
+            "system": self.system and self.system.source,
+            "system_file": None,
+            "user": self.user and self.user.source,
+            "user_file": None,
+            "tools": self.tools.inline,
+        }
+        self.job = job.model_copy(update={"prompt": prompt.model_copy(update=texts_of_files)})
         self.query = self._of_pair("query")
         self.documents = self._of_pair("documents", keeps_type=True)
         self.files = FileTemplates(job)
@@ -115,6 +113,16 @@ class PromptTemplates:
 
     def note(self, fields: Mapping[str, Any]) -> str:
         return "" if self._note is None else self._note.text(self.with_vars(fields)).strip()
+
+    def _of_prompt(self, key: str, text: str | None, path: str | None) -> RowTemplate | None:
+        if path is None:
+            return None if text is None else self._template(f"prompt.{key}", text)
+        try:
+            text = read_text(path)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise JobError(f"prompt.{key}_file: {path}: can't be read: {reason}") from error
+        return self._template(f"prompt.{key}_file: {path}", text)
 
     def _of_pair(self, name: str, *, keeps_type: bool = False) -> RowTemplate | None:
         source = getattr(self._job.pair, name)
@@ -173,27 +181,3 @@ def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str
 
 def _names_of(templates: Iterable[RowTemplate]) -> set[str]:
     return set[str]().union(*(template.names for template in templates))
-
-
-def _source(key: str, text: str | None, path: str | None) -> _Source | None:
-    if path is None:
-        return None if text is None else _Source(f"prompt.{key}", text)
-    try:
-        text = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise JobError(f"prompt.{key}_file: {path}: can't be read: {reason}") from error
-    return _Source(f"prompt.{key}_file: {path}", text)
-
-
-def _with_texts_of_files(
-    job: JobConfig, system: _Source | None, user: _Source | None, tools: Any
-) -> JobConfig:
-    texts = {
-        "system": system and system.text,
-        "system_file": None,
-        "user": user and user.text,
-        "user_file": None,
-        "tools": tools,
-    }
-    return job.model_copy(update={"prompt": job.prompt.model_copy(update=texts)})

@@ -100,14 +100,10 @@ def reading() -> ImmutableSandboxedEnvironment:
     return _Reading(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
-def names_read(tree: nodes.Template) -> set[str]:
-    """The names that a template takes from outside; ``tree`` must come from ``reading``."""
-    return find_undeclared_variables(tree)
-
-
 def fields_read(source: str) -> set[str]:
-    """As ``names_read``, without Jinja's functions that are only called, such as `range(3)`."""
-    return names_read(reading().parse(source)) - functions_called(source)
+    """The names that a template takes from outside, without Jinja's functions that are only called,
+    such as `range(3)`."""
+    return find_undeclared_variables(reading().parse(source)) - functions_called(source)
 
 
 def functions_called(source: str) -> set[str]:
@@ -124,7 +120,7 @@ def keys_read(source: str, table: str) -> Iterator[tuple[str, str | None]]:
     """For each ``table.key``, and ``table.key.part``: the key and the part. One that is computed is
     not found."""
     tree = reading().parse(source)
-    if table not in names_read(tree):
+    if table not in find_undeclared_variables(tree):
         return
     found: list[Any] = [*tree.find_all((nodes.Getattr, nodes.Getitem))]
     part_of = {id(node.node): _key_of(node) for node in found}
@@ -139,7 +135,7 @@ def reads_all_of(source: str, table: str) -> bool:
     tree = reading().parse(source)
     named = sum(name.name == table for name in tree.find_all(nodes.Name))
     by_key = sum(not hasattr(dict, key) for key, _ in keys_read(source, table))
-    return table in names_read(tree) and named > by_key
+    return table in find_undeclared_variables(tree) and named > by_key
 
 
 def _key_of(node: Any) -> str | None:
