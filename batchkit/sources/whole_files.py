@@ -12,7 +12,6 @@ from pathlib import PurePosixPath
 from tempfile import TemporaryFile
 from typing import Any
 
-from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable
 from batchkit.config.tables.input import IMAGE_SUFFIXES, PDF_SUFFIX
 from batchkit.errors import InputError, MediaError
@@ -86,15 +85,10 @@ def _opened(path: str) -> Iterator[str]:
     """Where the PDF's process finds the file, as it is now: a remote one is copied."""
     if (missing := missing_package()) is not None:
         raise InputError(f"{path}: {missing}")
-    if "://" not in path and not path.endswith(COMPRESSIONS):
-        try:
-            local = open_regular(path)
-        except OSError as error:
-            raise InputError(f"{path}: can't be read: {error.strerror}") from error
-        with local:
-            yield place_of(local.fileno())
-        return
     with open_input(path, text=False, may_be_empty=True) as file, TemporaryFile() as copy:
+        if "://" not in path and not path.endswith(COMPRESSIONS):
+            yield place_of(file.fileno())
+            return
         shutil.copyfileobj(file, copy, BLOCK_BYTES)
         copy.flush()
         yield place_of(copy.fileno())
