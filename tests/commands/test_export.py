@@ -298,13 +298,15 @@ def test_export_prints_rows_sizes_and_ratio() -> None:
     assert found["ratio"] == pytest.approx(found["bytes"] / whole, abs=1e-4)
 
 
-def test_export_of_the_last_run_needs_no_name() -> None:
+def test_the_run_may_be_left_out_the_format_not() -> None:
     run_rows([{"q": "x"}])
-    done = export("--parquet")
-    assert done.stderr == "batchkit: output/a\n"
+    assert export("--parquet").stderr == "batchkit: output/a\n"
     (RUN / "results.parquet").unlink()
     export("--parquet", "output/a")  # a run folder is not a path to write to
     assert (RUN / "results.parquet").exists()
+    for args, named in ((["job.toml"], "--parquet"), (["nowhere", "--csv"], "nowhere")):
+        done = batchkit("export", *args)
+        assert (done.exit_code, named in done.stderr) == (2, True)
 
 
 REFUSED = [
@@ -381,14 +383,6 @@ def test_export_to_where_nothing_can_be_written_says_so(path: str) -> None:
     assert path.split("/")[0] in done.stderr
     assert "can't write" in done.stderr
     assert list(Path("folder").iterdir()) == []
-
-
-def test_export_without_a_format_or_a_run_is_refused() -> None:
-    run_rows([{"q": "x"}])
-    done = batchkit("export", "job.toml")
-    assert (done.exit_code, "--parquet" in done.stderr) == (2, True)
-    done = batchkit("export", "nowhere", "--csv")
-    assert (done.exit_code, "nowhere" in done.stderr) == (2, True)
 
 
 # What a spreadsheet would run

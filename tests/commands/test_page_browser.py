@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ from batchkit.runs.scores import table_of
 from batchkit.storage.manifest import Manifest
 from tests.support.browser import assert_fits, open_browser
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import prepare
+from tests.support.dry_runs import LOG, prepare
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 from tests.support.opened_pages import Open, Opened, visits
+from tests.support.own_process import begin
 from tests.support.view_server import Viewed, viewing
 from tests.support.waiting import until
 
@@ -401,3 +403,78 @@ def test_two_runs_side_by_side(visit: Open, places: Mapping[str, str]) -> None:
     opened.page.locator(".two h3 a").first.click()
     opened.page.wait_for_url("**/run/tables#row=0")
     opened.shows("q0")
+
+
+# ---- a server while something happens to its run, or to itself
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_run_is_killed_and_resumed_while_its_page_is_open(visit: Open, tmp_path: Path) -> None:
+    prepare(100_000, **SLOW)
+    first = begin("run", "job.toml", cwd=tmp_path)
+    until(LOG.exists)
+    with viewing("output", cwd=tmp_path) as view:
+        opened = visit(f"{view.url}run/a")
+        opened.state("running")
+
+        def n_done() -> int:
+            return int(opened.facts()["rows"].replace(",", ""))
+
+        opened.sees(
+            "#detail .detail-head strong", r"^\d+$"
+        )  # the first row of those that had ended
+        until(lambda: n_done() > 10)
+        until(lambda: opened.page.locator("#charts figure").count() >= 2)
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+        opened.state("stopped")
+        opened.sees("#starts tr", "start 1.*killed")
+        before = n_done()
+        second = begin("run", "job.toml", cwd=tmp_path)
+        opened.state("running")
+        opened.sees("#starts tr", "start 2.*still running")
+        until(lambda: n_done() > before + 10)
+        until(lambda: opened.page.locator("#charts .pause").count() > 0)
+        opened.sees("#count", r"^\d\d+ rows$")
+        second.send_signal(signal.SIGINT)
+        second.communicate()
+        opened.state("stopped")
+        opened.sees("#starts tr", "start 2.*interrupted")
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_forecast_is_shown(visit: Open, tmp_path: Path) -> None:
+    prepare(40)
+    forecast = batchkit("plan", "job.toml", "--rows", "8", "--json").json
+    with viewing("output/a", cwd=tmp_path) as view:
+        opened = visit(f"{view.url}run/a")
+        opened.state("stopped")
+        shown = opened.page.locator("#forecast dd").inner_text()
+        assert f"for {forecast['left']} rows" in shown
+        assert f"prompt tokens: {forecast['prompt_tokens']['expected']:.0f};" in shown
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_folder_that_is_gone_is_named_and_its_return_noticed(visit: Open, tmp_path: Path) -> None:
+    prepare(5)
+    batchkit("run", "job.toml")
+    with viewing("output", cwd=tmp_path) as view:
+        opened = visit(f"{view.url}run/a")
+        opened.state("finished")
+        Path("output").rename("elsewhere")
+        opened.sees("#lost", "moved or deleted")
+        Path("elsewhere").rename("output")
+        opened.page.locator("#lost").wait_for(state="hidden")
+        opened.state("finished")
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_the_page_goes_on_when_its_server_is_back(visit: Open, tmp_path: Path) -> None:
+    prepare(5)
+    batchkit("run", "job.toml")
+    with viewing("output/a", cwd=tmp_path) as view:
+        opened = visit(f"{view.url}run/a")
+        opened.state("finished")
+    opened.sees("#lost", "does not answer")
+    with viewing("output/a", cwd=tmp_path, port=view.client.base_url.port or 0):
+        opened.page.locator("#lost").wait_for(state="hidden")

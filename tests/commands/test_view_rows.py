@@ -280,19 +280,6 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
         assert view.get("compare", a="tables", b="gone", code=404)["error"]
 
 
-def test_rows_that_share_an_id_side_by_side(tmp_path: Path) -> None:
-    """The other run has read the same input and left out the first of the twins."""
-    twins = [{**row, "id": "twin"} for row in TABLE[:2]]
-    by_type = {"where": {"QuestionType": twins[1]["QuestionType"]}}
-    no_images: dict[str, Any] = {"prompt": {"images": []}}
-    make_run(tmp_path, twins, answer, **no_images)
-    make_run(tmp_path, twins, answer, name="other", input=by_type, **no_images)
-    with viewing("output", cwd=tmp_path) as view:
-        rows = view.get("compare", a="tables", b="other", only="all")["rows"]
-        indexes = [[side and side["index"] for side in (row["a"], row["b"])] for row in rows]
-        assert indexes == [[1, 1], [0, None]]
-
-
 def test_a_row_that_brings_its_own_messages_and_images(tmp_path: Path) -> None:
     draw_tables(tmp_path / "image", 1)
     parts = [
