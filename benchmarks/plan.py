@@ -36,7 +36,6 @@ from figures import Figure
 from text import OPTIONS, SAMPLING, write
 
 from batchkit.commands.demo_model import build_demo_model
-from batchkit.commands.plan.answers import strata_of, stratified
 from batchkit.commands.plan.forecast import Engines, Prices, Rest, rest_of
 from batchkit.commands.plan.lengths import Lengths
 from batchkit.commands.plan.sample import Sample, waves_of
@@ -138,8 +137,7 @@ def answered(job: SimulatedJob, rows: Sequence[int], window: int, rng: np.random
 
 def forecast_and_truth(number: int) -> tuple[str, Rest, Mapping[str, float]]:
     job, rng = simulated_job(number), np.random.default_rng(number)
-    places = stratified(strata_of(job.prompts, SAMPLED), SAMPLED, number)
-    sampled: list[int] = rng.permutation(places).tolist()
+    sampled: list[int] = rng.permutation(len(job.prompts))[:SAMPLED].tolist()
     waves = [
         answered(job, sampled[start:end], window, rng)
         for start, end, window in waves_of(SAMPLED, job.max_num_seqs)
@@ -160,7 +158,7 @@ def forecast_and_truth(number: int) -> tuple[str, Rest, Mapping[str, float]]:
     )
     engines = Engines(1, job.max_num_seqs, in_batches=False)
     found = rest_of(lengths, sample, engines, PRICES, seed=number)
-    others = np.setdiff1d(np.arange(len(job.prompts)), places)
+    others = np.setdiff1d(np.arange(len(job.prompts)), sampled)
     ran = [*event_simulation(job, others.tolist(), job.max_num_seqs, rng)]
     truth = {
         "prompt_tokens": float(job.prompts[others].sum()),

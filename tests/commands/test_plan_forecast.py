@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkit.commands.plan.answers import replicates, strata_of, stratified
+from batchkit.commands.plan.answers import replicates
 from batchkit.commands.plan.throughput import StepTime, Wave, fit, points_of, steps_of
 from batchkit.commands.trial.measurement import Answer
 
@@ -71,9 +70,7 @@ def totals_of_many(lengths: list[int], most: float) -> Iterator[tuple[bool, bool
     for seed in range(60):
         rng = np.random.default_rng(seed)
         sample = rng.choice(population, 64)
-        means = [
-            found.mean for found in replicates(sample, np.zeros(64, dtype=np.int64), most, rng)
-        ]
+        means = [found.mean for found in replicates(sample, most, rng)]
         low, high = np.quantile(means, (0.05, 0.95))
         yield bool(low <= population.mean()), bool(population.mean() <= high)
 
@@ -89,26 +86,11 @@ def test_a_heavy_tail_that_the_sample_has_not_seen_is_in_the_interval(alpha: flo
 def test_no_answer_is_longer_than_max_tokens() -> None:
     rng = np.random.default_rng(0)
     lengths = np.array([3.0, 5.0, 90.0, 100.0] * 8)
-    drawn = [
-        found.draw(500, rng).max()
-        for found in replicates(lengths, np.zeros(32, dtype=np.int64), 128, rng)
-    ]
+    drawn = [found.draw(500, rng).max() for found in replicates(lengths, 128, rng)]
     assert 100 < max(drawn) <= 128
 
 
 def test_answers_that_are_all_alike_leave_no_doubt() -> None:
     rng = np.random.default_rng(0)
-    found = replicates(np.full(20, 7.0), np.zeros(20, dtype=np.int64), 256, rng)
+    found = replicates(np.full(20, 7.0), 256, rng)
     assert {round(one.mean, 9) for one in found} == {7.0}
-
-
-@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 5))
-def test_a_sample_has_short_and_long_prompts(n_rows: int, n: int, seed: int) -> None:
-    sizes = np.random.default_rng(seed).lognormal(5, 1, n_rows)
-    strata = strata_of(sizes, n)
-    places = stratified(strata, n, seed)
-    assert len(set(places.tolist())) == len(places) == min(n, n_rows)
-    counts = np.bincount(strata[places], minlength=int(strata.max()) + 1)
-    even = len(places) / len(counts)
-    assert counts.min() >= math.floor(even) - 1
-    assert counts.max() <= math.ceil(even) + 1

@@ -10,7 +10,6 @@ import numpy as np
 
 from batchkit.commands import Say
 from batchkit.commands.forecast_file import hash_of_job, shown, time_of, tokens_of, write_forecast
-from batchkit.commands.plan.answers import strata_of, stratified
 from batchkit.commands.plan.forecast import Engines, Prices, Rest, rest_of
 from batchkit.commands.plan.lengths import Lengths, count_lengths
 from batchkit.commands.plan.sample import Sample, answer_sample, rows_in_kv_cache
@@ -105,12 +104,8 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
 def _chosen(lengths: Lengths, rows: int | None, seed: int) -> list[int]:
     """The rows of the sample, in random order."""
     n_rows = rows or min(SAMPLED, max(2, lengths.left // 4))
-    n_rows = min(n_rows, len(lengths.indexes))
-    if not n_rows:
-        return []
-    places = stratified(strata_of(lengths.sizes, n_rows), n_rows, seed)
-    shuffled: list[int] = np.random.default_rng(seed).permutation(lengths.indexes[places]).tolist()
-    return shuffled
+    chosen: list[int] = np.random.default_rng(seed).permutation(lengths.indexes)[:n_rows].tolist()
+    return chosen
 
 
 def _figures(

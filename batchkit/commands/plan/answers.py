@@ -3,8 +3,7 @@
 Lengths of answers have a heavy tail: a few rows in a thousand may have most of the tokens, and a
 sample of 64 rarely has one of them. So the plain bootstrap is too sure of itself: of its 90 % intervals
 72 % to 89 % held the truth (``benchmarks/LOG.md``). Here a replicate weighs the sampled rows at
-random, as the Bayesian bootstrap does, but more unequally, for strata of few rows; and in most
-replicates a share of the rows has answers longer than any in the sample: as many as one more sampled
+random, as the Bayesian bootstrap does, but more unequally; and in most replicates a share of the rows has answers longer than any in the sample: as many as one more sampled
 row would stand for, their length from a Pareto tail with Hill's index of the longest sampled answers,
 up to ``max_tokens``.
 """
@@ -20,33 +19,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 REPLICATES = 400
-STRATA = 4
-_LEAST_IN_STRATUM = 8
 _UNEQUAL = 1.5  # how much more unequal the weights are than the Bayesian bootstrap's
 _TAIL_SHARE = 0.7  # of the replicates have answers longer than the sample's
 _OF_TAIL = 16  # of the longest answers show how heavy the tail is, at most a quarter of all
 _UNBOUNDED = 10.0  # times the longest answer, if there is no max_tokens
 _LEAST_SHAPE, _TINY = 0.2, 1e-12
 _QUANTILES = (np.arange(64) + 0.5) / 64
-
-
-def strata_of(sizes: NDArray[np.float64], n_sampled: int) -> NDArray[np.int64]:
-    """The stratum of each row: equally many rows in each, ordered by size."""
-    n_strata = max(1, min(STRATA, n_sampled // _LEAST_IN_STRATUM))
-    strata = np.empty(len(sizes), dtype=np.int64)
-    strata[np.argsort(sizes, kind="stable")] = np.arange(len(sizes)) * n_strata // len(sizes)
-    return strata
-
-
-def stratified(strata: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
-    """``n`` places drawn at random, equally many from each stratum."""
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(strata))
-    rank = np.empty(len(strata))
-    for stratum in np.unique(strata):
-        own = order[strata[order] == stratum]
-        rank[own] = (np.arange(len(own)) + rng.random()) / len(own)
-    return np.sort(np.argsort(rank, kind="stable")[:n])
 
 
 class Tail(NamedTuple):
@@ -68,10 +46,9 @@ class Tail(NamedTuple):
 
 class Replicate(NamedTuple):
     """One guess at all rows: those that are not in the ``tail`` have the length ``lengths[i]`` with the
-    probability ``shares[i]``. ``weights``: of the sampled rows, for other statistics of the sample."""
+    probability ``weights[i]``."""
 
     lengths: NDArray[np.float64]
-    shares: NDArray[np.float64]
     weights: NDArray[np.float64]
     tail: Tail
 
@@ -85,37 +62,31 @@ class Replicate(NamedTuple):
 
     def draw(self, n: int, rng: np.random.Generator) -> NDArray[np.float64]:
         """The lengths of ``n`` rows."""
-        drawn: NDArray[np.float64] = rng.choice(self.lengths, n, p=self.shares)
+        drawn: NDArray[np.float64] = rng.choice(self.lengths, n, p=self.weights)
         in_tail = rng.random(n) < self.tail.share
         drawn[in_tail] = self.tail.at(1 - rng.random(int(in_tail.sum())))
         return drawn
 
     def _moment(self, power: int) -> float:
-        inner = float(self.shares @ self.lengths**power)
+        inner = float(self.weights @ self.lengths**power)
         outer = float((self.tail.at(_QUANTILES) ** power).mean())
         return (1 - self.tail.share) * inner + self.tail.share * outer
 
 
 def replicates(
-    lengths: NDArray[np.float64],
-    strata: NDArray[np.int64],
-    most: float | None,
-    rng: np.random.Generator,
+    lengths: NDArray[np.float64], most: float | None, rng: np.random.Generator
 ) -> Iterator[Replicate]:
-    """``lengths``: of the sampled answers, in ``strata`` of equally many rows; ``most``: the longest
-    that one may get."""
-    _, stratum, counts = np.unique(strata, return_inverse=True, return_counts=True)
-    shape = np.maximum(_LEAST_SHAPE, (counts - 2) / counts / _UNEQUAL)[stratum]
+    """``lengths``: of the sampled answers; ``most``: the longest that one may get."""
+    n = len(lengths)
+    shape = max(_LEAST_SHAPE, (n - 2) / n / _UNEQUAL)
     longest = float(lengths.max())
     most = max(most or _UNBOUNDED * longest, longest)
     for _ in range(REPLICATES):
-        weights = rng.gamma(shape) + _TINY
-        of_strata = np.bincount(stratum, weights)
-        shares = weights / of_strata[stratum] / len(counts)
+        weights = rng.gamma(shape, size=n) + _TINY
         weights /= weights.sum()
-        odds = rng.exponential() / len(lengths) if rng.random() < _TAIL_SHARE else 0.0
+        odds = rng.exponential() / n if rng.random() < _TAIL_SHARE else 0.0
         tail = Tail(odds / (1 + odds), _tail_index(lengths, weights), longest, most)
-        yield Replicate(lengths, shares, weights, tail)
+        yield Replicate(lengths, weights, tail)
 
 
 def _tail_index(lengths: NDArray[np.float64], weights: NDArray[np.float64]) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from batchkit.commands.plan.answers import Replicate, replicates, strata_of
+from batchkit.commands.plan.answers import Replicate, replicates
 from batchkit.commands.plan.lengths import Lengths
 from batchkit.commands.plan.sample import Sample
 from batchkit.commands.plan.throughput import (
@@ -111,7 +111,6 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
         prices=prices,
     )
     answers = np.array([row.completion_tokens for row in sampled], dtype=np.float64)
-    strata = strata_of(lengths.sizes, len(sampled))[at]
     spreads = [
         math.hypot(_LEAST_SPREAD, _UNSTEADY_S / max(wave.seconds, _UNSTEADY_S))
         for wave in sample.measured
@@ -119,7 +118,7 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
     rng = np.random.default_rng(seed)
     drawn = [
         rest.drawn(replicate, _refitted(points, spreads, rng), rng)
-        for replicate in replicates(answers, strata, lengths.most_tokens, rng)
+        for replicate in replicates(answers, lengths.most_tokens, rng)
     ]
     return Rest(*(Interval(*found) for found in np.quantile(drawn, QUANTILES, axis=0).T.tolist()))
 
