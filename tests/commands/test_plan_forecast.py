@@ -46,9 +46,7 @@ def test_the_time_of_a_step_at_a_large_batch_is_found_from_two_smaller_ones(
 ) -> None:
     draw = np.random.default_rng(1)
     answers = [max(1, round(n)) for n in draw.lognormal(4, 0.9, 60)]
-    found = fit(
-        points_of([wave(answers[:15], 3, steps), wave(answers[15:], 45, steps)]), np.ones(60)
-    )
+    found = fit(points_of([wave(answers[:15], 3, steps), wave(answers[15:], 45, steps)]))
     job = [max(1, round(n)) for n in draw.lognormal(4, 0.9, 2000)]
     n_steps = steps_of(job, 128)
     forecast = found.seconds(n_steps, sum(job), 50 * len(job), len(job), 128)

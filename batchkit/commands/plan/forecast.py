@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +12,6 @@ from batchkit.commands.plan.answers import Replicate, replicates
 from batchkit.commands.plan.lengths import Lengths
 from batchkit.commands.plan.sample import Sample
 from batchkit.commands.plan.throughput import (
-    Points,
     StepTime,
     Wave,
     fit,
@@ -29,7 +27,6 @@ _DRAWN = 4096  # rows, at least: the steps of the others are those of a full eng
 _LEAST_SPREAD = 0.04  # of a run's time, from one run to the next …
 _LEAST_OF_BATCHES = 0.25  # … and if it is fitted to a wave as a whole, of which there are two
 _MOST_SPREAD = 0.5
-_UNSTEADY_S = 0.1  # what else the machine does may add to a wave, or not
 _LEAST_S = 0.001
 _LEAST_START_S = 0.3
 _PER_DOUBLING = 0.05  # for each time that the job's batch is twice the sample's largest
@@ -96,7 +93,7 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
     points = (
         points_of_batches(sample.measured) if engines.in_batches else points_of(sample.measured)
     )
-    steps = fit(points, np.ones(len(points.seconds)))
+    steps = fit(points)
     first = sample.waves[0]
     rest = _Rest(
         n_rows=n_rest,
@@ -111,23 +108,12 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
         prices=prices,
     )
     answers = np.array([row.completion_tokens for row in sampled], dtype=np.float64)
-    spreads = [
-        math.hypot(_LEAST_SPREAD, _UNSTEADY_S / max(wave.seconds, _UNSTEADY_S))
-        for wave in sample.measured
-    ]
     rng = np.random.default_rng(seed)
     drawn = [
-        rest.drawn(replicate, _refitted(points, spreads, rng), rng)
+        rest.drawn(replicate, steps, rng)
         for replicate in replicates(answers, lengths.most_tokens, rng)
     ]
     return Rest(*(Interval(*found) for found in np.quantile(drawn, QUANTILES, axis=0).T.tolist()))
-
-
-def _refitted(points: Points, spreads: Sequence[float], rng: np.random.Generator) -> StepTime:
-    """To other rows of the sample, had they been answered at another time; ``spreads``: of each wave."""
-    slower = rng.lognormal(0, spreads)
-    others = points._replace(seconds=points.seconds * slower[points.waves])
-    return fit(others, rng.exponential(size=len(points.seconds)))
 
 
 def _expected_s(wave: Wave, steps: StepTime, engines: Engines) -> float:

@@ -72,12 +72,10 @@ class StepTime(NamedTuple):
 
 
 class Points(NamedTuple):
-    """What was measured: ``parts @ StepTime`` should be ``seconds``. ``waves``: the number of each point's
-    wave, since what slows a machine down slows a wave as a whole."""
+    """What was measured: ``parts @ StepTime`` should be ``seconds``."""
 
     parts: NDArray[np.float64]
     seconds: NDArray[np.float64]
-    waves: NDArray[np.int64]
 
 
 def points_of(waves: Sequence[Wave]) -> Points:
@@ -88,7 +86,7 @@ def points_of(waves: Sequence[Wave]) -> Points:
     """
     points = _points(waves, StepTime(0.0, 1.0, 0.0, 0.0))
     for _ in range(_REFITS):
-        points = _points(waves, fit(points, np.ones(len(points.seconds))))
+        points = _points(waves, fit(points))
     return points
 
 
@@ -108,9 +106,7 @@ def _points(waves: Sequence[Wave], steps: StepTime) -> Points:
         read = ((began > since) & (began < until)) @ prompts
         parts.append(np.stack([np.ones(len(tokens)), tokens, tokens * beside, read], axis=1))
         seconds.append(np.maximum(ended - began, _LEAST_S))
-    sizes = [len(wave.rows) for wave in waves]
-    numbers = np.repeat(np.arange(len(sizes)), sizes)
-    return Points(np.concatenate(parts), np.concatenate(seconds), numbers)
+    return Points(np.concatenate(parts), np.concatenate(seconds))
 
 
 def points_of_batches(waves: Sequence[Wave]) -> Points:
@@ -125,14 +121,13 @@ def points_of_batches(waves: Sequence[Wave]) -> Points:
         for wave in waves
     ]
     seconds = np.array([max(wave.seconds, _LEAST_S) for wave in waves])
-    return Points(np.array(parts), seconds, np.arange(len(waves)))
+    return Points(np.array(parts), seconds)
 
 
-def fit(points: Points, weights: NDArray[np.float64]) -> StepTime:
-    """Weighted least squares of relative errors, none of the times below 0."""
-    scale = np.sqrt(weights) / points.seconds
-    parts, seconds = points.parts * scale[:, None], points.seconds * scale
-    products, aims = parts.T @ parts, parts.T @ seconds
+def fit(points: Points) -> StepTime:
+    """Least squares of relative errors, none of the times below 0."""
+    parts = points.parts / points.seconds[:, None]
+    products, aims = parts.T @ parts, parts.sum(axis=0)
     n_parts = len(aims)
     best, least = np.zeros(n_parts), math.inf
     for n in range(1, n_parts + 1):
