@@ -199,13 +199,13 @@ def test_run_ends_with_one_line_of_json(folder: Path) -> None:
 
 def test_run_carries_on_unless_it_is_to_be_fresh(folder: Path) -> None:
     batchkit("run", "job.toml", "--limit", "2")
+    other = batchkit("run", "job.toml", "--set", "name=other", "--skip-from", "output/trial")
+    assert (other.exit_code, summary(other)["ok"]) == (0, 3)
     found = summary(batchkit("run", "job.toml"))
     assert (found["ok"], found["skipped"], found["total"]) == (5, 2, 5)
     found = summary(batchkit("run", "job.toml", "--fresh"))
     assert (found["ok"], found["skipped"]) == (5, 0)
     assert (folder / "output" / "trial.1" / "results.jsonl").exists()
-    other = batchkit("run", "job.toml", "--set", "name=other", "--skip-from", "output/trial")
-    assert (other.exit_code, summary(other)["ok"]) == (0, 0)
 
 
 def test_run_with_failed_rows_exits_with_3(folder: Path) -> None:
