@@ -48,9 +48,9 @@ def session(job: JobConfig) -> Iterator[None]:
             held.enter_context(_on_this_machine_alone())
         import ray
 
-        held.callback(ray.shutdown)
-        # Ray reports dead workers on stdout, which is for our results.
+        # Ray reports dead workers on stdout, which is for our results, also while it ends.
         held.enter_context(redirect_stdout(sys.stderr))
+        held.callback(ray.shutdown)
         with _own_sigterm():
             if address:
                 _join(address)
