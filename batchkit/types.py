@@ -121,7 +121,7 @@ Key = int | tuple[int, str, int]
 
 
 class Request(Struct, frozen=True):
-    """One row, ready for an engine.
+    """One row, or one generation of a row that has several, ready for an engine.
 
     One of ``messages`` (chat, OpenAI's shape, with images as in ``Content``), ``prompt`` (the text as
     it is) and ``pair`` is set. A request whose row could not be rendered has none, and is only used

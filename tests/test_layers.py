@@ -173,7 +173,7 @@ def test_heavy_package_is_imported_only_at_home_and_only_on_use(package: str) ->
 
 
 def test_engines_are_reached_only_through_their_door() -> None:
-    """The dict in ``engines/registry.py`` imports them by name."""
+    """The dict in ``engines/__init__.py`` names them; ``engines/registry.py`` opens them."""
     users = {
         found.module
         for found in IMPORTS

@@ -1,8 +1,9 @@
 """What a package of others can add to: readers, engines, scorers, extractors and exports.
 
 Each of these is one table, beside the things themselves, of names with a lazy ``"module:Name"`` or
-``"module"``. All other lists (choices in the job file and its docs, suffixes, flags) are derived from it.
-An installed package adds to a table with entry points; docs/plugins.md says what each is.
+``"module"``. Choices in the job file and its docs and the suffixes of inputs are derived from it. An installed
+package adds to a table with entry points, and ``export`` has a flag for each export that is added so;
+docs/plugins.md says what each is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interfaces of an engine: ``Engine`` for the processor, ``Preflight`` for ``validate``."""
+"""The interfaces of an engine: ``Engine`` for a lane, ``Preflight`` for what checks requests before a run."""
 
 from __future__ import annotations
 

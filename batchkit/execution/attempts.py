@@ -71,7 +71,7 @@ class Attempts:
         return heapq.heappop(self._waiting)[2]
 
     def settle(self, completion: Completion) -> Completion | None:
-        """The completion that settles the row, or None if the row is tried again."""
+        """The completion that settles the request, or None if it is tried again."""
         if completion.error is None and not (self._rows or self._retry.reask):  # as nearly all are
             return completion
         key = completion.request.key

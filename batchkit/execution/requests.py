@@ -48,6 +48,7 @@ class RowRequests:
 
 
 Requests = RowRequests | Rollouts
+"""Rollouts if the job has ``[[steps]]`` or a ``[rollout]``."""
 
 
 def requests_of(

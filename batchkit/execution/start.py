@@ -101,7 +101,7 @@ class Start:
 
     @cached_property
     def parsing(self) -> Collection[str]:
-        """As the job has it."""
+        """The steps whose answers are parsed as JSON; "" for a row with one generation."""
         return self.job.parsing
 
     @cached_property

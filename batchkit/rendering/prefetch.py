@@ -55,7 +55,7 @@ class Prefetch(Generic[Given, Made]):
 
     Threads: ``threads`` render threads read a few rows at a time under ``_reading`` and render them
     concurrently (one row at a time if rows have images: the others would wait for their thread);
-    the processor's thread calls ``get`` and ``release``; ``_changed`` guards the rest.
+    the worker's thread calls ``get`` and ``release``; ``_changed`` guards the rest.
     """
 
     def __init__(
