@@ -104,9 +104,12 @@ class PromptRenderer:
         if row.error is not None:
             raise row.error
         of_input = input_hash(row.fields) if of_input is None else of_input
-        return self._request(row, self._with_texts(row.fields), attempt, of_input)
+        note = self.templates.note(row.fields)
+        return self._request(row, self._with_texts(row.fields), attempt, of_input, note)
 
-    def _request(self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str) -> Request:
+    def _request(
+        self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str, note: str
+    ) -> Request:
         """As ``render``; ``fields`` are the row's own, and the texts of its files."""
         own = self._own_prompt(fields)
         if own == "body":
@@ -129,7 +132,7 @@ class PromptRenderer:
             sampling=with_temperature(self._row_sampling(fields, own), attempt, self._job.retry),
             input_hash=of_input,
             attempt=attempt,
-            note=self.templates.note(row.fields),
+            note=note,
             tools=tools.tools,
             tool_choice=tools.tool_choice,
             parallel_tool_calls=tools.parallel_tool_calls,
@@ -167,7 +170,7 @@ class PromptRenderer:
             if not place or not cut:
                 return None
             fields = cut_at(whole, place.path, cut.kept)
-            shorter = self._request(row, fields, request.attempt, request.input_hash)
+            shorter = self._request(row, fields, request.attempt, request.input_hash, request.note)
         except RowError:  # the template uses the text in a way that can't be cut
             return None
         return replace(shorter, sampling=request.sampling, media_bytes=request.media_bytes, cut=cut)
@@ -241,10 +244,10 @@ class PromptRenderer:
         if len(place.path) == 1:
             return True
         try:
-            without = self._request(row, cut_at(fields, place.path, 0), 1, "")
+            without = self._request(row, cut_at(fields, place.path, 0), 1, "", "")
         except RowError:  # so it is read
             return True
-        whole = self._request(row, fields, 1, "")
+        whole = self._request(row, fields, 1, "", "")
         parts = ("messages", "prompt", "pair")
         return any(getattr(without, part) != getattr(whole, part) for part in parts)
 
