@@ -13,7 +13,7 @@ quickstart: setup
 	.venv/bin/batchkit run jobs/quickstart.toml
 	@.venv/bin/python scripts/show_quickstart.py
 
-pytest = .venv/bin/pytest --dist loadgroup --no-loadscope-reorder
+pytest = .venv/bin/pytest --dist loadfile --no-loadscope-reorder
 
 # Real engines, real Ray, kills: all tests but those of test-release.
 test: setup

@@ -40,7 +40,7 @@ hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same")
 
-NEEDS = ("vllm", "ray", "release", "browser", "slow")  # what takes longest begins first
+NEEDS = ("ray", "vllm", "release", "browser", "slow")  # what takes longest begins first
 QUICK = "not slow"
 
 
@@ -53,13 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file stays together in one of pytest-xdist's processes, and so do all tests that run vLLM, or Ray:
-    each process that imports them takes ten seconds. Whatever a test needs, it counts as slow."""
+    """What takes longest begins first. Whatever a test needs, it counts as slow."""
     order: dict[pytest.Item, int] = {}
     for item in items:
         own = [need for need in NEEDS if item.get_closest_marker(need)]
-        group = own[0] if own and own[0] in ("vllm", "ray") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
         if own:
             item.add_marker(pytest.mark.slow)
         order[item] = NEEDS.index(own[0]) if own else len(NEEDS)
