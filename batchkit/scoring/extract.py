@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from json import JSONDecoder
+from json import JSONDecodeError, JSONDecoder
 from typing import Any
 
 from batchkit.config.seams import EXTRACTORS as SEAM
@@ -32,7 +32,9 @@ EXTRACTORS = {
 _OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI])""")
 _MARKERS = ("[Final Answer]:", "Final Answer:")
 FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
-_MOST_IN_VAIN = 10**10  # characters behind them; a text of nothing but brackets would take hours
+_MOST_IN_VAIN = 10_000_000  # characters; a text of nothing but brackets would take hours
+_DEAR = 10_000  # cost of a value nested too deep for Python
+_FAILURE = 50  # cost of any failure
 
 
 def whole(text: str, table: ScoringTable) -> str | None:
@@ -87,15 +89,29 @@ def code(text: str, table: ScoringTable) -> str | None:
 
 def _json_in(text: str) -> Iterator[Any]:
     decoder, position, in_vain = JSONDecoder(), 0, 0
+    # The decoder counts the lines before an error, from the beginning of what it is given.
+    rest, rest_from, window = text, 0, max(1024, len(text) // 1000)
     while (found := _OPENED.search(text, position)) is not None:
+        if found.start() - rest_from > window:
+            rest, rest_from = text[found.start() :], found.start()
+        start = found.start() - rest_from
         try:
-            value, position = decoder.raw_decode(text, found.start())
+            value, end = decoder.raw_decode(rest, start)
+            position = rest_from + end
             yield value
-        except (ValueError, RecursionError):  # also for a number with too many digits
+        except (ValueError, RecursionError) as error:  # also for a number with too many digits
             position = found.end()
-            in_vain += len(text) - position
+            in_vain += _FAILURE + _read_in_vain(error, len(rest)) - start
             if in_vain > _MOST_IN_VAIN:
                 raise Unscorable("the answer has too many brackets that begin no JSON") from None
+
+
+def _read_in_vain(error: Exception, length: int) -> int:
+    """The position in the text, of ``length`` characters, up to which it was read."""
+    if not isinstance(error, JSONDecodeError):
+        return _DEAR  # too deep
+    # This one's position is where the string begins, and it has no type of its own.
+    return length if error.msg.startswith("Unterminated string") else error.pos
 
 
 def _as_json(value: Any) -> str | None:
