@@ -35,6 +35,7 @@ from batchkit.storage.manifest import FileFingerprint, read_manifest
 from batchkit.types import Row
 
 LOOK_S = 5.0
+_HASH_BYTES = 8  # of input_hash
 _REST = 8  # times as long as a look took, to the next
 
 
@@ -94,16 +95,29 @@ def from_python(rows: Any, table: InputTable) -> Input:
     found, has_ids = python_rows(rows, table.id), table.id is not None
     if found.size is None:
         return Input(None, lambda skip: found.read(), lambda skip: found.read(), _unknown, has_ids)
-    size = found.size()
-    content = hashlib.sha256()
-    for row in found.read():
-        content.update(bytes.fromhex(input_hash(row.fields)))
+    n_rows = found.size
+    size = n_rows()
+    hashes = b"".join(bytes.fromhex(input_hash(row.fields)) for row in found.read())
+    is_other = False
+
+    def changes(thorough: bool) -> dict[str, str]:
+        if (now := n_rows()) != size:
+            return {PLACE: f"{size:,} rows → {now:,} rows"}
+        return {PLACE: "other values"} if is_other else {}
 
     def read(skip: Callable[[int], bool]) -> Iterator[Row]:
-        return (row for row in found.read() if not skip(row.index))
+        """Each row is compared when it is read, so a row that is changed back later is noticed."""
+        nonlocal is_other
+        end = 0
+        for row in found.read():
+            start, end = end, end + _HASH_BYTES
+            is_other |= hashes[start:end].hex() != input_hash(row.fields)
+            if not skip(row.index):
+                yield row
+        is_other |= end < len(hashes)
 
-    file = FileFingerprint(PLACE, size, 0, content.hexdigest())
-    return Input([file], read, read, lambda: size, has_ids, labels=found.labels)
+    file = FileFingerprint(PLACE, size, 0, hashlib.sha256(hashes).hexdigest())
+    return Input([file], read, read, lambda: size, has_ids, changes, found.labels)
 
 
 def watched(

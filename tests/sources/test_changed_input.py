@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchkit.config.loading import load_job
-from batchkit.errors import BrokenInputError, ChangedInputError
+from batchkit.config.loading import load_job, make_job
+from batchkit.errors import BatchkitError, BrokenInputError, ChangedInputError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.input import Input, from_job, watched
 from batchkit.types import Row
@@ -472,3 +472,41 @@ def test_member_of_a_zip_archive_is_compared_by_its_content() -> None:
     write("old", "two")
     assert run().exit_code == 0
     assert len(answered()) == 20
+
+
+def test_list_that_changes_while_it_is_run_stops_the_run() -> None:
+    job = make_job({"name": "a", "engine": {"kind": "dry-run"}, "run": {"look_ahead": 1}}, "test")
+    prompts = [{"prompt": f"prompt {i}"} for i in range(3000)]
+
+    def shrink() -> None:
+        while not (LOG.exists() and LOG.stat().st_size):
+            time.sleep(0.001)
+        del prompts[2500:]
+
+    thread = threading.Thread(target=shrink)
+    thread.start()
+    with pytest.raises(
+        BatchkitError, match=r"rows from Python.*changed while the run read"
+    ) as stop:
+        ProductionBatchProcessor(job, quiet=True).process(prompts)
+    thread.join()
+    assert stop.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "passes", [{2}, {3}], ids=["was another before", "is changed and changed back"]
+)
+def test_row_of_a_list_that_changes_while_it_is_run_stops_the_run(passes: set[int]) -> None:
+    job = make_job({"name": "a", "engine": {"kind": "dry-run"}}, "test")
+
+    class Rows(list[dict[str, str]]):
+        n_passes = 0
+
+        def __iter__(self) -> Any:
+            """Pass 3 is the one that the run reads."""
+            self.n_passes += 1
+            for row in super().__iter__():
+                yield {"prompt": "other"} if self.n_passes in passes else row
+
+    with pytest.raises(BrokenInputError, match="changed while the run read"):
+        ProductionBatchProcessor(job, quiet=True).process(Rows([{"prompt": "hi"}] * 3))
