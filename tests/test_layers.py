@@ -61,7 +61,6 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
     "ray": {
         "execution.cluster.actor",
         "execution.cluster.pool",
-        "execution.cluster.local",
         "execution.cluster.session",
     },
     "starlette": {"commands.view.api", "commands.view.server"},

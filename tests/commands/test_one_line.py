@@ -216,7 +216,7 @@ def test_export_that_fails_keeps_the_run(folder: Path) -> None:
     assert run(*PROMPT).exit_code == 0
     result = run(*PROMPT, "--output", "output/rows-Small/results.jsonl")
     assert result.exit_code == 1
-    assert "is the ledger of a run" in result.stderr
+    assert "is a file or the input of a run" in result.stderr
     assert len(read_jsonl(folder / "output/rows-Small/results.jsonl")) == 5
 
 

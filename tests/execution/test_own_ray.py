@@ -33,6 +33,7 @@ from tests.support.own_process import begin, is_stopped_by
 from tests.support.paths import ROOT
 from tests.support.ray_head import RayHead, actors_below
 from tests.support.rows import write_jsonl
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.ray
 
@@ -64,8 +65,10 @@ def test_a_run_that_is_killed_over_two_workers_goes_on_from_its_ledger_over_thre
 ) -> None:
     rows = question_rows({})
     with running(tmp_path, tmp_path, rows, {}, ["run.workers=2"], job=DRY_RUN) as process:
+        driver = psutil.Process(process.pid)
+        until(lambda: len(actors_below(driver)) == 2)  # each begins when Ray gets to it
         wait_for_records(tmp_path, 4)
-        workers = actors_below(psutil.Process(process.pid))
+        workers = actors_below(driver)
         process.kill()
     n_before = (tmp_path / "output/faulty" / RESULTS).read_bytes().count(b"\n")
     settings = ["run.workers=3", f"run.ray_address={ray_head.address}"]
