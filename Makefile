@@ -19,7 +19,7 @@ pytest = .venv/bin/pytest --dist loadfile --no-loadscope-reorder
 test: setup
 	$(pytest) -n 3 -m "not release"
 
-# What needs no engine and no Ray, in a minute: after every edit.
+# What needs no engine and no Ray, in two to three minutes: after every edit.
 test-quick: setup
 	$(pytest) -n 2 -m "not slow"
 
