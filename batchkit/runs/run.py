@@ -49,7 +49,7 @@ class Run:
     the run below ``output/`` that was started last.
 
     Each call reads the files as they are at that moment. Nothing starts an engine or writes to the run.
-    ``record`` searches the log; whoever wants many takes ``rows``. ``rows``, ``vectors``, ``scores`` and
+    ``record`` searches the log; use ``rows`` for many. ``rows``, ``vectors``, ``scores`` and
     ``verify`` need the same memory for a million rows as for a thousand, a few bytes for each row aside.
 
     Raises:

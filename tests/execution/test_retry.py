@@ -62,7 +62,7 @@ def test_what_another_try_may_change_is_tried_again(
     tries: int,
     again: dict[str, Any] | None,
 ) -> None:
-    """retry-failed goes on from the record's attempt, here 7, with all its tries still to come."""
+    """retry-failed continues from the record's attempt, here 7, with all its tries still to come."""
     completion = failed(error, 7, **sampling)
     found = next_attempt(completion, tries, RetryTable(**retry))
     assert (None if found is None else found.sampling) == again
