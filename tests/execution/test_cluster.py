@@ -107,10 +107,12 @@ def test_a_worker_or_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_r
     assert_only_failed(ended, [f"answered: {row['q']}" for row in rows], {})
     assert len(ended.stdout.splitlines()) == 1, "Ray's own words go elsewhere"
     lost = [worker for worker in status(tmp_path / "output/faulty").workers if worker["restarts"]]
-    # Ray may give the new worker a place on the lost node, before it knows of the loss.
-    assert [worker["restarts"] in (1, 2) for worker in lost] == [True]
+    # Ray may give the new worker a place on the lost node, before it knows of the loss: that costs no row.
+    deaths = [int(n) for n in re.findall(r"worker \d died.* with (\d+) rows", ended.log)]
+    assert [worker["restarts"] for worker in lost] == [len(deaths)]
+    assert sum(n_rows > 0 for n_rows in deaths) == 1
     assert state in (None, lost[0]["state"])
-    assert int(re.findall(r"worker \d died .* with (\d+) rows", ended.log)[0]) >= 8
+    assert deaths[0] >= 8
     assert verify(tmp_path / "output/faulty").is_sound
 
 
