@@ -254,6 +254,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(key=st.sampled_from(KEYS), value=JSON)
 def test_any_value_makes_a_job_or_one_problem_in_plain_words(key: str, value: Any) -> None:
     table, _, name = key.partition(".")

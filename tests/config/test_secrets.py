@@ -6,9 +6,7 @@ import functools
 import json
 import tomllib
 from collections.abc import Callable, Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any, get_args
 
 import pytest
@@ -19,6 +17,7 @@ from batchkit.config.tables import JobConfig, Table
 from tests.support.chat_server import MODEL, Refused, error, serving
 from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
+from tests.support.web import Files, web_server
 
 pytestmark = pytest.mark.slow
 
@@ -289,7 +288,7 @@ def test_run_notices_another_secret_and_does_not_show_it() -> None:
     assert leaks(("run", "job.toml")) == []
 
 
-class Signed(SimpleHTTPRequestHandler):
+class Signed(Files):
     """Gives a file only to those whose signature begins as it should."""
 
     def do_GET(self) -> None:
@@ -300,17 +299,12 @@ class Signed(SimpleHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, *args: Any) -> None: ...
-
 
 @pytest.fixture
 def signed(tmp_path: Path) -> Iterator[str]:
     """The URL of in.jsonl, up to its signature."""
-    handler = functools.partial(Signed, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/in.jsonl?v=1&sig="
-        server.shutdown()
+    with web_server(functools.partial(Signed, directory=str(tmp_path))) as url:
+        yield f"{url}/in.jsonl?v=1&sig="
 
 
 def test_input_may_be_a_signed_url_and_is_the_same_when_it_is_signed_anew(signed: str) -> None:

@@ -254,7 +254,7 @@ def test_requeue_killed_at_any_instant_mixes_no_rows_and_no_vectors(
         run()
         rows = read_jsonl(Path("in.jsonl"))
         write_rows([{"key": "new", "q": "first"}, *rows[:10]])
-        command = [sys.executable, "-m", "tests.support.killed_requeue", stop_at, str(number)]
+        command = [sys.executable, "-m", "tests.support.killed", stop_at, str(number)]
         ended = LightFork(command, stdout=DEVNULL, stderr=DEVNULL).wait(timeout=60)
         is_killed = ended == -signal.SIGKILL
         if undone:

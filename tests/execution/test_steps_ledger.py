@@ -161,7 +161,7 @@ def test_requeue_killed_at_any_instant_mixes_no_generations(stop_at: str, number
     run()
     write(None, [{"key": "new", "q": "new"}, *ROWS[:4]], steps=THREE, **BY_KEY)
     killed = LightFork(
-        [sys.executable, "-m", "tests.support.killed_requeue", stop_at, str(number)],
+        [sys.executable, "-m", "tests.support.killed", stop_at, str(number)],
         stdout=subprocess.DEVNULL,
     )
     assert killed.wait(timeout=60) == -signal.SIGKILL

@@ -6,12 +6,11 @@ import base64
 import io
 import multiprocessing
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import read_rows
 from tests.support.pages import data_in
 from tests.support.rows import write_jsonl
+from tests.support.web import Files, Page, web_server
 
 ROOT = "memory://bucket/images"
 
@@ -198,45 +198,21 @@ def test_a_file_over_max_bytes_is_refused(bucket: Any) -> None:
 # Real stores: an asynchronous one over HTTP, and a zip archive that one thread reads at a time
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-class Faulty(BaseHTTPRequestHandler):
+class Faulty(Page):
     """States 5 bytes and sends 10,000; or fails when it is to send them."""
 
     def do_HEAD(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "5")
-        self.end_headers()
+        self.reply(200, b"", Content_Length=5)
 
     def do_GET(self) -> None:
-        self.send_response(500 if "500" in self.path else 200)
-        self.end_headers()
-        self.wfile.write(bytes(10_000))
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.reply(500 if "500" in self.path else 200, bytes(10_000))
 
 
 @pytest.fixture
 def serve() -> Iterator[Any]:
     """Starts a server for a handler; gives its root as a URL of fsspec."""
-    running: list[tuple[ThreadingHTTPServer, threading.Thread]] = []
-
-    def start(handler: Any) -> str:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        running.append((server, thread))
-        return f"dir://images::http://127.0.0.1:{server.server_address[1]}"
-
-    yield start
-    for server, thread in running:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with ExitStack() as running:
+        yield lambda handler: f"dir://images::{running.enter_context(web_server(handler))}"
 
 
 @pytest.fixture(params=["memory", "http", "zip"])
@@ -254,7 +230,7 @@ def many(request: Any, bucket: Any, serve: Any, tmp_path: Path) -> str:
     (tmp_path / "images").mkdir()
     for name, data in files.items():
         (tmp_path / "images" / name).write_bytes(data)
-    return str(serve(partial(Quiet, directory=str(tmp_path))))
+    return str(serve(partial(Files, directory=str(tmp_path))))
 
 
 def color(table: MediaTable, number: int) -> Any:

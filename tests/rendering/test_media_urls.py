@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -17,32 +15,24 @@ from batchkit.errors import MediaError
 from batchkit.rendering.media import load_image
 from batchkit.rendering.media.download import fetch
 from tests.support.images import PNG, media_table, refused
+from tests.support.web import Page, web_server
 
 pytestmark = pytest.mark.slow
 
-Answer = Callable[[BaseHTTPRequestHandler], object]
+Answer = Callable[[Page], object]
 
 
 class Server:
-    """A real HTTP server; ``pages`` maps a path to what answers it."""
+    """``pages`` maps a path to what answers it."""
 
     def __init__(self) -> None:
         self.pages: dict[str, Answer] = {}
         self.seen: list[str] = []
-        pages, seen = self.pages, self.seen
+        self.port = 0
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                seen.append(f"{self.headers['Host']}{self.path}")
-                pages[self.path](self)
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self.http.server_address[1]
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
-        self.thread.start()
+    def answer(self, handler: Page) -> None:
+        self.seen.append(f"{handler.headers['Host']}{handler.path}")
+        self.pages[handler.path](handler)
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
@@ -53,15 +43,14 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    running = Server()
-    yield running
-    running.http.shutdown()
-    running.thread.join()
-    running.http.server_close()
+    made = Server()
+    with web_server(type("Handler", (Page,), {"do_GET": lambda page: made.answer(page)})) as url:
+        made.port = int(url.rpartition(":")[2])
+        yield made
 
 
 def page(body: bytes, status: int = 200, *, length: int | None = None, **headers: str) -> Answer:
-    def answer(handler: BaseHTTPRequestHandler) -> None:
+    def answer(handler: Page) -> None:
         handler.send_response(status)
         if length != -1:
             handler.send_header("Content-Length", str(len(body) if length is None else length))
@@ -218,7 +207,7 @@ def test_a_failed_download_says_why(server: Server) -> None:
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
 def test_a_server_that_drips_is_cut_off(server: Server, start: bytes) -> None:
-    def drip(handler: BaseHTTPRequestHandler) -> None:
+    def drip(handler: Page) -> None:
         handler.wfile.write(start)
         for _ in range(100):
             try:

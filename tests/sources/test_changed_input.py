@@ -10,8 +10,6 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable
-from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import LOG
 from tests.support.images import BLUE, png
 from tests.support.rows import read_jsonl
+from tests.support.web import Page, web_server
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
@@ -382,75 +381,57 @@ def test_changed_object_of_a_remote_store_stops_the_run() -> None:
     assert f"{url}: changed while the run read it" in ended.stderr
 
 
-class Export:
+class Export(Page):
     """A page of rows that is made when it is asked for: it has no ETag and no time, and may have no length."""
 
-    def __init__(self, *, has_length: bool) -> None:
-        self.content = b""
+    content, has_length = b"", True
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(page) -> None:
-                page.send_response(200)
-                if has_length:
-                    page.send_header("Content-Length", str(len(self.content)))
-                page.end_headers()
-                if page.command == "GET":
-                    page.wfile.write(self.content)
+    def do_GET(self) -> None:
+        length = {"Content_Length": len(self.content)} if self.has_length else {}
+        self.reply(200, self.content, **length)
 
-            do_HEAD = do_GET
-
-            def log_message(page, *args: Any) -> None: ...
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_port}/in.jsonl"
-        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+    do_HEAD = do_GET
 
 
 def test_file_at_a_url_that_ends_before_its_length_stops_the_run() -> None:
     """A range of bytes may be answered with fewer of them; fsspec takes none for the end of the file."""
     content = encoded(rows("old", 20))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(page) -> None:
-            first = int((page.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
+    class Short(Page):
+        def do_GET(self) -> None:
+            first = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
             part = content[first : len(content) // 2]
-            page.send_response(206 if "Range" in page.headers else 200)
-            page.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
-            page.send_header("Accept-Ranges", "bytes")
-            page.send_header("ETag", "one")
-            whole = page.command == "HEAD" or "Range" not in page.headers
-            page.send_header("Content-Length", str(len(content if whole else part)))
-            page.end_headers()
-            if page.command == "GET":
-                page.wfile.write(part)
+            is_whole = self.command == "HEAD" or "Range" not in self.headers
+            self.reply(
+                206 if "Range" in self.headers else 200,
+                part,
+                Content_Range=f"bytes {first}-{len(content) - 1}/{len(content)}",
+                Accept_Ranges="bytes",
+                ETag="one",
+                Content_Length=len(content if is_whole else part),
+            )
 
         do_HEAD = do_GET
 
-        def log_message(page, *args: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        write_job(f"http://127.0.0.1:{server.server_port}/in.jsonl")
+    with web_server(Short) as url:
+        write_job(f"{url}/in.jsonl")
         ended = run()
-        server.shutdown()
     assert ended.exit_code == 1
     assert f"can't be read: ended at byte {len(content) // 2:,} of {len(content):,}" in ended.stderr
 
 
 @pytest.mark.parametrize("has_length", [True, False])
 def test_changed_page_of_which_the_server_says_nothing_is_another_input(has_length: bool) -> None:
-    with closing(Export(has_length=has_length)) as page:
+    page: Any = type("Page", (Export,), {"has_length": has_length})
+    with web_server(page) as address:
+        url = f"{address}/in.jsonl"
         page.content = encoded(rows("old", 20))
-        write_job(page.url)
+        write_job(url)
         assert run("--set", "input.limit=5").exit_code == 0
         page.content = encoded(rows("new", 20))
         ended = run()
         assert (ended.exit_code, len(answered())) == (2, 5)
-        assert f"input {page.url}: " in ended.stderr
+        assert f"input {url}: " in ended.stderr
         page.content = encoded(rows("old", 20))
         assert run().exit_code == 0
     assert [*answered().values()] == [row["q"] for row in rows("old", 20)]

@@ -10,9 +10,7 @@ import json
 import lzma
 import zipfile
 from collections.abc import Callable
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import fsspec
@@ -26,6 +24,7 @@ from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources import count_rows, fingerprint, input_files, read_rows
 from tests.support.sources import ROWS, rows_of, table, write, write_rows
+from tests.support.web import Files, web_server
 
 FORMATS = ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.xlsx"]
 ALL_TEXT = ["rows.csv"]  # those whose values have no types
@@ -444,11 +443,8 @@ def test_packed_file_is_read_by_its_name_in_a_signed_url(tmp_path: Path) -> None
     pytest.importorskip("aiohttp")
     name = "x.jsonl.gz"
     write(tmp_path, name, gzip.compress(b'{"a": 1}'))
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        (row,) = rows_of(f"http://127.0.0.1:{server.server_port}/{name}?v=1&X-Sig=a.b")
-        server.shutdown()
+    with web_server(functools.partial(Files, directory=str(tmp_path))) as url:
+        (row,) = rows_of(f"{url}/{name}?v=1&X-Sig=a.b")
     assert row.fields == {"a": 1}
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import pytest
 
@@ -18,12 +15,9 @@ from tests.support import dry_runs
 from tests.support.dry_runs import LOG, RUN, run, settled
 from tests.support.pdfs import pdf
 from tests.support.sources import rows_of, table, write_rows
+from tests.support.web import Files, web_server
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
-
-
-class Files(SimpleHTTPRequestHandler):
-    def log_message(self, *args: Any) -> None: ...
 
 
 class Stream(Files):
@@ -38,10 +32,8 @@ class Stream(Files):
 def server(request: pytest.FixtureRequest) -> Iterator[str]:
     """The URL of the working directory."""
     handler = functools.partial(getattr(request, "param", Files), directory=".")
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with web_server(handler) as url:
+        yield url
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.xlsx"])

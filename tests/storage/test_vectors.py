@@ -18,7 +18,7 @@ from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.vectors import Vectors, VectorType, segment_path, segments_of
 from tests.support.forks import LightFork
-from tests.support.killed_store import ROWS
+from tests.support.killed import ROWS
 from tests.support.mounts import small_disk
 from tests.support.records import indexes, record, vector, with_vector, written
 
@@ -125,6 +125,7 @@ def test_waiting_vectors_are_few(tmp_path: Path) -> None:
 # Reading what is damaged
 
 
+@pytest.mark.slow
 def test_segment_cut_anywhere_gives_its_whole_vectors(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     for rows in (range(2), range(2, 5)):
@@ -150,6 +151,7 @@ def test_segment_cut_anywhere_gives_its_whole_vectors(tmp_path: Path) -> None:
         Vectors(tmp_path).of(records[4])
 
 
+@pytest.mark.slow
 def test_no_changed_byte_gives_another_vector(tmp_path: Path) -> None:
     written(tmp_path, 0, 1, 2)
     path, records = segment_path(tmp_path, 0), list(read_newest(tmp_path / RESULTS))
@@ -237,6 +239,7 @@ def test_links_are_not_followed_and_other_files_are_ignored(tmp_path: Path) -> N
 # Kills and full disks
 
 
+@pytest.mark.slow
 def test_kill_at_any_step_of_a_flush_costs_nothing(tmp_path: Path) -> None:
     """Every record that the log holds then finds its vector; the next start adds what is missing."""
     seen = set()
@@ -246,10 +249,10 @@ def test_kill_at_any_step_of_a_flush_costs_nothing(tmp_path: Path) -> None:
             number += 1
             folder = tmp_path / f"{name}{number}"
             folder.mkdir()
-            command = [sys.executable, "-m", "tests.support.killed_store", str(folder)]
-            ended = LightFork([*command, name, str(number)]).wait(60) == 0
+            command = [sys.executable, "-m", "tests.support.killed"]
+            ended = LightFork([*command, f"os.{name}", str(number), str(folder)]).wait(60) == 0
             seen.add((len(embedded(folder)), len(list(folder.glob("*.torn-*")))))
-            assert LightFork([*command, "write", "1000"]).wait(60) == 0
+            assert LightFork([*command, "os.write", "1000", str(folder)]).wait(60) == 0
             assert indexes(folder) == list(ROWS)
             assert len((folder / RESULTS).read_bytes().splitlines()) == len(ROWS)
             assert [r["index"] for r in embedded(folder)] == [0, 1, 3, 4, 6, 7]

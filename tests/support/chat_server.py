@@ -18,9 +18,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.support.web import Page
 
 MODEL = "tiny"
 
@@ -31,7 +33,7 @@ class Refused(Exception):
     def __init__(self, status: int, body: Any, **headers: str) -> None:
         super().__init__(status)
         self.status, self.body = status, body
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.headers = headers
 
 
 class HangUp(Exception):
@@ -99,7 +101,7 @@ class ChatServer:
         self.lock = threading.Lock()  # each connection has a thread of its own
         self.here = threading.local()
         self._sockets: set[socket.socket] = set()
-        self._http = _Http(("127.0.0.1", port), _handler(self))
+        self._http = _Http(("127.0.0.1", port), type("Handler", (_Handler,), {"of": self}))
         self.port: int = self._http.server_address[1]
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
@@ -183,103 +185,86 @@ class _Http(ThreadingHTTPServer):
         """A client that went away is none."""
 
 
-def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class _Handler(Page):
+    protocol_version = "HTTP/1.1"
+    of: ChatServer
 
-        def setup(self) -> None:
-            super().setup()
-            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            server._sockets.add(self.connection)
-            server.connections += 1
+    def setup(self) -> None:
+        super().setup()
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.of._sockets.add(self.connection)
+        self.of.connections += 1
 
-        def finish(self) -> None:
-            server._sockets.discard(self.connection)
-            super().finish()
+    def finish(self) -> None:
+        self.of._sockets.discard(self.connection)
+        super().finish()
 
-        def do_GET(self) -> None:
-            self._reply(self._models)
+    def do_GET(self) -> None:
+        self._answer(lambda sent: self._models())
 
-        def do_POST(self) -> None:
-            with server.lock:
-                server.inside += 1
-                server.most = max(server.most, server.inside)
-            try:
-                self._reply(self._completions)
-            finally:
-                with server.lock:
-                    server.inside -= 1
+    def do_POST(self) -> None:
+        with self.of.lock:
+            self.of.inside += 1
+            self.of.most = max(self.of.most, self.of.inside)
+        try:
+            self._answer(self._completions)
+        finally:
+            with self.of.lock:
+                self.of.inside -= 1
 
-        def _reply(self, make: Callable[[], Any]) -> None:
-            headers = {"Content-Type": "application/json"}
-            status, body = 200, b""
-            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            try:
-                if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
-                    raise Refused(401, error("Incorrect API key provided", code="invalid_api_key"))
-                body = json.dumps(make() if self.command == "GET" else make(sent)).encode()  # type: ignore[call-arg]
-            except Refused as refused:
-                status, headers = refused.status, {**headers, **refused.headers}
-                body = (
-                    refused.body
-                    if isinstance(refused.body, bytes)
-                    else json.dumps(refused.body).encode()
-                )
-            except HangUp:
-                self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"choices": [')
-                self.close_connection = True
-                self.connection.shutdown(socket.SHUT_RDWR)
-                return
-            except Raw as raw:
-                for part in raw.parts:
-                    self.wfile.write(part)
-                    time.sleep(raw.wait_s)
-                return
-            except Flood as flood:
-                self._flood(flood)
-                return
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def _flood(self, flood: Flood) -> None:
+    def _answer(self, make: Callable[[bytes], Any]) -> None:
+        sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        try:
+            if self.of.key and self.headers.get("Authorization") != f"Bearer {self.of.key}":
+                raise Refused(401, error("Incorrect API key provided", code="invalid_api_key"))
+            self._say(200, make(sent))
+        except Refused as refused:
+            self._say(refused.status, refused.body, **refused.headers)
+        except HangUp:
+            self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"choices": [')
             self.close_connection = True
-            self.send_response(flood.status)
-            self.send_header("Connection", "close")
-            self.end_headers()
-            try:
-                for _ in range(flood.times):
-                    self.wfile.write(flood.chunk)
-                    server.flooded += len(flood.chunk)
-            except OSError:
-                pass
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except Raw as raw:
+            for part in raw.parts:
+                self.wfile.write(part)
+                time.sleep(raw.wait_s)
+        except Flood as flood:
+            self._flood(flood)
 
-        def _models(self) -> dict[str, Any]:
-            if self.path != "/v1/models":
-                raise Refused(404, {"detail": "Not Found"})
-            if time.monotonic() < server.ready_at:
-                raise Refused(503, error("Loading model", "unavailable_error", code=503))
-            of_each = {"owned_by": "tests", **server.model}
-            return {"object": "list", "data": [{"id": name, **of_each} for name in server.names]}
+    def _say(self, status: int, found: Any, **headers: str) -> None:
+        body = found if isinstance(found, bytes) else json.dumps(found).encode()
+        headers = {"Content_Type": "application/json", **headers}
+        self.reply(status, body, **headers, Content_Length=len(body))
 
-        def _completions(self, sent: bytes) -> dict[str, Any]:
-            if self.path == "/tokenize" and not server.counts:
-                if server.tokenize is not None:
-                    raise server.tokenize
-                body = json.loads(sent)
-                text = body["prompt"] if "prompt" in body else _read(body["messages"])[0]
-                return {"count": len(text.split())}
-            if self.path not in server.paths:
-                raise Refused(404, {"detail": "Not Found"})
-            server.here.client = self.client_address
-            return server.answer(self.path, json.loads(sent))
+    def _flood(self, flood: Flood) -> None:
+        self.close_connection = True
+        self.reply(flood.status, b"", Connection="close")
+        try:
+            for _ in range(flood.times):
+                self.wfile.write(flood.chunk)
+                self.of.flooded += len(flood.chunk)
+        except OSError:
+            pass
 
-        def log_message(self, *args: Any) -> None: ...
+    def _models(self) -> dict[str, Any]:
+        if self.path != "/v1/models":
+            raise Refused(404, {"detail": "Not Found"})
+        if time.monotonic() < self.of.ready_at:
+            raise Refused(503, error("Loading model", "unavailable_error", code=503))
+        of_each = {"owned_by": "tests", **self.of.model}
+        return {"object": "list", "data": [{"id": name, **of_each} for name in self.of.names]}
 
-    return Handler
+    def _completions(self, sent: bytes) -> dict[str, Any]:
+        if self.path == "/tokenize" and not self.of.counts:
+            if self.of.tokenize is not None:
+                raise self.of.tokenize
+            body = json.loads(sent)
+            text = body["prompt"] if "prompt" in body else _read(body["messages"])[0]
+            return {"count": len(text.split())}
+        if self.path not in self.of.paths:
+            raise Refused(404, {"detail": "Not Found"})
+        self.of.here.client = self.client_address
+        return self.of.answer(self.path, json.loads(sent))
 
 
 def _read(messages: list[dict[str, Any]]) -> tuple[str, int]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.web import Page, web_server
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -29,13 +29,7 @@ class HubServer:
         self.files: dict[str, bytes] = {}
         self.messages: list[str] = []
         self._objects: dict[str, bytes] = {}
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        self.url = ""
 
     def answer(self, path: str, body: bytes) -> tuple[int, Any]:
         """The status and the JSON for a POST."""
@@ -86,36 +80,28 @@ class HubServer:
 @contextmanager
 def hub(token: str = "hf_" + "x" * 30, owner: str = "me") -> Iterator[HubServer]:
     server = HubServer(token, owner)
-    try:
+    with web_server(type("Handler", (_Handler,), {"server_of": server})) as server.url:
         yield server
-    finally:
-        server.close()
 
 
-def _handler(server: HubServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class _Handler(Page):
+    protocol_version = "HTTP/1.1"
+    server_of: HubServer
 
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.headers.get("Authorization") != f"Bearer {server.token}":
-                self._reply(401, {"error": "Invalid username or password."})
-                return
-            self._reply(*server.answer(self.path.partition("?")[0], body))
+    def do_POST(self) -> None:
+        body = self._sent()
+        if self.headers.get("Authorization") != f"Bearer {self.server_of.token}":
+            self._say(401, {"error": "Invalid username or password."})
+        else:
+            self._say(*self.server_of.answer(self.path.partition("?")[0], body))
 
-        def do_PUT(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            server.put(self.path.rpartition("/")[2], body)
-            self._reply(200, {})
+    def do_PUT(self) -> None:
+        self.server_of.put(self.path.rpartition("/")[2], self._sent())
+        self._say(200, {})
 
-        def _reply(self, status: int, found: Any) -> None:
-            content = json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def _sent(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-        def log_message(self, *args: Any) -> None: ...
-
-    return Handler
+    def _say(self, status: int, found: Any) -> None:
+        body = json.dumps(found).encode()
+        self.reply(status, body, Content_Type="application/json", Content_Length=len(body))
