@@ -19,7 +19,7 @@ pytest = .venv/bin/pytest --dist loadfile --no-loadscope-reorder
 test: setup
 	$(pytest) -n 3 -m "not release"
 
-# What needs no engine and no Ray, in two to three minutes: after every edit.
+# The part of them that needs no engine, no Ray and little time: after every edit.
 test-quick: setup
 	$(pytest) -n 2 -m "not slow"
 

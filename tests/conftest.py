@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,7 @@ hypothesis.settings.load_profile("same")
 
 NEEDS = ("ray", "vllm", "release", "browser", "slow")  # what takes longest begins first
 QUICK = "not slow"
+LEFT_OUT = {QUICK: NEEDS, "not release": ("release",)}  # files with these marks
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,6 +52,15 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="batchkit-tests-")
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which no test would run is not imported: some import torch."""
+    needs = "|".join(LEFT_OUT.get(config.option.markexpr, ()))
+    if not needs or collection_path.suffix != ".py":
+        return None
+    mark = rf"^pytestmark = .*\bpytest\.mark\.({needs})\b"
+    return bool(re.search(mark, collection_path.read_text("utf-8"), re.MULTILINE)) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

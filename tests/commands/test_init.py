@@ -58,6 +58,7 @@ INPUTS: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_job_file_of_each_kind_runs_as_it_is_written(kind: str) -> None:
     assert batchkit("init", kind).stdout.startswith(f"{kind}.toml: ")

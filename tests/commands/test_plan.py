@@ -52,6 +52,7 @@ def holds(interval: dict[str, float], value: float) -> bool:
     return interval["low"] <= value <= interval["high"]
 
 
+@pytest.mark.slow
 def test_a_run_takes_what_was_forecast_and_begins_with_the_sample() -> None:
     write_rows([{"q": "tell me " + "more " * (n % 40)} for n in range(400)])
     write_job(
@@ -136,6 +137,7 @@ def test_a_job_whose_rows_all_fail_is_not_answered() -> None:
     assert not RUN.exists()
 
 
+@pytest.mark.slow
 def test_prompts_of_some_rows_stand_for_all() -> None:
     write_rows([{"q": "tell me " + "more " * (n * 7 % 60)} for n in range(600)])
     write_job()
@@ -166,6 +168,7 @@ def test_limit_and_seed_choose_the_rows() -> None:
     assert set(settled(Path("output/b/results.jsonl"))) != set(settled())
 
 
+@pytest.mark.slow
 def test_a_server_counts_the_prompts_and_has_no_gpus() -> None:
     """Lengths of answers have a heavy tail: row n gets 4 tokens, or up to 400."""
     lengths = [400 if n % 50 == 7 else 40 if n % 10 == 3 else 4 for n in range(300)]
@@ -250,6 +253,7 @@ def test_a_row_of_several_steps_has_more_prompts_than_the_first() -> None:
     assert found["completion_tokens"]["expected"] == status()["completion_tokens"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_sample_keeps_what_was_answered(start: Any) -> None:
     prepare(400, engine={"options": {"latency_s": 0.3, "max_num_seqs": 4}})
     process = start("plan", "job.toml")

@@ -238,6 +238,7 @@ def test_each_answer_becomes_its_record_and_is_read_back() -> None:
     assert records()[-1]["usage"]["prompt_tokens"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BARRED)
 def test_what_every_request_is_refused_stops_the_run(kind: str) -> None:
     def before(text: str, body: dict[str, Any]) -> None:

@@ -60,6 +60,7 @@ def test_tokens_are_a_budget_of_the_run_and_a_larger_one_continues_it() -> None:
     assert (rest.exit_code, rest.json["ok"], rest.json["stopped_by"]) == (0, 30, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
@@ -124,6 +125,7 @@ def test_tokens_of_attempts_that_were_not_the_last_are_paid_for() -> None:
         assert verify() | {"checkpoint_matches": True, "torn_bytes": 0} == verify()
 
 
+@pytest.mark.slow
 def test_seconds_are_a_budget_of_each_start() -> None:
     prepare(200, engine={"options": {"latency_s": 0.05}}, run=ONE_AT_A_TIME | {"max_seconds": 2})
     done = 0

@@ -22,6 +22,8 @@ from tests.support.fake_mortal_engine import OPENED
 from tests.support.forks import LightFork
 from tests.support.rows import read_jsonl, write_jsonl
 
+pytestmark = pytest.mark.slow
+
 N_ROWS = 200
 POISON = ["row 17", "row 33"]
 JOB = """

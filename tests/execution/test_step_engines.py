@@ -28,6 +28,8 @@ from tests.support.rollouts import RUN, calls, errors, generations, records, run
 from tests.support.rows import read_jsonl
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 N_ROWS = 30
 COMMAND = f"{shlex.quote(sys.executable)} -S -m tests.support.chat_server --port {{port}}"
 

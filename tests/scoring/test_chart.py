@@ -67,6 +67,7 @@ def vectors(key: str) -> list[Any]:
 # What the official code was seen to answer. Its Pass "None" (no y values) is a chart not passed.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vector", vectors("chart_exec"))
 def test_official_mode_gives_the_official_score(score: Score, vector: dict[str, Any]) -> None:
     found = score(vector["response"], vector["reference"], vector["chart_type"], "official")

@@ -19,6 +19,8 @@ from batchkit.errors import InputError
 from batchkit.sources import count_rows, read_rows
 from tests.support.sources import rows_of, table, write_rows
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = {  # how a file begins, and what follows for ever
     "jsonl": (b"", b'{"a": 1}\n'),
     "csv": (b"a,b\n", b"1,2\n"),

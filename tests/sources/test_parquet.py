@@ -63,6 +63,7 @@ COLUMNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", COLUMNS)
 def test_a_value_shared_by_many_rows_is_not_held_for_all(tmp_path: Path, kind: str) -> None:
     """Once 3.1 GB for 53 KB."""

@@ -85,6 +85,7 @@ TABLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_rows_of_a_table_are_rows_and_resume(name: str) -> None:
     tables: dict[str, Any] = {
@@ -375,6 +376,7 @@ def with_image(image: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("good", "bad", "tables"),
     [
@@ -421,6 +423,7 @@ class Tensor:
         return "tensor([0., 0., ..., 0., 0.])"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

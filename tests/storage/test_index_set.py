@@ -6,6 +6,7 @@ from array import array
 
 import numpy as np
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ def test_a_set_is_stored_as_its_unbroken_runs(indexes: set[int]) -> None:
     assert of_ranges(orjson.loads(written)) == IndexSet(indexes)
 
 
+@pytest.mark.slow
 def test_ten_million_random_indexes_fit_a_checkpoint() -> None:
     """Half of 20 million rows, picked at random, is the worst case: no longer run can form."""
     picked = np.flatnonzero(np.random.default_rng(7).random(20_000_000) < 0.5)[:10_000_000]

@@ -34,6 +34,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_value_is_read_back_with_the_order_of_its_keys(value: Any) -> None:
     made = job(

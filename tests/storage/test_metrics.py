@@ -29,6 +29,7 @@ def log(folder: Path, said: list[str] | None = None, *, is_lost: bool = False) -
     return MetricsLog(folder, is_lost=lambda: is_lost, say=said.append)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_metrics_and_a_resume_adds_to_them() -> None:
     prepare(8, engine={"options": {"latency_s": 1.2}}, run={"max_in_flight": 4})
     assert run("--set", "run.max_completion_tokens=1").exit_code == 1

@@ -107,6 +107,7 @@ def read_back(made: Record) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ANSWERS, TEXT)
 def test_any_answer_is_read_back_as_it_was_written(answer: Any, row_id: str) -> None:

@@ -145,6 +145,7 @@ def test_garbage_before_whole_records_is_left_to_a_repair(tmp_path: Path, name: 
     assert len((tmp_path / RESULTS).read_bytes()) == len(whole + garbage)
 
 
+@pytest.mark.slow
 def test_log_cut_at_any_byte_keeps_every_whole_record(tmp_path: Path) -> None:
     log = write(tmp_path / "whole", *MIXED)
     folder = tmp_path / "cut"
@@ -281,6 +282,7 @@ def test_nothing_new_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
 # A full disk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "log", "limit"),
     [
@@ -370,6 +372,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS)
 def test_store_agrees_with_a_dict_whatever_happens(
