@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.commands.score import is_scored, scored_from
-from batchkit.commands.score.judge import join_judgements
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import ChangedError, JobError, StoreError
@@ -303,7 +302,6 @@ def _write(into: Path, parts: Sequence[_Part], there: IndexSet, merged: Merged) 
             if any((run / SCORES).exists() for run in runs):
                 scores = join_scores(runs, [part.picked for part in parts])
                 write_scores(folder, scores, before=lambda: None)
-            join_judgements(runs, folder)
             write_job(folder, job)
             _manifest(folder, newest, parts, job, merged).write(folder)
     except OSError as error:

@@ -21,7 +21,7 @@ from batchkit.rendering.media import load_image
 from batchkit.rendering.messages import Message
 from batchkit.rendering.renderer import AdjustSampling, LoadImage, PromptRenderer
 from batchkit.rendering.templates.prompt import PathTemplate
-from batchkit.rendering.templates.sandbox import keys_read, reads_all_of
+from batchkit.rendering.templates.sandbox import keys_read
 from batchkit.sources.rowhash import input_hash
 from batchkit.types import Call, Completion, Request, Row, RowHint
 
@@ -73,8 +73,8 @@ class StepsRenderer:
             raise JobError("\n".join(found))
         self.takes_long = any(renderer.takes_long for renderer in self._by_name.values())
         self.opens_files = any(renderer.opens_files for renderer in self._by_name.values())
-        named = (pair for step in steps for pair in self._sources(step.name))
-        self._ambiguous = next((key for key, text in named if reads_all_of(text, STEPS)), None)
+        whole = (place for _, place, key, _ in self._reads() if key is None or hasattr(dict, key))
+        self._ambiguous = next(whole, None)
 
     def check(self, row: Row) -> None:
         """Raises TemplateError if a template reads ``steps``, which may be the row's own field."""
@@ -145,15 +145,19 @@ class StepsRenderer:
 
     def _misread(self) -> Iterator[str]:
         """A line for each name of a step, or of a part of its answer, that a template can't read."""
-        earlier: dict[str, StepTable] = {}
-        for step in self.job.steps:
+        for number, place, name, part in self._reads():
+            if name is None or hasattr(dict, name):  # steps.items()
+                continue
+            earlier = {step.name: step for step in self.job.steps[:number]}
+            if (problem := _problem(name, part, earlier)) is not None:
+                yield f"{place}: steps.{name} {problem}"
+
+    def _reads(self) -> Iterator[tuple[int, str, str | None, str | None]]:
+        """Where a template reads ``steps``: its step's number, its place, the name and the part."""
+        for number, step in enumerate(self.job.steps):
             for place, source in self._sources(step.name):
                 for name, part in keys_read(source, STEPS):
-                    if hasattr(dict, name):  # steps.items()
-                        continue
-                    if (problem := _problem(name, part, earlier)) is not None:
-                        yield f"{place}: steps.{name} {problem}"
-            earlier[step.name] = step
+                    yield number, place, name, part
 
     def _sources(self, step: str) -> Iterator[tuple[str, str]]:
         """The place and the text of each template of a step."""

@@ -133,9 +133,9 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -
     (tmp_path / "folder.png").mkdir()
     media = media_table(tmp_path)
     began = time.monotonic()
-    assert "is a FIFO" in refused("pipe.png", media)
-    assert "is a folder" in refused("folder.png", media)
-    assert "is a device or socket" in refused("/dev/zero", media_table(Path("/")))
+    assert "it is a named pipe" in refused("pipe.png", media)
+    assert "Is a directory" in refused("folder.png", media)
+    assert "it is a device" in refused("/dev/zero", media_table(Path("/")))
     assert time.monotonic() - began < 2
 
 

@@ -9,9 +9,7 @@ has its own run folder, so trying another one does not affect the first.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -32,12 +30,10 @@ from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import hash_of, identity
 from batchkit.storage.job_toml import without_masked
-from batchkit.storage.ledger import Ledger, RecordLine, rewritten
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.log import RESULTS
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import read_newest
-from batchkit.storage.runfolder import JOB, MANIFEST, claim, is_run
+from batchkit.storage.runfolder import claim, is_run
 from batchkit.types import Row
 
 FOLDER = "judge"  # of a run: holds a folder for each judge
@@ -219,33 +215,6 @@ def judged_by_step(
             f" there is no {where}"
         )
     return found
-
-
-def join_judgements(folders: Sequence[Path], into: Path) -> None:
-    """Give the run folder ``into`` every judgement of the runs ``folders``."""
-    names = {path.parent.name for run in folders for path in run.glob(f"{FOLDER}/*/{MANIFEST}")}
-    for name in sorted(names):
-        places = [run / FOLDER / name for run in folders if is_run(run / FOLDER / name)]
-        joined = into / FOLDER / name
-        joined.mkdir(parents=True)
-        known: set[str] = set()
-        with closing(Ledger(joined)) as ledger:
-            ledger.write(_answers(places, known))
-        shutil.copyfile(places[0] / JOB, joined / JOB)
-        manifest = read_manifest(places[0])
-        manifest.total = len(known)
-        manifest.write(joined)
-
-
-def _answers(places: Sequence[Path], known: set[str]) -> Iterator[RecordLine]:
-    """One for each id that is not ``known`` yet."""
-    for place in places:
-        check_log(place)
-        for record in read_newest(place / RESULTS):
-            if failure_kind(record) is None and record["id"] not in known:
-                record["index"] = len(known)
-                known.add(record["id"])
-                yield rewritten(record)
 
 
 def _unless_cut(found: str | None, answer: Mapping[str, Any]) -> str | None:

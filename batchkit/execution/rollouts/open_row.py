@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
-from PIL.Image import Image
 
 from batchkit.config.server_command import what_decides_answers
 from batchkit.config.tables import EngineTable, JobConfig
@@ -19,7 +18,6 @@ from batchkit.execution.settle import resolved
 from batchkit.execution.start import Start
 from batchkit.rendering.body import with_temperature
 from batchkit.sources.rowhash import input_hash
-from batchkit.storage.plain_json import encoded
 from batchkit.storage.steps import completion_of
 from batchkit.types import Call, Choice, Completion, Key, Request, Row, Task, Usage
 
@@ -209,45 +207,23 @@ class Replay:
 def request_hash(request: Request, job: JobConfig, engine: str) -> str:
     """16 hex digits that are the same for requests that ask the same of the same engine, with the same
     model: a retry may name another one."""
-    messages: Any = request.messages
-    if request.media_bytes:
-        messages = [_with_hashes(message) for message in messages]
-    asked = [
-        messages,
-        request.prompt,
-        request.sampling,
-        request.tools,
-        request.tool_choice,
-        request.parallel_tool_calls,
-        request.chat_template_kwargs,
-        engine,
-        *_model(job.engines[engine] if engine else job.engine),
-    ]
-    return hashlib.blake2b(encoded(asked), digest_size=8).hexdigest()
+    asked = {
+        "messages": request.messages,
+        "prompt": request.prompt,
+        "sampling": request.sampling,
+        "tools": request.tools,
+        "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "engine": [engine, *_model(job.engines[engine] if engine else job.engine)],
+    }
+    return input_hash(asked)
 
 
 def _model(engine: EngineTable) -> tuple[Any, ...]:
     command = None if engine.server is None else engine.server.command
     served = None if command is None else what_decides_answers(command)
     return engine.kind, engine.model, engine.lora, engine.options.get("revision"), served
-
-
-def _with_hashes(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = message["content"]
-    if content is None or isinstance(content, str):
-        return message
-    parts = [
-        [*_hash_of(part["image_pil"]), *filter(None, [part.get("detail")])]
-        if part["type"] == "image_pil"
-        else part
-        for part in content
-    ]
-    return {**message, "content": parts}
-
-
-def _hash_of(image: Image) -> list[Any]:
-    pixels = hashlib.blake2b(image.tobytes(), digest_size=8).hexdigest()
-    return [image.mode, *image.size, pixels]
 
 
 def _hash_of_equal(request_hash: str, times: int) -> str:

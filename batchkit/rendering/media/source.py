@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
+import io
 import os
 import re
-import stat
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from PIL import Image
 
+from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import MediaTable
 from batchkit.config.urls import bare, failure, is_remote
 from batchkit.errors import JobError, MediaError
@@ -51,19 +50,14 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
         resolved = (root / path).resolve()
         if not resolved.is_relative_to(root):
             raise _outside(name, resolved, root)
-        with _opened(resolved) as file:
+        with io.BufferedReader(open_regular(resolved)) as file:
             # The path may have been replaced since the check, a folder by a link to the outside.
-            found = _through(file).readlink()
+            found = Path(f"/proc/self/fd/{file.fileno()}").readlink()
             if not found.is_relative_to(root):
                 raise _outside(name, found, root)
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode):
-                raise MediaError(
-                    f"{name}: {resolved} is {_file_type(status.st_mode)}; give the path of a file"
-                )
-            check_bytes(status.st_size, name, media)
-            with open(_through(file), "rb") as readable:
-                data = readable.read(min(status.st_size, media.max_bytes) + 1)
+            size = os.fstat(file.fileno()).st_size
+            check_bytes(size, name, media)
+            data = file.read(min(size, media.max_bytes) + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MediaError(
             f"{name}: no such file under media.root {root}; check the path, or set media.root"
@@ -76,21 +70,6 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
         ) from error
     check_bytes(len(data), name, media)
     return data
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """A descriptor that can't read: opening a device or a FIFO then has no side effects."""
-    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _through(descriptor: int) -> Path:
-    """A link that shows where the file is now, and opens exactly this file."""
-    return Path(f"/proc/self/fd/{descriptor}")
 
 
 def _outside(name: str, found: Path, root: Path) -> MediaError:
@@ -179,12 +158,6 @@ def _file_path(source: str, name: str) -> str:
             " write file:///folder/x.png with %3F and %23, or give the path itself"
         )
     return unquote(parts.path)
-
-
-def _file_type(mode: int) -> str:
-    if stat.S_ISDIR(mode):
-        return "a folder"
-    return "a FIFO" if stat.S_ISFIFO(mode) else "a device or socket"
 
 
 def check_root(media: MediaTable) -> None:

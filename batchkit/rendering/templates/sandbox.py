@@ -116,33 +116,27 @@ def functions_called(source: str) -> set[str]:
     return {name for name in DEFAULT_NAMESPACE if called[name] == named[name]}
 
 
-def keys_read(source: str, table: str) -> Iterator[tuple[str, str | None]]:
-    """For each ``table.key``, and ``table.key.part``: the key and the part. One that is computed is
-    not found."""
+def keys_read(source: str, table: str) -> Iterator[tuple[str | None, str | None]]:
+    """The key and the part of each ``table.key.part``; None for what is left out or computed."""
     tree = reading().parse(source)
     if table not in find_undeclared_variables(tree):
         return
     found: list[Any] = [*tree.find_all((nodes.Getattr, nodes.Getitem))]
-    part_of = {id(node.node): _key_of(node) for node in found}
-    for node in found:
-        key = _key_of(node)
-        if key is not None and isinstance(node.node, nodes.Name) and node.node.name == table:
-            yield key, part_of.get(id(node))
-
-
-def reads_all_of(source: str, table: str) -> bool:
-    """True if a template reads ``table`` otherwise than by a key, for example ``table.items()``."""
-    tree = reading().parse(source)
-    named = sum(name.name == table for name in tree.find_all(nodes.Name))
-    by_key = sum(not hasattr(dict, key) for key, _ in keys_read(source, table))
-    return table in find_undeclared_variables(tree) and named > by_key
+    reads = {id(node.node): node for node in found}
+    for name in tree.find_all(nodes.Name):
+        if name.name == table:
+            key = reads.get(id(name))
+            yield _key_of(key), _key_of(reads.get(id(key)))
 
 
 def _key_of(node: Any) -> str | None:
-    """What ``value.key`` or ``value["key"]`` names."""
-    if isinstance(node, nodes.Getattr):
-        return node.attr
-    return str(node.arg.value) if isinstance(node.arg, nodes.Const) else None
+    """What ``value.key`` or ``value["key"]`` names; None for any other node."""
+    match node:
+        case nodes.Getattr(attr=str(name)):
+            return name
+        case nodes.Getitem(arg=nodes.Const(value=value)):
+            return str(value)
+    return None
 
 
 def names_in_order(source: str) -> list[str]:
