@@ -10,6 +10,7 @@ import orjson
 
 from batchkit.config.masking import masked
 from batchkit.config.numbers import clock, duration, number, short_count
+from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
 from batchkit.runs.status import counts_of
@@ -42,7 +43,7 @@ def hash_of_job(job: JobConfig) -> str:
 def read_forecast(folder: Path, job: JobConfig) -> dict[str, Any] | None:
     """That of the run which is in ``folder`` now; None if it has none, or one of another job."""
     try:
-        found: dict[str, Any] = orjson.loads((folder / FORECAST).read_bytes())
+        found: dict[str, Any] = orjson.loads(read_bytes(folder / FORECAST))
         is_current = found["run"] == read_manifest(folder).created_at
         return found if is_current and found["of"] == hash_of_job(job) else None
     except (OSError, ValueError, KeyError, TypeError, StoreError):

@@ -15,6 +15,7 @@ from typing import Any
 
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
 from batchkit.config.problems import annotation_of, homes_of, shown
+from batchkit.config.regular_file import read_bytes
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import (
     InputTable,
@@ -51,7 +52,7 @@ def load_job(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except FileNotFoundError:
         near = did_you_mean(path.name, (file.name for file in path.parent.glob("*.toml")))
         raise JobError(f"{path}: no such job file{near}") from None

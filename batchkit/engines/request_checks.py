@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from batchkit.config.problems import problems_in
+from batchkit.config.regular_file import read_text
 from batchkit.config.tables import DEMO_MODEL, JobConfig, Table
 from batchkit.config.tool_definitions import why_not_forced
 from batchkit.errors import JobError, PromptTooLongError, RequestError
@@ -56,7 +57,7 @@ def chat_template(options: Mapping[str, Any]) -> str | None:
     if template is None or any(c in template for c in "{}\n"):
         return template
     try:
-        return Path(template).read_text(encoding="utf-8")
+        return read_text(template)
     except OSError as error:
         raise JobError(f"engine.options.chat_template: {error}") from error
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import orjson
 
-from batchkit.config.regular_file import open_regular
+from batchkit.config.regular_file import read_bytes
 from batchkit.errors import CutOffReasoningError, StoreError
 from batchkit.storage.files import write_atomically
 from batchkit.storage.index_set import IndexSet, of_ranges, ranges_of
@@ -26,6 +26,7 @@ CHECKPOINT = "checkpoint.json"
 VERSION = 1
 COUNTS = ("records", "prompt_tokens", "completion_tokens")
 _SEAL = b',"seal":'
+_MOST_BYTES = 1 << 30  # of 100,000,000 rows, each second one settled
 
 
 @dataclass
@@ -146,8 +147,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     """The checkpoint, not checked against the logs; None if it is missing, or is not byte for byte what a run
     wrote."""
     try:
-        with open_regular(folder / CHECKPOINT) as file:
-            content = file.readall()
+        content = read_bytes(folder / CHECKPOINT, _MOST_BYTES)
         found = orjson.loads(content)
         if found["version"] != VERSION or content != _sealed(content.rpartition(_SEAL)[0] + b"}"):
             return None

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
+from batchkit.config.regular_file import descriptor_of
 from batchkit.errors import StoreError
 
 
@@ -20,10 +21,10 @@ def open_private(path: Path, flags: int) -> int:
     """A descriptor of a file in a run folder; a symbolic link is not followed.
 
     Raises:
-        OSError: as ``os.open``; also if ``path`` is a symbolic link.
+        OSError: as ``descriptor_of``; also if ``path`` is a symbolic link.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        return descriptor_of(path, flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "is a symbolic link, and nothing is written through one"

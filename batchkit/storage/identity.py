@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from batchkit.config.masking import FINGERPRINT, MASK, home_of, masked, secrets_in
-from batchkit.config.regular_file import exists, is_file, read_text
+from batchkit.config.regular_file import exists, is_file, open_regular, read_bytes, read_text
 from batchkit.config.server_command import files_named, what_decides_answers
 from batchkit.config.tables import EngineTable, JobConfig, StepTable, Table
 from batchkit.config.tables.base import Mark
@@ -156,7 +156,7 @@ def of_function(job: JobConfig) -> dict[str, str | None]:
     place = job.rollout.function.rpartition(":")[0]
     try:
         path = place if place.endswith(".py") else getattr(find_spec(place), "origin", None)
-        source = hashlib.sha256(Path(path or "").read_bytes()).hexdigest()[:16]
+        source = hashlib.sha256(read_bytes(path or "")).hexdigest()[:16]
     except (OSError, ImportError, ValueError):  # what loads the function reports it
         source = None
     return {"rollout.source": source}
@@ -322,7 +322,7 @@ def model_fingerprint(model: str) -> str | None:
     for path in [place] if place.is_file() else sorted(filter(Path.is_file, place.iterdir())):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for start, length in _spans(size):
                 file.seek(start)
                 digest.update(file.read(length))

@@ -10,9 +10,11 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from io import BufferedReader, BytesIO
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
+from batchkit.config.regular_file import open_regular
 from batchkit.errors import StoreError
 from batchkit.storage.files import (
     free_name,
@@ -60,12 +62,26 @@ def read_generations(folder: Path, offset: int = 0) -> Iterator[LogLine[Generati
 def _lines(
     path: Path, offset: int, parse: Callable[[bytes], Parsed | None]
 ) -> Iterator[LogLine[Parsed]]:
-    with suppress(FileNotFoundError), path.open("rb") as file:
+    with opened_log(path) as file:
         file.seek(offset)
         for raw in file:
             end = offset + len(raw)
             yield LogLine(offset, end, raw, parse(raw))
             offset = end
+
+
+def opened_log(path: Path) -> BinaryIO:
+    """The file, for reading; an empty one if it is missing.
+
+    Raises:
+        StoreError: it can't be read.
+    """
+    try:
+        return BufferedReader(open_regular(path))
+    except FileNotFoundError:
+        return BytesIO()
+    except OSError as error:
+        raise StoreError(f"{path}: can't be read: {error.strerror}") from error
 
 
 def with_pieces(
@@ -95,8 +111,9 @@ def log_of(folder: Path) -> Path:
             f"{folder}: --on-change requeue was interrupted while it replaced {RESULTS}; run the"
             " job again to finish it"
         )
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise StoreError(_missing(path))
+    opened_log(path).close()
     return path
 
 
@@ -299,7 +316,7 @@ def _blocks(path: Path, start: int, end: int) -> Iterator[bytes]:
     """The file's bytes in blocks: a log may be larger than memory."""
     if start >= end:
         return
-    with path.open("rb") as file:
+    with opened_log(path) as file:
         file.seek(start)
         while block := file.read(min(end - file.tell(), _BLOCK_BYTES)):
             yield block

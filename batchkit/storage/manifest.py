@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
 import batchkit
 from batchkit.config.loading import masked_override
 from batchkit.config.masking import home_of, masked, masked_text
-from batchkit.config.regular_file import open_regular
+from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.files import write_atomically
@@ -276,14 +276,12 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        with open_regular(path) as file:
-            content = file.readall()
-        return Manifest.model_validate_json(content)
+        return Manifest.model_validate_json(read_bytes(path))
     except FileNotFoundError:
         raise StoreError(f"{folder}: not a run folder (no {MANIFEST})") from None
     except OSError as error:
         raise StoreError(
-            f"{path}: can't be read: {error}; start again with --fresh (the old folder is kept)"
+            f"{path}: can't be read: {error.strerror}; start again with --fresh (the old folder is kept)"
         ) from error
     except ValidationError as error:
         raise StoreError(f"{path}: {_problem(error)}") from error

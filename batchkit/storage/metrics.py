@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from batchkit.config.regular_file import open_regular
+from batchkit.config.regular_file import read_bytes
+from batchkit.errors import StoreError
 from batchkit.storage.files import open_private, write_all, write_atomically
 
 METRICS = "metrics.jsonl"
@@ -70,13 +71,14 @@ def read_metrics(folder: Path) -> list[Metrics]:
     """The lines of a run, oldest first; empty if it has none. Lines that are broken are left out.
 
     Raises:
-        OSError: the file can't be read.
+        StoreError: the file can't be read.
     """
     try:
-        with open_regular(folder / METRICS) as file:
-            return [*_decoded(file.readall().splitlines())]
+        return [*_decoded(read_bytes(folder / METRICS).splitlines())]
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise StoreError(f"{folder / METRICS}: can't be read: {error.strerror}") from error
 
 
 class MetricsLog:
@@ -119,7 +121,7 @@ class MetricsLog:
             self._file = None
 
     def _find_end(self, file: int) -> None:
-        raw = self._path.read_bytes()
+        raw = read_bytes(self._path)
         if raw and not raw.endswith(b"\n"):  # a kill cut the last line off
             write_all(file, b"\n")
         lines = raw.splitlines()
@@ -128,7 +130,7 @@ class MetricsLog:
 
     def _thin(self) -> None:
         """Replace the file by one with the lines to keep."""
-        kept = thinned([*_decoded(self._path.read_bytes().splitlines())])
+        kept = thinned([*_decoded(read_bytes(self._path).splitlines())])
         write_atomically(self._path, (msgspec.json.encode(line) + b"\n" for line in kept))
         self.close()
         self._file = open_private(self._path, os.O_RDWR | os.O_APPEND)

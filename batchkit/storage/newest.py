@@ -6,7 +6,6 @@ import mmap
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -14,7 +13,7 @@ import msgspec
 import orjson
 
 from batchkit.storage.lines import generation_in, whole_record
-from batchkit.storage.log import STEPS
+from batchkit.storage.log import STEPS, opened_log
 from batchkit.types import Count
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class NewestLog:
     """
 
     def __init__(self, path: Path, *, every: bool = False) -> None:
-        with path.open("rb") if path.exists() else BytesIO() as file:
+        with opened_log(path) as file:
             bounds, rows = _lines(file)
             self.view: mmap.mmap | bytes = (
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if len(rows) else b""

@@ -14,8 +14,9 @@ from typing import Any, cast
 import orjson
 from filelock import FileLock, Timeout
 
+from batchkit.config.regular_file import read_bytes
 from batchkit.errors import JobError, LostLockError, StoreError
-from batchkit.storage.files import free_name, write_atomically
+from batchkit.storage.files import free_name, open_private, write_atomically
 from batchkit.types import utc_now
 
 JOB = "job.toml"
@@ -79,7 +80,8 @@ def claim(folder: Path) -> Iterator[Claim]:
                 f"{folder}: can't be used as a run folder: {error.strerror}; set output.dir to a folder"
                 f" that you may write to{or_copy}"
             ) from error
-        raise StoreError(f"{folder}: can't be used as a run folder: {error.strerror}") from error
+        place = error.filename or folder
+        raise StoreError(f"{place}: can't be used for a run: {error.strerror}") from error
     try:
         held.check()
         _sign(folder)
@@ -109,6 +111,7 @@ def named(holder: Mapping[str, Any]) -> str:
 
 def _locked(folder: Path, lock: FileLock) -> Claim:
     folder.mkdir(parents=True, exist_ok=True)
+    os.close(open_private(folder / LOCK, os.O_RDWR | os.O_CREAT))  # it may be a pipe or a link
     # `status` takes the lock for an instant: wait that long before reporting it as held.
     lock.acquire(timeout=0.5)
     return Claim(folder, lock)
@@ -128,7 +131,7 @@ def held_by(folder: Path) -> dict[str, Any] | None:
     Writes nothing, so that it also works in a folder that is mounted read-only.
     """
     try:
-        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = open_private(folder / LOCK, os.O_RDONLY)
     except OSError:
         return None
     try:
@@ -139,14 +142,14 @@ def held_by(folder: Path) -> dict[str, Any] | None:
     finally:
         os.close(lock)
     try:
-        holder: dict[str, Any] = orjson.loads((folder / _HOLDER).read_bytes())
+        holder: dict[str, Any] = orjson.loads(read_bytes(folder / _HOLDER))
     except (OSError, orjson.JSONDecodeError):  # the holder is just starting or just ending
         return {"pid": None, "host": None, "since": None}
     return holder
 
 
 def is_run(folder: Path) -> bool:
-    return os.path.isfile(folder / MANIFEST)  # noqa: PTH113 - False where it can't be looked at
+    return os.path.lexists(folder / MANIFEST)  # False where it can't be looked at
 
 
 def move_aside(folder: Path) -> Path:

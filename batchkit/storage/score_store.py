@@ -21,7 +21,7 @@ from batchkit.errors import JobError, StoreError
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import replacing
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.log import RESULTS
+from batchkit.storage.log import RESULTS, opened_log
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import is_run
 from batchkit.types import Count
@@ -154,9 +154,7 @@ def check_one_row_each(references: Mapping[str, Any], shared_ids: Iterable[str])
 
 def score_lines(path: Path) -> Iterator[ScoreLine]:
     """The lines of a ``scores.jsonl``; a missing one has none. Raises StoreError if one is damaged."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
+    with opened_log(path) as file:
         for number, raw in enumerate(file, start=1):
             try:
                 yield _decoder.decode(raw)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from batchkit.config.regular_file import open_regular
 from batchkit.errors import StoreError
 from batchkit.storage.files import open_private, sync_folder, write_all
 from batchkit.types import VectorPlace
@@ -308,7 +309,7 @@ def _batch(kind: VectorType, rows: Sequence[tuple[int, Vector]]) -> pa.RecordBat
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
     except FileNotFoundError:

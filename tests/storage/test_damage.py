@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from tests.support import own_process
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     LOG,
@@ -291,18 +291,62 @@ def test_records_without_their_manifest_are_not_carried_on() -> None:
     assert Path("output/a.1/results.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", "manifest.json"])
-def test_pipe_in_a_run_folder_hangs_nobody(name: str) -> None:
-    prepare(5)
+# Whether a start and ``report``, which reads it all, refuse a run whose file is a pipe: it is named then.
+PIPES = {
+    "results.jsonl": (True, True),
+    "steps.jsonl": (True, True),
+    "manifest.json": (True, True),
+    "vectors/000000.arrow": (False, False),
+    "scores.jsonl": (False, True),
+    "job.toml": (False, True),
+    "checkpoint.json": (False, False),
+    "metrics.jsonl": (False, True),
+    "forecast.json": (False, False),
+    ".lock": (True, False),
+    ".holder.json": (False, False),
+    "run.log": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_pipe_in_a_run_folder_hangs_nobody(name: str, in_time: None) -> None:
+    prepare(5, scoring={"extract": "text"})
     run()
-    (RUN / name).unlink()
+    (RUN / name).unlink(missing_ok=True)
+    (RUN / name).parent.mkdir(exist_ok=True)
     os.mkfifo(RUN / name)
-    for command in (["status", "--json"], ["verify"], ["run", "job.toml"]):
-        done = own_process.batchkit(*command, cwd=Path(), timeout_s=60)
-        assert "Traceback" not in done.stderr
-        assert name == "checkpoint.json" or done.returncode in (1, 2)
-    assert len(settled()) == 5
-    assert CHECKPOINT.is_file()
+    for command in (["status"], ["show", "--failed"], ["verify"]):
+        assert batchkit(*command, str(RUN)).exit_code in (0, 1, 2)
+    for command, is_refused in zip(
+        (["report"], ["run", "job.toml"]), PIPES[name][::-1], strict=True
+    ):
+        found = batchkit(*command)
+        assert (found.exit_code == 0) != is_refused, found.stderr
+        assert not is_refused or name in found.stderr
+    assert name == "results.jsonl" or len(settled()) == 5
+
+
+@pytest.mark.parametrize("path", ["pipe", "/dev/zero", "huge"])
+def test_what_is_no_job_file_hangs_nobody(path: str, in_time: None) -> None:
+    os.mkfifo("pipe")
+    os.truncate(os.open("huge", os.O_CREAT | os.O_WRONLY), 1 << 40)
+    found = batchkit("validate", path)
+    assert found.exit_code == 2
+    assert f"{path}: can't be read: it " in found.stderr
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """A wait for a file ends in an error."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def log_gone() -> str:

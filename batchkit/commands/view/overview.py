@@ -12,6 +12,7 @@ from batchkit.commands.view.rows import failures
 from batchkit.commands.view.runs import Look
 from batchkit.config.masking import masked_text
 from batchkit.config.numbers import percent
+from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.runs.index import Index, Snapshot
@@ -64,7 +65,7 @@ def overview(look: Look, index: Index, snapshot: Snapshot, figures: Figures) -> 
 def about(folder: Path) -> dict[str, Any]:
     """Where the answers come from: names and values, the job file, and the generations of each step."""
     manifest, job = read_manifest(folder), job_of_run(folder)
-    toml = (folder / JOB).read_text(encoding="utf-8", errors="replace")
+    toml = read_bytes(folder / JOB).decode(errors="replace")
     return {
         "origin": [
             [name, cut_in_the_middle(value, _MOST_CHARACTERS)]

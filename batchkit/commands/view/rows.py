@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import orjson
 from jinja2 import TemplateError as JinjaError
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from batchkit.config.regular_file import read_text
 from batchkit.config.tables import JobConfig, PromptTable
 from batchkit.rendering.templates.sandbox import fields_read
 from batchkit.runs.index import Index, Snapshot, Table
@@ -128,9 +128,7 @@ def _read_by(prompt: PromptTable) -> set[str]:
     """Names of the fields that the user's template reads."""
     try:
         path = prompt.user_file
-        return fields_read(
-            (prompt.user or "") if path is None else Path(path).read_text("utf-8-sig")
-        )
+        return fields_read((prompt.user or "") if path is None else read_text(path))
     except (OSError, ValueError, JinjaError):  # the prompt's own problem is shown beside the row
         return set()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
+from batchkit.config.regular_file import open_regular
 from batchkit.errors import EngineError
 from batchkit.storage.files import open_log
 
@@ -168,9 +169,9 @@ class EngineLog:
     def read(self, start: int) -> str:
         """Its content from ``start`` on; empty if the file was removed."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(start)
-                return file.read().decode("utf-8", "replace")
+                return file.readall().decode("utf-8", "replace")
         except OSError:
             return ""
 
@@ -184,7 +185,7 @@ class EngineLog:
         if size <= MOST_BYTES:
             return
         with contextlib.suppress(OSError):  # removed, or the disk is full: then less is kept
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(size - KEPT_BYTES)
                 kept = file.read(KEPT_BYTES).partition(b"\n")[2]
             os.truncate(self.path, 0)
