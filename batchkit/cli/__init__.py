@@ -22,6 +22,7 @@ from batchkit.cli.options import (
     JOB,
     JSON,
     LIMIT,
+    MEDIA,
     RUN,
     SET,
     Texts,
@@ -294,7 +295,7 @@ def export(
     run = run or _run_taken_for_path(wanted)
     folder = find(run)
     for name, path in wanted.items():
-        for file in write(folder, name, Path(path) if path else None):
+        for file in write(folder, name, Path(path) if path else None, say):
             show(file, as_json)
             if hub is not None and name == "parquet":
                 show(push(folder, file.path, hub, public=public), as_json)
@@ -333,8 +334,9 @@ def score(run: str | None, predictions: Path | None, job: Path | None, overrides
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--output", type=FILE, metavar="FILE", help="Where the page goes.")
 @click.option("--no-images", is_flag=True, help="Leave the thumbnails out of the page.")
+@MEDIA
 @printed
-def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
+def report(runs: Texts, output: Path | None, no_images: bool, media: tuple[Path, ...]) -> Result:
     """Write report.html beside RUN's results; print its scores.
 
     The page needs no network: it has the table, rates, lengths, failures, and every row to browse.
@@ -347,8 +349,8 @@ def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
 
     folders = [find(run) for run in runs] or [find(None)]
     if len(folders) == 1:
-        return write(folders[0], output, images=not no_images, say=say)
-    comparison = compare(folders)
+        return write(folders[0], output, images=not no_images, media=media, say=say)
+    comparison = compare(folders, media)
     if output is not None:
         write_comparison(comparison, output)
     return comparison
@@ -383,8 +385,9 @@ def merge(runs: Texts, into: str, partial: bool) -> Result:
     help="First set damaged lines aside and rebuild the checkpoint from the log; the next start runs"
     " the rows again whose record is missing.",
 )
+@MEDIA
 @printed
-def verify(run: str | None, repair: bool) -> Result:
+def verify(run: str | None, repair: bool, media: tuple[Path, ...]) -> Result:
     """Check the log of RUN against its checkpoint and its input.
 
     Every record must be of its row, and none there twice. Reads the log and the input. Exits with 1
@@ -395,8 +398,8 @@ def verify(run: str | None, repair: bool) -> Result:
 
     folder = find(run)
     if repair:
-        echo(repair_run(folder).to_text(), err=True)
-    return audit(folder)
+        echo(repair_run(folder, media).to_text(), err=True)
+    return audit(folder, media)
 
 
 @cli.command()

@@ -79,6 +79,14 @@ NOTIFY = click.option(
     help="When the run has ended or was stopped, run COMMAND with the last line of JSON on its stdin"
     " (run.on_end).",
 )
+MEDIA = click.option(
+    "--media",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    multiple=True,
+    metavar="DIR",
+    help="Inputs and images may be read below DIR; by default, where the run's own job file has them, if it"
+    " is here. May be repeated.",
+)
 LIMIT = click.option("--limit", type=COUNT, help="Only the first N rows (after the job's filter).")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import click
 
 from batchkit.cli.frame import draw, echo, say, show
-from batchkit.cli.options import COUNT, JSON, RUN, Texts, find
+from batchkit.cli.options import COUNT, JSON, MEDIA, RUN, find
 
 _WATCH_S = 2.0
 
@@ -18,8 +19,9 @@ _WATCH_S = 2.0
 @click.option("--failed", is_flag=True, help="Only rows that failed or came back empty.")
 @click.option("--id", "ids", multiple=True, metavar="ID", help="The row ID. May be repeated.")
 @click.option("-n", "most", type=COUNT, help="At most so many rows; 5, or all with --id.")
+@MEDIA
 @JSON
-def show_rows(run: str | None, failed: bool, ids: Texts, most: int | None, as_json: bool) -> None:
+def show_rows(run: str | None, as_json: bool, **which: Any) -> None:
     """Print rows of RUN with prompt, images, answer and error.
 
     Prompts are rendered again from the input. Terminals that can (kitty, Ghostty, iTerm2, WezTerm) show the
@@ -27,7 +29,7 @@ def show_rows(run: str | None, failed: bool, ids: Texts, most: int | None, as_js
     """
     from batchkit.commands.show import show_rows as look
 
-    found = look(find(run), failed=failed, ids=ids, most=most)
+    found = look(find(run), **which)
     if as_json:
         echo(json.dumps(found.to_json()))
         return
@@ -39,7 +41,7 @@ def show_rows(run: str | None, failed: bool, ids: Texts, most: int | None, as_js
             echo(image.to_text())
         echo(row.body)
     if not found.rows:
-        say("no row failed" if failed else "no row has a record yet")
+        say("no row failed" if which["failed"] else "no row has a record yet")
     if found.problem:
         say(f"where the input can't be read as it was, prompts are missing: {found.problem}")
 
@@ -75,7 +77,8 @@ def status(run: str | None, watch: bool, as_json: bool) -> None:
     "--port", type=click.IntRange(0, 65535), help="By default 8484, or any if it is taken."
 )
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
-def view(run: str | None, host: str, port: int | None, no_browser: bool) -> None:
+@MEDIA
+def view(run: str | None, no_browser: bool, **where: Any) -> None:
     """Show RUN, or the runs in DIR, on a web page that follows them live.
 
     By default, the runs in output/. Nothing in a run is changed. Everybody who can reach the address
@@ -83,4 +86,4 @@ def view(run: str | None, host: str, port: int | None, no_browser: bool) -> None
     """
     from batchkit.commands.view import view as serve
 
-    serve(run, host=host, port=port, browser=not no_browser, ready=echo)
+    serve(run, browser=not no_browser, ready=echo, **where)

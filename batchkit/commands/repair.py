@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +57,7 @@ class Repair(NamedTuple):
         )
 
 
-def repair(folder: Path) -> Repair:
+def repair(folder: Path, media: Sequence[Path] = ()) -> Repair:
     """Make the log and its checkpoint sound again: every whole record of a known row is kept.
 
     Lines that are not records, records at an index that the input does not have, records of another
@@ -76,7 +76,7 @@ def repair(folder: Path) -> Repair:
         damage = damage_in(folder, read_checkpoint(folder) or Checkpoint.none())
         records = Records.of(_lines(folder), Vectors(folder), 0)
         calls = Calls.of(_calls(folder), 0)
-        compared = compare(folder, manifest, records)
+        compared = compare(folder, manifest, records, media)
         keep = records.kept(compared.unknown, compared.mixed)
         settled = IndexSet(row for row, kept in zip(records.rows, keep, strict=True) if kept)
         too_few = {row: there for row, (_, there) in calls.too_few(records).items()}

@@ -24,10 +24,10 @@ from batchkit.errors import BatchkitError, StoreError
 from batchkit.runs.comparison import Comparison
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.inputs import InputRows
+from batchkit.runs.reach import Reach
 from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring import Scoring, kept_fields
 from batchkit.scoring.metrics import ScoreTable
-from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.metrics import read_metrics
 from batchkit.storage.newest import Generations
 from batchkit.storage.score_store import references_of
@@ -63,13 +63,15 @@ def report(
     path: Path | None = None,
     *,
     images: bool = True,
+    media: Sequence[Path] = (),
     say: Say = lambda text: None,
 ) -> Report:
     """Write the page of a run: to ``path``, or to ``report.html`` in its folder.
 
     One file without references to others. The model's texts are in it as data, and are shown as
     text only. It has all rows up to 20,000, and a sample beyond that; its tables and charts are
-    over all rows. ``images=False`` leaves the thumbnails out.
+    over all rows. ``images=False`` leaves the thumbnails out. ``media``: folders of which inputs and images may
+    be read (``Reach``).
 
     Raises:
         InputError: the table needs fields that the run did not keep, and the input changed.
@@ -78,14 +80,14 @@ def report(
     """
     path, look = path or folder / REPORT, look_at(folder)
     check_page(path)
-    table, job = table_of(folder), without_masked(job_of_run(folder))
-    index = Index(folder, job.scoring.group_by)
+    table, reach = table_of(folder, media=media), Reach.of(folder, media)
+    index = Index(folder, reach.job.scoring.group_by)
     snapshot = index.grow(_ALL_S)
     if not len(snapshot.newest):
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
     if is_mixed(folder):
         say(f"{folder}: its rows are scored in more than one way; `batchkit score` fixes that")
-    rows = _read_rows(index, snapshot, job, images=images)
+    rows = _read_rows(index, snapshot, reach, images=images)
     found = overview(look, index, snapshot, Figures(table, spreads(snapshot)))
     notes = ["The run had not ended when this page was made."] * (look.state == "running")
     data = {
@@ -115,13 +117,13 @@ class _Shown(NamedTuple):
     notes: list[str]
 
 
-def _read_rows(index: Index, snapshot: Snapshot, job: JobConfig, *, images: bool) -> _Shown:
+def _read_rows(index: Index, snapshot: Snapshot, reach: Reach, *, images: bool) -> _Shown:
     """Reads the records again, and the input along with them if it still exists."""
     entries = snapshot.entries[_chosen(snapshot)]
     limit = int(np.clip(_MAX_TEXT_BYTES / len(entries), _LEAST_CHARACTERS, _MOST_CHARACTERS))
-    scoring, problem = _scoring(job)
-    inputs, labels = InputRows(job, {*entries["row"].tolist()}), labels_of(job)
-    pictures, rows = Pictures(job.media), []
+    scoring, problem = _scoring(reach)
+    inputs, labels = InputRows(reach.job, {*entries["row"].tolist()}, reach), labels_of(reach)
+    pictures, rows = Pictures(reach), []
     with closing(Generations(index.folder)) as generations:
         for record in map(index.record, entries):
             prompt, steps = inputs.prompt(record), generations.of(record["index"])
@@ -131,7 +133,7 @@ def _read_rows(index: Index, snapshot: Snapshot, job: JobConfig, *, images: bool
         *_sample_notes(snapshot, entries),
         *_cut_notes(entries, limit),
         *problem,
-        *_input_notes(job, inputs.problem),
+        *_input_notes(reach.job, inputs.problem),
         *_picture_notes(pictures.found),
     ]
     return _Shown(rows, pictures.found, notes)
@@ -182,11 +184,14 @@ def _cut(value: Any, limit: int) -> Any:
     return [_cut(part, limit) for part in value] if isinstance(value, list) else value
 
 
-def _scoring(job: JobConfig) -> tuple[Scoring | None, list[str]]:
+def _scoring(reach: Reach) -> tuple[Scoring | None, list[str]]:
     """What finds the rows' references, and a note if there is nothing."""
+    job = reach.job
     if not job.scoring.is_on:
         return None, []
     try:
+        if job.scoring.reference_run is not None:
+            reach.check("scoring.reference_run", job.scoring.reference_run)
         return Scoring(job.scoring, references_of(job)), []
     except BatchkitError as error:
         return None, [f"References are not shown: {error}"]

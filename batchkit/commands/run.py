@@ -64,7 +64,7 @@ def _exported(outcome: Outcome, name: str, output: Path, say: Say) -> Outcome:
     if outcome.error is not None or outcome.summary.exit not in (0, 3):
         return outcome
     try:
-        for file in export(Path(outcome.summary.folder), name, output):
+        for file in export(Path(outcome.summary.folder), name, output, say):
             say(file.to_text())
     except BatchkitError as error:
         return Outcome(replace(outcome.summary, exit=error.exit_code), error)

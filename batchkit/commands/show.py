@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.config.masking import masked_text
-from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import JobError, MediaError
-from batchkit.rendering.media import load_image, shown
+from batchkit.rendering.media import shown
 from batchkit.rendering.messages import as_text
 from batchkit.runs.inputs import InputRows, Prompt
+from batchkit.runs.reach import Reach
 from batchkit.sources import reader
 from batchkit.storage.answers import answers_in_words, call_in_words, choice_in_words
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.newest import Generations
 from batchkit.storage.score_store import read_scored
@@ -146,16 +145,24 @@ class ShownRows(NamedTuple):
         return {"rows": [row.to_json() for row in self.rows], "problem": self.problem}
 
 
-def show_rows(folder: Path, *, failed: bool, ids: Collection[str], most: int | None) -> ShownRows:
+def show_rows(
+    folder: Path,
+    *,
+    failed: bool,
+    ids: Collection[str],
+    most: int | None,
+    media: Sequence[Path] = (),
+) -> ShownRows:
     """The first ``most`` rows in the order of the input: only those that ``failed``, or with ``ids``.
 
-    Without ``most``: five, or all with ``ids``. Prompts are rendered again from the input.
+    Without ``most``: five, or all with ``ids``. Prompts are rendered again from the input, as far as a reader
+    may open it (``Reach``).
 
     Raises:
         JobError: no record has one of the ids.
     """
     check_log(folder)
-    job = without_masked(job_of_run(folder))
+    reach = Reach.of(folder, media)
     wanted = (
         record
         for record in read_scored(folder)
@@ -165,10 +172,10 @@ def show_rows(folder: Path, *, failed: bool, ids: Collection[str], most: int | N
     if missing := {*ids} - {record["id"] for record in records}:
         which = "failed record" if failed else "record"
         raise JobError(f"{folder}: no {which} with the id {', '.join(sorted(missing))}")
-    inputs = InputRows(job, {record["index"] for record in records})
+    inputs = InputRows(reach.job, {record["index"] for record in records}, reach)
     with closing(Generations(folder)) as generations:
         rows = [
-            _shown(record, inputs.prompt(record), job, generations.of_record(record))
+            _shown(record, inputs.prompt(record), reach, generations.of_record(record))
             for record in records
         ]
     return ShownRows(rows, inputs.problem and masked_text(inputs.problem))
@@ -177,18 +184,18 @@ def show_rows(folder: Path, *, failed: bool, ids: Collection[str], most: int | N
 def _shown(
     record: Mapping[str, Any],
     prompt: Prompt,
-    job: JobConfig,
+    reach: Reach,
     steps: Sequence[Mapping[str, Any]],
 ) -> ShownRow:
     text = record.get("prompt")
     if text is None and prompt.request is not None:
         text = as_text(prompt.request, "[image]")
-    images = [_image(source, job) for source in prompt.sources]
+    images = [_image(source, reach) for source in prompt.sources]
     return ShownRow(record, text, images, prompt.fields or record.get("fields") or {}, steps)
 
 
-def _image(source: Any, job: JobConfig) -> ShownImage:
+def _image(source: Any, reach: Reach) -> ShownImage:
     try:
-        return ShownImage(shown(source), load_image(source, job.media))
+        return ShownImage(shown(source), reach.image(source))
     except MediaError as error:
         return ShownImage(shown(source), None, masked_text(str(error)))

@@ -47,7 +47,8 @@ def load_job(
     table = _read(path)
     if (rows := given.get("input.path")) is not None:
         given = {**given, "input.path": _find_input(rows, Path.cwd())}
-    return make_job(table, str(path), overrides, given, base=path.parent)
+    job = make_job(table, str(path), overrides, given, base=path.parent)
+    return job.as_made_in(str(path.resolve()))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     root = _media_root(job, base, input_table)
     update["media"] = job.media.model_copy(update={"root": root})
     update["input"] = input_table.below(root)
-    job = job.model_copy(update=update)
+    job = job.model_copy(update=update).as_made_in(str(Path.cwd()))
     learn_secrets(job)
     return job
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip, origin
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.inputs import InputRows
+from batchkit.runs.reach import Reach
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring import kept_fields
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name
@@ -34,7 +34,9 @@ _NUMBERING = ("input.format", "input.records")  # keys that say which rows a fil
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) -> Comparison:
+def compare(
+    folders: Sequence[Path], media: Sequence[Path] = (), *, resamples: int = 1000, seed: int = 0
+) -> Comparison:
     """Compare every run with the first one, row by row, by the rows' ids.
 
     A difference is the mean over the rows that both runs have scored; its interval is the
@@ -58,7 +60,7 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
         check_log(folder)
     names = _names(folders)
     group_by = job_of_run(folders[0]).scoring.group_by
-    sides = [_side(folder, group_by) for folder in folders]
+    sides = [_side(folder, group_by, media) for folder in folders]
     baseline = sides[0]
     deltas: list[Delta] = []
     flips: list[Flip] = []
@@ -167,17 +169,18 @@ class _Found(NamedTuple):
         return found
 
 
-def _side(folder: Path, group_by: str | None) -> _Side:
+def _side(folder: Path, group_by: str | None, media: Sequence[Path]) -> _Side:
     job, index = job_of_run(folder), Index(folder, group_by)
     snapshot = index.grow(_ALL_S)
     if group_by is not None and group_by not in kept_fields(job):
-        snapshot = _grouped_by_input(index, snapshot, job, group_by)
+        snapshot = _grouped_by_input(index, snapshot, Reach.of(folder, media), group_by)
     return _Side(index, snapshot, table_of_index(snapshot, group_by))
 
 
-def _grouped_by_input(index: Index, snapshot: Snapshot, job: JobConfig, group_by: str) -> Snapshot:
+def _grouped_by_input(index: Index, snapshot: Snapshot, reach: Reach, group_by: str) -> Snapshot:
     """Groups by a field that the records did not keep."""
-    rows, entries, names = InputRows(job), snapshot.entries.copy(), dict[str, int]()
+    rows, entries = InputRows(reach.job, reach=reach), snapshot.entries.copy()
+    names = dict[str, int]()
     for number in snapshot.newest.tolist():
         row = rows.row(index.record(entries[number]))
         name = group_name(None if row is None else row.fields.get(group_by))

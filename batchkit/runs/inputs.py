@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from PIL import Image
 
 from batchkit.config.masking import masked_text
-from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, InputError, JobError, RowError
+from batchkit.config.tables import InputTable, JobConfig
+from batchkit.errors import BatchkitError, InputError, RenderTimeoutError, RowError
 from batchkit.rendering.steps import Renderer, renderer_of
-from batchkit.sources import read_rows
+from batchkit.runs.reach import Reach
+from batchkit.sources import never, read_rows
 from batchkit.sources.rowhash import input_hash
 from batchkit.types import Request, Row
 
@@ -30,13 +31,18 @@ class Prompt(NamedTuple):
 class InputRows:
     """Reads the input along with the records, which come in the same order.
 
-    ``chosen``: the rows that will be asked for; None: any. ``problem`` says why a row is missing, of the
-    first that is.
+    ``chosen``: the rows that will be asked for; None: any. ``reach``: what may be opened; None: anything.
+    ``problem`` says why a row is missing, of the first that is.
     """
 
-    def __init__(self, job: JobConfig, chosen: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        chosen: Collection[int] | None = None,
+        reach: Reach | None = None,
+    ) -> None:
         self.problem: str | None = None
-        self._job = job
+        self._job, self._reach = job, reach
         self._next: Row | None = None
         self._rows: Iterator[Row] = iter(())
         if job.input.path is None:
@@ -44,8 +50,11 @@ class InputRows:
             return
         # Rows past the limit too: a later start may have had a larger one.
         everything = job.input.model_copy(update={"limit": None, "where": {}})
-        skip = (lambda index: False) if chosen is None else lambda index: index not in chosen
-        self._rows = read_rows(everything, skip=skip)
+        self._rows = self._read(everything, never if chosen is None else lambda i: i not in chosen)
+
+    def _read(self, table: InputTable, skip: Callable[[int], bool]) -> Iterator[Row]:
+        files = None if self._reach is None else self._reach.files(table)
+        yield from read_rows(table, skip=skip, files=files)
 
     def prompt(self, record: Mapping[str, Any]) -> Prompt:
         """Renders the record's row again as the run did, without opening an image."""
@@ -60,13 +69,18 @@ class InputRows:
             sources = renderer.image_sources(row)
             return Prompt(renderer.render(row), sources, fields)
         except RowError as error:
-            return Prompt(None, sources, fields, masked_text(str(error)))
+            reason = str(error) if self._reach is None else self._reach.reason(error)
+            if isinstance(error, RenderTimeoutError):  # the other rows' would take as long
+                self._renderer, self.problem = None, reason
+            return Prompt(None, sources, fields, masked_text(reason))
 
     @cached_property
     def _renderer(self) -> Renderer | None:
         try:
+            if self._reach is not None:
+                self._reach.check_prompts()
             return renderer_of(self._job, load=lambda *_: Image.new("RGB", (1, 1)))
-        except JobError as error:
+        except BatchkitError as error:
             self.problem = str(error)
             return None
 
@@ -96,6 +110,7 @@ def with_fields(
     records: Iterable[dict[str, Any]],
     job: JobConfig,
     names: set[str],
+    reach: Reach | None = None,
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Each record with its row's fields: those it kept if ``names`` are among them, else the row's.
 
@@ -106,7 +121,7 @@ def with_fields(
     Raises:
         InputError: the row of an answer is not there.
     """
-    rows = InputRows(job)
+    rows = InputRows(job, reach=reach)
     for record in records:
         kept = record.get("fields") or {}
         if names <= kept.keys():

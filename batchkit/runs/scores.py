@@ -11,6 +11,7 @@ import numpy as np
 from batchkit.config.tables import JobConfig
 from batchkit.runs.index import Snapshot, Table
 from batchkit.runs.inputs import with_fields
+from batchkit.runs.reach import Reach
 from batchkit.scoring.metrics import OUT_OF_TEN, Group, ScoreTable, in_order, tabulate
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
@@ -18,18 +19,19 @@ from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
 
 
-def table_of(folder: Path, job: JobConfig | None = None) -> ScoreTable:
-    """By group, as ``job`` says, else the run's own.
+def table_of(folder: Path, job: JobConfig | None = None, media: Sequence[Path] = ()) -> ScoreTable:
+    """By group, as ``job`` says, else the run's own, with what a reader may open.
 
     Raises:
         InputError: the table needs fields that the run did not keep, and the input changed.
         StoreError: its results are missing or damaged.
     """
     check_log(folder)
+    reach = Reach.of(folder, media) if job is None else None
     job = job or job_of_run(folder)
     group_by = job.scoring.group_by
     names = set() if group_by is None else {group_by}
-    pairs = with_fields(read_scored(folder), job, names)
+    pairs = with_fields(read_scored(folder), job, names, reach)
     return tabulate(({**record, "fields": fields} for record, fields in pairs), group_by)
 
 

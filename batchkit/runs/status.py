@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from batchkit.config.numbers import duration
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import BatchkitError, CutOffReasoningError
+from batchkit.runs.reach import Reach
 from batchkit.sources import count_rows
 from batchkit.storage.checkpoint import Checkpoint, Totals, read_checkpoint
-from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import Spent
 from batchkit.storage.log import log_of, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
@@ -181,7 +181,8 @@ def total_rows(folder: Path, manifest: Manifest) -> int | None:
     if manifest.total is not None:
         return manifest.total
     try:
-        return count_rows(job_of_run(folder).input)
+        reach = Reach.of(folder)
+        return count_rows(reach.job.input, reach.files(reach.job.input))
     except BatchkitError:
         return None
 

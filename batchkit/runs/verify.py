@@ -11,12 +11,12 @@ from typing import Any
 
 from batchkit.errors import BatchkitError
 from batchkit.runs.audit import Calls, Records, key_of
+from batchkit.runs.reach import Reach
 from batchkit.runs.status import pending_rows, total_rows
 from batchkit.sources.input import from_job, input_changes
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, Totals, damage_in, read_checkpoint
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import log_of, read_generations, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.vectors import Vectors
@@ -109,8 +109,9 @@ class Compared:
     not_compared: str | None = None
 
 
-def verify(folder: Path) -> Verification:
-    """Read the whole log, and compare it with the checkpoint and the input.
+def verify(folder: Path, media: Sequence[Path] = ()) -> Verification:
+    """Read the whole log, and compare it with the checkpoint and the input, as far as a
+    reader may open it (``Reach``).
 
     Raises:
         StoreError: not a run folder, or its log is missing, or a file of vectors can't be read.
@@ -121,7 +122,7 @@ def verify(folder: Path) -> Verification:
     records = Records.of(read_lines(log_of(folder)), Vectors(folder), known.checksum.end)
     calls = Calls.of(read_generations(folder), known.steps.checksum.end)
     compared, totals, total = (
-        compare(folder, manifest, records),
+        compare(folder, manifest, records, media),
         records.totals,
         total_rows(folder, manifest),
     )
@@ -158,14 +159,18 @@ def verify(folder: Path) -> Verification:
     )
 
 
-def compare(folder: Path, manifest: Manifest, records: Records) -> Compared:
+def compare(
+    folder: Path, manifest: Manifest, records: Records, media: Sequence[Path] = ()
+) -> Compared:
     """Compare the records with the rows of the input that the filter and the shard leave, whatever the limit.
     Holds 12 bytes for each row."""
     totals = records.totals
     try:
-        job = job_of_run(folder)
+        reach = Reach.of(folder, media)
+        job = reach.job
         if job.input.path is None:
             return _compare_indexes(manifest, totals)
+        reach.files(job.input)
         source = from_job(job)
         if changes := input_changes(manifest.input, source.files or []):
             return Compared(not_compared=f"the input has changed since: {'; '.join(changes)}")

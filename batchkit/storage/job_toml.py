@@ -51,7 +51,7 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
             "name": folder.resolve().name,
             "output": job.output.model_copy(update=here),
         }
-    )
+    ).as_made_in("")
 
 
 def without_masked(job: JobConfig) -> JobConfig:

@@ -160,7 +160,8 @@ class Manifest(_Part):
     far the memory ladder is down, with the engine options whose hash is ``engine_steps_for``; ``engines``
     has the same by name. ``turn``: where one model is loaded at a time, the engine loaded last.
     ``scoring``: a hash of the scoring that all rows have, None if they may be scored in more than
-    one way; ``scored_from``: the files that the later scores were made from.
+    one way; ``scored_from``: the files that the later scores were made from. ``job_file``: as
+    ``JobConfig.made_in``, of the last start with a job that was not read from the run folder.
     """
 
     version: Literal[1]
@@ -184,6 +185,7 @@ class Manifest(_Part):
     scored_from: list[list[int]] | None = None
     starts: list[StartNote]
     merged_from: list[str] | None = None
+    job_file: str = ""
 
     @classmethod
     def new(
@@ -215,6 +217,7 @@ class Manifest(_Part):
             engine_steps=[],
             scoring=scoring_of(job),
             starts=[],
+            job_file=job.made_in,
         )
 
     @property
@@ -226,6 +229,7 @@ class Manifest(_Part):
         it need not agree with what earlier starts have found."""
         keys = ("input", "fingerprints", "model", "seed", "total")
         update = {key: getattr(new, key) for key in keys}
+        update["job_file"] = new.job_file or self.job_file
         # A job that was read from its job.toml has masked secrets; keep their fingerprints.
         update["identity"] = (
             continued(self.identity, new.identity)

@@ -9,11 +9,13 @@ import csv
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
+from batchkit.commands import Say
 from batchkit.commands.export.outputs import exporting
 from batchkit.config.seams import EXPORTS as SEAM
 from batchkit.errors import JobError, StoreError
@@ -72,7 +74,9 @@ class Exported(NamedTuple):
         )
 
 
-def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exported]:
+def export(
+    folder: Path, format_name: str, path: Path | None = None, say: Say = lambda text: None
+) -> list[Exported]:
     """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``npy``, ``openai``,
     ``realhit`` or what another package adds.
 
@@ -81,7 +85,7 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
     spreadsheet: a text that would be taken for a formula gets a ``'`` in front. ``npy`` writes the
     vectors as one matrix, and the ids of its rows into a file beside it. ``openai`` writes
     two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
-    folder ``path`` or as the file ``path``.
+    folder ``path`` or as the file ``path``. ``say`` is called if a spreadsheet would run a cell of ``csv``.
 
     Raises:
         JobError: ``npy``, and the run has no vectors, or they have several lengths.
@@ -93,7 +97,8 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
     path = path or folder / _NAMES.get(format_name, f"results.{format_name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written: dict[Path, int] = SEAM.load(format_name)(folder, path)
+        write = partial(write_csv, say=say) if format_name == "csv" else SEAM.load(format_name)
+        written: dict[Path, int] = write(folder, path)
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
     source_bytes = log.stat().st_size
@@ -138,8 +143,20 @@ def write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
     return {path: rows}
 
 
-def write_csv(folder: Path, path: Path) -> dict[Path, int]:
-    return _write_cells(folder, path, _cell)
+def write_csv(folder: Path, path: Path, say: Say = lambda text: None) -> dict[Path, int]:
+    formulas = 0
+
+    def cell(value: Any) -> Any:
+        nonlocal formulas
+        formulas += _is_formula(value)
+        return _cell(value)
+
+    written = _write_cells(folder, path, cell)
+    if formulas:
+        say(
+            f"{path}: a spreadsheet would run {formulas:,} of its texts as formulas; --safe-csv keeps it from that"
+        )
+    return written
 
 
 def write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
@@ -171,9 +188,12 @@ def _safe_cell(value: Any) -> Any:
 
     See OWASP: https://owasp.org/www-community/attacks/CSV_Injection
     """
-    value = _cell(value)
-    is_formula = isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value)
-    return f"'{value}" if is_formula else value
+    return f"'{value}" if _is_formula(value) else _cell(value)
+
+
+def _is_formula(value: Any) -> bool:
+    begins_so = isinstance(value, str) and _FORMULA.match(value) is not None
+    return begins_so and _NUMBER.fullmatch(value) is None
 
 
 def write_npy(folder: Path, path: Path) -> dict[Path, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,10 +25,11 @@ def view(
     host: str,
     port: int | None,
     browser: bool,
+    media: Sequence[Path] = (),
     ready: Callable[[str], None],
 ) -> None:
     """Serve the page of a run (a folder or a job file), or of the runs below a folder; by default
-    ``output``. ``ready`` gets its address. Returns when the process is told to stop.
+    ``output``. ``media``: folders of which inputs and images may be read (``Reach``). ``ready`` gets its address. Returns when the process is told to stop.
 
     Raises:
         JobError: there is nothing to show, the port is taken, or a package is missing.
@@ -38,7 +39,7 @@ def view(
 
     from batchkit.commands.view.server import make_app
 
-    runs = _runs(target)
+    runs = _runs(target, tuple(media))
     with _bound(host, port) as listening:
         server = uvicorn.Server(
             uvicorn.Config(
@@ -64,15 +65,13 @@ def view(
             return
 
 
-def _runs(target: str | None) -> Runs:
+def _runs(target: str | None, media: tuple[Path, ...]) -> Runs:
     folder = _OUTPUT if target is None else Path(target)
     if not folder.is_dir():
         if target is None:
             raise JobError(f"{folder}/: no such folder; name a folder with runs, or a run")
         folder = find_run(target)  # a job file
-    if is_run(folder):
-        return Runs(folder.resolve(), is_single=True)
-    return Runs(folder.resolve(), is_single=False)
+    return Runs(folder.resolve(), is_run(folder), media)
 
 
 def _bound(host: str, port: int | None) -> socket.socket:

@@ -22,6 +22,7 @@ from batchkit.config.masking import masked_text
 from batchkit.errors import MediaError
 from batchkit.runs.compare import compare, have_same_input
 from batchkit.runs.index import Index, Snapshot, Table
+from batchkit.runs.reach import Reach
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import log_of
 from batchkit.storage.manifest import read_manifest
@@ -76,12 +77,12 @@ class Api:
 
     def row(self, request: Request) -> Response:
         index, entries = self._entries(request)
-        return _json(row_of(index, entries, request.url.path))
+        return _json(row_of(index, entries, request.url.path, self._runs.media))
 
     def image(self, request: Request) -> Response:
         index, entries = self._entries(request)
         try:
-            content = image_of(index, entries[-1], request.path_params["n"])
+            content = image_of(index, entries[-1], request.path_params["n"], self._runs.media)
         except MediaError as error:
             raise HTTPException(404, masked_text(str(error))) from None
         return Response(content, media_type="image/webp")
@@ -104,7 +105,7 @@ class Api:
 
     def comparison(self, request: Request) -> Response:
         keys = [request.query_params.get(name, "") for name in ("a", "b")]
-        return _json(compare([*map(self._found, keys)]).to_json())
+        return _json(compare([*map(self._found, keys)], self._runs.media).to_json())
 
     def _folder(self, request: Request) -> Path:
         return self._found(request.path_params["run"])
@@ -138,7 +139,7 @@ class Api:
         return index, index.grow(_GROW_S)
 
     def _side(self, folder: Path) -> Side:
-        return Side(*self._grown(folder), labels_of(job_of_run(folder)))
+        return Side(*self._grown(folder), labels_of(Reach.of(folder, self._runs.media)))
 
 
 def _json(value: Any) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -14,9 +15,9 @@ from batchkit.errors import MediaError
 from batchkit.rendering.messages import as_text, said
 from batchkit.runs.index import Index, Table
 from batchkit.runs.inputs import InputRows, Prompt
+from batchkit.runs.reach import Reach
 from batchkit.scoring import Scoring
 from batchkit.storage.answers import answers_in_words
-from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.lines import whole_record
 from batchkit.storage.newest import Generations
 from batchkit.storage.plain_json import encoded
@@ -24,7 +25,7 @@ from batchkit.storage.plain_json import encoded
 _KEPT = 2  # rows whose images may be asked for next: their bytes may be in the input itself
 
 
-def row_of(index: Index, entries: Table, url: str) -> dict[str, Any]:
+def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> dict[str, Any]:
     """All about the row with these entries, the newest last; its images are at ``url``/images/0
     and so on.
 
@@ -32,26 +33,27 @@ def row_of(index: Index, entries: Table, url: str) -> dict[str, Any]:
         StoreError: the log was changed.
     """
     records = [index.record(entry) for entry in entries]
-    job = without_masked(job_of_run(index.folder))
+    reach = Reach.of(index.folder, media)
+    job = reach.job
     has_references = job.scoring.is_on and job.scoring.reference_run is None
     _prompt.cache_clear()  # an input that was missing may be there now
-    prompt = _prompt(index, *_place(entries[-1]))
+    prompt = _prompt(index, *_place(entries[-1]), media)
     images = [f"{url}/images/{n}" for n in range(len(prompt.sources))]
     scoring = Scoring(job.scoring, None) if has_references else None
     steps = Generations(index.folder).of(records[-1]["index"])
-    return shown(records, steps, prompt, images, labels_of(job), scoring)
+    return shown(records, steps, prompt, images, labels_of(reach), scoring)
 
 
-def image_of(index: Index, entry: Any, n: int) -> bytes:
+def image_of(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> bytes:
     """Image ``n`` of the row with this entry as WebP.
 
     Raises:
-        MediaError: there is none, it can't be opened, or it is not on this machine.
+        MediaError: there is none, it can't be opened, or a reader may not open it.
     """
-    sources = _prompt(index, *_place(entry)).sources
+    sources = _prompt(index, *_place(entry), media).sources
     if n >= len(sources):
         raise MediaError(f"row {entry['row']} has no image {n}")
-    return as_webp(sources[n], job_of_run(index.folder).media, LARGE).content
+    return as_webp(sources[n], Reach.of(index.folder, media), LARGE).content
 
 
 def shown(
@@ -83,10 +85,12 @@ def _place(entry: Any) -> tuple[int, int]:
 
 
 @lru_cache(_KEPT)
-def _prompt(index: Index, start: int, length: int) -> Prompt:
-    record = whole_record(index.raw(start, length), index.path, start)
-    job = without_masked(job_of_run(index.folder))
-    return InputRows(job, {record["index"]}).prompt(record)
+def _prompt(index: Index, start: int, length: int, media: tuple[Path, ...]) -> Prompt:
+    record, reach = (
+        whole_record(index.raw(start, length), index.path, start),
+        Reach.of(index.folder, media),
+    )
+    return InputRows(reach.job, {record["index"]}, reach).prompt(record)
 
 
 def _prompt_in_words(record: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from PIL import Image
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
-from batchkit.rendering.media import load_image, shown
+from batchkit.rendering.media import shown
+from batchkit.runs.reach import Reach
 
 MAX_PICTURES = 2_000
 MAX_TOTAL_BYTES = 15 * 2**20  # base64 adds a third
@@ -44,16 +45,13 @@ class Webp(NamedTuple):
     height: int
 
 
-def as_webp(source: Any, media: MediaTable, limits: Limits) -> Webp:
-    """The image at ``source``. ``media`` is the job's: nothing is opened here that the run would have
-    refused. The network is only read if the media root is a URL.
+def as_webp(source: Any, reach: Reach, limits: Limits) -> Webp:
+    """The image at ``source``. Nothing is opened here that the run would have refused.
 
     Raises:
-        MediaError: there is none, it can't be opened, or it is not on this machine.
+        MediaError: there is none, it can't be opened, or a reader may not open it.
     """
-    if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
-        raise MediaError(f"{shown(source)}: not fetched: a page reads nothing from the network")
-    image = load_image(source, limits.of(media))
+    image = reach.image(source, limits.of(reach.job.media))
     image.thumbnail((limits.side, limits.side))
     try:
         return _encoded(image, limits.max_bytes)
@@ -74,9 +72,9 @@ def _encoded(image: Image.Image, max_bytes: int) -> Webp:
 class Pictures:
     """``found``: {name, src, w, h} of each picture, ``src`` a data: URI; or {name, problem}."""
 
-    def __init__(self, media: MediaTable) -> None:
+    def __init__(self, reach: Reach) -> None:
         self.found: list[dict[str, Any]] = []
-        self._media = media
+        self._reach = reach
         self._numbers: dict[str, int] = {}
         self._room = MAX_TOTAL_BYTES
 
@@ -93,7 +91,7 @@ class Pictures:
         if len(self.found) >= MAX_PICTURES or self._room < MAX_PICTURE_BYTES:
             return {"problem": "left out: the page holds no more images"}
         try:
-            made = as_webp(source, self._media, SMALL)
+            made = as_webp(source, self._reach, SMALL)
         except MediaError as error:
             problem = str(error)
             return {"problem": problem if name in problem else f"{name}: {problem}"}

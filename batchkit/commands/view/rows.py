@@ -14,9 +14,11 @@ from jinja2 import TemplateError as JinjaError
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from batchkit.config.regular_file import read_text
-from batchkit.config.tables import JobConfig, PromptTable
+from batchkit.config.tables import PromptTable
+from batchkit.errors import InputError
 from batchkit.rendering.templates.sandbox import fields_read
 from batchkit.runs.index import Index, Snapshot, Table
+from batchkit.runs.reach import Reach
 from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.lines import failure_kind
@@ -119,17 +121,22 @@ class Labels(NamedTuple):
         return max(texts, key=len, default=None)
 
 
-def labels_of(job: JobConfig) -> Labels:
+def labels_of(reach: Reach) -> Labels:
+    job = reach.job
     prompt = job.steps[0].prompt if job.steps else job.prompt
-    return Labels(job.scoring.group_by, None if job.rollout is not None else _read_by(prompt))
+    return Labels(
+        job.scoring.group_by, None if job.rollout is not None else _read_by(prompt, reach)
+    )
 
 
-def _read_by(prompt: PromptTable) -> set[str]:
+def _read_by(prompt: PromptTable, reach: Reach) -> set[str]:
     """Names of the fields that the user's template reads."""
     try:
-        path = prompt.user_file
-        return fields_read((prompt.user or "") if path is None else read_text(path))
-    except (OSError, ValueError, JinjaError):  # the prompt's own problem is shown beside the row
+        if prompt.user_file is None:
+            return fields_read(prompt.user or "")
+        reach.check("prompt.user_file", prompt.user_file)
+        return fields_read(read_text(prompt.user_file))
+    except (InputError, OSError, ValueError, JinjaError):  # it is shown beside the row
         return set()
 
 

@@ -62,11 +62,12 @@ class Runs:
     """The runs below a folder, or the one run that ``target`` is.
 
     A run is found by its key, its folder's name, among those that are there: no part of a request
-    becomes a path.
+    becomes a path. ``media``: folders that may be read, too.
     """
 
     target: Path
     is_single: bool
+    media: tuple[Path, ...] = ()
 
     def folders(self) -> dict[str, Path]:
         """By key; the newest run first. Empty if the folder is gone."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ModelWrapValidatorHandler, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from batchkit.config.problems import problems_in
 from batchkit.config.tables.fields import JobFields
@@ -25,6 +31,19 @@ class JobConfig(JobFields):
             sampling={"temperature": 0.0, "max_tokens": 8},
         )
     """
+
+    _made_in: str = PrivateAttr("")
+
+    @property
+    def made_in(self) -> str:
+        """The path of the job file that it was read from; of a job that was not read from one, the working
+        directory; empty if it was read from a run folder."""
+        return self._made_in
+
+    def as_made_in(self, place: str) -> JobConfig:
+        job = self.model_copy()
+        job._made_in = place
+        return job
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,141 @@
+"""What a reader of a run may open besides the run folder, which may be someone else's: files below the folders that
+the reader names, or that the user's own job file does. Nothing is fetched."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from batchkit.config.loading import load_job
+from batchkit.config.tables import InputTable, JobConfig, MediaTable
+from batchkit.config.tool_definitions import is_template
+from batchkit.errors import InputError, JobError, MediaError, RenderTimeoutError, RowError
+from batchkit.rendering.media import load_image, shown
+from batchkit.sources import input_files
+from batchkit.storage.job_toml import job_of_run, without_masked
+from batchkit.storage.manifest import read_manifest
+
+ROW_S = 5.0  # that a reader waits for a template
+_CLOSED = "/dev/null/closed"  # a root below which nothing can be
+_NO_NETWORK = "reading a run uses no network"
+_MAGIC = re.compile(r"[*?\[]")
+_IN_ARCHIVE = re.compile(r"(?:zip|tar)://[^:]*::(?=/)")
+
+
+class Reach(NamedTuple):
+    """The ``job`` of a run for those that read it: its templates have little time, and no file that is not below one
+    of ``roots`` is opened; of a ``closed`` one, not even below its ``media.root``."""
+
+    job: JobConfig
+    roots: Sequence[str]
+    closed: str
+
+    @classmethod
+    def of(cls, folder: Path, named: Sequence[Path] = ()) -> Reach:
+        """``named``: folders, in place of those that the user's own job file gives.
+
+        Raises:
+            JobError, StoreError: the folder is not that of a run.
+        """
+        job = without_masked(job_of_run(folder))
+        roots = [os.path.realpath(root) for root in named] or _own_roots(folder)
+        is_open = _is_below(job.media.root, roots)
+        media = {"allow_urls": [], "root": job.media.root if is_open else _CLOSED}
+        time = {"row_timeout_s": min(ROW_S, job.run.row_timeout_s)}
+        update = {
+            "media": job.media.model_copy(update=media),
+            "run": job.run.model_copy(update=time),
+        }
+        closed = "" if is_open else _refusal("media.root", job.media.root, roots)
+        return cls(job.model_copy(update=update), roots, closed)
+
+    def check(self, key: str, path: str) -> None:
+        """Raises InputError if the file or the folder at ``path``, which the job has at ``key``, is not to be opened."""
+        if not _is_below(path, self.roots):
+            raise InputError(_refusal(key, path, self.roots))
+
+    def files(self, table: InputTable) -> dict[str, str]:
+        """The input's files, for ``read_rows``. Raises InputError if one of them is not to be opened."""
+        self.check("input.path", table.path or "")
+        files = input_files(table)
+        for path in files:
+            self.check("input.path", path)
+        return dict.fromkeys(files, "")
+
+    def check_prompts(self) -> None:
+        """Raises InputError if a file that the prompts are made of is not to be opened."""
+        for key, path in _prompt_files(self.job):
+            self.check(key, path)
+
+    def image(self, source: Any, media: MediaTable | None = None) -> Image.Image:
+        """As ``load_image``. Raises MediaError, also if it is not to be opened."""
+        if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
+            raise MediaError(f"{shown(source)}: not fetched: {_NO_NETWORK}")
+        try:
+            return load_image(source, media or self.job.media)
+        except MediaError as error:
+            raise MediaError(self.reason(error)) from None
+
+    def reason(self, error: RowError) -> str:
+        """Why a row can't be shown, in words that are about reading it."""
+        if isinstance(error, RenderTimeoutError):
+            return f"its template takes longer than {ROW_S:g} s"
+        text = str(error)
+        return f"{text.partition(': ')[0]}: {self.closed}" if _CLOSED in text else text
+
+
+def _own_roots(folder: Path) -> list[str]:
+    """The folder of the job file that made the run, and those that this file names, if it is the user's: if it is
+    there, and not in the run folder. Of a run without one, the folder in which it was begun, if it is below that."""
+    place, folder = Path(read_manifest(folder).job_file), folder.resolve()
+    if not place.is_absolute() or place.is_relative_to(folder):
+        return []
+    if place.is_dir():
+        return [str(place)] * (folder.parent.parent == place)
+    try:
+        job = load_job(place)
+    except JobError:
+        return []
+    named = [job.media.root, *_folder_of(job.input), *(path for _, path in _prompt_files(job))]
+    found = [place.parent.resolve(), *(os.path.realpath(one) for one in named if "://" not in one)]
+    return [str(root) for root in found if str(root) != "/"]
+
+
+def _folder_of(table: InputTable) -> Iterator[str]:
+    """The input itself, or the folder that its glob begins in."""
+    if table.path is not None:
+        before, *magic = _MAGIC.split(table.path, maxsplit=1)
+        yield str(Path(before + "x").parent) if magic else before
+
+
+def _prompt_files(job: JobConfig) -> Iterator[tuple[str, str]]:
+    """The key and the path of each file that has a text of all prompts."""
+    for place, of_step in job.of_each_step():
+        prompt = of_step.prompt
+        tools = prompt.tools if isinstance(prompt.tools, str) else None
+        files = {"system_file": prompt.system_file, "user_file": prompt.user_file, "tools": tools}
+        for name, path in files.items():
+            if path is not None and not is_template(path):
+                yield f"{place}prompt.{name}", path
+
+
+def _is_below(path: str, roots: Sequence[str]) -> bool:
+    path = _IN_ARCHIVE.sub("", path).removeprefix("file://")
+    real = Path(os.path.realpath(path))
+    return "://" not in path and any(real.is_relative_to(root) for root in roots)
+
+
+def _refusal(key: str, path: str, roots: Sequence[str]) -> str:
+    if "://" in path:
+        return f"{key} {shown(path)}: not fetched: {_NO_NETWORK}"
+    why = (
+        f"it is outside {', '.join(dict.fromkeys(roots))}"
+        if roots
+        else "the job file of this run is not here"
+    )
+    return f"{key} {shown(path)}: not opened: {why}; if you trust the run, name its folder with --media"

@@ -1,0 +1,164 @@
+"""What a run folder that someone else made may have its readers do: fetch nothing, open nothing but what they name,
+take no time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tomlkit
+
+from tests.support.dry_runs import RUN, prepare, run, write_job, write_rows
+from tests.support.images import png
+from tests.support.jobs import with_tables
+from tests.support.own_process import batchkit, begin
+from tests.support.view_server import viewing
+
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
+
+READERS = ("show", "report", "verify", "status")
+NOT_OPENED = "not opened: the job file of this run is not here"
+NOT_FETCHED = "not fetched: reading a run uses no network"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """At which nobody may ask."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A folder outside of the job file's, with what nobody may see."""
+    folder = tmp_path / "secret"
+    folder.mkdir()
+    (folder / "image.png").write_bytes(png())
+    (folder / "text.txt").write_text("hush-hush {{ q }}")
+    (folder / "rows.jsonl").write_text('{"q": "hush-hush"}\n')
+    return folder
+
+
+def changed_job(**tables: Any) -> None:
+    """The run's own job.toml says this too now."""
+    path = RUN / "job.toml"
+    path.write_text(tomlkit.dumps(with_tables(tomlkit.loads(path.read_text()), tables)))
+
+
+def read_by_all(*options: str | Path) -> str:
+    """What the readers print, and what the page shows of row 0."""
+    said = ""
+    for reader in READERS:
+        began = time.monotonic()
+        done = batchkit(reader, RUN, *(options if reader != "status" else ()), cwd=Path.cwd())
+        assert "Traceback" not in done.stderr
+        assert time.monotonic() - began < 60
+        said += done.stdout + done.stderr
+    with viewing(RUN, *options, cwd=Path.cwd()) as view:
+        row = view.client.get("/api/runs/a/rows/0").json()
+        said += str(row)
+        for image in row.get("prompt", {}).get("images", ()):
+            answer = view.client.get(image)
+            said += f"image {answer.status_code} {'' if answer.is_success else answer.text}"
+    page = RUN / "report.html"
+    return said + (page.read_text() if page.exists() else "")
+
+
+FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
+    "input": ({"input": {"path": "SECRET/rows.jsonl"}}, NOT_OPENED),
+    "input at a URL": ({"input": {"path": "URL/rows.jsonl"}}, NOT_FETCHED),
+    "every file as media": (
+        {"media": {"root": "/"}, "prompt": {"images": ["SECRET/image.png"]}},
+        NOT_OPENED,
+    ),
+    "text": ({"media": {"root": "/"}, "prompt": {"texts": {"q": "SECRET/text.txt"}}}, NOT_OPENED),
+    "image at a URL": (
+        {"media": {"allow_urls": ["127.0.0.1"]}, "prompt": {"images": ["URL/image.png"]}},
+        NOT_FETCHED,
+    ),
+    "prompt": ({"prompt": {"user_file": "SECRET/text.txt"}}, NOT_OPENED),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_no_file_is_opened_and_nothing_is_fetched(case: str, url: str, secret: Path) -> None:
+    tables, problem = FOREIGN[case]
+    prepare(1)
+    run()
+    Path("job.toml").unlink()
+    if case == "prompt":
+        path = RUN / "job.toml"
+        path.write_text(path.read_text().replace('user = "{{ q }}"', ""))
+    written = tomlkit.dumps(tables).replace("SECRET", str(secret)).replace("URL", url)
+    changed_job(**tomlkit.loads(written).unwrap())
+    said = read_by_all(*(["--media", Path.cwd()] if case == "image at a URL" else []))
+    assert problem in said
+    assert "hush-hush" not in said
+    assert "image 200" not in said
+
+
+def test_files_are_opened_where_the_job_file_is_or_where_the_reader_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    home.mkdir()
+    away.mkdir()
+    monkeypatch.chdir(home)
+    write_rows([{"q": "question 0", "file": "0.png"}])
+    Path("0.png").write_bytes(png())
+    write_job(prompt={"images": ["{{ file }}"]})
+    run()
+    assert "user: [image]question 0" in read_by_all()
+    shutil.copytree("output", away / "output")
+    Path("job.toml").unlink()
+    monkeypatch.chdir(away)
+    assert NOT_OPENED in (said := read_by_all())
+    assert "user: [image]question 0" not in said
+    said = read_by_all("--media", home)
+    assert "user: [image]question 0" in said
+    assert "image 0.png, 4 × 2" in said
+    assert "image 200" in said
+    assert "not opened" not in said
+
+
+def test_a_template_has_five_seconds_and_the_page_ends_at_once() -> None:
+    prepare(3)
+    run()
+    changed_job(prompt={"user": ENDLESS})
+    said = read_by_all()
+    assert said.count("its template takes longer than 5 s") >= 3
+    process = begin("view", RUN, "--port", "0", "--no-browser", cwd=Path.cwd())
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{address}api/runs/a/rows/1", timeout=1.5, trust_env=False)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - began < 3
+    assert stderr == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["results.jsonl", "job.toml", "steps.jsonl", "scores.jsonl", ".lock"]
+)
+def test_a_pipe_in_place_of_a_file_keeps_no_page_waiting(name: str) -> None:
+    prepare(2)
+    run()
+    (RUN / name).unlink(missing_ok=True)
+    os.mkfifo(RUN / name)
+    with viewing("output", cwd=Path.cwd()) as view:
+        for path in ("runs", "runs/a", "runs/a/rows", "runs/a/rows/0"):
+            assert view.client.get(f"/api/{path}").status_code in (200, 409)
