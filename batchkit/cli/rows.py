@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from typing import Any
 
@@ -87,3 +89,7 @@ def view(run: str | None, no_browser: bool, **where: Any) -> None:
     from batchkit.commands.view import view as serve
 
     serve(run, browser=not no_browser, ready=echo, **where)
+    sys.stdout.flush()
+    os._exit(
+        0
+    )  # a thread may wait for a row's template, in a child process that ends with this one

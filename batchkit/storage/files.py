@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
-import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
@@ -111,17 +112,37 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside ``folder`` that is renamed to it on success, else removed."""
-    process = f"{socket.gethostname()}-{os.getpid()}"
-    temporary = folder.with_name(f".{folder.name}.{process}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+    """A temporary folder beside ``folder`` that is renamed to it on success, else removed; so are those that
+    killed processes have left."""
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
+    for left in folder.parent.glob(f".{escape(folder.name)}.{'[0-9a-f]' * 16}.tmp"):
+        if not _is_held(left):
+            shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir(parents=True)
+    opened = os.open(temporary, os.O_RDONLY)
     try:
+        with suppress(OSError):  # not every filesystem has locks
+            fcntl.flock(opened, fcntl.LOCK_SH)
         yield temporary
         temporary.rename(folder)
         sync_folder(folder.parent)
     finally:
+        os.close(opened)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(opened)
+    return False
 
 
 def free_name(path: Path, infix: str) -> Path:

@@ -406,8 +406,11 @@ def test_safe_csv_holds_nothing_that_a_spreadsheet_runs() -> None:
         replace(OK, index=n, id=f"@{n}", text=t, fields={"=f": -n}) for n, t in enumerate(texts)
     ]
     run_of(*(replace(record, scores={"em": -0.5}) for record in kept), keep=["=f"])
-    export("job.toml", "--csv", "exact.csv")
-    export("job.toml", "--csv", "safe.csv", "--safe-csv")
+    said = export("job.toml", "--csv", "exact.csv").stderr
+    assert (
+        f"would run {len(FORMULAS) + len(texts) + 1} of its texts as formulas; --safe-csv" in said
+    )
+    assert export("job.toml", "--csv", "safe.csv", "--safe-csv").stderr == ""
     assert "output/a/results.csv: " in export("job.toml", "--safe-csv").stdout
     assert (RUN / "results.csv").read_bytes() == Path("safe.csv").read_bytes()
     exact, safe = (

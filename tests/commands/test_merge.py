@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from batchkit.storage.files import building
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     manifest,
@@ -135,6 +137,25 @@ def test_a_merge_leaves_its_runs_as_they_are_and_their_torn_ends_behind() -> Non
     assert [start.get("run") for start in found["starts"][:3]] == found["merged_from"]
     assert (found["name"], found["total"]) == ("merged", 50)
     assert "input.shard" not in found["identity"]
+
+
+def test_what_a_killed_merge_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    prepare(60_000)
+    shards = run_shards(2)
+    victim = begin("merge", *shards, "--into", MERGED, cwd=tmp_path)
+
+    def left() -> list[Path]:
+        return [*Path("output").glob(".merged.*.tmp")]
+
+    until(left)
+    victim.kill()
+    victim.communicate()
+    assert len(left()) == 1
+    with building(MERGED) as at_work:
+        assert left() == [at_work]
+        assert merge(*shards).exit_code == 0
+        assert left() == [at_work]
+        shutil.rmtree(MERGED)
 
 
 def test_more_shards_than_rows_are_merged() -> None:
