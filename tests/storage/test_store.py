@@ -64,13 +64,16 @@ def test_records_count_once_written_and_the_checkpoint_comes_later(tmp_path: Pat
 def test_newest_record_of_a_row_decides(tmp_path: Path) -> None:
     write(tmp_path, record(0), record(1, None), record(2), record(1, "late"), record(2, None))
     write(tmp_path, record(7, None, kind="media"), record(7, None, kind="timeout"))
+    write(tmp_path, *(record(index, None, kind="empty") for index in (8, 9)), record(8))
     found = reopened(tmp_path)
-    assert found["completed"] == [0, 1]
-    assert found["failed_by_kind"] == {"template": [2], "timeout": [7]}
-    assert (found["records"], found["tokens"]) == (7, (9, 6))
+    assert found["completed"] == [0, 1, 8]
+    assert found["failed_by_kind"] == {"template": [2], "timeout": [7], "empty": [9]}
+    assert found["cut_off_in_reasoning"] == [9]
+    assert (found["records"], found["tokens"]) == (10, (12, 8))
     newest = {r["index"]: (r["status"], r["text"]) for r in read_newest(tmp_path / RESULTS)}
     failed = ("failed", None)
-    assert newest == {0: ("ok", "yes"), 1: ("ok", "late"), 2: failed, 7: failed}
+    ok = ("ok", "yes")
+    assert newest == {0: ok, 1: ("ok", "late"), 2: failed, 7: failed, 8: ok, 9: failed}
 
 
 def test_newest_records_come_in_the_order_of_the_input(tmp_path: Path) -> None:
