@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG, Launcher
-from tests.support.forks import Fork, LightFork
+from tests.support.forks import Fork, LightFork, offer
+from tests.support.own_process import batchkit
 from tests.support.small_vllm import SMALL
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="batchkit-tests-")
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        offer(Path(folder, "forks"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -67,6 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first. Whatever a test needs, it counts as slow."""
     order: dict[pytest.Item, int] = {}
     for item in items:
+        if {"demo_model", "text_model"} & {*getattr(item, "fixturenames", ())}:
+            item.add_marker(pytest.mark.slow)
         own = [need for need in NEEDS if item.get_closest_marker(need)]
         if own:
             item.add_marker(pytest.mark.slow)
@@ -81,23 +86,25 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_model() -> Path:
     """Qwen3-VL's architecture, random weights."""
-    from batchkit.commands.demo_model import build_demo_model
-
-    path = tmp_path_factory.mktemp("models") / "qwen3-vl"
-    build_demo_model(path)
-    return path
+    return built("qwen3-vl")
 
 
 @pytest.fixture(scope="session")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_model() -> Path:
     """Qwen2's architecture, random weights."""
-    from batchkit.commands.demo_model import build_demo_model
+    return built("qwen2", "--text-only")
 
-    path = tmp_path_factory.mktemp("models") / "qwen2"
-    build_demo_model(path, text_only=True)
-    return path
+
+def built(name: str, *flags: str) -> Path:
+    """The demo model, made once for all processes of the tests, by one that has imported what that takes."""
+    folder = Path(tempfile.gettempdir())
+    with FileLock(folder / f"{name}.lock"):
+        if not (folder / name).exists():
+            ended = batchkit("demo-model", name, *flags, cwd=folder, start=Fork)
+            assert ended.returncode == 0, ended.stderr
+    return folder / name
 
 
 @pytest.fixture(scope="session")

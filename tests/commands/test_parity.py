@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from transformers import AutoTokenizer
 
 from batchkit.commands.parity import parity
 from batchkit.commands.parity.differences import SideAnswer, Token, difference
@@ -160,6 +159,8 @@ def test_a_damaged_model_is_found(write: Write, text_model: Path, tmp_path: Path
     gaps = [each["gap"] for each in found["differences"]]
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[0] > 10 * TIE
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(text_model)
     for each in found["differences"]:
         a, b = each["a"], each["b"]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied
@@ -19,11 +18,10 @@ from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.types import Request
 from tests.support.engine_requests import ask, collect, request
-from tests.support.failing_model import FAULTS, faulty_model
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
-from tests.support.transformers_jobs import N_ROWS, make_job, write_job
+from tests.support.transformers_jobs import FAULTS, N_ROWS, faulty_model, make_job, write_job
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +43,8 @@ def open_faulty(faulty: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def token(model: Path, word: str) -> str:
+    from transformers import AutoTokenizer
+
     (number,) = AutoTokenizer.from_pretrained(model).encode(word, add_special_tokens=False)
     return str(number)
 

@@ -86,7 +86,8 @@ def test_a_row_without_a_token_in_time_is_aborted(
     options = {
         **SMALL,
         "max_num_batched_tokens": 32,
-        "worker_cls": "tests.support.slow_worker.SlowWorker",
+        "worker_cls": "tests.support.failing_worker.FailingWorker",
+        "additional_config": {"step_s": 0.2},
     }
     job = vllm_job(run={"row_timeout_s": 1.0}, engine={"options": options})
     with closing(open_engine(job, launcher)) as opened:

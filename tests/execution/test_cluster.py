@@ -10,8 +10,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +210,13 @@ def test_an_engine_in_a_worker_is_kept_going_as_on_one_machine(
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_models_load_ends_the_run_at_once(
-    signum: signal.Signals, two: list[str], tmp_path: Path, text_model: Path
+    signum: signal.Signals, ray_head: RayHead, two: list[str], tmp_path: Path, text_model: Path
 ) -> None:
-    before = family()
     with running(tmp_path, text_model, question_rows({}), {}, two) as process:
         logs = "output/faulty/engine.worker-*.log"
         is_stopped_by(signum, process, lambda: list(tmp_path.glob(logs)))
-    until(lambda: family() <= before, within_s=30)  # no worker, and nothing of its engine
+    until(lambda: not ray_head.workers(), within_s=30)
+    until(lambda: not print_to(tmp_path.glob(logs)), within_s=30)  # nothing of their engines
 
 
 def test_a_model_that_can_not_be_loaded_stops_the_run_with_its_remedy(
@@ -228,10 +228,14 @@ def test_a_model_that_can_not_be_loaded_stops_the_run_with_its_remedy(
     assert "Traceback" not in ended.stderr
 
 
-def family() -> set[psutil.Process]:
-    """All that this process has started, but what Ray keeps for later."""
-    found = psutil.Process().children(recursive=True)
-    return {one for one in found if one.is_running() and one.name() != "ray::IDLE"}
+def print_to(logs: Iterable[Path]) -> list[psutil.Process]:
+    """The processes that have one of ``logs`` open."""
+    paths, found = set(map(str, logs)), []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if paths & {file.path for file in process.open_files()}:
+                found.append(process)
+    return found
 
 
 def at(server: ChatServer, **options: Any) -> list[str]:

@@ -1,8 +1,7 @@
 """A real Qwen2 that is made to fail, by what the environment and the prompts say.
 
-``faulty_model`` writes a model's folder whose ``config.json`` names this file's class as the model's
-own code: so it is loaded as any such model, with ``trust_remote_code``. ``BATCHKIT_TEST_FAULTS`` is
-JSON:
+A model's folder has this file, and its ``config.json`` names the class (``transformers_jobs.py``): so it is
+loaded as any model with code of its own, with ``trust_remote_code``. ``BATCHKIT_TEST_FAULTS`` is JSON:
 
 - ``over``: batches of more rows than this run out of memory; with ``times``, only that often
 - ``prompt_over``: so does a prompt of more tokens than this, padding counted
@@ -12,22 +11,17 @@ JSON:
 import functools
 import json
 import os
-import shutil
 import signal
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Qwen2ForCausalLM
 
-FAULTS = "BATCHKIT_TEST_FAULTS"
-FILE = "failing_model.py"
-
 
 class FailingQwen2(Qwen2ForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.faults: dict[str, Any] = json.loads(os.environ.get(FAULTS, "{}"))
+        self.faults: dict[str, Any] = json.loads(os.environ.get("BATCHKIT_TEST_FAULTS", "{}"))
         self.struck = 0
 
     @functools.wraps(Qwen2ForCausalLM.forward)  # generate goes by its signature
@@ -53,13 +47,3 @@ def fail(kind: str) -> None:
         raise ValueError("planted: this can't be")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def faulty_model(model: Path, folder: Path) -> Path:
-    """``model``, a Qwen2, copied to ``folder`` with this file as its code."""
-    shutil.copytree(model, folder)
-    shutil.copy(__file__, folder / FILE)
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": f"{Path(FILE).stem}.{FailingQwen2.__name__}"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder

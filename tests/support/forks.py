@@ -1,4 +1,4 @@
-"""Python programs that start as forks of one process, which has imported what they need once.
+"""Python programs that start as forks of one process, which has imported once what all tests need.
 
 ``Fork`` is ``subprocess.Popen`` for commands of the form ``python -m MODULE …``, whose module has a
 function ``main``: a new process with its own descriptors, environment, working directory and process
@@ -6,7 +6,8 @@ group, a real process id and a real exit code. What it saves is the import of vL
 seconds each time. ``LightFork`` is for what needs no model, and saves about one.
 
 ``python -m tests.support.forks FD`` is the fork server. It imports, starts no thread, opens no device,
-and forks for each request received over FD. It ends with the process that holds the other end. A
+and forks for each request received over FD. It ends with the process that started the tests, which gives the
+other end to all that ask (``offer``): pytest-xdist's processes, and workers on Ray. A
 ``Fork`` that runs a command has such a server of its own, forked from it at its beginning, from which
 its ``Launcher`` gets the engines' launchers: so they are below the command in the tree of processes.
 """
@@ -27,6 +28,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,25 +83,54 @@ class _Request(NamedTuple):
 
 
 _MOST_SAID = 100  # bytes of a process id, or an exit code
-_servers: dict[bool, socket.socket] = {}  # whether they have imported vLLM
+_OFFERED = "BATCHKIT_TEST_FORKS"  # where
+_started: dict[bool, socket.socket] = {}  # whether they have imported vLLM
+_servers: dict[bool, socket.socket] = {}  # the same, of those that this process uses
 _server_below: int | None = None  # its process id, where it is this process's child
 
 
+def offer(path: Path) -> None:
+    """Give the fork servers to every process that asks at ``path``, in a thread."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(str(path))
+    listening.listen()
+    os.environ[_OFFERED] = str(path)
+    threading.Thread(target=_offer, args=(listening,), daemon=True).start()
+
+
+def _offer(listening: socket.socket) -> None:
+    while True:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):  # it has ended
+            has_vllm = connection.recv(1) == b"1"
+            if has_vllm not in _started:
+                _started[has_vllm] = _start(has_vllm)
+            socket.send_fds(connection, [server.READY], [_started[has_vllm].fileno()])
+
+
+def _start(has_vllm: bool) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(int(has_vllm))],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+    atexit.register(process.wait)
+    atexit.register(process.kill)
+    return ours
+
+
 def _connected(has_vllm: bool) -> socket.socket:
-    """To the fork server, which is started on first use."""
+    """To the fork server. A request is one message, so that several processes may send theirs over one socket."""
     if has_vllm not in _servers:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(int(has_vllm))],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                start_new_session=True,
-            )
-        atexit.register(process.wait)
-        atexit.register(ours.close)
-        _servers[has_vllm] = ours
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            asking.connect(os.environ[_OFFERED])
+            asking.send(b"1" if has_vllm else b"0")
+            _, (fd,), _, _ = socket.recv_fds(asking, 1, 1)
+        _servers[has_vllm] = socket.socket(fileno=fd)
     return _servers[has_vllm]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from batchkit.engines.base import Engine
 from batchkit.engines.registry import open_engine
 from batchkit.types import Completion, Request, Row
 from tests.support.chat_server import MODEL, ChatServer
+from tests.support.engine_requests import collect
 from tests.support.jobs import with_tables
 
 
@@ -44,17 +44,11 @@ def opened(server: ChatServer, *args: Any, **kwargs: Any) -> Iterator[Engine]:
 
 def ask(engine: Engine, requests: Iterable[Request], within_s: float = 20) -> list[Completion]:
     """What comes back for ``requests``, by row."""
-    waiting = 0
-    for one in requests:
-        engine.submit(one)
-        waiting += 1
-    done: list[Completion] = []
-    deadline = time.monotonic() + within_s
-    while len(done) < waiting and time.monotonic() < deadline:
-        done += engine.poll(0.05)
+    waiting = [engine.submit(one) for one in requests]
+    done = collect(engine, len(waiting), within_s)
     assert engine.poll(0.02) == []
     done.sort(key=lambda completion: completion.request.row.index)
-    assert [c.request.row.index for c in done] == list(range(waiting))
+    assert [c.request.row.index for c in done] == list(range(len(waiting)))
     return done
 
 

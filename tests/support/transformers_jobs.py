@@ -1,7 +1,9 @@
-"""Jobs of the transformers engine on a demo model, and those that both engines with a model run."""
+"""Jobs of the transformers engine on a demo model or a failing one, and those that both engines with a model run."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tests.support.rows import write_jsonl
 
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
 N_ROWS = 24
+FAULTS = "BATCHKIT_TEST_FAULTS"
 
 
 def make_job(model: Path, output: Path | str = "output", **options: Any) -> JobConfig:
@@ -50,3 +53,13 @@ def write_job(
     }
     (folder / "job.toml").write_text(tomlkit.dumps(job), encoding="utf-8")
     return rows
+
+
+def faulty_model(model: Path, folder: Path) -> Path:
+    """``model``, a Qwen2, copied to ``folder`` with ``failing_model.py`` as its code."""
+    shutil.copytree(model, folder)
+    shutil.copy(Path(__file__).with_name("failing_model.py"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "failing_model.FailingQwen2"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
