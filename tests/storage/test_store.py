@@ -24,7 +24,16 @@ from batchkit.storage.newest import NewestLog, read_newest
 from batchkit.storage.vectors import Vectors
 from tests.support.mounts import small_disk
 from tests.support.paths import ROOT
-from tests.support.records import facts, indexes, record, reopened, vector, with_vector, write
+from tests.support.records import (
+    facts,
+    generation,
+    indexes,
+    record,
+    reopened,
+    vector,
+    with_vector,
+    write,
+)
 
 
 def kill(folder: Path) -> None:
@@ -81,6 +90,14 @@ def test_newest_records_come_in_the_order_of_the_input(tmp_path: Path) -> None:
     write(tmp_path, *(record(index, f"at {n}") for n, index in enumerate(order)))
     found = [(r["index"], r["text"]) for r in read_newest(tmp_path / RESULTS)]
     assert found == [(0, "at 6"), (3, "at 4"), (5, "at 0"), (41, "at 5"), (900, "at 2")]
+
+
+def test_generations_of_a_row_are_known_until_it_has_its_record(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.write([generation(0), generation(1)])
+    ledger.write([line_of(record(0))])
+    assert [len(ledger.steps.known(index)) for index in (0, 1)] == [0, 1]
+    ledger.close()
 
 
 # Torn tails and garbage

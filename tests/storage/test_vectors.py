@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,27 @@ def test_links_are_not_followed_and_other_files_are_ignored(tmp_path: Path) -> N
     written(tmp_path, 0)
     assert (tmp_path / "elsewhere").read_bytes() == b"mine"
     assert places(tmp_path) == [(1, 0, 4)]
+
+
+LOST: dict[str, Callable[[Path], object]] = {
+    "the folder": lambda path: shutil.rmtree(path.parent),
+    "a segment": Path.unlink,
+    "the end of a segment": lambda path: os.truncate(path, 300),
+}
+
+
+@pytest.mark.parametrize("lose", LOST.values(), ids=LOST)
+def test_vectors_that_are_lost_while_the_store_works_stop_it(
+    lose: Callable[[Path], object], tmp_path: Path
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.write([with_vector(0)])
+    ledger.sync()
+    lose(segment_path(tmp_path, 0))
+    ledger.write([line_of(record(1, None))])
+    for act in (ledger.sync, ledger.close, lambda: Ledger(tmp_path)):
+        with pytest.raises(StoreError, match="vectors are gone"):
+            act()
 
 
 # Kills and full disks
