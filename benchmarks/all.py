@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import bounded
-from figures import Figure, figures_of
+from frame import Figure, figures_of
 
 HERE = Path(__file__).parent
 LIMIT_S = 600  # for each; the longest takes a third of it on two cores

@@ -8,8 +8,6 @@ in order, and then a checkpoint is a few hundred bytes whatever the number of ro
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -17,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from figures import Figure
+from frame import Figure, arguments, report
 
 from batchkit.storage.checkpoint import CHECKPOINT, read_checkpoint
 from batchkit.storage.index_set import IndexSet, ranges_of
@@ -27,11 +25,7 @@ ROUNDS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max", type=int, default=10_000_000)
-    parser.add_argument("--quick", action="store_true", help="--max 1000000")
-    args = parser.parse_args()
-    most = min(args.max, 10**6) if args.quick else args.max
+    most = arguments(__doc__, "--max 1000000", max=(10_000_000, 1_000_000)).max
     random = np.random.default_rng(0)
     results = []
     print(
@@ -55,8 +49,7 @@ def main() -> None:
         )
         for found in results[-2:]
     ]
-    report = {"results": results, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "checkpoint", **report}))
+    report("checkpoint", figures, results=results)
 
 
 def measure(completed: IndexSet) -> dict[str, float]:

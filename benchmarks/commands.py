@@ -18,7 +18,6 @@ users. A command that leaves a process behind, or exits with an error, ends the 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
@@ -26,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 import psutil
 import text
 import tomlkit
+from frame import HERE, arguments, spread
 from sides import COSTS, TIME_LIMIT_S, Setting, check
 
-HERE = Path(__file__).parent
 OPTIONS = {**text.OPTIONS, "max_num_seqs": 64}
 STAMPS = "STAMPS"  # as in stamped.py, which imports vLLM
 LEAVE_S = 20
@@ -83,16 +83,9 @@ class Line(NamedTuple):
         return f"{self.wanted:.2f} {'holds' if self.ratio >= self.wanted else 'MISSED'}"
 
 
-def arguments(doc: str, *, quick_rows: int) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=600)
-    parser.add_argument("--setting", choices=["CPU", "simulated"], help="left out: both")
-    parser.add_argument("--quick", action="store_true", help="one round, few rows")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.rows = 1, quick_rows
-    return args
+def options(doc: str) -> Namespace:
+    setting = {"setting": {"choices": ["CPU", "simulated"], "help": "left out: both"}}
+    return arguments(doc, "one round, few rows", setting, rounds=(3, 1), rows=(600, 200))
 
 
 def settings(only: str | None, rows: Path, wanted: Mapping[str, float]) -> list[Setting]:
@@ -180,9 +173,8 @@ def _print(lines: Sequence[Line]) -> None:
         print(f"{line.setting:>10} {line.tool:>14} {line.rows:>5}", end="")
         for clock in clocks.values():
             ratios = [getattr(ratio, clock) for ratio in line.ratios]
-            spread = f"({min(ratios):.2f}–{max(ratios):.2f})"
             print(f" {getattr(line.times, clock):>6.2f} {statistics.median(ratios):>4.2f}", end="")
-            print(f" {spread:>12}", end="")
+            print(f" {f'({spread(ratios)})':>12}", end="")
         print(f"  {line.outcome}".rstrip())
 
 

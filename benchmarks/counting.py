@@ -11,35 +11,21 @@ kill -9), and without one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from figures import Figure
+from frame import HERE, JOB, Figure, arguments, batchkit, python, report, spread, write_rows
 
 FEW = 10_000
 NEW = 1_000  # rows that a resume finds to do
-ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 STATES = ["current", "a tenth old", "missing"]
-JOB = """
-name = "counting"
-[input]
-path = "rows.jsonl"
-id = "id"
-[prompt]
-user = "Answer in one sentence: {{ question }}"
-[engine]
-kind = "dry-run"
-"""
 OLDER = """
 import sys
 from pathlib import Path
@@ -57,12 +43,8 @@ class Start(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--quick", action="store_true", help="one round of 300,000 rows")
-    args = parser.parse_args()
-    n_rounds, n_rows = (1, 300_000) if args.quick else (args.rounds, args.rows)
+    args = arguments(__doc__, "one round of 300,000 rows", rounds=(3, 1), rows=(1_000_000, 300_000))
+    n_rounds, n_rows = args.rounds, args.rows
     few: list[Start] = []
     many: list[Start] = []
     resumes: dict[str, list[float]] = {state: [] for state in STATES}
@@ -79,10 +61,7 @@ def main() -> None:
             shutil.rmtree(folder / "output")
     found = {"rows": n_rows, **rates(few, many), **resume_times(resumes, n_rows)}
     found |= {"checkpoints": checkpoints(1_000_000 if args.quick else 10_000_000)}
-    figures_json = [figure.to_json() for figure in figures(found)]
-    print(
-        json.dumps({"benchmark": "counting", "rounds": n_rounds, **found, "figures": figures_json})
-    )
+    report("counting", figures(found), rounds=n_rounds, **found)
 
 
 def rates(few: Sequence[Start], many: Sequence[Start]) -> dict[str, Any]:
@@ -135,11 +114,7 @@ def resume_times(resumes: dict[str, list[float]], n_rows: int) -> dict[str, Any]
 
 def checkpoints(most: int) -> list[dict[str, Any]]:
     """The figures of ``checkpoint.py``, and how they grow from the fewest rows to the most."""
-    script = Path(__file__).with_name("checkpoint.py")
-    done = subprocess.run(
-        [sys.executable, script, "--max", str(most)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    *table, line = done.stdout.splitlines()
+    *table, line = python(HERE, "checkpoint.py", "--max", most).stdout.splitlines()
     print("\n".join(table))
     results: list[dict[str, Any]] = json.loads(line)["results"]
     for order in ("in order", "scattered"):
@@ -152,31 +127,21 @@ def checkpoints(most: int) -> list[dict[str, Any]]:
 
 
 def start(folder: Path, limit: int | None) -> Start:
-    """Run or resume the job, watching its log.
-
-    The peak is the child's own as long as it is above ours: Linux counts the memory that the child
-    shared with us before its exec. So this process imports nothing large.
-    """
+    """Run or resume the job, watching its log."""
     log = folder / "output" / "counting" / "results.jsonl"
     before = log.stat().st_size if log.exists() else 0
-    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
-    command += [] if limit is None else ["--limit", str(limit)]
-    began = time.perf_counter()
-    process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    first_record_s = None
-    while first_record_s is None and not os.waitid(os.P_PID, process.pid, ENDED):
+    began, written = time.perf_counter(), list[float]()
+
+    def is_awaited() -> bool:
         if log.exists() and log.stat().st_size > before:
-            first_record_s = time.perf_counter() - began
-        time.sleep(0.002)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode or first_record_s is None or process.stdout is None:
-        raise SystemExit(f"{command}: exit code {process.returncode}")
-    with process.stdout:
-        summary = json.loads(process.stdout.read())
-    return Start(summary, usage.ru_maxrss / 1024, first_record_s)
+            written.append(time.perf_counter() - began)
+        return not written
+
+    options = [] if limit is None else ["--limit", limit]
+    ended = batchkit(folder, "run", "job.toml", *options, meanwhile=is_awaited)
+    if not written:
+        raise SystemExit(f"no new record was seen: {ended.summary}")
+    return Start(ended.summary, ended.peak_mib, written[0])
 
 
 def resumed(folder: Path) -> dict[str, float]:
@@ -210,23 +175,12 @@ def older_checkpoint(run: Path, folder: Path) -> None:
         while left > 0:
             left -= copy.write(log.read(min(left, 2**20)))
         copy.write(log.readline())
-    subprocess.run([sys.executable, "-c", OLDER, str(folder)], check=True)
+    python(folder, "-c", OLDER, folder)
     (folder / "results.jsonl").unlink()
-
-
-def write_rows(path: Path, n: int) -> None:
-    with path.open("w") as file:
-        for index in range(n):
-            row = {"id": f"q{index}", "question": f"what is the capital of country {index}?"}
-            file.write(json.dumps(row) + "\n")
 
 
 def speeds_of(starts: Sequence[Start]) -> list[float]:
     return [one.summary["rows_per_s"] for one in starts]
-
-
-def spread(found: Sequence[float], digits: int) -> str:
-    return f"{min(found):,.{digits}f}-{max(found):,.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ times the tokens of half of them. See sides.py for what is counted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from frame import arguments
 from models import build_text_model
-from sides import EMBED_ALL, Setting, compare
+from sides import EMBED_ALL, ONLY, SET, Setting, compare
 
 from batchkit.commands.demo_model import SAMPLE_TEXT
 
@@ -45,14 +45,10 @@ SMALL = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", action="append", help="a setting's name: simulated, CPU")
-    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of batchkit's job")
-    parser.add_argument("--quick", action="store_true", help="one round, a fifth of the texts")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds = 1
+    options = {"only": ONLY, "set": SET}
+    args = arguments(
+        __doc__, "one round, a fifth of the texts", options, rounds=(3, 1), rows=(N, N // 5)
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = {
@@ -62,7 +58,7 @@ def main() -> None:
         }
         found = [
             setting
-            for setting in settings(folder, round(N * (0.2 if args.quick else 1)))
+            for setting in settings(folder, args.rows)
             if not args.only or setting.name in args.only
         ]
         compare("embed", found, job, rounds=args.rounds, overrides=args.set)

@@ -10,15 +10,15 @@ images, then calls ``LLM.generate``; loading is counted. See sides.py for what e
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from frame import arguments
 from models import build_ending_model
 from PIL import Image, ImageChops, ImageFilter
-from sides import GENERATE_ALL, Setting, compare
+from sides import GENERATE_ALL, SET, Setting, compare
 
 STEP = {"step_ms": 8, "token_us": 20, "image_ms": 10, "median_tokens": 20}
 MAX_TOKENS = 256
@@ -35,14 +35,7 @@ OPTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=120)
-    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of batchkit's job")
-    parser.add_argument("--quick", action="store_true", help="one round, few rows")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.rows = 1, 48
+    args = arguments(__doc__, "one round, few rows", {"set": SET}, rounds=(3, 1), rows=(120, 48))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_ending_model(folder / "model")

@@ -16,26 +16,14 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from figures import Figure
+from frame import JOB, Figure, arguments, python, report, write_rows
 
-JOB = """
-name = "ledger"
-[input]
-path = "rows.jsonl"
-id = "id"
-[prompt]
-user = "Answer in one sentence: {{ question }}"
-[engine]
-kind = "dry-run"
-"""
 AS_IT_IS, TIMED = "as it is", "timed"
 OFF = {
     "no fsync": "os.fsync does nothing",
@@ -52,20 +40,18 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--interval-s", type=float, default=5.0, help="between two checkpoints")
-    parser.add_argument(
-        "--quick", action="store_true", help="one round of 40,000 rows, every 0.5 s"
+    args = arguments(
+        __doc__,
+        "one round of 40,000 rows, every 0.5 s",
+        {"child": {"help": argparse.SUPPRESS}},
+        rounds=(3, 1),
+        rows=(200_000, 40_000),
+        interval_s=(5.0, 0.5),
     )
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
     if args.child is not None:
         child(args.child, args.interval_s)
         return
-    n_rounds, n_rows = (1, 40_000) if args.quick else (args.rounds, args.rows)
-    interval_s = 0.5 if args.quick else args.interval_s
+    n_rounds, n_rows, interval_s = args.rounds, args.rows, args.interval_s
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in (AS_IT_IS, *OFF, TIMED)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -77,8 +63,7 @@ def main() -> None:
                 shutil.rmtree(folder / "output")
     shares = {**off_shares(found), **part_shares(found[TIMED]), **check_cost(found[TIMED])}
     settings = {"rows": n_rows, "rounds": n_rounds, "interval_s": interval_s}
-    figures_json = [figure.to_json() for figure in figures(n_rows, shares)]
-    print(json.dumps({"benchmark": "ledger", **settings, **shares, "figures": figures_json}))
+    report("ledger", figures(n_rows, shares), **settings, **shares)
 
 
 def off_shares(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -135,15 +120,7 @@ def figures(n_rows: int, shares: dict[str, Any]) -> list[Figure]:
 
 
 def start(folder: Path, mode: str, interval_s: float) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--child", mode, "--interval-s", str(interval_s)],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        check=True,
-    )
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return python(folder, __file__, "--child", mode, "--interval-s", interval_s).summary
 
 
 def child(mode: str, interval_s: float) -> None:
@@ -224,13 +201,6 @@ class Clock:
                 self._busy = False
 
         return timed
-
-
-def write_rows(path: Path, n: int) -> None:
-    with path.open("w") as file:
-        for index in range(n):
-            row = {"id": f"q{index}", "question": f"what is the capital of country {index}?"}
-            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

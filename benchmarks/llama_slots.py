@@ -10,8 +10,6 @@ last record. Needs ``llama-server``, on PATH or named by LLAMA_SERVER.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -19,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from figures import Figure
+from frame import Figure, arguments, report, spread
 from models import MEDIUM, build_text_model
 
 from batchkit.commands.demo_model import SAMPLE_TEXT
@@ -40,18 +38,12 @@ class Ran(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=100)
-    parser.add_argument("--slots", default="1,8", metavar="N,…")
-    parser.add_argument("--quick", action="store_true", help="one round of 40 rows")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.rows = 1, 40
+    slots_of = {"slots": {"default": "1,8", "metavar": "N,…"}}
+    args = arguments(__doc__, "one round of 40 rows", slots_of, rounds=(3, 1), rows=(100, 40))
     program = llama_server()
     if program is None:
         print(f"skipped: {NONE_FOUND}")
-        print(json.dumps({"benchmark": "llama_slots", "skipped": NONE_FOUND, "figures": []}))
+        report("llama_slots", [], skipped=NONE_FOUND)
         return
     slots = sorted(int(number) for number in args.slots.split(","))
     with tempfile.TemporaryDirectory() as name:
@@ -118,14 +110,13 @@ def table(runs: dict[int, list[Ran]], rows: int) -> None:
         print(
             f"{slots:>5} {found['seconds']:>7.2f} {found['rows_per_s']:>7.1f}"
             f" {found['tokens_per_s']:>9.0f} {found['ratio']:>6.2f}"
-            f" {min(ratios):>5.2f}–{max(ratios):.2f} {found['equal_texts']:>5.0%}"
+            f" {spread(ratios):>10} {found['equal_texts']:>5.0%}"
         )
     figures = [
-        Figure(f"{found['slots']} slots, rows/s against {least}", found["ratio"]).to_json()
+        Figure(f"{found['slots']} slots, rows/s against {least}", found["ratio"])
         for found in results[1:]
     ]
-    line = {"benchmark": "llama_slots", "rows": rows, "results": results, "figures": figures}
-    print(json.dumps(line))
+    report("llama_slots", figures, rows=rows, results=results)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,16 @@ default is each minute. CPU time is the run's own, all threads; the scraper's is
 
 from __future__ import annotations
 
-import argparse
 import http.client
-import json
-import os
 import shutil
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from counting import JOB, spread, write_rows
-from figures import Figure
+from frame import JOB, Figure, arguments, batchkit, report, spread, write_rows
 
 INTERVAL_S = 1.0
 
@@ -37,13 +30,9 @@ class Run(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rows", type=int, default=300_000)
-    parser.add_argument("--quick", action="store_true", help="three rounds of 100,000 rows")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.rows = 3, 100_000
+    args = arguments(
+        __doc__, "three rounds of 100,000 rows", rounds=(7, 3), rows=(300_000, 100_000)
+    )
     without: list[Run] = []
     scraped: list[Run] = []
     with tempfile.TemporaryDirectory() as name:
@@ -67,29 +56,23 @@ def main() -> None:
     figure = Figure(
         "CPU time that a scrape each second adds", round(share, 2), "%", 1, at_most=True
     )
-    found = {"rates": rates, "cpu": costs, "figures": [figure.to_json()]}
-    print(json.dumps({"benchmark": "metrics", "rounds": args.rounds, **found}))
+    report("metrics", [figure], rounds=args.rounds, rates=rates, cpu=costs)
 
 
 def run(folder: Path, *, has_port: bool) -> Run:
     shutil.rmtree(folder / "output", ignore_errors=True)
-    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
-    port = free_port() if has_port else None
-    command += [] if port is None else ["--set", f"run.metrics_port={port}"]
-    process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    scrapes = 0
-    while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        time.sleep(INTERVAL_S)
-        scrapes += port is not None and is_scraped(port)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode or process.stdout is None or bool(scrapes) != has_port:
-        raise SystemExit(f"{command}: exit code {process.returncode}, {scrapes} scrapes")
-    with process.stdout:
-        summary = json.loads(process.stdout.read())
-    return Run(summary["rows_per_s"], usage.ru_utime + usage.ru_stime, scrapes)
+    port, scrapes = free_port() if has_port else None, list[bool]()
+    options = [] if port is None else ["--set", f"run.metrics_port={port}"]
+
+    def scrape() -> bool:
+        scrapes.append(port is not None and is_scraped(port))
+        return True
+
+    run = ("run", "job.toml", *options)
+    ended = batchkit(folder, *run, meanwhile=scrape, every_s=INTERVAL_S)
+    if any(scrapes) != has_port:
+        raise SystemExit(f"{run}: {sum(scrapes)} scrapes")
+    return Run(ended.summary["rows_per_s"], ended.cpu_s, sum(scrapes))
 
 
 def is_scraped(port: int) -> bool:

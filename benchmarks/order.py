@@ -14,7 +14,6 @@ The rows come from files on both sides, and are rendered while the model loads o
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 import images
 import text
+from frame import arguments
 from sides import IN_ORDER, Setting, compare
 
 from batchkit.commands.demo_model import SAMPLE_TEXT, build_demo_model
@@ -33,13 +33,8 @@ TOKENS = {"step_ms": 8, "token_us": 20, "image_ms": 0, "median_tokens": 12}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round, half the rows")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds = 1
-    subjects = 25 if args.quick else 50
+    args = arguments(__doc__, "one round, half the rows", rounds=(3, 1), subjects=(50, 25))
+    subjects = args.subjects
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_demo_model(folder / "text", text_only=True)

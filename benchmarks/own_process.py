@@ -8,16 +8,13 @@ counted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from figures import Figure
+from frame import Figure, arguments, batchkit, report, spread
 from PIL import Image
 
 from batchkit.commands.demo_model import build_demo_model
@@ -48,14 +45,9 @@ sampling_column = "params"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=800)
-    parser.add_argument("--images", type=int, default=240)
-    parser.add_argument("--quick", action="store_true", help="one round, half the rows")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.rows, args.images = 1, 400, 120
+    args = arguments(
+        __doc__, "one round, half the rows", rounds=(3, 1), rows=(800, 400), images=(240, 120)
+    )
     results = []
     print(f"{'rows':>8} {'in process/s':>14} {'own process/s':>14} {'ratio':>7} {'spread':>13}")
     with tempfile.TemporaryDirectory() as name:
@@ -83,29 +75,19 @@ def main() -> None:
                 "load_own_process_s": statistics.median(o["load_seconds"] for _, o in pairs),
             }
             results.append(found)
-            spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
             print(
                 f"{kind:>8} {found['in_process']:>14.1f} {found['own_process']:>14.1f}"
-                f" {found['ratio']:>7.2f} {spread:>13}"
+                f" {found['ratio']:>7.2f} {spread(ratios):>13}"
             )
     figures = [
         Figure(f"{found['rows']}, of the rate in process", found["ratio"]) for found in results
     ]
-    report = {"results": results, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "own_process", **report}))
+    report("own_process", figures, results=results)
 
 
 def _run(folder: Path, kind: str, *, in_process: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "batchkit", "run", f"{kind}.toml", "--fresh"]
-    done = subprocess.run(
-        [*command, "--set", f"engine.in_process={str(in_process).lower()}"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        check=True,
-    )
-    summary: dict[str, Any] = json.loads(done.stdout)
-    return summary
+    setting = f"engine.in_process={str(in_process).lower()}"
+    return batchkit(folder, "run", f"{kind}.toml", "--fresh", "--set", setting).summary
 
 
 def _text_rows(n: int) -> list[dict[str, Any]]:

@@ -11,20 +11,15 @@ pyarrow's parser is another row of the table, without a target.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from figures import Figure
+from frame import Figure, arguments, batchkit, python, report, spread
 
 OURS, PANDAS, ARROW = "batchkit export", "pandas", "pandas, pyarrow"
 TO_PARQUET = """
@@ -83,12 +78,10 @@ class Made(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--quick", action="store_true", help="one round of 500,000 records")
-    args = parser.parse_args()
-    n_rounds, n_records = (1, 500_000) if args.quick else (args.rounds, args.records)
+    args = arguments(
+        __doc__, "one round of 500,000 records", rounds=(3, 1), records=(1_000_000, 500_000)
+    )
+    n_rounds, n_records = args.rounds, args.records
     found: dict[str, list[Made]] = {OURS: [], PANDAS: [], ARROW: []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -104,7 +97,7 @@ def main() -> None:
             for kind, command in commands.items():
                 path = folder / f"{kind}.parquet"
                 path.unlink(missing_ok=True)
-                found[kind].append(make([*map(str, command)], folder, path))
+                found[kind].append(make(command, folder, path))
             if number == 0:
                 compare(folder)
     results = table(found)
@@ -114,8 +107,7 @@ def main() -> None:
         Figure(what.format("time"), results[PANDAS]["time_ratio"], wanted=4),
         Figure(what.format("memory"), results[PANDAS]["memory_ratio"], wanted=8),
     ]
-    report = {"results": results, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "parquet", **sizes, **report}))
+    report("parquet", figures, **sizes, results=results)
 
 
 def table(found: dict[str, list[Made]]) -> dict[str, Any]:
@@ -144,36 +136,17 @@ def table(found: dict[str, list[Made]]) -> dict[str, Any]:
     return results
 
 
-def make(command: Sequence[str], folder: Path, path: Path) -> Made:
-    """Run Python with ``command``, which writes ``path``.
-
-    The peak is the child's own as long as it is above ours: Linux counts the memory that the child
-    shared with us before its exec. So this process imports nothing large.
-    """
-    began = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, *command], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    with process:
-        assert process.stderr is not None
-        errors = process.stderr.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    seconds = time.perf_counter() - began
-    if process.returncode:
-        raise SystemExit(f"{command[:3]}: exit code {process.returncode}\n{errors.decode()}")
-    return Made(seconds, usage.ru_maxrss / 1024, path.stat().st_size / 1e6)
+def make(command: Sequence[object], folder: Path, path: Path) -> Made:
+    """Run Python with ``command``, which writes ``path``."""
+    ended = python(folder, *command)
+    return Made(ended.seconds, ended.peak_mib, path.stat().st_size / 1e6)
 
 
 def compare(folder: Path) -> None:
     """Exit if a value of our file differs from that of pandas' file."""
-    files = [str(folder / f"{kind}.parquet") for kind in (OURS, PANDAS)]
-    done = subprocess.run(
-        [sys.executable, "-c", EQUAL, *files], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"the two files differ:\n{done.stderr[-2000:]}")
-    print(f"equal in all values of {done.stdout.strip()} columns")
+    files = [folder / f"{kind}.parquet" for kind in (OURS, PANDAS)]
+    columns = python(folder, "-c", EQUAL, *files).stdout.strip()
+    print(f"equal in all values of {columns} columns")
 
 
 def make_run(folder: Path, n: int) -> Path:
@@ -189,13 +162,7 @@ def make_run(folder: Path, n: int) -> Path:
     (folder / "job.toml").write_text("".join(f"{key} = {value}\n" for key, value in job.items()))
     row = {"id": "q0", "question": "what is tea?", "topic": "drinks"}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    subprocess.run(
-        [sys.executable, "-m", "batchkit", "run", "job.toml"],
-        cwd=folder,
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    batchkit(folder, "run", "job.toml")
     log = folder / "output" / "parquet" / "results.jsonl"
     (log.parent / "checkpoint.json").unlink()
     record = json.loads(log.read_bytes())
@@ -231,10 +198,6 @@ def records(record: dict[str, Any], n: int) -> Iterator[dict[str, Any]]:
                 made |= {"status": "failed", "text": None, "usage": None, "finish_reason": None}
                 made |= {"error": {**error, "retryable": True}}
             yield made
-
-
-def spread(found: Sequence[float]) -> str:
-    return f"{min(found):.2f}-{max(found):.2f}"
 
 
 if __name__ == "__main__":

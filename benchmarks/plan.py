@@ -16,12 +16,10 @@ run took inside the intervals?
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -30,9 +28,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import frame
 import numpy as np
 import tomlkit
-from figures import Figure
+from frame import HERE, Figure, arguments, report
 from text import OPTIONS, SAMPLING, write
 
 from batchkit.commands.demo_model import build_demo_model
@@ -231,49 +230,44 @@ def on_vllm(n_rows: int, folder: Path) -> dict[str, Any]:
 
 
 def batchkit(folder: Path, command: str, *args: str) -> dict[str, Any]:
-    """Its last line. Its own lines go to our stderr."""
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
-    ran = subprocess.run(
-        [sys.executable, "-m", "batchkit", command, str(folder / "job.toml"), *args],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": paths,
-            "SIMULATED_ACCELERATOR": json.dumps(COSTS),
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        },
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    """Its last line."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+        "SIMULATED_ACCELERATOR": json.dumps(COSTS),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    job = folder / "job.toml"
+    return frame.batchkit(folder, command, job, *args, environment=environment).summary
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=50)
-    parser.add_argument("--first", type=int, default=1000, help="number of the first simulated job")
-    parser.add_argument("--rows", type=int, default=50_000, help="of the job on vLLM")
-    parser.add_argument("--only", choices=["simulated", "vllm"])
-    parser.add_argument("--quick", action="store_true", help="14 jobs, 2,000 rows")
-    args = parser.parse_args()
-    n_jobs, n_rows = (14, 2_000) if args.quick else (args.jobs, args.rows)
-    report: dict[str, Any] = {"benchmark": "plan", "jobs": n_jobs, "rows": n_rows}
+    args = arguments(
+        __doc__,
+        "14 jobs, 2,000 rows",
+        {
+            "first": {"type": int, "default": 1000, "help": "number of the first simulated job"},
+            "only": {"choices": ["simulated", "vllm"]},
+        },
+        jobs=(50, 14),
+        rows=(50_000, 2_000),
+    )
+    n_jobs, n_rows = args.jobs, args.rows
+    found: dict[str, Any] = {"jobs": n_jobs, "rows": n_rows}
     if args.only != "vllm":
-        report["inside"] = simulated(range(args.first, args.first + n_jobs))
+        found["inside"] = simulated(range(args.first, args.first + n_jobs))
     if args.only != "simulated":
         with tempfile.TemporaryDirectory() as folder:
-            report["vllm"] = on_vllm(n_rows, Path(folder))
+            found["vllm"] = on_vllm(n_rows, Path(folder))
     figures = [
         Figure(f"{figure} inside, of {n_jobs} simulated jobs", share, "", WANTED)
-        for figure, share in report.get("inside", {}).items()
+        for figure, share in found.get("inside", {}).items()
     ] + [
-        Figure(f"{figure}, run by forecast, {n_rows:,} rows", found["took"] / found["expected"])
-        for figure, found in report.get("vllm", {}).items()
+        Figure(f"{figure}, run by forecast, {n_rows:,} rows", one["took"] / one["expected"])
+        for figure, one in found.get("vllm", {}).items()
     ]
-    print(json.dumps(report | {"figures": [figure.to_json() for figure in figures]}))
-    is_inside = all(found["inside"] for found in report.get("vllm", {}).values())
+    report("plan", figures, **found)
+    is_inside = all(one["inside"] for one in found.get("vllm", {}).values())
     if not is_inside or any(figure.outcome == "MISSED" for figure in figures):
         raise SystemExit(1)
 

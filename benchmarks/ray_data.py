@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from commands import OPTIONS, Tool, arguments, compare, settings
+from commands import OPTIONS, Tool, compare, options, settings
 from models import build_ending_model
 from text import SAMPLING, write
 
@@ -29,7 +29,7 @@ STAGES: Mapping[str, Mapping[str, Any]] = {
 
 
 def main() -> None:
-    args = arguments(__doc__, quick_rows=200)
+    args = options(__doc__)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = str(folder / "model")

@@ -9,8 +9,6 @@ vLLM. Then many restarts of the first kind, counting processes, files and memory
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
 import statistics
@@ -21,7 +19,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
-from figures import Figure
+from frame import Figure, arguments, report
 
 from batchkit.commands.demo_model import build_demo_model
 from batchkit.config.tables import JobConfig
@@ -40,13 +38,7 @@ OPTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--restarts", type=int, default=50)
-    parser.add_argument("--quick", action="store_true", help="one round, 5 restarts")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.restarts = 1, 5
+    args = arguments(__doc__, "one round, 5 restarts", rounds=(3, 1), restarts=(50, 5))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_demo_model(folder / "model", text_only=True)
@@ -70,8 +62,7 @@ def main() -> None:
         Figure(f"left behind by {args.restarts} restarts", sum(left.values()), "things"),
     ]
     found = {"forked_s": forked, "anew_s": imported, "ratio": ratio, "left": left}
-    found["figures"] = [figure.to_json() for figure in figures]
-    print(json.dumps({"benchmark": "restarts", "restarts": args.restarts, **found}))
+    report("restarts", figures, restarts=args.restarts, **found)
 
 
 def killed(job: JobConfig, launcher: Launcher | None) -> float:

@@ -10,16 +10,12 @@ number is what the times in the ledger say.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from figures import Figure
+from frame import Ended, Figure, arguments, batchkit, report
 
 FEW = 100
 WANTED_MIB = 1024
@@ -55,19 +51,9 @@ async def solve(row, generate):
 KINDS = {"one generation": (PLAIN, 1), "3 steps": (STEPS, 3), "rollout of 3": (ROLLOUT, 3)}
 
 
-class Ended(NamedTuple):
-    cpu_s: float
-    peak_mib: float
-    seconds: float
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--open", type=int, default=10_000)
-    parser.add_argument("--quick", action="store_true", help="5,000 rows")
-    args = parser.parse_args()
-    n_rows = 5_000 if args.quick else args.rows
+    args = arguments(__doc__, "5,000 rows", rows=(20_000, 5_000), open=(10_000, 10_000))
+    n_rows = args.rows
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "solve.py").write_text(SOLVE)
@@ -82,8 +68,7 @@ def main() -> None:
             at_most=True,
         )
     ]
-    found = {"cpu_ms": costs, **memory, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "rollouts", "rows": n_rows, **found}))
+    report("rollouts", figures, rows=n_rows, cpu_ms=costs, **memory)
 
 
 def cpu_ms(folder: Path, n_rows: int) -> dict[str, float]:
@@ -94,7 +79,7 @@ def cpu_ms(folder: Path, n_rows: int) -> dict[str, float]:
     for kind, (tables, generations) in KINDS.items():
         few, many = (run(folder, JOB + tables, "--limit", str(n)) for n in (FEW, n_rows))
         costs[kind] = round(1000 * (many.cpu_s - few.cpu_s) / ((n_rows - FEW) * generations), 4)
-        print(f"{kind:>16} {n_rows / many.seconds:>8,.0f} {costs[kind]:>24.3f}")
+        print(f"{kind:>16} {n_rows / many.summary['seconds']:>8,.0f} {costs[kind]:>24.3f}")
     return costs
 
 
@@ -125,19 +110,7 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def run(folder: Path, job: str, *args: str) -> Ended:
     (folder / "job.toml").write_text(job)
-    command = [sys.executable, "-m", "batchkit", "run", "job.toml", "--fresh", *args]
-    process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        output = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{command}: exit code {process.returncode}")
-    seconds = json.loads(output)["seconds"]
-    return Ended(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, seconds)
+    return batchkit(folder, "run", "job.toml", "--fresh", *args)
 
 
 if __name__ == "__main__":

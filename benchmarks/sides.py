@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from frame import spread
 
 COSTS = "SIMULATED_ACCELERATOR"  # accelerator.py
 FIRST = "UNEVEN"  # uneven.py
@@ -40,6 +41,8 @@ BATCHES = {GENERATE_ALL: None, BATCHES_OF_64: 64}
 EMBED_ALL = "embed(all)"
 SHOWN = 8  # numbers of a vector that are compared
 TIME_LIMIT_S = 900
+ONLY = {"action": "append", "help": "a setting's name"}  # options of the scripts
+SET = {"action": "append", "default": [], "help": "KEY=VALUE of batchkit's job"}
 
 
 class Setting(NamedTuple):
@@ -110,12 +113,11 @@ def compare(
     print(f" {'µs/token':>8} {'ms/step':>7} {'ratio':>6} {'spread':>12}  wanted")
     for line in lines:
         rows = round(line.seconds * line.rows_per_s)
-        spread = f"{min(line.ratios):.2f}–{max(line.ratios):.2f}"
         per_step = "" if line.cpu_ms_per_step is None else f"{line.cpu_ms_per_step:.2f}"
         print(
             f"{line.setting:>12} {line.side:>18} {rows:>5} {line.seconds:>7.2f}"
             f" {line.rows_per_s:>7.1f} {line.cpu_us_per_token:>8.1f} {per_step:>7}"
-            f" {line.ratio:>6.2f} {spread:>12}  {line.outcome}".rstrip()
+            f" {line.ratio:>6.2f} {spread(line.ratios):>12}  {line.outcome}".rstrip()
         )
     results = [{**line._asdict(), "ratio": line.ratio} for line in lines]
     report = {"rounds": rounds, "overrides": list(overrides), "answers_equal": True}

@@ -10,8 +10,6 @@ it is the first token), against a script of a few lines that does the same with 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -22,21 +20,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from figures import Figure
+from frame import ENDED, JOB, Figure, arguments, report, spread, write_rows
 
 BATCHKIT = [str(Path(sys.executable).with_name("batchkit"))]
 ROWS = 1_000
-ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
-DRY_RUN = """
-name = "dry-run"
-[input]
-path = "rows.jsonl"
-id = "id"
-[prompt]
-user = "Answer in one sentence: {{ question }}"
-[engine]
-kind = "dry-run"
-"""
+DRY_RUN = JOB.replace("counting", "dry-run", 1)
 VLLM = """
 name = "vllm"
 [input]
@@ -77,14 +65,13 @@ TARGETS_S = {HELP: 0.3}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--calls", type=int, default=5, help="of each command without vLLM, a round"
+    args = arguments(
+        __doc__,
+        "one round of three calls of each command without vLLM",
+        rounds=(3, 1),
+        calls=(5, 3),
     )
-    parser.add_argument("--quick", action="store_true", help="one round of three calls")
-    args = parser.parse_args()
-    n_rounds, n_calls = (1, 3) if args.quick else (args.rounds, args.calls)
+    n_rounds, n_calls = args.rounds, args.calls
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
@@ -117,14 +104,13 @@ def main() -> None:
     ]
     ratio = statistics.median(ratios)
     print(f"first token against vLLM alone: {ratio:.2f} × its time ({spread(ratios)})")
-    result = {"rounds": n_rounds, "seconds": medians, "first_token_ratio": round(ratio, 3)}
     figures = [
         Figure(kind, seconds, "s", TARGETS_S.get(kind), at_most=True)
         for kind, seconds in medians.items()
         if kind != "python -c pass"
     ]
-    report = {**result, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "startup", **report}))
+    ratio = round(ratio, 3)
+    report("startup", figures, rounds=n_rounds, seconds=medians, first_token_ratio=ratio)
 
 
 def table(found: dict[str, list[float]]) -> dict[str, float]:
@@ -166,17 +152,10 @@ def prepare(folder: Path) -> None:
     """Rows, jobs, the demo model, and a finished run in ``done`` for status."""
     for name, text in {"dry-run.toml": DRY_RUN, "vllm.toml": VLLM, "alone.py": ALONE}.items():
         (folder / name).write_text(text)
-    with (folder / "rows.jsonl").open("w") as file:
-        for index in range(ROWS):
-            row = {"id": f"q{index}", "question": f"what is the capital of country {index}?"}
-            file.write(json.dumps(row) + "\n")
+    write_rows(folder / "rows.jsonl", ROWS)
     whole(folder, [*BATCHKIT, "demo-model", "model", "--text-only"])
     first(folder, [*BATCHKIT, "run", "dry-run.toml"], "dry-run")
     (folder / "output").rename(folder / "done")
-
-
-def spread(seconds: Sequence[float]) -> str:
-    return f"{min(seconds):.2f}-{max(seconds):.2f}"
 
 
 if __name__ == "__main__":

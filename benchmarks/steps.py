@@ -15,7 +15,6 @@ both engines are on one accelerator, which works on one step at a time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import struct
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 import tomlkit
 from commands import adopt_orphans, timed
-from figures import Figure
+from frame import Figure, arguments, report, spread
 from models import build_ending_model
 from ray_data import SCRIPT, STAGES
 from sides import check
@@ -58,13 +57,10 @@ class Found(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", action="append", help="a shape, for example 64x15")
-    parser.add_argument("--quick", action="store_true", help="one round of the first shape")
-    args = parser.parse_args()
+    only = {"only": {"action": "append", "help": "a shape, for example 64x15"}}
+    args = arguments(__doc__, "one round of the first shape", only, rounds=(3, 1))
     if args.quick:
-        args.rounds, args.only = 1, [SHAPES[0].name]
+        args.only = [SHAPES[0].name]
     adopt_orphans()
     results = []
     with tempfile.TemporaryDirectory() as name:
@@ -85,15 +81,11 @@ def main() -> None:
         for line in results
         if (wanted := line["wanted"]) is not None
     ]
-    report = {"benchmark": "steps", "rounds": args.rounds, "answers_equal": True}
-    report["figures"] = [figure.to_json() for figure in figures]
-    print(json.dumps({**report, "results": results}))
+    report("steps", figures, rounds=args.rounds, answers_equal=True, results=results)
 
 
 def of_clock(found: Mapping[str, Any]) -> str:
-    ratios = found["ratios"]
-    spread = f"({min(ratios):.2f}–{max(ratios):.2f})"
-    return f"{found['seconds']:>7.2f} s {found['ratio']:.2f} {spread}"
+    return f"{found['seconds']:>7.2f} s {found['ratio']:.2f} ({spread(found['ratios'])})"
 
 
 def measured(shape: Shape, folder: Path, rounds: int) -> list[dict[str, Any]]:

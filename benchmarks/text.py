@@ -13,7 +13,6 @@ on the simulated accelerator, and what the model does on the CPU. See sides.py f
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -21,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from frame import arguments
 from models import MEDIUM, build_text_model
-from sides import BATCHES_OF_64, GENERATE_ALL, Setting, compare
+from sides import BATCHES_OF_64, GENERATE_ALL, ONLY, SET, Setting, compare
 
 from batchkit.commands.demo_model import SAMPLE_TEXT, build_demo_model
 
@@ -48,14 +48,8 @@ STEP = {"step_ms": 15, "token_us": 0, "image_ms": 0, "median_tokens": MEDIAN_TOK
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", action="append", help="a setting's name, for example 256x4")
-    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of batchkit's job")
-    parser.add_argument("--quick", action="store_true", help="one round, a fifth of the rows")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds = 1
+    options = {"only": ONLY, "set": SET}
+    args = arguments(__doc__, "one round, a fifth of the rows", options, rounds=(3, 1))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_demo_model(folder / "model", text_only=True)

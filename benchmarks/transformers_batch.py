@@ -11,8 +11,6 @@ sizes are one process with one engine each, its model loaded before the clock; a
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -22,7 +20,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from figures import Figure
+from frame import Figure, arguments, report, spread
 from models import MEDIUM, build_text_model
 
 from batchkit.config.tables import JobConfig
@@ -54,14 +52,8 @@ class Line(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=24)
-    parser.add_argument("--sizes", default="1,2,4,8,16", metavar="N,…", help="1 is one of them")
-    parser.add_argument("--quick", action="store_true", help="one round, half the rows")
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.rows = 1, 12
+    sizes = {"sizes": {"default": "1,2,4,8,16", "metavar": "N,…", "help": "1 is one of them"}}
+    args = arguments(__doc__, "one round, half the rows", sizes, rounds=(3, 1), rows=(24, 12))
     sizes = sorted({1, *(int(size) for size in args.sizes.split(","))})
     lines: list[Line] = []
     print(f"{'rows':>14} {'batch':>6} {'tokens/s':>9} {'ratio':>6} {'spread':>12} {'equal':>6}")
@@ -70,10 +62,9 @@ def main() -> None:
         engines = {size: stack.enter_context(closing(_engine(model, size))) for size in sizes}
         for kind, lengths in {"even": (32,), "heavy-tailed": HEAVY_TAIL}.items():
             for line in _lines(kind, engines, _requests(args.rows, lengths), args.rounds):
-                spread = f"{min(line.ratios):.2f}–{max(line.ratios):.2f}"
                 print(
                     f"{line.rows:>14} {line.batch_size:>6} {line.tokens_per_s:>9.1f}"
-                    f" {line.ratio:>6.2f} {spread:>12} {line.equal_texts:>6.0%}",
+                    f" {line.ratio:>6.2f} {spread(line.ratios):>12} {line.equal_texts:>6.0%}",
                     flush=True,
                 )
                 lines.append(line)
@@ -82,12 +73,8 @@ def main() -> None:
         for line in lines
         if line.batch_size > 1
     ]
-    report = {
-        "rounds": args.rounds,
-        "results": [{**line._asdict(), "ratio": line.ratio} for line in lines],
-        "figures": [figure.to_json() for figure in figures],
-    }
-    print(json.dumps({"benchmark": "transformers_batch", **report}))
+    results = [{**line._asdict(), "ratio": line.ratio} for line in lines]
+    report("transformers_batch", figures, rounds=args.rounds, results=results)
 
 
 def _lines(

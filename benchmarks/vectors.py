@@ -11,15 +11,11 @@ four times the size of the vectors is on disk.
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from figures import Figure
+from frame import Figure, arguments, batchkit, python, report
 from parquet import Made, make
 
 LIMIT_MIB = 2048
@@ -101,32 +97,26 @@ for (index, vector), (index_2, vector_2) in zip(answered, vectors(theirs, "vecto
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--dimensions", type=int, default=1024)
-    parser.add_argument("--dtype", choices=["float16", "float32"], default="float16")
-    parser.add_argument("--quick", action="store_true", help="50,000 rows")
-    args = parser.parse_args()
-    n = 50_000 if args.quick else args.rows
+    dtype = {"dtype": {"choices": ["float16", "float32"], "default": "float16"}}
+    args = arguments(
+        __doc__, "50,000 rows", dtype, rows=(1_000_000, 50_000), dimensions=(1024, 1024)
+    )
+    n = args.rows
     found: dict[str, Made] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run = begin(folder, args.dtype)
         log = run / "results.jsonl"
-        stored = make(
-            ["-c", STORE, str(run), str(n), str(args.dimensions), args.dtype], folder, log
-        )
+        stored = make(["-c", STORE, run, n, args.dimensions, args.dtype], folder, log)
         stored_mb = sum(path.stat().st_size for path in (run / "vectors").iterdir()) / 1e6
         found["store"] = stored._replace(mb=stored_mb)
         for kind in ("npy", "parquet"):
             ours, theirs = folder / f"ours.{kind}", folder / f"theirs.{kind}"
-            found[kind] = make(
-                ["-m", "batchkit", "export", str(run), f"--{kind}", str(ours)], folder, ours
-            )
+            found[kind] = make(["-m", "batchkit", "export", run, f"--{kind}", ours], folder, ours)
             found[f"{kind}, by hand"] = make(
-                ["-c", READ + BY_HAND[kind], str(run), str(theirs)], folder, theirs
+                ["-c", READ + BY_HAND[kind], run, theirs], folder, theirs
             )
-            subprocess.run([sys.executable, "-c", EQUAL[kind], str(ours), str(theirs)], check=True)
+            python(folder, "-c", EQUAL[kind], ours, theirs)
             ours.unlink()
             theirs.unlink()
     print(
@@ -148,8 +138,8 @@ def main() -> None:
         for kind in ("npy", "parquet")
     ]
     results = {kind: one._asdict() for kind, one in found.items()}
-    report = {"rows": n, "dimensions": args.dimensions, "dtype": args.dtype, "results": results}
-    print(json.dumps({"benchmark": "vectors", **report, "figures": [f.to_json() for f in figures]}))
+    about = {"rows": n, "dimensions": args.dimensions, "dtype": args.dtype}
+    report("vectors", figures, **about, results=results)
 
 
 def begin(folder: Path, dtype: str) -> Path:
@@ -159,8 +149,7 @@ def begin(folder: Path, dtype: str) -> Path:
         f'prompt.user = "{{{{ q }}}}"\nengine.kind = "dry-run"\noutput.vector_dtype = "{dtype}"\n'
     )
     (folder / "rows.jsonl").write_text('{"id": "q0", "q": "what is tea?"}\n')
-    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    batchkit(folder, "run", "job.toml")
     run = folder / "output" / "vectors"
     (run / "checkpoint.json").unlink()
     shutil.rmtree(run / "vectors")

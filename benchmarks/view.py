@@ -8,7 +8,6 @@ asks again while it is not. Memory is the largest resident set of the process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 import tomlkit
-from figures import Figure
+from frame import Figure, arguments, report
 from parquet import make_run, records
 
 GROUP = "drinks"
@@ -79,11 +78,7 @@ class Server(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--quick", action="store_true", help="200,000 rows")
-    args = parser.parse_args()
-    n = 200_000 if args.quick else args.rows
+    n = arguments(__doc__, "200,000 rows", rows=(1_000_000, 200_000)).rows
     with tempfile.TemporaryDirectory() as name:
         log = write_run(Path(name), n)
         print(f"{n:,} rows, {log.stat().st_size / 1e6:,.0f} MB of JSON lines")
@@ -109,8 +104,7 @@ def main() -> None:
         print(
             f"{figure.what:<52} {figure.found:>8.2f} {figure.unit:<4} {wanted:>6}  {figure.outcome}"
         )
-    found = [figure.to_json() for figure in figures]
-    print(json.dumps({"benchmark": "view", "rows": n, "figures": found}))
+    report("view", figures, rows=n)
 
 
 def queries(server: Server, n: int) -> Iterator[Figure]:

@@ -9,16 +9,13 @@ with the engine up, relative to the adaptive window in the same round.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from figures import Figure
+from frame import Figure, arguments, batchkit, report
 
 from batchkit.commands.demo_model import build_demo_model
 
@@ -45,14 +42,8 @@ sampling_column = "params"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=600)
-    parser.add_argument("--quick", action="store_true", help="one round, few rows and windows")
-    args = parser.parse_args()
-    windows = WINDOWS
-    if args.quick:
-        args.rounds, args.rows, windows = 1, 300, QUICK_WINDOWS
+    args = arguments(__doc__, "one round, few rows and windows", rounds=(3, 1), rows=(600, 300))
+    windows = QUICK_WINDOWS if args.quick else WINDOWS
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -75,8 +66,7 @@ def main() -> None:
         for kv, found in results.items()
         for rest in [{window: rate for window, rate in found.items() if window != "auto"}]
     ]
-    report = {**results, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "window", "max_num_seqs": MAX_NUM_SEQS, **report}))
+    report("window", figures, max_num_seqs=MAX_NUM_SEQS, **results)
 
 
 def ratio(found: float, auto: float) -> float:
@@ -99,13 +89,8 @@ def rate(folder: Path, name: str, window: str, blocks: int) -> float:
         "run.max_in_flight": window,
         "engine.options.num_gpu_blocks_override": blocks,
     }
-    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
-    for key, value in settings.items():
-        command += ["--set", f"{key}={value}"]
-    done = subprocess.run(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
-    )
-    return float(json.loads(done.stdout)["rows_per_s"])
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return float(batchkit(folder, "run", "job.toml", *words).summary["rows_per_s"])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ and the driver's own CPU time per row, which limits how many rows per second one
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -28,19 +27,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from figures import Figure
+from frame import HERE, Figure, arguments, report, spread, write_rows
 from sides import COSTS, FIRST
 
 from batchkit.commands.demo_model import build_demo_model
 
-HERE = Path(__file__).parent
 MIB = 2**20
 JOB = """
 name = "workers"
 [input]
 path = "rows.jsonl"
 [prompt]
-user = "{{ q }}"
+user = "{{ question }}"
 [run]
 checkpoint_interval_s = 1.0
 """
@@ -97,11 +95,14 @@ class Beside(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round of fewer rows")
-    args = parser.parse_args()
-    n_rounds, n_uneven, n_counted = (1, 600, 50_000) if args.quick else (args.rounds, 1200, 200_000)
+    args = arguments(
+        __doc__,
+        "one round of fewer rows",
+        rounds=(3, 1),
+        rows=(1200, 600),
+        counted=(200_000, 50_000),
+    )
+    n_rounds, n_uneven, n_counted = args.rounds, args.rows, args.counted
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_demo_model(folder / "model", text_only=True)
@@ -113,14 +114,13 @@ def main() -> None:
                 few, many = (counted_run(folder, n_counted // n, n_workers) for n in (20, 1))
                 runs.append(Beside(few, many))
     measured += report_counted(counted, n_counted)
-    line = {
-        "benchmark": "workers",
-        "rounds": n_rounds,
-        "uneven": [one._asdict() for one in uneven],
-        "counted": {n: [one._asdict() for one in runs] for n, runs in counted.items()},
-        "figures": [figure.to_json() for figure in measured],
-    }
-    print(json.dumps(line))
+    report(
+        "workers",
+        measured,
+        rounds=n_rounds,
+        uneven=[one._asdict() for one in uneven],
+        counted={n: [one._asdict() for one in runs] for n, runs in counted.items()},
+    )
 
 
 def uneven_round(folder: Path, n_rows: int) -> Uneven:
@@ -235,13 +235,7 @@ def summary_of(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def write(folder: Path, job: str, n_rows: int) -> None:
     (folder / "job.toml").write_text(job)
-    with (folder / "rows.jsonl").open("w") as file:
-        for index in range(n_rows):
-            file.write(json.dumps({"q": f"what is the capital of country {index}?"}) + "\n")
-
-
-def spread(found: Sequence[float], digits: int = 2) -> str:
-    return f"{min(found):,.{digits}f}–{max(found):,.{digits}f}"
+    write_rows(folder / "rows.jsonl", n_rows)
 
 
 if __name__ == "__main__":
