@@ -99,7 +99,7 @@ def test_a_text_hides_the_field_of_its_name_but_its_path_may_read_that_field(roo
         ("none.csv", "media", "tables/none.csv: no such file under media.root"),
         ("../../secret.csv", "media", "outside media.root"),
         ("link.csv", "media", "outside media.root"),
-        ("", "media", "is a folder"),
+        ("", "media", "Is a directory"),
         ("a.csv\0", "media", "can't be read"),
         (None, "template", "'file' is undefined"),
     ],
