@@ -15,7 +15,7 @@ from typing import Any
 
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
 from batchkit.config.problems import annotation_of, homes_of, shown
-from batchkit.config.regular_file import read_bytes
+from batchkit.config.regular_file import is_dir, read_bytes
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import (
     InputTable,
@@ -27,7 +27,7 @@ from batchkit.config.tables import (
 from batchkit.config.terminal import shortened
 from batchkit.config.tool_definitions import is_template
 from batchkit.config.urls import bare, is_remote, scheme_with_password
-from batchkit.config.values import reason_of
+from batchkit.config.values import check_values, reason_of
 from batchkit.errors import JobError
 
 _ESCAPED = re.compile(r"\[([*?[])\]")  # by glob.escape
@@ -114,8 +114,10 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
     Raises:
         JobError: with one line per problem: key, what was found, what was expected.
     """
-    with suppress(RecursionError):  # a job nested so deeply is refused below
-        learn(os.environ, table)
+    learn(os.environ)
+    with suppress(ValueError):  # what is too deep or too long is refused below
+        check_values(table)
+        learn(table)
     return JobConfig.model_validate(table, context={"origin": origin})
 
 
@@ -264,7 +266,7 @@ def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
 def _folder_of_files(rows: InputTable) -> str | None:
     """The folder of an input whose rows are files; None if they are not, or have web addresses."""
     path = rows.path or ""
-    is_folder = path.endswith("/") or Path(path).is_dir()
+    is_folder = path.endswith("/") or is_dir(path)
     if not path or rows.is_run or not (is_folder or rows.rows_are_files(path)):
         return None
     if "://" in path and ("::" in path or not is_remote(path)):

@@ -98,7 +98,7 @@ def _bounds(number: type, limits: Iterable[Any]) -> Iterator[str]:
             if bound is not None and number is int and name == "gt":
                 yield f"≥ {bound + 1}"
             elif bound is not None:
-                yield f"{sign} {bound:g}"
+                yield f"{sign} {bound:.10g}"
 
 
 def _either(choices: list[str]) -> str:

@@ -12,7 +12,7 @@ _ELSEWHERE = ("file", "local", "http", "https")  # folders, and hosts in media.a
 _IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # what the extra `remote` installs
 
 _QUERY = re.compile(r"\?\S*=\S*")  # some libraries quote a URL without its host
-_PASSWORD = re.compile(r"([a-z][a-z0-9+.-]*)://[^/@]*:[^/]*@", re.IGNORECASE)
+_PASSWORD = re.compile(r"([a-z][a-z0-9+.-]{0,30})://[^/@]*:[^/]*@", re.IGNORECASE)
 
 
 def is_remote(path: str) -> bool:

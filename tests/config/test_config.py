@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +145,7 @@ def test_option_of_vllm_is_sent_to_its_table(given: str) -> None:
     assert "vLLM's options belong in [engine.options]" in problems(given)[0]
 
 
+KEYS_OF_SECONDS = ["row_timeout_s", "stall_timeout_s", "checkpoint_interval_s"]
 BAD_SHARES = [2.5, 1.0, -1, -0.5, "x", [1], float("nan")]
 
 
@@ -181,6 +183,9 @@ def test_unknown_key_keeps_its_name_whatever_it_is(key: str) -> None:
         ("sampling", "max_tokens", 1.5, "1.5"),
         ("run", "row_timeout_s", 0, "0"),
         ("run", "checkpoint_interval_s", "5s", '"5s"'),
+        *(("run", key, 3_000_000, "3000000") for key in KEYS_OF_SECONDS),
+        *(("run", key, 1e10, "10000000000.0") for key in KEYS_OF_SECONDS),
+        ("retry", "backoff_s", 1e10, "10000000000.0"),
         ("run", "seed", "1", '"1"'),
         *(("run", "fail_on_error", value, shown(value)) for value in BAD_SHARES),
         *(("run", "max_in_flight", value, shown(value)) for value in (0, -1, 1.5, True, {"a": 1})),
@@ -193,6 +198,19 @@ def test_wrong_type_is_one_problem_of_its_key(table: str, key: str, value: Any, 
     given = {"kind": "dry-run"} if table == "engine" else {}
     (line,) = problems(**{table: {**given, key: value}})
     assert line.startswith(f"{table}.{key}: found {found}, ")
+
+
+@pytest.mark.parametrize(
+    "key", ["run.on_end", "media.root", "input.path", "engine.base_url", "name"]
+)
+@pytest.mark.timeout(5)
+def test_length_of_a_text_is_checked_before_any_pattern_reads_it(key: str) -> None:
+    table, _, name = key.rpartition(".")
+    text = "s3://" + "a" * 800_000
+    given = {name: text} if not table else {table: {"kind": "dry-run", name: text}}
+    given = {table: {name: text}} if table not in ("engine", "") else given
+    (line,) = problems(**given)
+    assert line == f"{key}: found a text of 800,005 characters, expected at most 8,192"
 
 
 @pytest.mark.parametrize("key", [*TABLES, "vars"])
@@ -483,6 +501,10 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "no.toml"
     assert refusal(lambda: load_job(missing)) == f"{missing}: no such job file"
     assert refusal(lambda: load_job(tmp_path)).startswith(f"{tmp_path}: is a folder")
+    os.mkfifo(tmp_path / "pipe.toml")
+    for path, kind in ((tmp_path / "pipe.toml", "a named pipe"), (Path("/dev/zero"), "a device")):
+        assert refusal(lambda: load_job(path)).startswith(f"{path}: can't be read: it is {kind}")  # noqa: B023
+        assert batchkit("validate", str(path)).exit_code == 2
     below = write_job(tmp_path, "name = 'x'\n") / "x.toml"
     assert refusal(lambda: load_job(below)).startswith(f"{below}: can't be read")
 

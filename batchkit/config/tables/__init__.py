@@ -3,7 +3,7 @@
 Every default lives here, once. ``docs/job-file.md`` is generated from these classes.
 """
 
-from batchkit.config.tables.base import Table
+from batchkit.config.tables.base import Seconds, Table
 from batchkit.config.tables.engine import (
     DEMO_MODEL,
     EngineTable,
@@ -39,6 +39,7 @@ __all__ = [
     "SamplingTable",
     "ScoringRule",
     "ScoringTable",
+    "Seconds",
     "SelectTable",
     "ServerTable",
     "StepTable",

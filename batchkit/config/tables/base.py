@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 T = TypeVar("T")
 
@@ -19,6 +19,10 @@ class Mark(Enum):
 
 Identity = Annotated[T, Mark.IDENTITY]  # a run continues only with the value that it began with
 Free = Annotated[T, Mark.FREE]  # may differ from start to start of one run
+
+LONGEST_S = 1e6  # the system's calls that wait take no more than 24 days
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 
 
 class Table(BaseModel):

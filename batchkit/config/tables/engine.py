@@ -10,7 +10,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -18,7 +17,7 @@ from pydantic import (
 
 from batchkit.config.seams import EngineKind
 from batchkit.config.server_command import check_command
-from batchkit.config.tables.base import Free, Identity, Table
+from batchkit.config.tables.base import Free, Identity, PositiveSeconds, Table
 
 DEMO_MODEL = "batchkit-demo"  # comes with the package
 
@@ -38,7 +37,7 @@ class ServerTable(Table):
     there, and one in the command is refused."""
     health: Free[str] = Field("/health", pattern="^/")
     """The path that answers once it is ready; without one, the server is asked for its models."""
-    start_timeout_s: Free[PositiveFloat] = 600.0
+    start_timeout_s: Free[PositiveSeconds] = 600.0
     """Seconds until it must be ready; then the run stops and shows the server's last output."""
 
     @field_validator("command")

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from batchkit.config.tables.base import Free, Identity, Table
+from batchkit.config.tables.base import Free, Identity, PositiveSeconds, Seconds, Table
 
 _InAndOut = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
 
@@ -32,7 +32,7 @@ class RunTable(Table):
     """Rows read ahead, so that those that share an image or their beginning are in flight together,
     and at the end of the input those with the largest `max_tokens` come first; 0 keeps the input's
     order."""
-    checkpoint_interval_s: Free[PositiveFloat] = 5.0
+    checkpoint_interval_s: Free[PositiveSeconds] = 5.0
     """Seconds between checkpoints (fsync, then the checkpoint)."""
     fail_on_error: Free[bool | NonNegativeInt | Annotated[float, Field(ge=0, lt=1)]] = False
     """Stop the run: `true` at the first failed row, a fraction below 1 when that share of the
@@ -40,11 +40,11 @@ class RunTable(Table):
     check_rows: Free[NonNegativeInt] = 20
     """Stop before the model is loaded if the first so many rows can't be rendered, all for the same
     reason; 0 never does, nor does a run that has an answer."""
-    row_timeout_s: Free[PositiveFloat] = 600.0
+    row_timeout_s: Free[PositiveSeconds] = 600.0
     """A running row that gets no token for this long, or whose prompt is not prepared within it, is
     aborted with `timeout`, and tried again as `retry.attempts` says; one whose template is not
     filled in within it fails with `timeout` at once."""
-    stall_timeout_s: Free[PositiveFloat] = 600.0
+    stall_timeout_s: Free[PositiveSeconds] = 600.0
     """An engine that completes no step for this long is restarted, and its stacks are logged; not
     with `engine.in_process`, where no other process can watch it."""
     max_engine_restarts: Free[NonNegativeInt] = 16
@@ -133,7 +133,7 @@ class RetryTable(Table):
     """Tries of one row, including the first, for errors that may not recur."""
     temperatures: Identity[list[Annotated[float, Field(ge=0)]] | None] = None
     """Temperature by attempt; the last one applies to all further ones."""
-    backoff_s: Free[NonNegativeFloat] = 0.0
+    backoff_s: Free[Seconds] = 0.0
     """Seconds before the second try, twice as long before each further one."""
     on_too_long: Identity[Literal["fail", "truncate-middle"]] = "fail"
     """What a prompt that does not fit does: `fail` its row, or `truncate-middle`: cut the row's

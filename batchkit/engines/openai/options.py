@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
-from batchkit.config.tables import JobConfig, Table
+from batchkit.config.tables import JobConfig, Seconds, Table
 from batchkit.engines.openai import api
 from batchkit.engines.openai.pooling import ENDPOINTS
 from batchkit.engines.request_checks import problems_with
@@ -34,7 +34,7 @@ _LLAMA_CPP_LACKS = {
 
 class Options(Table):
     max_num_seqs: PositiveInt = 32  # requests at a time
-    give_up_s: float = Field(300.0, ge=0)
+    give_up_s: Seconds = 300.0
     max_model_len: PositiveInt | None = None  # a request's context, if the server reports none
     extra_body: dict[str, Any] = Field({})  # fields that override every request's body
     drop: list[str] = Field([])  # names left out of it
