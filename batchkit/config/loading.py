@@ -26,7 +26,7 @@ from batchkit.config.tables import (
 )
 from batchkit.config.terminal import shortened
 from batchkit.config.tool_definitions import is_template
-from batchkit.config.urls import bare, is_remote, scheme_with_password
+from batchkit.config.urls import bare, check_user_info, is_remote
 from batchkit.config.values import check_values, reason_of
 from batchkit.errors import JobError
 
@@ -223,6 +223,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     }
     if job.input.path is not None:
         path = _fill(job.input.path, job, "input.path")
+        check_user_info(path, "input.path")
         update["input"] = job.input.model_copy(update={"path": _find_input(path, base)})
     input_table = update.get("input", job.input)
     root = _media_root(job, base, input_table)
@@ -250,11 +251,7 @@ def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
         if folder is None or Path(os.path.normpath(folder)).is_relative_to(root):
             return root
         return folder
-    if scheme := scheme_with_password(root):  # job.toml would keep it
-        raise JobError(
-            f"media.root: {bare(root)} is given with a password; set it in the environment as"
-            f" FSSPEC_{scheme.upper()}_PASSWORD (or what the store itself reads)"
-        )
+    check_user_info(root, "media.root")
     if job.scoring.table is not None and job.scoring.allow_code:
         raise JobError(
             f"scoring.table: charts read their tables from a folder, and media.root is {bare(root)};"

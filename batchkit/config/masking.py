@@ -15,6 +15,7 @@ from typing import Any
 from batchkit.config.regular_file import exists
 
 MASK = "***"
+Mask = Callable[[str], str]
 FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")  # how a manifest has a secret
 # Keys of a job that hold text for the model, or values of the rows: they are never secrets.
 CONTENT = frozenset(
@@ -40,7 +41,9 @@ _WORDS = (
     r"[_-]?key(?:[_-]?id)?)s?"
 )
 _NAME = re.compile(rf"(?:^|_){_WORDS}$|(?:api|access|secret|private)_?key(?:_?id)?s?$")
-_NOT = re.compile(r"(?:^|_)tokens$")  # a count: max_tokens
+_COUNT = re.compile(
+    r"(?:^|_)tokens$"
+)  # max_tokens; the name of a secret only if its value is a text
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_QUERIES = re.compile(
     r"(?:^|_)(?:sig|signature|key|code|hmac|policy|key_pair_id|google_?access_?id)$"
@@ -53,7 +56,11 @@ _OF_ENGINE = re.compile(r"engines\.[^.]+(.*)")
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
 
 _SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: a URL made into a path
-_USER_INFO = re.compile(rf"{_SCHEME}([^/\s:@?#]*)(?::([^/\s?#]*))?@", re.IGNORECASE)
+# Up to the last @, whatever a password has that a URL can't; but host:8000/… is a port, and a::b a chain.
+_USER_INFO = re.compile(
+    rf"{_SCHEME}([^/\s:@?#]*)(?::(?!:|\d{{1,5}}[^\w@])([^\s<>]{{0,2048}}))?@", re.IGNORECASE
+)
+_ONE_URL = re.compile(_USER_INFO.pattern.replace(r"[^\s<>]", "."), re.IGNORECASE)  # a whole text
 _TOKEN_SCHEMES = ("http", "https", "git+http", "git+https")  # otherwise, a user or a container
 _PAIR = re.compile(r"((?:^|[?&;])([\w.%-]+)=)([^&;#\s\"'<>]*)")
 _JSON_PAIR = re.compile(r'("([\w.-]{1,64})"\s*:\s*")([^"]*)')
@@ -73,14 +80,23 @@ _IN_EACH = re.compile(  # what a text must hold so that the two above can match:
 )
 _SHORTEST = 8  # a shorter one, or a plain word, would be found in messages that don't hold it
 
-Mask = Callable[[str], str]
 _known: set[str] = set()
 
 
-def is_secret(name: str) -> bool:
-    """Whether a name is a secret's: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``."""
+def is_secret(name: str, value: Any = 0) -> bool:
+    """Whether a name is a secret's: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``; ``tokens``, if
+    its ``value`` is no number."""
     plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").replace(" ", "_").lower()
-    return _NAME.search(plain) is not None and _NOT.search(plain) is None
+    if _COUNT.search(plain) is not None:
+        texts = value if isinstance(value, list | tuple) else [value]
+        return any(isinstance(text, str) and not text.strip().isdecimal() for text in texts)
+    return _NAME.search(plain) is not None
+
+
+def without_user_info(url: str, mask: Mask = lambda _: MASK) -> str:
+    """``url``, or a text with URLs, without the passwords and tokens before a host."""
+    pattern = _ONE_URL if _URL.match(url) and "\n" not in url else _USER_INFO
+    return pattern.sub(lambda found: _without_user_info(found, mask), url)
 
 
 def home_of(key: str) -> str:
@@ -101,7 +117,7 @@ def masked(
     header or ``NAME=value``, only the secret is replaced, by what ``mask_part`` makes of it; by
     ``mask`` if it only looks like one.
     """
-    is_own = any(map(is_secret, home_of(key).split(".")))
+    is_own = any(is_secret(name, value) for name in home_of(key).split("."))
     return _masked(value, key, is_own, mask, mask_part)
 
 
@@ -192,7 +208,7 @@ def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> 
             name: _masked(
                 part,
                 f"{key}.{name}" if key else str(name),
-                is_own or (key != "engines" and is_secret(str(name))),
+                is_own or (key != "engines" and is_secret(str(name), part)),
                 mask,
                 mask_part,
             )
@@ -210,7 +226,7 @@ def _in_text(text: str, mask: Mask, mask_alike: Mask) -> str:
     if "\n" not in text and (header := _HEADER.fullmatch(text)) and is_secret(header[2]):
         return header[1] + mask(header[3])
     if "@" in text:
-        text = _USER_INFO.sub(lambda found: _without_user_info(found, mask), text)
+        text = without_user_info(text, mask)
     if "=" in text:
         text = _PAIR.sub(lambda found: _without_value(found, mask, mask_alike), text)
     if '"' in text:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 
 from batchkit.config.installation import how_to_install
-from batchkit.config.masking import masked_text
+from batchkit.config.masking import MASK, masked_text, without_user_info
 from batchkit.config.suggest import nearest
+from batchkit.errors import JobError
 
 _ELSEWHERE = ("file", "local", "http", "https")  # folders, and hosts in media.allow_urls
 _IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # what the extra `remote` installs
 
 _QUERY = re.compile(r"\?\S*=\S*")  # some libraries quote a URL without its host
-_PASSWORD = re.compile(r"([a-z][a-z0-9+.-]{0,30})://[^/@]*:[^/]*@", re.IGNORECASE)
+_MASKED = re.compile(r"([a-z][a-z0-9+.-]*)://?[^/]*" + re.escape(MASK) + "@", re.IGNORECASE)
 
 
 def is_remote(path: str) -> bool:
@@ -21,15 +22,18 @@ def is_remote(path: str) -> bool:
     return bool(separator) and scheme.lower() not in _ELSEWHERE
 
 
-def scheme_with_password(url: str) -> str | None:
-    """The scheme of the URL, or of the part of a chained URL, that holds a password; else None."""
-    found = (match[1].lower() for match in _PASSWORD.finditer(url))
-    return next((scheme for scheme in found if scheme != "github"), None)  # github://org:repo@ref
+def check_user_info(url: str, key: str) -> None:
+    """Raises JobError if ``url``, the value of ``key``, holds a password: a job.toml would keep it."""
+    if (found := _MASKED.search(without_user_info(url))) is not None:
+        raise JobError(
+            f"{key}: {bare(url)} is given with a password; set it in the environment as"
+            f" FSSPEC_{found[1].upper()}_PASSWORD (or what the store itself reads)"
+        )
 
 
 def bare(url: str) -> str:
     """``url`` without its user info and its query."""
-    path, mark, _ = re.sub(r"(?<=://)[^/]*@", "", url).partition("?")
+    path, mark, _ = re.sub(r"(?<=://)[^/]*@", "", without_user_info(url)).partition("?")
     return path + (mark and "?…")
 
 

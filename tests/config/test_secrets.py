@@ -341,6 +341,8 @@ TEXTS = [
     "https://host/{{ file }}?sig={{ signature }}",
     "hf://datasets/a/b@main/c",
     "[x] a: b; token is what an `a=b` is",
+    "http://localhost:8000/@scope/x",
+    "https://host/@user/a",
 ]
 MESSAGES = [
     "expected token 'end of print statement', got 'b'",
@@ -359,6 +361,37 @@ MESSAGES = [
 )
 def test_what_has_no_secret_stays_as_it_is(text: str, mask: Callable[[str], str]) -> None:
     assert mask(text) == text
+
+
+@pytest.mark.parametrize("sign", ["/", "?", "#", " ", "@", "\\", '"', "%2F", "/x?y@"])
+def test_password_is_masked_up_to_the_last_at(sign: str) -> None:
+    for url in (f"http://me:pa{sign}{CANARY}@host/a", f"sftp:/me:{CANARY}{sign}x@host/a"):
+        assert (
+            masked({"vars": {"url": url}})["vars"]["url"]
+            == f"{url.partition('me:')[0]}me:***@host/a"
+        )
+        assert CANARY not in masked_text(url)
+        assert CANARY not in masked_text(f"can't open {url.replace(' ', '')}, no such file")
+        write_job(input={"path": url})
+        found = batchkit("run", "job.toml")
+        assert found.exit_code == 2
+        assert found.stderr.startswith("batchkit: error: input.path: ")
+        assert leaks(("run", "job.toml"), ("validate", "job.toml")) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({"tokens": CANARY}, {"tokens": "***"}),
+        ({"auth_tokens": [CANARY]}, {"auth_tokens": ["***"]}),
+        ({"max_tokens": 5, "n_tokens": "64"}, {"max_tokens": 5, "n_tokens": "64"}),
+        ({"tokens": [1, 2]}, {"tokens": [1, 2]}),
+    ],
+)
+def test_tokens_are_a_count_only_as_a_number(table: dict[str, Any], expected: Any) -> None:
+    assert masked({"engine": {"options": {"extra_body": table}}}) == {
+        "engine": {"options": {"extra_body": expected}}
+    }
 
 
 def test_masking_twice_is_masking_once() -> None:

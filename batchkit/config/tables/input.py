@@ -23,8 +23,8 @@ class InputTable(Table):
     path: Free[str | None] = None
     """File, glob, folder of images or PDFs, folder of a run, or fsspec URL (`s3://`, `hf://`);
     relative paths are looked up beside the job file, then in the working directory. May use `{{
-    name }}` from `[vars]`. A URL's signature or password is used and not stored: to resume from the
-    run folder alone, give it again with `--set input.path=…`."""
+    name }}` from `[vars]`. A URL's signature is used and not stored: to resume from the run folder
+    alone, give it again with `--set input.path=…`. Passwords belong in the environment."""
     format: Identity[FormatName] = "auto"
     """`auto` goes by the file's name. `files`: each file is a row; `pdf`: each page; `run`: each
     answered row of the run whose folder `path` is."""
