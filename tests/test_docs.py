@@ -64,7 +64,7 @@ def test_example_on_the_page_is_a_job(script: ModuleType) -> None:
         ("sampling.temperature", "number ≥ 0"),
         ("run.max_in_flight", '"auto" or whole number ≥ 1'),
         ("run.fail_on_error", "true, false, whole number ≥ 0 or number ≥ 0 and < 1"),
-        ("run.row_timeout_s", "number > 0"),
+        ("run.row_timeout_s", "number > 0 and ≤ 1000000"),
         ("retry.temperatures", "list of numbers ≥ 0"),
     ],
 )

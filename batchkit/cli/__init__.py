@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -34,6 +34,9 @@ from batchkit.cli.options import (
 from batchkit.cli.rows import show_rows, status, view
 from batchkit.cli.tuning import bench, find_bs, parity, plan
 from batchkit.errors import JobError
+
+if TYPE_CHECKING:
+    from batchkit.config.tables import JobConfig
 
 _KEYS = {  # of the job, that options of `run` set
     "model": "engine.model",
@@ -119,6 +122,7 @@ def cli() -> None:
     help="Also skip rows that are ok in that other run: with the same id, or, without input.id, with"
     " the same index and fields.",
 )
+@options.TRUST
 @click.option(
     "--dry-run", is_flag=True, help="Print the first 3 rows as the engine would get them."
 )
@@ -128,6 +132,7 @@ def run(
     shard: str | None,
     overrides: Texts,
     dry_run: bool,
+    trust: bool,
     **how: Any,
 ) -> None:
     """Run JOB, or continue it where it stopped.
@@ -140,7 +145,9 @@ def run(
     """
     from batchkit.commands.one_line import one_line_job
     from batchkit.commands.run import run_job
+    from batchkit.commands.trust import vouched
     from batchkit.commands.validate import not_checked, preview
+    from batchkit.config.loading import load_job
     from batchkit.config.shard import asked_for
 
     how["images"] = [*how["images"]] or None
@@ -148,7 +155,7 @@ def run(
     given = {key: value for key, value in values.items() if value is not None}
     has_engine = "engine.model" in given or any(text.startswith("engine.") for text in overrides)
     if job is not None:
-        loaded = load(job, overrides, given)
+        loaded = load_job(job, overrides, given)
     elif "input.path" in given and has_engine:
         loaded = one_line_job(given, overrides)
     else:
@@ -158,6 +165,10 @@ def run(
         )
     if shard is not None:
         loaded = loaded.of_shard(asked_for(shard, os.environ))
+    of = ("rollout",) if dry_run else ("",)
+    settings = (*overrides, *(f"{key}={value}" for key, value in given.items()))
+    fresh = bool(how["fresh"])
+    loaded = vouched(loaded, say, of=of, trust=trust, fresh=fresh, overrides=settings)
     if dry_run:
         for text in preview(loaded, given.get("input.limit", 3)):
             echo(text)
@@ -206,7 +217,7 @@ def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
     """
     from batchkit.commands.validate import validate as check
 
-    return check(load(job, overrides), rows)
+    return check(load(job, overrides, of=("rollout",)), rows)
 
 
 @cli.command("retry-failed")
@@ -218,9 +229,12 @@ def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
     help="Only failures of this kind (template, media, prompt_too_long, …). May be repeated.",
 )
 @options.NOTIFY
+@options.TRUST
 @SET
 @printed
-def retry_failed(run: str | None, kinds: Texts, notify: str | None, overrides: Texts) -> Result:
+def retry_failed(
+    run: str | None, kinds: Texts, notify: str | None, trust: bool, overrides: Texts
+) -> Result:
     """Run the rows of RUN again that failed or came back empty.
 
     New results are appended; rows that are ok are not touched. --set applies to this start only.
@@ -235,7 +249,9 @@ def retry_failed(run: str | None, kinds: Texts, notify: str | None, overrides: T
     if notify is not None:
         overrides += (f"run.on_end={json.dumps(notify, ensure_ascii=False)}",)
     folder = find(run)
-    found = again(folder, kinds=kinds, overrides=overrides, job_file=job_file(run), say=say)
+    found = again(
+        folder, kinds=kinds, overrides=overrides, job_file=job_file(run), trust=trust, say=say
+    )
     if found.summary is not None:
         say_summary(found.summary, was_retry=True)
     return found
@@ -310,9 +326,12 @@ def export(
     help="Score these instead (JSONL, or the results JSON of RealHiTBench's harness).",
 )
 @click.option("--job", type=FILE, metavar="JOB", help="The job whose input and [scoring] are used.")
+@options.TRUST
 @SET
 @printed
-def score(run: str | None, predictions: Path | None, job: Path | None, overrides: Texts) -> Result:
+def score(
+    run: str | None, predictions: Path | None, job: Path | None, trust: bool, overrides: Texts
+) -> Result:
     """Score the answers of RUN again, without the model.
 
     Uses the [scoring] of RUN if it is a job file, or of --job, else the run's own. Scores are
@@ -320,14 +339,19 @@ def score(run: str | None, predictions: Path | None, job: Path | None, overrides
     """
     from batchkit.commands.score import check_overrides, job_of_rows, job_to_score, score_run
     from batchkit.commands.score.predictions import score_predictions
+    from batchkit.commands.trust import vouched
 
     named = job or job_file(run)
+
+    def judged(job: JobConfig) -> JobConfig:
+        return vouched(job, say, of=("scoring",), trust=trust, named=named, overrides=overrides)
+
     if predictions is not None:
         folder = None if named or run is None else find(run)
-        return score_predictions(job_of_rows(named, folder, overrides), predictions, say)
+        return score_predictions(judged(job_of_rows(named, folder, overrides)), predictions, say)
     check_overrides(overrides)
     of = find(run, overrides)
-    return score_run(of, job_to_score(of, named, overrides), say=say)
+    return score_run(of, judged(job_to_score(of, named, overrides)), say=say)
 
 
 @cli.command()

@@ -87,6 +87,11 @@ MEDIA = click.option(
     help="Inputs and images may be read below DIR; by default, where the run's own job file has them, if it"
     " is here. May be repeated.",
 )
+TRUST = click.option(
+    "--trust",
+    is_flag=True,
+    help="Execute, import and send what only a run folder's job.toml says, and keys to other hosts than before.",
+)
 LIMIT = click.option("--limit", type=COUNT, help="Only the first N rows (after the job's filter).")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
@@ -120,8 +125,17 @@ def job_file(run: str | None) -> Path | None:
 
 
 def load(
-    job: Path, overrides: Sequence[str] = (), given: Mapping[str, Any] | None = None
+    job: Path,
+    overrides: Sequence[str] = (),
+    given: Mapping[str, Any] | None = None,
+    *,
+    of: tuple[str, ...] = ("rollout", "engine"),
+    trust: bool = False,
 ) -> JobConfig:
+    """The job in a file; prints what it will execute, import and send, of the keys that begin with one
+    ``of`` these."""
+    from batchkit.commands.trust import vouched
     from batchkit.config.loading import load_job
 
-    return load_job(job, overrides, given or {})
+    loaded = load_job(job, overrides, given or {})
+    return vouched(loaded, say, of=of, trust=trust, overrides=overrides)

@@ -35,6 +35,7 @@ from batchkit.errors import JobError
     metavar="IN,OUT",
     help="What a million tokens of prompts and of answers cost (run.price_per_million_tokens).",
 )
+@options.TRUST
 @SET
 @printed
 def plan(
@@ -44,6 +45,7 @@ def plan(
     limit: int | None,
     price_per_gpu_hour: float | None,
     price_per_million_tokens: str | None,
+    trust: bool,
     overrides: Texts,
 ) -> Result:
     """Forecast what JOB will take: tokens, time, GPU hours and price.
@@ -59,7 +61,8 @@ def plan(
         "run.price_per_gpu_hour": price_per_gpu_hour,
         "run.price_per_million_tokens": _prices(price_per_million_tokens),
     }
-    loaded = load(job, overrides, {key: value for key, value in given.items() if value is not None})
+    prices = {key: value for key, value in given.items() if value is not None}
+    loaded = load(job, overrides, prices, trust=trust)
     return forecast(loaded, rows=rows, lengths=lengths, say=say)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from batchkit.commands import Say
 from batchkit.commands.run import with_scores
+from batchkit.commands.trust import vouched
 from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
@@ -67,6 +68,7 @@ def retry_failed(
     kinds: Sequence[str] = (),
     overrides: Sequence[str] = (),
     job_file: Path | None = None,
+    trust: bool = False,
     say: Say = print,
 ) -> Retry:
     """Run the rows of a run again whose newest record failed, or is ok but blank.
@@ -74,7 +76,8 @@ def retry_failed(
     ``kinds`` keeps only failures of these kinds; a blank ok record counts as ``empty``.
     ``overrides`` apply to this start only, and are noted in the manifest. Secrets, which the run's
     ``job.toml`` does not have, come from ``job_file``, else from ``overrides`` or the environment;
-    nothing else is taken from ``job_file``, and if it differs, ``say`` gets that.
+    nothing else is taken from ``job_file``, and if it differs, ``say`` gets that. What it executes, imports
+    or sends is as ``vouched`` has it.
     """
     _check_overrides(overrides, folder)
     then = read_manifest(folder).identity
@@ -91,6 +94,7 @@ def retry_failed(
         )
     begun = job_of_run(folder)
     job = job_of_run(folder, overrides)
+    job = vouched(job, say, trust=trust, named=job_file, overrides=overrides)
     _check_answerable(job, begun, folder)
     options = Options(
         attempts=due.attempts,

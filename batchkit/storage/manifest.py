@@ -19,6 +19,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
 
 import batchkit
+from batchkit.config.doings import hosts_of
 from batchkit.config.loading import masked_override
 from batchkit.config.masking import home_of, masked, masked_text
 from batchkit.config.regular_file import read_bytes
@@ -26,7 +27,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.files import write_atomically
 from batchkit.storage.identity import continued, hash_of, identity, known_of, scoring_of
-from batchkit.storage.runfolder import MANIFEST
+from batchkit.storage.runfolder import MANIFEST, is_of_run
 from batchkit.types import Key, utc_now
 
 MOST_EVENTS = 20
@@ -162,6 +163,7 @@ class Manifest(_Part):
     ``scoring``: a hash of the scoring that all rows have, None if they may be scored in more than
     one way; ``scored_from``: the files that the later scores were made from. ``job_file``: as
     ``JobConfig.made_in``, of the last start with a job that was not read from the run folder.
+    ``hosts``: of the servers, by the key of their engine.
     """
 
     version: Literal[1]
@@ -172,6 +174,7 @@ class Manifest(_Part):
     identity: dict[str, Any]
     fingerprints: dict[str, str] = {}
     model: Model
+    hosts: dict[str, str] = {}
     seed: int | None
     total: int | None
     skipped_elsewhere: int = 0
@@ -211,13 +214,14 @@ class Manifest(_Part):
                 for section in ("prompt", "sampling", "engine")
             },
             model=Model(name=masked(job.engine.model), revision=job.engine.options.get("revision")),
+            hosts=hosts_of(job),
             seed=job.run.seed,
             total=None,
             skipped_elsewhere=0,
             engine_steps=[],
             scoring=scoring_of(job),
             starts=[],
-            job_file=job.made_in,
+            job_file="" if is_of_run(Path(job.made_in)) else job.made_in,
         )
 
     @property
@@ -227,7 +231,7 @@ class Manifest(_Part):
     def renewed(self, new: Manifest, *, has_records: bool = True) -> Manifest:
         """This run's manifest for a start with the job and the input of ``new``. Without records,
         it need not agree with what earlier starts have found."""
-        keys = ("input", "fingerprints", "model", "seed", "total")
+        keys = ("input", "fingerprints", "model", "hosts", "seed", "total")
         update = {key: getattr(new, key) for key in keys}
         update["job_file"] = new.job_file or self.job_file
         # A job that was read from its job.toml has masked secrets; keep their fingerprints.

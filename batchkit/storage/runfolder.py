@@ -27,6 +27,11 @@ _HOLDER = ".holder.json"
 _REFUSED = (EACCES, EPERM, EROFS, EEXIST, ENOTDIR, ENAMETOOLONG, ELOOP)  # trying again won't help
 
 
+def is_of_run(job_file: Path) -> bool:
+    """Whether it is the ``job.toml`` of a run folder."""
+    return job_file.name == JOB and is_run(job_file.parent)
+
+
 class Claim:
     """A run folder that this process holds, as long as its lock file is the one that was locked."""
 

@@ -1,14 +1,19 @@
-"""Values from Python that a job file can't hold."""
+"""Values that a job file can't hold, or that no reader or writer can cope with."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from batchkit.config.loading import load_job, make_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
+
+DEEP = 5_000
+HUGE = "9" * 5_000
 
 
 @pytest.mark.parametrize(
@@ -40,3 +45,56 @@ def test_option_without_a_value_is_the_same_as_none_given() -> None:
     engine = {"kind": "dry-run", "options": {"latency_s": None}}
     given = JobConfig(engine=engine, sampling={"seed": None}, input={"limit": None})
     assert JobConfig.model_validate(given.model_dump()) == given
+
+
+@pytest.mark.parametrize(
+    "key", ["run.on_end", "media.root", "input.path", "engine.base_url", "name"]
+)
+@pytest.mark.timeout(5)
+def test_length_of_a_text_is_checked_before_any_pattern_reads_it(key: str) -> None:
+    table, _, name = key.rpartition(".")
+    text = "s3://" + "a" * 800_000
+    given = {name: text} if not table else {table: {"kind": "dry-run", name: text}}
+    given = {table: {name: text}} if table not in ("engine", "") else given
+    with pytest.raises(
+        JobError, match=f"{key}: found a text of 800,005 characters, expected at most 8,192"
+    ):
+        make_job({"engine": {"kind": "dry-run"}, **given}, "job.toml")
+
+
+TOO_MUCH = {  # a job file, and what its one message names
+    "vars": (f"[vars]\nx = 1\na = {'[' * DEEP}{']' * DEEP}", "can't be read: nested too deeply"),
+    "tables": (f"vars.a = {'{a=' * DEEP}1{'}' * DEEP}", "can't be read: nested too deeply"),
+    "less deep vars": (f"vars.a = {'[' * 150}{']' * 150}", "vars.a.0.0.0.0…: nested more than 100"),
+    "dotted vars": (f"vars{'.a' * DEEP} = 1", "vars.a.a.a.a.a…: nested more than 100 deep"),
+    "options": (f"engine.options.a{'.b' * 120} = 1", "engine.options.a.b.b.b…: nested more than"),
+    "seed": (f"run.seed = {HUGE}", "can't be read: found a number of thousands of digits"),
+    "long seed": (f"run.seed = {HUGE[:4000]}", "run.seed: found a number of"),
+    "negative number": (f"vars.a = {-(2**63) - 1}", "vars.a: found a number of 65 bits"),
+    "number": (f"vars.a = [1, {2**70}]", "vars.a.1: found a number of 71 bits"),
+    "pattern": (f"[scoring]\nextract = 'regex'\npattern = '{'(' * DEEP}{')' * DEEP}'", "scoring: patt"),
+    "repetition": ("scoring.extract = 'regex'\nscoring.pattern = 'a{99999999999}'", "scoring: patt"),
+    "input.path": (f"input.path = '{{{{ {'(' * DEEP}1{')' * DEEP} }}}}'", "input.path: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_what_breaks_a_reader_is_one_message(case: str, tmp_path: Path) -> None:
+    text, expected = TOO_MUCH[case]
+    path = tmp_path / "job.toml"
+    engine = "[engine]\nkind" if text.startswith("[") else "engine.kind"
+    path.write_text(f"{text}\n{engine} = 'dry-run'\n")
+    with pytest.raises(JobError) as refused:
+        load_job(path)
+    message = str(refused.value)
+    assert expected in message
+    assert len(message) < 500
+
+
+def test_values_at_the_limit_are_a_job() -> None:
+    deep: Any = 1
+    for _ in range(98):
+        deep = [deep]
+    table = {"vars": {"a": deep, "b": [2**64 - 1, -(2**63)]}, "run": {"seed": 2**63}}
+    made = make_job({"engine": {"kind": "dry-run"}, **table}, "job.toml")
+    assert made.vars["a"] == deep

@@ -1,0 +1,69 @@
+"""What a job has this machine do besides asking a model: commands that run, code that is imported, and keys that
+are sent to servers."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from batchkit.config.masking import masked_text
+from batchkit.config.tables import EngineTable, JobConfig
+from batchkit.config.terminal import shortened
+
+ON_END = "run.on_end"
+
+
+class Doing(NamedTuple):
+    """What follows from the ``keys`` of a job, of which the first names it."""
+
+    keys: tuple[str, ...]
+    what: str
+
+    @property
+    def line(self) -> str:
+        """As it is said before it happens."""
+        return shortened(masked_text(self.what), 300)
+
+    @property
+    def host(self) -> str | None:
+        """The host that gets a key."""
+        return self.what.rpartition(" ")[2] if self.what.startswith("sends ") else None
+
+
+def doings(job: JobConfig, of: tuple[str, ...] = ("",)) -> list[Doing]:
+    """Those whose key begins with one ``of`` these."""
+    return [doing for doing in _doings(job) if doing.keys[0].startswith(of)]
+
+
+def hosts_of(job: JobConfig) -> dict[str, str]:
+    """The hosts of the job's servers, by the key of their engines."""
+    return {key: _host(engine) for key, engine in _engines(job) if engine.base_url is not None}
+
+
+def _doings(job: JobConfig) -> Iterator[Doing]:
+    if job.rollout is not None and not job.rollout.function.startswith("python "):
+        yield Doing(("rollout.function",), f"imports: {job.rollout.function}")
+    judge = job.scoring.judge and job.scoring.judge.engine
+    for key, engine in [*_engines(job), *([("scoring.judge.engine", judge)] if judge else ())]:
+        if engine.server is not None:
+            command = engine.server.command or f"llama-server -m {shlex.quote(engine.model)} …"
+            of = "server.command" if engine.server.command else "model"
+            yield Doing((f"{key}.{of}",), f"runs: {command}")
+        if engine.base_url is not None and os.environ.get(engine.api_key_env, "").strip():
+            keys = f"{key}.base_url", f"{key}.api_key_env"
+            yield Doing(keys, f"sends ${engine.api_key_env} to {_host(engine)}")
+    if (command_ := job.run.on_end) is not None:
+        text = command_ if isinstance(command_, str) else shlex.join(command_)
+        yield Doing((ON_END,), f"runs: {text}")
+
+
+def _engines(job: JobConfig) -> Iterator[tuple[str, EngineTable]]:
+    for name in job.engine_names:
+        yield f"engines.{name}" if name else "engine", job.with_engine(name).engine
+
+
+def _host(engine: EngineTable) -> str:
+    return urlsplit(engine.base_url or "").hostname or ""

@@ -1,0 +1,234 @@
+"""What a job executes, imports or sends is said once, before it happens, and never taken from a run folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from tests.support.chat_server import MODEL, ChatServer, serving
+from tests.support.command_line import batchkit
+from tests.support.rows import write_jsonl
+
+pytestmark = pytest.mark.slow
+
+RUN = Path("output/a")
+SOLVE = """\
+from pathlib import Path
+Path("imported").touch()
+
+async def solve(row, generate):
+    return (await generate(row["q"] + row["x"])).text
+"""
+ROLLOUT: dict[str, Any] = {"prompt": {}, "rollout": {"function": "solve.py:solve"}}
+NOTIFY = "touch ended"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("MY_KEY", "s3cret-s3cret")
+    write_jsonl(tmp_path / "in.jsonl", [{"q": "a", "x": ""}, {"q": "b"}])
+    Path("solve.py").write_text(SOLVE)
+
+
+def write_job(**tables: Any) -> None:
+    table = {
+        "name": "a",
+        "input": {"path": "in.jsonl"},
+        "prompt": {"user": "{{ q }}{{ x }}"},
+        "engine": {"kind": "dry-run"},
+        "run": {"check_rows": 0},
+        **tables,
+    }
+    Path("job.toml").write_text(tomlkit.dumps(table), encoding="utf-8")
+
+
+def server(base: ChatServer) -> dict[str, Any]:
+    return {"kind": "openai-server", "model": MODEL, "base_url": base.url, "api_key_env": "MY_KEY"}
+
+
+def in_run_folder(**change: str) -> None:
+    """What somebody else may write in its ``job.toml``."""
+    path = RUN / "job.toml"
+    table: Any = tomlkit.parse(path.read_text())
+    for key, value in change.items():
+        *parts, last = key.split("__")
+        below = table
+        for part in parts:
+            below = below.setdefault(part, {})
+        below[last] = value
+    path.write_text(tomlkit.dumps(table))
+
+
+def gone(*names: str) -> None:
+    """Forget that commands ran."""
+    for name in names:
+        Path(name).unlink(missing_ok=True)
+
+
+def test_each_is_said_once_before_it_happens() -> None:
+    with serving() as base:
+        judge = {"engine": server(base), "prompt": {"user": "{{ text }}"}}
+        scoring = {"scorers": ["judge"], "judge": judge}
+        tables = {**ROLLOUT, "engine": server(base), "scoring": scoring}
+        write_job(**tables, run={"on_end": NOTIFY, "check_rows": 0})
+        said = batchkit("run", "job.toml").stderr.splitlines()
+    assert said[:3] == [
+        f"batchkit: imports: {Path('solve.py').resolve()}:solve",
+        "batchkit: sends $MY_KEY to 127.0.0.1",
+        "batchkit: runs: touch ended",
+    ]
+    assert not [line for line in said[3:] if line.startswith(("imports", "sends", "runs"))]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("run", "--dry-run"), ["imports: "]),
+        (("validate",), ["imports: "]),
+        (("plan", "--rows", "1"), ["imports: "]),
+    ],
+)
+def test_a_command_says_only_what_it_does(command: tuple[str, ...], said: list[str]) -> None:
+    write_job(**ROLLOUT, run={"on_end": NOTIFY, "check_rows": 0})
+    first, *options = command
+    lines = batchkit(first, "job.toml", *options).stderr.splitlines()
+    does = [line for line in lines if line.startswith(("batchkit: imports", "batchkit: runs"))]
+    assert [line[: len("batchkit: imports: ")] for line in does] == [f"batchkit: {s}" for s in said]
+    assert not Path("ended").exists()
+
+
+def began(**tables: Any) -> None:
+    """A run with a failed row, as its job file made it."""
+    write_job(**tables)
+    assert batchkit("run", "job.toml").exit_code == 3
+    gone("ended", "imported")
+
+
+FOREIGN = [  # what the job file says, what the run folder says, and what is refused
+    (
+        {},
+        {
+            "engine__kind": "openai-server",
+            "engine__model": MODEL,
+            "engine__server__command": "touch ended {port}",
+        },
+        "runs: touch ended {port}",
+    ),
+    (
+        {},
+        {
+            "engine__kind": "openai-server",
+            "engine__model": MODEL,
+            "engine__base_url": "http://127.0.0.1:9",
+            "engine__api_key_env": "MY_KEY",
+        },
+        "sends $MY_KEY to 127.0.0.1",
+    ),
+    (ROLLOUT, {"rollout__function": "other.py:solve"}, "imports: "),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "line"), FOREIGN, ids=range(len(FOREIGN)))
+@pytest.mark.parametrize("target", [RUN, RUN / "job.toml", "job.toml"], ids=str)
+def test_what_only_a_run_folder_says_is_refused(
+    ours: Any, theirs: dict[str, str], line: str, target: Path | str
+) -> None:
+    shutil.copy("solve.py", "other.py")
+    began(**ours)
+    in_run_folder(**theirs)
+    commands = [("retry-failed", str(target), "--set", "vars.a=1")]
+    if target == RUN / "job.toml":
+        commands = [("run", str(target)), ("plan", str(target))]
+    for command in commands:
+        found = batchkit(*command)
+        assert found.exit_code == 2
+        assert "job.toml says otherwise, and nothing that a run folder holds is" in found.stderr
+        assert f"\n  {line}" in found.stderr
+        assert "give --trust" in found.stderr
+        assert not Path("ended").exists() | Path("imported").exists()
+
+
+def test_retry_executes_what_the_job_file_still_says() -> None:
+    began(**ROLLOUT, run={"on_end": NOTIFY, "check_rows": 0})
+    assert batchkit("retry-failed", str(RUN)).exit_code == 3
+    assert Path("ended").exists()
+    gone("ended")
+    in_run_folder(run__on_end="touch stolen")
+    found = batchkit("retry-failed", str(RUN))
+    assert "run.on_end is left out, for " in found.stderr
+    assert "(--trust runs it): runs: touch stolen" in found.stderr
+    assert not Path("stolen").exists() | Path("ended").exists()
+    Path("job.toml").unlink()
+    found = batchkit("retry-failed", str(RUN))
+    assert found.exit_code == 2
+    assert f"only {RUN}/job.toml says so, and nothing that a run folder holds is" in found.stderr
+    found = batchkit("retry-failed", str(RUN), "--trust")
+    assert found.exit_code == 3
+    assert Path("stolen").exists()
+
+
+def test_job_file_inside_of_the_run_folder_is_not_the_users() -> None:
+    began(run={"on_end": NOTIFY, "check_rows": 0})
+    shutil.copy("job.toml", RUN / "theirs.toml")
+    manifest = json.loads((RUN / "manifest.json").read_text())
+    for file in (RUN / "theirs.toml", RUN / "job.toml", Path("job.toml")):
+        manifest["job_file"] = str(file if file == Path("job.toml") else file.resolve())
+        (RUN / "manifest.json").write_text(json.dumps(manifest))
+        found = batchkit("retry-failed", str(RUN))
+        assert "run.on_end is left out" in found.stderr
+        assert not Path("ended").exists()
+
+
+def test_what_is_given_on_the_command_line_is_the_users() -> None:
+    began()
+    Path("job.toml").unlink()
+    found = batchkit("retry-failed", str(RUN), "--notify", NOTIFY)
+    assert found.exit_code == 3
+    assert "batchkit: runs: touch ended" in found.stderr
+    assert Path("ended").exists()
+
+
+def test_key_goes_to_another_host_only_with_trust() -> None:
+    with serving() as base:
+        began(engine=server(base))
+        other = server(base) | {"base_url": base.url.replace("127.0.0.1", "localhost")}
+        write_job(engine=other)
+        for command in ("run", "plan", "retry-failed"):
+            found = batchkit(
+                command,
+                "job.toml",
+                *["--set", "engine.base_url=" + other["base_url"]][
+                    : 2 * (command == "retry-failed")
+                ],
+            )
+            assert found.exit_code == 2
+            assert "sends $MY_KEY to localhost, and its run asked 127.0.0.1 so far" in found.stderr
+        assert batchkit("run", "job.toml", "--trust").exit_code == 3
+        assert batchkit("run", "job.toml").exit_code == 3
+
+
+def test_score_asks_a_judge_only_if_the_job_file_says_so() -> None:
+    with serving() as base:
+        judge = {"engine": server(base), "prompt": {"user": "{{ text }}"}}
+        scoring = {"scorers": ["judge"], "judge": judge}
+        began()
+        Path("judged.toml").write_text(
+            Path("job.toml").read_text() + tomlkit.dumps({"scoring": scoring})
+        )
+        assert (
+            "sends $MY_KEY to 127.0.0.1"
+            in batchkit("score", str(RUN), "--job", "judged.toml").stderr
+        )
+        asked = base.answered.total()
+        found = batchkit("score", str(RUN))
+        assert found.exit_code == 2
+        assert "sends $MY_KEY to 127.0.0.1" in found.stderr
+        assert base.answered.total() == asked
+        assert batchkit("score", str(RUN), "--trust").exit_code == 0
