@@ -115,14 +115,9 @@ def find_bs(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
 )
 @options.rows("Measure with the first N rows only.")
 @options.seconds("At most this long per round, after at most as long to fill the engine.", 20.0)
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the curve."
-)
 @SET
 @JSON
-def bench(
-    job: Path, batch_sizes: str, html: Path | None, overrides: Texts, as_json: bool, **limits: Any
-) -> None:
+def bench(job: Path, batch_sizes: str, overrides: Texts, as_json: bool, **limits: Any) -> None:
     """Measure JOB's throughput, latency and memory by batch size.
 
     The batch size is how many requests run at once, as for find-bs. Each figure is the median of the
@@ -130,16 +125,11 @@ def bench(
     counted from when it enters the engine's queue. One line of JSON follows the table.
     """
     from batchkit.commands.tuning.bench import bench as measure
-    from batchkit.commands.tuning.bench import sizes_in, write_curve
+    from batchkit.commands.tuning.bench import sizes_in
 
-    if html is not None and not html.resolve().parent.is_dir():
-        raise JobError(f"--html {html}: no folder {html.parent}")
     found = measure(load(job, overrides), sizes_in(batch_sizes), say=say, **limits)
     if not as_json:
         echo(found.to_text())
-    if html is not None:
-        write_curve(found, html)
-        say(f"the curve is in {html}")
     echo(json.dumps(found.to_json()))
     raise SystemExit(found.exit_code)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import datetime
-from math import floor, log10
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -40,16 +39,6 @@ def clock(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
-
-
-def nice(value: float) -> float:
-    """The next number up that divides into four readable parts: 1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8."""
-    if value <= 0:
-        return 1.0
-    power = 10.0 ** floor(log10(value))
-    steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
-    step = next(step for step in steps if value <= step * power * (1 + 1e-9))
-    return float(f"{step * power:.12g}")
 
 
 def when(stamp: str | None, until: str | None = None) -> str:

@@ -49,7 +49,7 @@ def score_by(
     return float(score)
 
 
-def _of_two(compare: Callable[[str, str, ScoringTable], float | None]) -> Scorer:
+def of_two(compare: Callable[[str, str, ScoringTable], float | None]) -> Scorer:
     """A scorer that compares two texts; without the right answer, there is no score."""
 
     def score(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
@@ -63,7 +63,7 @@ def _of_two(compare: Callable[[str, str, ScoringTable], float | None]) -> Scorer
 
 
 def _of_words(name: str) -> Scorer:
-    return _of_two(
+    return of_two(
         lambda text, right, table: overlap(name, _pair(text, right, table.mode), table.mode)
     )
 
@@ -72,7 +72,7 @@ f1, em = _of_words("f1"), _of_words("em")
 rouge_l, sacrebleu = _of_words("rouge-l"), _of_words("sacrebleu")
 
 
-@_of_two
+@of_two
 def numeric(prediction: str, reference: str, table: ScoringTable) -> float | None:
     """1 if both have the same numbers in the same order, within the tolerance; else 0.
 
@@ -86,7 +86,7 @@ def numeric(prediction: str, reference: str, table: ScoringTable) -> float | Non
     return float(len(found) == len(right) and all(close))
 
 
-@_of_two
+@of_two
 def choice(prediction: str, reference: str, table: ScoringTable) -> float | None:
     """1 if the prediction names the same one of the choices as the reference; else 0.
 
