@@ -168,7 +168,7 @@ def test_retry_executes_what_the_job_file_still_says() -> None:
     Path("job.toml").unlink()
     found = batchkit("retry-failed", str(RUN))
     assert found.exit_code == 2
-    assert f"only {RUN}/job.toml says so, and nothing that a run folder holds is" in found.stderr
+    assert f"/{RUN}/job.toml says so, and nothing that a run folder holds is" in found.stderr
     found = batchkit("retry-failed", str(RUN), "--trust")
     assert found.exit_code == 3
     assert Path("stolen").exists()
