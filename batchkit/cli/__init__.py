@@ -298,12 +298,13 @@ def export(
     """
     from batchkit.commands.export import export as write
     from batchkit.commands.export.hub import check_hub, push
+    from batchkit.config.seams import EXPORTS
 
     wanted = {name: path for name, path in formats.items() if path is not None}
     if safe_csv:
         wanted["safe-csv"] = wanted.pop("csv", "")
     if not wanted:
-        raise JobError("name a format: --parquet, --jsonl, --csv, --npy, --openai or --realhit")
+        raise JobError(f"name a format: {', '.join(f'--{name}' for name in EXPORTS.names())}")
     if hub is not None:
         if "parquet" not in wanted:
             raise JobError(f"--hub {hub}: give --parquet, too; the table is what is pushed")

@@ -126,7 +126,7 @@ def _read_rows(index: Index, snapshot: Snapshot, reach: Reach, *, images: bool) 
     pictures, rows = Pictures(reach), []
     with closing(Generations(index.folder)) as generations:
         for record in map(index.record, entries):
-            prompt, steps = inputs.prompt(record), generations.of(record["index"])
+            prompt, steps = inputs.prompt(record), generations.of_record(record)
             numbers = [pictures.add(source) for source in prompt.sources] if images else []
             rows.append(_cut_to(limit, shown([record], steps, prompt, numbers, labels, scoring)))
     notes = [

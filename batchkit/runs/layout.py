@@ -1,21 +1,28 @@
-"""The columns of a table of records: those of every record, and those that only some jobs have."""
+"""The columns of a table of records: those of every record, those that only some jobs have, and one for each key of
+parsed answers (``output.parse``), or of the dicts that a function of ``[rollout]`` returned."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from batchkit.config.answer_schema import resolved, schema_in
 from batchkit.config.tables import JobConfig
-from batchkit.runs.parsed_columns import parsed_columns
 from batchkit.scoring import kept_fields, score_names
 from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.lines import whole_record
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest import NewestLog, read_newest
 from batchkit.storage.vectors import Vectors, VectorType, segments_of
 
 EMBEDDING = "embedding"
 VECTOR = "vector"
+_MOST_COLUMNS = 1_000  # an answer may use names or dates as keys
+_TEXT = "string"  # also for what has no other type, as JSON
+_UNKNOWN = "null"
+_OF_SCHEMA = {"string": _TEXT, "integer": "int64", "number": "double", "boolean": "bool"}
 
 
 class Column(NamedTuple):
@@ -48,7 +55,7 @@ class Layout(NamedTuple):
                 found[f"scores.{name}"] = Column("double", ("scores", name))
         for name, column in _step_columns(job).items():
             found[free_name(name, "steps.", found)] = column
-        for name, kind in parsed_columns(log, job).items():
+        for name, kind in _parsed_columns(log, job).items():
             found[free_name(name, "parsed.", found)] = Column(kind, ("parsed", name))
         for name in kept_fields(job) if fields else ():
             found[free_name(name, "fields.", found)] = Column("string", ("fields", name))
@@ -146,3 +153,96 @@ def _step_columns(job: JobConfig) -> dict[str, Column]:
         for part, column in of_step.items():
             found[free_name(f"{step.name}_{part}", "steps.", found)] = column
     return found
+
+
+def _parsed_columns(log: Path, job: JobConfig) -> dict[str, str]:
+    """The Arrow type of each key of the answers: those of the schema first, then as they come.
+
+    Texts, numbers, true and false keep their type, also in a list; anything else is JSON as text.
+    Keys past the first thousand have no column.
+    """
+    answering = [step for step in job.steps if step.answer and step.name != job.select.step]
+    last = job.of_step(answering[-1]) if answering else job
+    if not (last.output.parse or job.rollout or any(step.parse for step in job.steps)):
+        return {}
+    found = dict(_of_schema(schema_in(last.sampling.params()))) if last.output.parse else {}
+    for parsed in _parsed(log):
+        for key, value in parsed.items():
+            if key in found:
+                found[key] = _common(found[key], _type_of(value))
+            elif len(found) < _MOST_COLUMNS:
+                found[key] = _type_of(value)
+    return {key: kind.replace(_UNKNOWN, _TEXT) for key, kind in found.items()}
+
+
+def _parsed(log: Path) -> Iterator[Mapping[str, Any]]:
+    """Those of all rows that are objects."""
+    with closing(NewestLog(log)) as newest:
+        for line in newest:
+            if newest.view.find(b'"parsed":', line.start, line.end) >= 0:
+                record = whole_record(newest.view[line.start : line.end], log, line.start)
+                if isinstance(parsed := record.get("parsed"), Mapping):
+                    yield parsed
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case None:
+            return _UNKNOWN
+        case bool():
+            return "bool"
+        case int() if -(2**63) <= value < 2**63:
+            return "int64"
+        case float():
+            return "double"
+        case list():
+            inner = _UNKNOWN
+            for each in value:
+                if isinstance(each, list | Mapping):
+                    return _TEXT
+                inner = _common(inner, _type_of(each))
+            return _list_of(inner, value)
+    return _TEXT
+
+
+def _list_of(inner: str, values: list[Any]) -> str:
+    is_mixed = inner == _TEXT and not all(isinstance(v, str | None) for v in values)
+    return _TEXT if is_mixed else f"list<{inner}>"
+
+
+def _common(one: str, other: str) -> str:
+    """The type of a column that has values of both."""
+    if one == other or other == _UNKNOWN:
+        return one
+    if one == _UNKNOWN:
+        return other
+    if {one, other} == {"int64", "double"}:
+        return "double"
+    if one.startswith("list<") and other.startswith("list<"):
+        inners = one[5:-1], other[5:-1]
+        inner = _common(*inners)
+        if inner != _TEXT or _UNKNOWN in inners:
+            return f"list<{inner}>"
+    return _TEXT
+
+
+def _of_schema(schema: Any) -> Iterator[tuple[str, str]]:
+    """The keys that ``schema`` names, with their types as far as it says them plainly."""
+    found = resolved(schema, schema)
+    for key, of_key in (found.get("properties") or {}).items():
+        yield str(key), _type_in(resolved(of_key, schema), schema)
+
+
+def _type_in(schema: Mapping[str, Any], root: Any) -> str:
+    """Of the one kind that ``schema`` allows besides null."""
+    options = [schema, *(resolved(each, root) for each in schema.get("anyOf") or ())]
+    named = [kind if isinstance(kind := each.get("type"), list) else [kind] for each in options]
+    kinds = {kind for kinds in named for kind in kinds} - {None, "null"}
+    if len(kinds) != 1:
+        return _UNKNOWN
+    (kind,) = kinds
+    if kind == "array":
+        items: Any = next((option["items"] for option in options if "items" in option), None)
+        inner = _OF_SCHEMA.get(str(resolved(items, root).get("type")))
+        return _UNKNOWN if inner is None else f"list<{inner}>"
+    return _OF_SCHEMA.get(kind, _TEXT)

@@ -104,10 +104,12 @@ class Generations:
         return [orjson.loads(raw) for raw in lines if generation_in(raw) is not None]
 
     def of_record(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Of a row with several: what its record has of each of ``[[steps]]``, or else its generations."""
-        if (steps := record.get("steps")) is not None:
-            return [{"step": name, **step} for name, step in steps.items()]
-        return self.of(record["index"]) if "generations" in record else []
+        """Of a row with several: its generations; of ``[[steps]]``, each with what its record has of it."""
+        found = self.of(record["index"]) if record.get("generations") is not None else []
+        if (steps := record.get("steps")) is None:
+            return found
+        by_step = {line["step"]: line for line in found}
+        return [{**by_step.get(name, {}), "step": name, **step} for name, step in steps.items()]
 
     def close(self) -> None:
         if self._log is not None:

@@ -87,23 +87,6 @@ def test_npy_of_many_rows_can_be_mapped() -> None:
     assert len(json.loads(Path("deep/m.ids.json").read_text())) == 12_345
 
 
-def test_jsonl_has_numbers() -> None:
-    embed()
-    export("--jsonl", "a.jsonl")
-    found = read_jsonl(Path("a.jsonl"))
-    assert [one["index"] for one in found if "embedding" in one] == ANSWERED
-    vectors = [one["embedding"] for one in found if "embedding" in one]
-    np.testing.assert_array_equal(np.float32(vectors), wanted())
-
-
-def test_csv_has_no_vectors() -> None:
-    embed()
-    export("--csv", "a.csv", "--parquet", "a.parquet")
-    columns = pq.read_schema("a.parquet").names
-    columns.remove("embedding")
-    assert pd.read_csv("a.csv").columns.tolist() == columns
-
-
 def test_output_of_a_run_may_be_a_matrix_if_it_has_vectors() -> None:
     prepare(4)
     assert run("--output", "vectors.npy").exit_code == 0

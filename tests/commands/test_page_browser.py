@@ -17,7 +17,7 @@ from batchkit.storage.manifest import Manifest
 from tests.support.browser import assert_fits, open_browser
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, prepare
-from tests.support.made_runs import draw_tables, failure, make_run, rows
+from tests.support.made_runs import TABLE, N, failure, golden_run, make_run
 from tests.support.opened_pages import Open, Opened, visits
 from tests.support.own_process import begin
 from tests.support.view_server import Viewed, viewing
@@ -28,12 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
-HOSTILE = (
-    '<script>window.hacked=1</script><img src=x onerror="window.hacked=2"></script><!-- \u2028'
-    " javascript:window.hacked=3\n[Final Answer]: <img src=x onerror='window.hacked=4'>"
-)
 RESTART = "engine died (oom) with 3 rows in flight: <b>planted</b>"
-N = 121
 PAGE = 50
 SLOW = {"engine": {"options": {"latency_s": 0.1}}, "run": {"max_in_flight": 4}}  # 40 rows a second
 
@@ -46,34 +41,17 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs over the same rows. In ``tables`` row 1 is hostile; 2 and 5 fail; 7 has no image; 8 ended
-    at max_tokens; 9 has no reference; 0, 10 … are wrong; its engine was restarted. In ``better`` these
+    """Two runs over the same rows: the golden one, whose engine was restarted, in ``tables``; in ``better`` all
     are right, and row 3 fails. ``report.html`` and ``compare.html`` are beside them."""
     place = tmp_path_factory.mktemp("view")
-    draw_tables(place / "image", 4)
-    table = rows(N, 4)
-    table[7]["FileName"] = "gone"
-    table[9]["FinalAnswer"] = ""
-
-    def answer(index: int, row: Mapping[str, Any]) -> Any:
-        text = f"Reading the table.\n[Final Answer]: {row['FinalAnswer']}"
-        half = {"finish_reason": "length", "text": text, "scores": {"f1": 0.5, "em": 0.0}}
-        special: dict[int, Any] = {
-            1: HOSTILE,
-            2: failure("timeout"),
-            5: failure("oom"),
-            8: half,
-            9: "value 2",
-        }
-        return special.get(index, "[Final Answer]: nothing" if index % 10 == 0 else text)
 
     def better(index: int, row: Mapping[str, Any]) -> Any:
         text = f"Reading the table.\n[Final Answer]: {row['FinalAnswer']}"
         return failure("server") if index == 3 else text
 
-    run = make_run(place, table, answer, **SLOW)
+    run = golden_run(place, **SLOW)
     _note_restart(run)
-    other = make_run(place, table, better, name="better")
+    other = make_run(place, TABLE, better, name="better")
     report(run, place / "report.html")
     write_comparison(compare([run, other]), place / "compare.html")
     return place / "output"

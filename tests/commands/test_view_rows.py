@@ -15,37 +15,26 @@ from PIL import Image
 from batchkit.commands.report import report
 from tests.support import own_process
 from tests.support.command_line import batchkit
-from tests.support.made_runs import draw_tables, failure, make_run, rows
+from tests.support.made_runs import (
+    TABLE,
+    N,
+    draw_tables,
+    failure,
+    golden_run,
+    make_run,
+    told,
+)
 from tests.support.pages import data_in
 from tests.support.rows import write_jsonl
 from tests.support.view_server import Viewed, viewing
 
 pytestmark = pytest.mark.slow
 
-N = 61
-TABLE = rows(N, 4)
-TABLE[7]["FileName"] = "gone"
-TABLE[9]["FinalAnswer"] = ""
-HOSTILE = '<script>alert(1)</script> "quoted" \\ straße ÄRGER\nsecond line'
-
-
-def answer(index: int, row: Mapping[str, Any]) -> Any:
-    """Row 1 is hostile; 2, 5 and 7 fail; 8 is half right; 9 has no reference; 0, 10 … are wrong."""
-    text = f"Reading the table.\n[Final Answer]: {row['FinalAnswer']}"
-    special: dict[int, Any] = {
-        1: HOSTILE,
-        2: failure("timeout"),
-        5: failure("oom"),
-        8: {"finish_reason": "length", "text": text, "scores": {"f1": 0.5, "em": 0.0}},
-    }
-    return special.get(index, "[Final Answer]: nothing" if index % 10 == 0 else text)
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("view")
-    draw_tables(place / "image", 4)
-    make_run(place, TABLE, answer)
+    golden_run(place)
     return place
 
 
@@ -106,7 +95,7 @@ def test_rows_by_page(view: Viewed, place: Path) -> None:
         for name in ("id", "status", "text", "prediction", "scores", "usage", "attempt"):
             assert row[name] == record[name]
         assert row["group"] == record["fields"]["QuestionType"]
-    assert view.rows("tables", offset=59)["next"] is None
+    assert view.rows("tables", offset=N - 1)["next"] is None
     assert view.rows("tables", offset=999)["rows"] == []
 
 
@@ -123,10 +112,10 @@ def test_rows_by_page(view: Viewed, place: Path) -> None:
         ({"group": "nothing"}, []),
         ({"scorer": "f1", "min": 0.3, "max": 0.7}, [8]),
         ({"scorer": "f1", "min": 0.5, "max": 0.5}, [8]),
-        ({"scorer": "em", "max": 0}, [0, 1, 8, 10, 20, 30, 40, 50, 60]),
+        ({"scorer": "em", "max": 0}, [0, 1, 8, *range(10, N, 10)]),
         ({"scorer": "none", "max": 0}, []),
-        ({"group": "Data Analysis", "scorer": "f1", "max": 0}, [0, 30, 60]),
-        ({"text": "ALERT(1)"}, [1]),
+        ({"group": "Data Analysis", "scorer": "f1", "max": 0}, [*range(0, N, 30)]),
+        ({"text": "HACKED=2"}, [1]),
         ({"text": '"quoted" \\ str'}, [1]),
         ({"text": "straße"}, [1]),
         ({"text": "ärger"}, [1]),
@@ -137,11 +126,11 @@ def test_rows_by_page(view: Viewed, place: Path) -> None:
         ({"text": "second line"}, [1]),
         ({"text": "results.jsonl"}, []),
         ({"text": '"index"'}, []),
-        ({"text": "final answer", "group": "Fact Checking", "limit": 3}, [4, 10, 13]),
-        ({"order": "desc", "limit": 3}, [60, 59, 58]),
+        ({"text": "final answer", "group": "Fact Checking", "limit": 3}, [1, 4, 10]),
+        ({"order": "desc", "limit": 3}, [N - 1, N - 2, N - 3]),
         ({"sort": "score", "scorer": "f1", "order": "desc", "limit": 2}, [3, 4]),
         ({"sort": "score", "scorer": "f1", "min": 0.1, "limit": 2}, [8, 3]),
-        ({"sort": "length", "status": "ok", "limit": 2}, [0, 10]),
+        ({"sort": "length", "status": "ok", "limit": 2}, [9, 0]),
         ({"sort": "length", "order": "desc", "limit": 1}, [1]),
         ({"sort": "latency", "order": "desc", "limit": 3}, [4, 9, 14]),
         ({"sort": "tokens", "order": "desc", "limit": 1}, [1]),
@@ -225,10 +214,8 @@ def test_a_row_that_has_no_record(view: Viewed) -> None:
 
 
 def test_scores_that_came_later_count(tmp_path: Path) -> None:
-    place = tmp_path
-    draw_tables(place / "image", 4)
-    run = make_run(place, TABLE, answer)
-    with viewing("output", cwd=place) as view:
+    run = golden_run(tmp_path)
+    with viewing("output", cwd=tmp_path) as view:
         right = view.indexes("tables", scorer="em", min=1, limit=500)
         assert 8 not in right
         ended = batchkit("score", run)
@@ -250,13 +237,12 @@ def test_scores_that_came_later_count(tmp_path: Path) -> None:
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
-    draw_tables(tmp_path / "image", 4)
-    make_run(tmp_path, TABLE, answer)
+    golden_run(tmp_path)
 
     def better(index: int, row: Mapping[str, Any]) -> Any:
         """Row 2 is answered, 10 right, 11 wrong, 3 fails, and 1 has other words."""
-        changed = {2: answer(3, row), 10: answer(3, row), 11: answer(10, row), 1: "other words"}
-        return failure("oom") if index == 3 else changed.get(index) or answer(index, row)
+        changed = {2: told(3, row), 10: told(3, row), 11: told(10, row), 1: "other words"}
+        return failure("oom") if index == 3 else changed.get(index) or told(index, row)
 
     make_run(tmp_path, TABLE[:40], better, name="other")
     with viewing("output", cwd=tmp_path) as view:

@@ -87,6 +87,37 @@ def make_run(
     return folder
 
 
+N = 121
+HOSTILE = (
+    '<script>window.hacked=1</script><img src=x onerror="window.hacked=2"></script><!-- \u2028'
+    ' javascript:window.hacked=3 "quoted" \\ straße ÄRGER\nsecond line'
+    "\n[Final Answer]: <img src=x onerror='window.hacked=4'>"
+)
+TABLE = rows(N, 4)
+TABLE[7]["FileName"] = "gone"
+TABLE[9]["FinalAnswer"] = ""
+
+
+def told(index: int, row: Mapping[str, Any]) -> Any:
+    """Row 1 is hostile; 2 and 5 fail; 7 has no image; 8 ended at max_tokens, half right; 9 has no reference;
+    0, 10 … are wrong."""
+    text = f"Reading the table.\n[Final Answer]: {row['FinalAnswer']}"
+    special: dict[int, Any] = {
+        1: HOSTILE,
+        2: failure("timeout"),
+        5: failure("oom"),
+        8: {"finish_reason": "length", "text": text, "scores": {"f1": 0.5, "em": 0.0}},
+        9: "value 2",
+    }
+    return special.get(index, "[Final Answer]: nothing" if index % 10 == 0 else text)
+
+
+def golden_run(place: Path, **tables: Any) -> Path:
+    """A run of ``TABLE`` that was answered as ``told``."""
+    draw_tables(place / "image", 4)
+    return make_run(place, TABLE, told, **tables)
+
+
 def _answer(
     folder: Path, table: Sequence[Mapping[str, Any]], answer: Answer, scoring: Scoring
 ) -> None:

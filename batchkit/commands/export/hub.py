@@ -15,7 +15,8 @@ from batchkit.storage.job_toml import job_of_run, toml_of
 from batchkit.storage.manifest import Manifest, read_manifest
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-_ON_THIS_MACHINE = {"input": ("shard",), "output": ("dir",), "media": ("root",)}
+_ON_THIS_MACHINE = (("input", "shard"), ("output", "dir"), ("media", "root"), ("engine", "server"))
+_FOLDERS = re.compile(r"(?<=\")(?:/|~/)[^\"\s]*/(?=[^\"\s/]+/?\")")  # of an absolute path in TOML
 
 
 class Pushed(NamedTuple):
@@ -80,7 +81,12 @@ def card_of(job: JobConfig, manifest: Manifest, counts: Status, file: str) -> st
     versions = {**(manifest.last_start.versions or {}), **manifest.last_start.engine}
     with_version = [f"{name} {found}" for name, found in sorted(versions.items()) if found]
     facts = {
-        "model": " ".join(filter(None, [_name(job.engine.model), manifest.model.revision])),
+        "model": " ".join(
+            filter(
+                None,
+                [_FOLDERS.sub("", f'"{job.engine.model}"').strip('"'), manifest.model.revision],
+            )
+        ),
         "rows": f"{counts.ok + counts.failed:,}",
         "answered": f"{counts.ok:,}",
         **{f"failed: {kind}": f"{n:,}" for kind, n in counts.failed_by_kind.items()},
@@ -88,7 +94,7 @@ def card_of(job: JobConfig, manifest: Manifest, counts: Status, file: str) -> st
         "begun": manifest.created_at[:10],
         "made with": ", ".join(with_version),
     }
-    as_toml = toml_of(job, change=_for_others, only_set=True).strip()
+    as_toml = _FOLDERS.sub("", toml_of(job, change=_for_others, only_set=True).strip())
     fence = "`" * max(3, *(len(found) + 1 for found in re.findall("`+", as_toml)), 3)
     lines = [
         "---",
@@ -120,28 +126,8 @@ def card_of(job: JobConfig, manifest: Manifest, counts: Status, file: str) -> st
 
 def _for_others(table: dict[str, Any]) -> dict[str, Any]:
     """A job's tables without what holds for this machine alone."""
-    found = {
-        name: {
-            key: part for key, part in value.items() if key not in _ON_THIS_MACHINE.get(name, ())
-        }
-        if isinstance(value, dict)
-        else value
-        for name, value in table.items()
-    }
-    for engine in (found.get("engine", {}), *found.get("engines", {}).values()):
+    for name, key in _ON_THIS_MACHINE:
+        table.get(name, {}).pop(key, None)
+    for engine in table.get("engines", {}).values():
         engine.pop("server", None)
-    return {name: _without_folders(value) for name, value in found.items() if value != {}}
-
-
-def _without_folders(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_folders(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(part) for part in value]
-    return _name(value) if isinstance(value, str) else value
-
-
-def _name(text: str) -> str:
-    """The last part of an absolute path; any other text as it is."""
-    is_path = text.startswith(("/", "~/")) and not any(map(str.isspace, text))
-    return Path(text).name if is_path else text
+    return {name: value for name, value in table.items() if value != {}}

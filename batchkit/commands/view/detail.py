@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> d
     prompt = _prompt(index, *_place(entries[-1]), media)
     images = [f"{url}/images/{n}" for n in range(len(prompt.sources))]
     scoring = Scoring(job.scoring, None) if has_references else None
-    steps = Generations(index.folder).of(records[-1]["index"])
+    with closing(Generations(index.folder)) as generations:
+        steps = generations.of_record(records[-1])
     return shown(records, steps, prompt, images, labels_of(reach), scoring)
 
 
@@ -64,7 +66,7 @@ def shown(
     labels: Labels,
     scoring: Scoring | None,
 ) -> dict[str, Any]:
-    """What the page shows of a row. ``records``: the newest last; ``steps``: its lines of ``steps.jsonl``;
+    """What the page shows of a row. ``records``: the newest last; ``steps``: its generations;
     ``images``: what names those of its prompt; ``scoring`` finds its reference."""
     *older, newest = records
     fields = {**(newest.get("fields") or {}), **prompt.fields}
@@ -76,7 +78,7 @@ def shown(
         "fields": {str(name): _in_words(value) for name, value in fields.items()},
         "attempts": older,
         "prompt": {**_prompt_in_words(newest, prompt), "images": images},
-        "steps": _steps(newest, steps),
+        "steps": [*steps],
     }
 
 
@@ -107,17 +109,6 @@ def _prompt_in_words(record: Mapping[str, Any], prompt: Prompt) -> dict[str, Any
             for message in request.messages
         ]
     }
-
-
-def _steps(
-    record: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """A row's generations: of ``[[steps]]``, each with what the record has of it."""
-    own = record.get("steps")
-    if own is None:
-        return [*lines]
-    by_step = {line["step"]: line for line in lines}
-    return [{**by_step.get(name, {}), "step": name, **step} for name, step in own.items()]
 
 
 def _in_words(value: Any) -> str:
