@@ -237,7 +237,7 @@ def _type_in(schema: Mapping[str, Any], root: Any) -> str:
     """Of the one kind that ``schema`` allows besides null."""
     options = [schema, *(resolved(each, root) for each in schema.get("anyOf") or ())]
     named = [kind if isinstance(kind := each.get("type"), list) else [kind] for each in options]
-    kinds = {kind for kinds in named for kind in kinds} - {None, "null"}
+    kinds = {str(kind) for kinds in named for kind in kinds} - {"None", "null"}
     if len(kinds) != 1:
         return _UNKNOWN
     (kind,) = kinds

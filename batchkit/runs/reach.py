@@ -19,6 +19,7 @@ from batchkit.rendering.media import load_image, shown
 from batchkit.sources import input_files
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.runfolder import is_of_run
 
 ROW_S = 5.0  # that a reader waits for a template
 _CLOSED = "/dev/null/closed"  # a root below which nothing can be
@@ -93,7 +94,7 @@ def _own_roots(folder: Path) -> list[str]:
     """The folder of the job file that made the run, and those that this file names, if it is the user's: if it is
     there, and not in the run folder. Of a run without one, the folder in which it was begun, if it is below that."""
     place, folder = Path(read_manifest(folder).job_file), folder.resolve()
-    if not place.is_absolute() or place.is_relative_to(folder):
+    if not place.is_absolute() or place.is_relative_to(folder) or is_of_run(place):
         return []
     if place.is_dir():
         return [str(place)] * (folder.parent.parent == place)
