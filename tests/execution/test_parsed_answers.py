@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
-from tests.support.chat_server import ChatServer, Refused, serving
+from tests.support.chat_server import serving
 from tests.support.command_line import batchkit
-from tests.support.rows import write_jsonl
-from tests.support.server_runs import records, said, write_job
+from tests.support.scripted import Script, answered, records, row, run
+from tests.support.server_runs import said
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 SCHEMA = {
@@ -28,46 +27,14 @@ SCHEMA = {
 GOOD = {"topic": "billing", "urgency": 3}
 
 
-class Answers:
-    """What the server answers to row n: its texts one after another, the last one repeated."""
-
-    def __init__(self, *rows: list[Any]) -> None:
-        self.rows = rows
-        self.prompts: list[list[str]] = [[] for _ in rows]
-
-    def __call__(self, text: str, body: dict[str, Any]) -> None:
-        n = int(text.split()[1])
-        self.prompts[n].append(text)
-        answers = self.rows[n]
-        answer = answers[min(len(self.prompts[n]), len(answers)) - 1]
-        if isinstance(answer, Exception):
-            raise answer
-        raise Refused(200, said(answer) if isinstance(answer, str) else answer)
+def asked(script: Script, **tables: Any) -> dict[str, dict[str, Any]]:
+    """The records, by id, of a row for each name in the script."""
+    return answered(script, **{"output": {"parse": "json"}, **tables})
 
 
-@pytest.fixture
-def asked() -> Iterator[Any]:
-    """Runs a job over one row for each list of answers; returns the newest records."""
-    servers: list[Any] = []
-
-    def ask(answers: Answers, **tables: Any) -> list[dict[str, Any]]:
-        held = serving(answers)
-        servers.append(held)
-        server: ChatServer = held.__enter__()
-        write_job(server, len(answers.rows), **{"output": {"parse": "json"}, **tables})
-        ended = batchkit("run", "job.toml")
-        assert ended.exit_code in (0, 3), ended.stderr
-        return records()
-
-    yield ask
-    for held in servers:
-        held.__exit__(None, None, None)
-
-
-def one(asked: Any, answer: Any, **tables: Any) -> dict[str, Any]:
-    (record,) = asked(Answers([answer]), **tables)
-    found: dict[str, Any] = record
-    return found
+def one(answer: Any, **tables: Any) -> dict[str, Any]:
+    """The record of a row that is answered so."""
+    return asked(Script(r=[answer]), **tables)["r"]
 
 
 @pytest.mark.parametrize(
@@ -79,10 +46,12 @@ def one(asked: Any, answer: Any, **tables: Any) -> dict[str, Any]:
         ("[1, 2.5]", [1, 2.5]),
         ('"tea"', "tea"),
         ("false", False),
+        (said("{}", finish_reason="length"), {}),
     ],
 )
-def test_an_answer_is_parsed_and_its_text_kept(asked: Any, text: str, value: Any) -> None:
-    record = one(asked, text)
+def test_an_answer_is_parsed_and_its_text_kept(text: Any, value: Any) -> None:
+    record = one(text)
+    text = text if isinstance(text, str) else "{}"
     assert (record["status"], record["parsed"], record["text"]) == ("ok", value, text)
 
 
@@ -102,25 +71,19 @@ TRUNCATED = ("TruncatedOutputError", "raise sampling.max_tokens")
         (said("12", finish_reason="length"), *TRUNCATED),  # it may be a part of a number
     ],
 )
-def test_what_is_not_json_is_invalid_output(
-    asked: Any, answer: Any, error_type: str, words: str
-) -> None:
-    record = one(asked, answer)
+def test_what_is_not_json_is_invalid_output(answer: Any, error_type: str, words: str) -> None:
+    record = one(answer)
     error = record["error"]
     assert (record["status"], record["text"], "parsed" in record) == ("failed", None, False)
     assert (error["kind"], error["type"]) == ("invalid_output", error_type or "InvalidOutputError")
     assert words in error["message"], error["message"]
 
 
-def test_every_digit_of_a_long_number_is_kept(asked: Any) -> None:
+def test_every_digit_of_a_long_number_is_kept() -> None:
     longer, whole = 89014103211118510720, {"properties": {"sim": {"type": "integer"}}}
     sampling = {"structured_outputs": {"json": whole}}
-    found = one(asked, json.dumps({"sim": longer, "n": 2**63}), sampling=sampling)
+    found = one(json.dumps({"sim": longer, "n": 2**63}), sampling=sampling)
     assert found["parsed"] == {"sim": str(longer), "n": 2**63}
-
-
-def test_a_whole_answer_at_the_limit_is_an_answer(asked: Any) -> None:
-    assert one(asked, said("{}", finish_reason="length"))["parsed"] == {}
 
 
 @pytest.mark.parametrize(
@@ -132,21 +95,20 @@ def test_a_whole_answer_at_the_limit_is_an_answer(asked: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("as_text", [False, True])
-def test_an_answer_is_held_against_the_schema(
-    asked: Any, value: Any, words: list[str], as_text: bool
-) -> None:
+def test_an_answer_is_held_against_the_schema(value: Any, words: list[str], as_text: bool) -> None:
     schema = json.dumps(SCHEMA) if as_text else SCHEMA
-    wanted = {"structured_outputs": {"json": schema}}
-    good, bad = asked(Answers([json.dumps(GOOD)], [json.dumps(value)]), sampling=wanted)
-    assert good["parsed"] == GOOD
-    assert bad["error"]["kind"] == "invalid_output"
-    assert all(word in bad["error"]["message"] for word in ["does not fit its schema", *words])
+    script = Script(good=[json.dumps(GOOD)], bad=[json.dumps(value)])
+    found = asked(script, sampling={"structured_outputs": {"json": schema}})
+    assert found["good"]["parsed"] == GOOD
+    error = found["bad"]["error"]
+    assert error["kind"] == "invalid_output"
+    assert all(word in error["message"] for word in ["does not fit its schema", *words])
 
 
-def test_a_schema_may_not_fetch_another_one(asked: Any) -> None:
+def test_a_schema_may_not_fetch_another_one() -> None:
     with serving() as other:
         schema = {"$ref": f"http://127.0.0.1:{other.port}/schema.json"}
-        record = one(asked, "{}", sampling={"structured_outputs": {"json": schema}})
+        record = one("{}", sampling={"structured_outputs": {"json": schema}})
         assert other.connections == 0
     assert record["error"]["kind"] == "invalid_output"
     assert "can't be held against its schema" in record["error"]["message"]
@@ -162,65 +124,63 @@ def test_a_row_whose_own_schema_is_none_fails_alone() -> None:
         {"$schema": ["x"]},
         {"$schema": "http://json-schema.org/draft-04/schema", "$ref": ["x"]},
     ]
-    with serving(Answers(*[['{"a": 1}']] * len(schemas))) as server:
-        write_job(server, 0, output={"parse": "json"}, sampling={"sampling_column": "own"})
-        wanted = [{"structured_outputs": {"json": schema}} for schema in schemas]
-        write_jsonl(Path("rows.jsonl"), ({"n": n, "own": own} for n, own in enumerate(wanted)))
-        ended = batchkit("run", "job.toml")
-        assert ended.exit_code == 3, ended.stderr
-    good, *bad = records()
-    assert good["parsed"] == {"a": 1}
-    assert [record["error"]["kind"] for record in bad] == ["invalid_output"] * len(bad)
-    assert "it is no JSON schema: $.required: None is not" in bad[0]["error"]["message"]
+    rows = [
+        row(f"r{n}", own={"structured_outputs": {"json": schema}})
+        for n, schema in enumerate(schemas)
+    ]
+    with serving(Script(**{one["id"]: ['{"a": 1}'] for one in rows})) as server:
+        tables = {"output": {"parse": "json"}, "sampling": {"sampling_column": "own"}}
+        ended = run(server, rows, **tables)
+    assert ended.exit_code == 3, ended.stderr
+    found = records()
+    assert found.pop("r0")["parsed"] == {"a": 1}
+    assert [record["error"]["kind"] for record in found.values()] == ["invalid_output"] * 5
+    assert "it is no JSON schema: $.required: None is not" in found["r1"]["error"]["message"]
 
 
-def test_a_pattern_that_takes_for_ever_fails_its_row_alone(asked: Any) -> None:
+def test_a_pattern_that_takes_for_ever_fails_its_row_alone() -> None:
     schema = {"type": "string", "pattern": r"^(\w+\s?)+$"}
-    wanted = {"structured_outputs": {"json": schema}}
-    good, bad = asked(Answers(['"a b"'], [f'"{"a" * 60}!"']), sampling=wanted)
-    assert good["parsed"] == "a b"
-    assert "did not finish" in bad["error"]["message"]
+    script = Script(good=['"a b"'], bad=[f'"{"a" * 60}!"'])
+    found = asked(script, sampling={"structured_outputs": {"json": schema}})
+    assert found["good"]["parsed"] == "a b"
+    assert "did not finish" in found["bad"]["error"]["message"]
 
 
 @pytest.mark.parametrize(("temperature", "tries"), [(0.0, 1), (0.7, 3)])
-def test_it_is_retried_unless_the_answer_would_be_the_same(
-    asked: Any, temperature: float, tries: int
-) -> None:
-    answers = Answers(["oh"], ["oh", "{}"])
-    sampling, retry = {"temperature": temperature}, {"attempts": 3}
-    never, later = asked(answers, sampling=sampling, retry=retry)
-    assert (len(answers.prompts[0]), never["attempt"]) == (tries, tries)
-    assert (later["status"], later["attempt"]) == (("ok", 2) if tries > 1 else ("failed", 1))
+def test_it_is_retried_unless_the_answer_would_be_the_same(temperature: float, tries: int) -> None:
+    script = Script(never=["oh"], later=["oh", "{}"])
+    found = asked(script, sampling={"temperature": temperature}, retry={"attempts": 3})
+    assert (script.calls["never"], found["never"]["attempt"]) == (tries, tries)
+    then = (found["later"]["status"], found["later"]["attempt"])
+    assert then == (("ok", 2) if tries > 1 else ("failed", 1))
 
 
-def test_reask_adds_its_note(asked: Any) -> None:
-    answers = Answers(["oh", "no", "{}"], ["oh"])
-    retry = {"reask": 2, "reask_note": "Only JSON, please.", "attempts": 5}
-    good, bad = asked(answers, retry=retry)
-    assert answers.prompts[0] == ["row 0", *["row 0\nOnly JSON, please."] * 2]
-    assert (good["parsed"], good["attempt"]) == ({}, 3)
-    assert (bad["error"]["kind"], bad["attempt"]) == ("invalid_output", 3)
+def test_reask_adds_its_note() -> None:
+    script = Script(good=["oh", "no", "{}"], bad=["oh"])
+    found = asked(script, retry={"reask": 2, "reask_note": "Only JSON, please.", "attempts": 5})
+    assert script.asked["good"] == ["good ?", *["good ?\nOnly JSON, please."] * 2]
+    assert (found["good"]["parsed"], found["good"]["attempt"]) == ({}, 3)
+    assert (found["bad"]["error"]["kind"], found["bad"]["attempt"]) == ("invalid_output", 3)
 
 
-def test_reask_keeps_an_answer_if_the_next_one_is_worse(asked: Any) -> None:
+def test_reask_keeps_an_answer_if_the_next_one_is_worse() -> None:
     """The first answer is JSON without the key that the scoring looks for."""
-    (record,) = asked(
-        Answers(['{"b": 1}', "oh"]),
-        retry={"reask": 2, "reask_note": "Say a."},
-        scoring={"extract": "json", "key": "a"},
-    )
-    assert (record["status"], record["parsed"]) == ("ok", {"b": 1})
+    script = Script(r=['{"b": 1}', "oh"])
+    scoring = {"extract": "json", "key": "a"}
+    found = asked(script, retry={"reask": 2, "reask_note": "Say a."}, scoring=scoring)
+    assert (found["r"]["status"], found["r"]["parsed"]) == ("ok", {"b": 1})
 
 
-def test_retry_failed_runs_these_rows_again(asked: Any) -> None:
-    asked(Answers(["oh", "{}"], ["{}"]))
-    found = batchkit("retry-failed", "--kind", "invalid_output")
+def test_retry_failed_runs_these_rows_again() -> None:
+    with serving(Script(bad=["oh", "{}"], good=["{}"])) as server:
+        run(server, [row("bad"), row("good")], output={"parse": "json"})
+        found = batchkit("retry-failed", "--kind", "invalid_output")
     assert found.exit_code == 0, found.stderr
     assert found.stdout == "retried 1 rows (1 invalid_output): 1 recovered\n"
 
 
-def test_a_run_goes_on_only_with_the_parse_that_it_began_with(asked: Any) -> None:
-    asked(Answers(["{}"]))
+def test_a_run_goes_on_only_with_the_parse_that_it_began_with() -> None:
+    one("{}")
     changed = Path("job.toml").read_text().replace('parse = "json"', "")
     Path("job.toml").write_text(changed)
     found = batchkit("run", "job.toml")

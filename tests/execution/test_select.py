@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomlkit
 
-from tests.support.chat_server import MODEL, ChatServer, Refused, serving
-from tests.support.command_line import Ended, batchkit
+from tests.support.chat_server import serving
+from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, manifest
 from tests.support.jobs import with_tables
-from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.rows import read_jsonl
+from tests.support.scripted import Script, answered, records, row, run
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
@@ -21,71 +21,21 @@ NUMBER = {"extract": "number", "reference": "a", "scorers": ["em"]}
 MAJORITY, BY_STEP = {"by": "majority"}, {"by": "step", "step": "judge"}
 EM = {"scorers": ["em"], "reference": "a"}
 DRY = {"engine": {"kind": "dry-run"}}
-Said = str | dict[str, Any]
+SEVERAL = {"n": 3, "temperature": 1.0}
+BROKEN = {"message": {"content": "8"}, "finish_reason": "abort"}
 
 
-def answering(said: dict[str, list[list[Said]]]) -> Callable[[str, dict[str, Any]], None]:
-    """A prompt that begins with a name is answered with that name's choices, call after call; the last
-    ones are repeated. A choice is a text, or what is not as always in OpenAI's object."""
-    calls = dict.fromkeys(said, 0)
-
-    def before(text: str, body: dict[str, Any]) -> None:
-        name = text.split()[0]
-        if name in said:
-            found = said[name][min(calls[name], len(said[name]) - 1)]
-            calls[name] += 1
-            raise Refused(200, {"choices": [*map(_choice, range(len(found)), found)], **_USAGE})
-
-    return before
-
-
-_USAGE = {"usage": {"prompt_tokens": 1, "completion_tokens": 5}}
-
-
-def _choice(number: int, said: Said) -> dict[str, Any]:
-    more = {"message": {"content": said}} if isinstance(said, str) else said
-    return {"index": number, "finish_reason": "stop", **more}
-
-
-def run(server: ChatServer, rows: list[dict[str, Any]], **tables: Any) -> Ended:
-    write_jsonl(Path("rows.jsonl"), rows)
-    job: dict[str, Any] = {
-        "name": "a",
-        "input": {"path": "rows.jsonl", "id": "id"},
-        "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
-        "prompt": {"user": "{{ id }} {{ q }}"},
-        "sampling": {"n": 3, "temperature": 1.0},
-    }
-    if "steps" in tables:
-        del job["prompt"]
-    made = with_tables(job, tables)
-    Path("job.toml").write_text(tomlkit.dumps(made))
-    return batchkit("run", "job.toml")
-
-
-def records() -> dict[str, dict[str, Any]]:
-    """The newest by id."""
-    return {record["id"]: record for record in read_jsonl(LOG)}
-
-
-def one_row(said: list[list[Said]], *, a: str = "7", **tables: Any) -> dict[str, Any]:
-    """The record of a row that is answered so."""
-    with serving(answering({"r": said})) as server:
-        ended = run(server, [{"id": "r", "q": "?", "a": a}], **tables)
-    assert ended.exit_code in (0, 3), ended.stderr
-    return records()["r"]
-
-
-def test_the_answer_that_most_agree_with_is_the_rows() -> None:
-    record = one_row([["so 5", "it is 7", "7.0 then"]], select=MAJORITY, scoring=NUMBER)
-    assert (record["text"], record["prediction"], record["scores"]) == ("it is 7", "7", {"em": 1.0})
-    assert (record["selected"], record["votes"]) == (1, {"5": 1, "7": 2})
-    assert "choices" not in record
+def one_row(said: list[Any], **tables: Any) -> dict[str, Any]:
+    """The record of a row that is answered so, the majority of numbers by default."""
+    sampling = {**SEVERAL, "n": len(said[0])}
+    defaults = {"select": MAJORITY, "scoring": NUMBER, "sampling": sampling}
+    return answered(Script(r=said), **{**defaults, **tables})["r"]
 
 
 @pytest.mark.parametrize(
     ("said", "scoring", "selected", "votes"),
     [
+        pytest.param(["so 5", "it is 7", "7.0 then"], NUMBER, 1, {"5": 1, "7": 2}, id="most"),
         pytest.param(["4", "5", "5", "4"], NUMBER, 0, {"4": 2, "5": 2}, id="of a tie the first"),
         pytest.param(["none", "x", "6"], NUMBER, 2, {"6": 1}, id="without a prediction no vote"),
         pytest.param(["none", "x", "y"], NUMBER, 0, {}, id="no prediction at all"),
@@ -127,103 +77,117 @@ def test_the_answer_that_most_agree_with_is_the_rows() -> None:
     ],
 )
 def test_who_votes_and_what_counts_as_the_same(
-    said: list[Said], scoring: dict[str, Any], selected: int, votes: dict[str, int]
+    said: list[Any], scoring: dict[str, Any], selected: int, votes: dict[str, int]
 ) -> None:
-    record = one_row([said], select=MAJORITY, scoring=scoring, sampling={"n": len(said)})
-    assert record["status"] == "ok"
-    assert (record["selected"], record["votes"]) == (selected, votes)
+    record = one_row([said], scoring=scoring)
+    assert (record["status"], record["selected"], record["votes"]) == ("ok", selected, votes)
+    assert "choices" not in record
 
 
-def test_a_row_whose_answers_all_broke_off_fails() -> None:
-    broken: Said = {"message": {"content": "8"}, "finish_reason": "abort"}
-    record = one_row([[broken] * 3], select=MAJORITY, scoring=NUMBER)
-    assert (record["status"], record["error"]["kind"]) == ("failed", "server")
-
-
-def test_the_best_by_a_scorer() -> None:
-    scoring = {"extract": "number", "reference": "a", "scorers": ["em", "numeric"]}
-    select = {"by": "scorer", "scorer": "numeric"}
-    record = one_row([["it is 8", "none", "it is 7"]], select=select, scoring=scoring)
-    assert (record["text"], record["selected"]) == ("it is 7", 2)
-    assert record["scores"] == {"em": 1.0, "numeric": 1.0}
-    assert "votes" not in record
-
-
-def test_all_choices_are_kept_if_asked_for() -> None:
-    kept = {"choices": True}
-    record = one_row([["5", "7", "7"]], select=MAJORITY, scoring=NUMBER, output=kept)
-    assert [choice["text"] for choice in record["choices"]] == ["5", "7", "7"]
-    assert record["text"] == record["choices"][record["selected"]]["text"] == "7"
-
-
-def test_choices_can_be_left_out_without_a_selection() -> None:
-    record = one_row([["5", "7", "7"]], output={"choices": False})
-    assert record["text"] == "5"
-    assert not {"choices", "selected", "votes"} & record.keys()
+BY_NUMERIC = {
+    "select": {"by": "scorer", "scorer": "numeric"},
+    "scoring": {**NUMBER, "scorers": ["em", "numeric"]},
+}
+AGAIN = {"retry": {"reask": 1, "reask_note": "A number!"}}
+NO_VOTES = {"selected": None, "votes": None}
 
 
 @pytest.mark.parametrize(
-    ("said", "attempt", "text"),
+    ("said", "tables", "expected"),
     [
-        ([["x", "y", "7"], ["never", "asked", "for"]], 1, "7"),
-        ([["x", "y", "z"], ["x", "8", "8"]], 2, "8"),
+        pytest.param(
+            [["so 5", "it is 7", "7.0 then"]],
+            {},
+            {"text": "it is 7", "prediction": "7", "scores": {"em": 1.0}},
+            id="all else is the chosen one's",
+        ),
+        pytest.param([[BROKEN] * 3], {}, {"status": "failed"}, id="all broke off"),
+        pytest.param(
+            [["it is 8", "none", "it is 7"]],
+            BY_NUMERIC,
+            {
+                "text": "it is 7",
+                "selected": 2,
+                "scores": {"em": 1.0, "numeric": 1.0},
+                "votes": None,
+            },
+            id="the best by a scorer",
+        ),
+        pytest.param(
+            [["5", "7", "7"]],
+            {"select": None, "scoring": None, "output": {"choices": False}},
+            {"text": "5", "choices": None, **NO_VOTES},
+            id="left out without a selection",
+        ),
+        pytest.param(
+            [["x", "y", "7"], ["never", "asked", "for"]],
+            AGAIN,
+            {"attempt": 1, "text": "7"},
+            id="not asked again, one has a prediction",
+        ),
+        pytest.param(
+            [["x", "y", "z"], ["x", "8", "8"]],
+            AGAIN,
+            {"attempt": 2, "text": "8"},
+            id="asked again, none has one",
+        ),
+        pytest.param(
+            [["so 5", "so 5", '{"n": 7}', '{"n": 7, "b": 1}', '{"n": 5}']],
+            {"output": {"parse": "json"}, "scoring": {"extract": "json", "key": "n"}},
+            {"parsed": {"n": 7}, "selected": 2, "votes": {"7": 2, "5": 1}},
+            id="what is not JSON does not vote",
+        ),
     ],
-    ids=["one has it", "none has it"],
 )
-def test_a_row_is_asked_again_only_if_no_answer_has_a_prediction(
-    said: list[list[Said]], attempt: int, text: str
+def test_what_a_row_becomes(
+    said: list[Any], tables: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    again = {"reask": 1, "reask_note": "A number!"}
-    record = one_row(said, select=MAJORITY, scoring=NUMBER, retry=again)
-    assert (record["attempt"], record["text"]) == (attempt, text)
+    record = one_row(said, **tables)
+    assert {name: record.get(name) for name in expected} == expected
 
 
-def test_answers_that_are_not_json_do_not_vote() -> None:
-    said: list[Said] = ["so 5", "so 5", '{"n": 7}', '{"n": 7, "b": 1}', '{"n": 5}']
-    tables = {"output": {"parse": "json"}, "sampling": {"n": 5}}
-    scoring = {"extract": "json", "key": "n"}
-    record = one_row([said], select=MAJORITY, scoring=scoring, **tables)
-    assert (record["parsed"], record["selected"]) == ({"n": 7}, 2)
-    assert record["votes"] == {"7": 2, "5": 1}
+def test_all_choices_are_kept_if_asked_for() -> None:
+    record = one_row([["5", "7", "7"]], output={"choices": True})
+    assert [choice["text"] for choice in record["choices"]] == ["5", "7", "7"]
+    assert record["text"] == record["choices"][record["selected"]]["text"] == "7"
 
 
 DRAFT = {"name": "draft", "prompt": {"user": "{{ id }} {{ q }}"}}
 JUDGE = {
     "name": "judge",
     "prompt": {
-        "user": "judge{{ id }} {% for text in candidates %}{{ loop.index }}: {{ text }}; {% endfor %}"
+        "user": "judge {% for text in candidates %}{{ loop.index }}: {{ text }}; {% endfor %}"
     },
     "sampling": {"n": 1},
 }
 
 
 def judged(
-    draft: list[Said], verdicts: list[list[Said]], judge: dict[str, Any] = JUDGE, **tables: Any
+    draft: list[Any], verdicts: list[Any], judge: dict[str, Any] = JUDGE, **tables: Any
 ) -> tuple[dict[str, Any], list[str]]:
     """The record of a row, and what the judge was asked."""
-    with serving(answering({"r": [draft], "judger": verdicts})) as server:
-        rows = [{"id": "r", "q": "?", "a": "7"}]
-        ended = run(server, rows, steps=[DRAFT, judge], select=BY_STEP, **tables)
-        asked = [body["messages"][0]["content"] for body in server.bodies]
+    script = Script(r=[draft], judge=verdicts)
+    tables = {"steps": [DRAFT, judge], "select": BY_STEP, "sampling": SEVERAL, **tables}
+    with serving(script) as server:
+        ended = run(server, [row("r")], **tables)
     assert ended.exit_code in (0, 3), ended.stderr
-    return records()["r"], [text for text in asked if text.startswith("judge")]
+    return records()["r"], script.asked["judge"]
 
 
 def test_a_step_picks_one_of_the_candidates() -> None:
-    record, asked = judged(["a 5", "b 6", "c 7"], [["the third, so 3"]], scoring=NUMBER)
-    assert asked == ["judger 1: a 5; 2: b 6; 3: c 7; "]
+    record, asked = judged(["a 5", "b 6", "c 7"], ["the third, so 3"], scoring=NUMBER)
+    assert asked == ["judge 1: a 5; 2: b 6; 3: c 7; "]
     assert (record["text"], record["selected"], record["generations"]) == ("c 7", 2, 2)
     assert (record["prediction"], record["scores"]) == ("7", {"em": 1.0})
     assert record["steps"]["judge"]["text"] == "the third, so 3"
-    assert record["usage"]["completion_tokens"] == 10
+    assert record["usage"]["completion_tokens"] == 8
     assert "choices" not in record
     assert "choices" not in record["steps"]["draft"]
 
 
 def test_a_judge_sees_only_whole_answers() -> None:
-    broken: Said = {"message": {"content": "8"}, "finish_reason": "abort"}
-    record, asked = judged([broken, "b 6", "c 7"], [["2"]], output={"choices": True})
-    assert asked == ["judger 1: b 6; 2: c 7; "]
+    record, asked = judged([BROKEN, "b 6", "c 7"], ["2"], output={"choices": True})
+    assert asked == ["judge 1: b 6; 2: c 7; "]
     assert (record["text"], record["selected"]) == ("c 7", 2)
     assert [choice["text"] for choice in record["choices"]] == ["8", "b 6", "c 7"]
     assert record["steps"]["draft"]["choices"] == ["8", "b 6", "c 7"]
@@ -231,7 +195,7 @@ def test_a_judge_sees_only_whole_answers() -> None:
 
 @pytest.mark.parametrize("verdict", ["none is good", "the fourth: 4", "0", "-1", "1.5"])
 def test_a_judge_that_names_none_is_asked_again_and_then_fails_its_row(verdict: str) -> None:
-    failed, asked = judged(["5", "6", "7"], [[verdict]])
+    failed, asked = judged(["5", "6", "7"], [verdict])
     assert (failed["status"], failed["error"]["kind"]) == ("failed", "invalid_output")
     assert "from 1 to 3" in failed["error"]["message"]
     assert "'judge'" in failed["error"]["message"]
@@ -239,45 +203,41 @@ def test_a_judge_that_names_none_is_asked_again_and_then_fails_its_row(verdict: 
 
 
 def test_a_judge_is_asked_again_like_an_answer_that_is_not_json() -> None:
-    record, asked = judged(["5", "6", "7"], [["who knows"], ["2"]])
+    record, asked = judged(["5", "6", "7"], ["who knows", "2"])
     assert (record["status"], record["text"], len(asked)) == ("ok", "6", 2)
 
 
 def test_where_the_judge_is_skipped_the_first_candidate_is_the_rows() -> None:
     judge = {**JUDGE, "when": "{{ candidates | unique | list | length > 1 }}"}
-    record, asked = judged(["6", "6", "6"], [["2"]], judge)
+    record, asked = judged(["6", "6", "6"], ["2"], judge)
     assert (record["text"], record["selected"], asked) == ("6", 0, [])
     assert record["steps"]["judge"] == {"skipped": True}
 
 
 def test_a_judge_of_nothing_is_not_asked() -> None:
-    with serving() as server:
-        steps = [{**DRAFT, "when": "no"}, {**JUDGE, "prompt": {"user": "judger"}}]
-        ended = run(server, [{"id": "r", "q": "?"}], steps=steps, select=BY_STEP)
-        assert ended.exit_code == 3
-        assert not [body for body in server.bodies if body["messages"][0]["content"] == "judger"]
-    record = records()["r"]
-    assert record["error"]["kind"] == "empty"
+    record, asked = judged(["6"], ["2"], steps=[{**DRAFT, "when": "no"}, JUDGE])
+    assert (record["error"]["kind"], asked) == ("empty", [])
+
+
+def test_a_dry_run_of_a_judging_step_passes() -> None:
+    ended = run(None, [row("r")], steps=[DRAFT, JUDGE], select=BY_STEP, sampling=SEVERAL)
+    assert ended.exit_code == 0, ended.stderr
+    assert records()["r"]["selected"] == 0
 
 
 def test_steps_choose_each_by_what_it_looks_for() -> None:
     """The draft by its own number, the answer by [scoring]."""
-    steps = [
-        {**DRAFT, "extract": "number"},
-        {"name": "end", "prompt": {"user": "end {{ steps.draft.text }}"}},
-    ]
-    said: dict[str, list[list[Said]]] = {
-        "r": [["x 5", "x 7", "y 7"]],
-        "end": [["Final Answer: no", "Final Answer: yes", "Final Answer: Yes"]],
-    }
-    with serving(answering(said)) as server:
-        scoring = {"extract": "final-answer"}
-        rows = [{"id": "r", "q": "?"}]
-        ended = run(server, rows, steps=steps, select=MAJORITY, scoring=scoring)
-        asked = [body["messages"][0]["content"] for body in server.bodies][-1]
-    assert ended.exit_code == 0, ended.stderr
+    end = {"name": "end", "prompt": {"user": "end {{ steps.draft.text }}"}}
+    script = Script(
+        r=[["x 5", "x 7", "y 7"]],
+        end=[["Final Answer: no", "Final Answer: yes", "Final Answer: Yes"]],
+    )
+    steps, scoring = [{**DRAFT, "extract": "number"}, end], {"extract": "final-answer"}
+    with serving(script) as server:
+        tables = {"steps": steps, "select": MAJORITY, "scoring": scoring, "sampling": SEVERAL}
+        assert run(server, [row("r")], **tables).exit_code == 0
     record = records()["r"]
-    assert asked == "end x 7"
+    assert script.asked["end"] == ["end x 7"]
     assert record["steps"]["draft"]["votes"] == {"5": 1, "7": 2}
     assert (record["text"], record["votes"]) == ("Final Answer: yes", {"no": 1, "yes": 2})
     lines = read_jsonl(RUN / "steps.jsonl")
@@ -289,14 +249,10 @@ def test_steps_choose_each_by_what_it_looks_for() -> None:
 
 def test_only_generations_with_several_answers_need_an_extractor() -> None:
     draft = {**DRAFT, "extract": "number", "sampling": {"n": 3}}
-    job = {"name": "a", "input": {"path": "rows.jsonl"}, "select": MAJORITY, **DRY}
-    write_jsonl(Path("rows.jsonl"), [{"id": "r", "q": "?"}])
-    steps = [draft, {**JUDGE, "prompt": {"user": "end"}}]
-    Path("job.toml").write_text(tomlkit.dumps(job | {"steps": steps}))
-    assert batchkit("run", "job.toml").exit_code == 0
-    (record,) = read_jsonl(LOG)
-    assert record["steps"]["draft"]["votes"] == {"0": 3}
-    assert "votes" not in record
+    last = {**JUDGE, "prompt": {"user": "end"}}
+    assert run(None, [row("r")], steps=[draft, last], select=MAJORITY).exit_code == 0
+    assert records()["r"]["steps"]["draft"]["votes"] == {"0": 3}
+    assert "votes" not in records()["r"]
 
 
 @pytest.mark.parametrize(
@@ -308,49 +264,43 @@ def test_a_row_that_was_interrupted_before_its_record_makes_the_same_choice(
     select: dict[str, Any],
 ) -> None:
     """Its generations are in steps.jsonl: nothing is asked again."""
-    drafts: list[Said] = ["so", '{"n": 5}', '{"n": 7}', '{"n": 7.0}']
-    said: dict[str, list[list[Said]]] = {"r": [drafts], "judger": [["3"]]}
+    is_step = select["by"] == "step"
     draft = {**DRAFT, "parse": "json", "extract": "json", "key": "n"}
-    last = {**JUDGE, "prompt": {"user": "judger {{ candidates }}"}}
-    if select["by"] != "step":
-        last["prompt"] = {"user": "judger {{ steps.draft.json.n }}"}
+    prompt = {"user": f"judge {{{{ {'candidates' if is_step else 'steps.draft.json.n'} }}}}"}
     tables: dict[str, Any] = {
-        "steps": [{**draft, "scorers": ["em"], "reference": "a"}, last],
+        "steps": [{**draft, "scorers": ["em"], "reference": "a"}, {**JUDGE, "prompt": prompt}],
         "scoring": {"extract": "number", "scorers": ["em"], "reference": "a"},
         "select": select,
-        "sampling": {"n": 4},
+        "sampling": {**SEVERAL, "n": 4},
     }
-    row = {"id": "r", "q": "?", "a": "7"}
-    with serving(answering(said)) as server:
-        assert run(server, [row], **tables).exit_code == 0
+    script = Script(r=[["so", '{"n": 5}', '{"n": 7}', '{"n": 7.0}']], judge=["3"])
+    with serving(script) as server:
+        assert run(server, [row("r")], **tables).exit_code == 0
         first = records()["r"]
         LOG.write_bytes(b"")
         (RUN / "checkpoint.json").unlink()
-        asked = len(server.bodies)
-        assert run(server, [row], **tables).exit_code == 0
-        assert len(server.bodies) == asked
-    again = records()["r"]
+        assert run(server, [row("r")], **tables).exit_code == 0
+    assert script.calls == {"r": 1, "judge": 1}
     times = {"finished_at": "", "latency_s": 0.0}
-    assert {**again, **times} == {**first, **times}
-    assert first["steps"]["draft"]["text"] == ('{"n": 5}' if select["by"] == "step" else '{"n": 7}')
-    assert first["text"] == ('{"n": 7.0}' if select["by"] == "step" else "3")
+    assert {**records()["r"], **times} == {**first, **times}
+    assert first["steps"]["draft"]["text"] == ('{"n": 5}' if is_step else '{"n": 7}')
+    assert first["text"] == ('{"n": 7.0}' if is_step else "3")
 
 
 def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers() -> None:
     """What a requeue uses again is chosen anew, with the references of ``scoring.reference_run``."""
-    row = {"id": "r", "q": "?"}
     by_run = {"extract": "number", "scorers": ["em"], "reference_run": "output/reference"}
-    tables: dict[str, Any] = {"scoring": by_run, "select": {"by": "scorer"}}
+    tables: dict[str, Any] = {"scoring": by_run, "select": {"by": "scorer"}, "sampling": SEVERAL}
     last = {"name": "last", "prompt": {"user": "so {{ steps.draft.text }}"}, "sampling": {"n": 1}}
     changed = {**last, "prompt": {"user": "thus {{ steps.draft.text }}"}}
-    said: dict[str, list[list[Said]]] = {"r": [["7"], ["it is 5", "it is 7", "6"]]}
-    with serving(answering({**said, "so": [["7"]], "thus": [["7"]]})) as server:
-        run(server, [row], name="reference", sampling={"n": 1}, scoring={"extract": "number"})
-        run(server, [row], steps=[DRAFT, last], **tables)
+    script = Script(r=[["7"], ["it is 5", "it is 7", "6"]], so=["7"], thus=["7"])
+    with serving(script) as server:
+        run(server, [row("r")], name="reference", scoring={"extract": "number"})
+        run(server, [row("r")], steps=[DRAFT, last], **tables)
         assert records()["r"]["steps"]["draft"]["text"] == "it is 7"
-        run(server, [row], steps=[DRAFT, changed], **tables)
+        run(server, [row("r")], steps=[DRAFT, changed], **tables)
         assert batchkit("run", "job.toml", "--on-change", "requeue").exit_code == 0
-        assert len(server.bodies) == 4
+    assert script.calls == {"r": 2, "so": 1, "thus": 1}
     assert records()["r"]["steps"]["draft"]["text"] == "it is 7"
 
 
@@ -414,16 +364,6 @@ def test_a_selection_that_does_not_fit_is_refused(
     assert message in ended.stderr, ended.stderr
 
 
-def test_a_dry_run_of_a_judging_step_passes() -> None:
-    write_jsonl(Path("rows.jsonl"), [{"id": "r", "q": "?"}])
-    sampling = {"n": 3, "temperature": 1.0}
-    job = {"name": "a", "input": {"path": "rows.jsonl", "id": "id"}, "sampling": sampling, **DRY}
-    Path("job.toml").write_text(tomlkit.dumps(job | {"steps": [DRAFT, JUDGE], "select": BY_STEP}))
-    ended = batchkit("run", "job.toml")
-    assert ended.exit_code == 0, ended.stderr
-    assert records()["r"]["selected"] == 0
-
-
 @pytest.mark.parametrize(
     ("select", "changed"),
     [(MAJORITY, {"choices": ["5"]}), ({"by": "scorer"}, {**NUMBER, "scorers": ["numeric"]})],
@@ -432,9 +372,8 @@ def test_a_dry_run_of_a_judging_step_passes() -> None:
 def test_what_decides_the_choice_is_part_of_the_runs_identity(
     select: dict[str, Any], changed: dict[str, Any]
 ) -> None:
-    one_row([["5", "7", "7"]], select=select, scoring=NUMBER)
-    with serving() as server:
-        ended = run(server, [{"id": "r", "q": "?", "a": "7"}], select=select, scoring=changed)
+    one_row([["5", "7", "7"]], select=select)
+    ended = run(None, [row("r")], select=select, scoring=changed, sampling=SEVERAL)
     assert ended.exit_code == 2
     assert "select.scoring" in ended.stderr
     assert manifest()["identity"]["select.by"] == select["by"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -152,22 +153,6 @@ for number in itertools.count():
 """
 
 
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        ("held = bytearray(10 * 2**30)", "memory"),
-        ("import numpy; held = numpy.ones(10 * 2**27)", "memory"),
-        ("held = []\nwhile True: held.append(bytearray(2**24))", "memory"),
-        ("import mmap; held = mmap.mmap(-1, 10 * 2**30)", "memory"),
-        ("open('big', 'wb').write(bytes(2**30 // 4))", "too large"),
-        (MANY_FILES, "wrote"),
-    ],
-    ids=range(6),
-)
-def test_memory_and_files_have_an_end(refused: Refused, body: str, problem: str) -> None:
-    assert problem in refused(body).lower()
-
-
 # Files and secrets.
 
 
@@ -278,41 +263,70 @@ def test_what_is_below_python_holds_no_secret_and_goes_nowhere(
     assert run(body).passed
 
 
-# Processes, network, system calls.
+# What must not run to its end: memory, files, processes, system calls, the way back.
+
+WRITE_EVERYWHERE = """\
+import os
+for fd in range(64):
+    try: os.write(fd, {data})
+    except OSError: pass
+"""
+FLOOD = "while True:\n" + textwrap.indent(WRITE_EVERYWHERE.format(data="b'x' * 65536"), "  ")
+TOO_MUCH = {
+    "held = bytearray(10 * 2**30)": "(?i)memory",
+    "import numpy; held = numpy.ones(10 * 2**27)": "(?i)memory",
+    "held = []\nwhile True: held.append(bytearray(2**24))": "(?i)memory",
+    "import mmap; held = mmap.mmap(-1, 10 * 2**30)": "(?i)memory",
+    "open('big', 'wb').write(bytes(2**30 // 4))": "(?i)too large",
+    MANY_FILES: "wrote",
+}
+FORBIDDEN = [
+    "import os\nwhile True: os.fork()",
+    "import os; os.system('touch escaped') and [][1]",
+    "import subprocess; subprocess.run(['true'])",
+    "import os; os.execv('/bin/true', ['true'])",
+    "import os; os.posix_spawn('/bin/true', ['true'], {})",
+    "import multiprocessing as m; p = m.Process(target=print); p.start()",
+    "import os; os.kill(os.getppid(), 9)",
+    "import os; os.kill(-1, 9)",
+    "import os; os.kill(1, 0)",
+    "import os; os.killpg(0, 9)",
+    "import os; os.setsid()",
+    "import os; os.memfd_create('x')",
+    "import os; os.mkfifo('x')",
+    "import os; os.symlink('/', 'x')",
+    "import os; os.chroot('/')",
+    "import os; os.setuid(0)",
+    "import os; os.pidfd_open(os.getppid())",
+    "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))",
+    *(
+        f"import socket; socket.socket(socket.{family}, socket.SOCK_DGRAM)"
+        for family in ("AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK")
+    ),
+]
+ENDS_ITSELF = {
+    "import sys; sys.exit()": "^SystemExit",
+    "raise KeyboardInterrupt": "^KeyboardInterrupt",
+    "import os; os._exit(0)": "^ended itself with exit code 0",
+    "import os; os._exit(7)": "^ended itself with exit code 7",
+    "import os; os.abort()": "^killed by SIGABRT",
+    "import signal; signal.raise_signal(40)": "^killed by signal 40",
+    "import ctypes; ctypes.string_at(0)": "^killed by SIGSEGV",
+    FLOOD: "result",
+    "import os; os.closerange(0, 64)": "result",
+}
+NOT_ALLOWED = "PermissionError|Errno 1|IndexError|not allowed"
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        "import os\nwhile True: os.fork()",
-        "import os; os.system('touch escaped') and [][1]",
-        "import subprocess; subprocess.run(['true'])",
-        "import os; os.execv('/bin/true', ['true'])",
-        "import os; os.posix_spawn('/bin/true', ['true'], {})",
-        "import multiprocessing as m; p = m.Process(target=print); p.start()",
-        "import os; os.kill(os.getppid(), 9)",
-        "import os; os.kill(-1, 9)",
-        "import os; os.kill(1, 0)",
-        "import os; os.killpg(0, 9)",
-        "import os; os.setsid()",
-        "import os; os.memfd_create('x')",
-        "import os; os.mkfifo('x')",
-        "import os; os.symlink('/', 'x')",
-        "import os; os.chroot('/')",
-        "import os; os.setuid(0)",
-        "import os; os.pidfd_open(os.getppid())",
-        "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))",
-        *(
-            f"import socket; socket.socket(socket.{family}, socket.SOCK_DGRAM)"
-            for family in ("AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK")
-        ),
-    ],
+    ("body", "problem"),
+    [*TOO_MUCH.items(), *((body, NOT_ALLOWED) for body in FORBIDDEN), *ENDS_ITSELF.items()],
+    ids=lambda text: text[:30],
 )
-def test_no_process_and_no_way_to_others(refused: Refused, body: str) -> None:
-    problem = refused(body)
-    assert any(
-        word in problem for word in ("PermissionError", "Errno 1", "IndexError", "not allowed")
-    )
+def test_code_that_needs_too_much_or_reaches_out_did_not_run(
+    refused: Refused, body: str, problem: str
+) -> None:
+    assert re.search(problem, refused(body))
 
 
 @pytest.mark.parametrize(
@@ -368,30 +382,6 @@ def test_listener_on_this_machine_hears_nothing(refused: Refused) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        ("import sys; sys.exit()", "SystemExit"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("import os; os._exit(0)", "ended itself with exit code 0"),
-        ("import os; os._exit(7)", "ended itself with exit code 7"),
-        ("import os; os.abort()", "killed by SIGABRT"),
-        ("import signal; signal.raise_signal(40)", "killed by signal 40"),
-        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
-    ],
-)
-def test_code_that_ends_its_process_did_not_run(refused: Refused, body: str, problem: str) -> None:
-    assert refused(body).startswith(problem)
-
-
-WRITE_EVERYWHERE = """\
-import os
-for fd in range(64):
-    try: os.write(fd, {data})
-    except OSError: pass
-"""
-
-
-@pytest.mark.parametrize(
     "data",
     [
         "b'garbage'",
@@ -408,16 +398,6 @@ for fd in range(64):
 def test_garbage_on_the_way_back_is_no_score(refused: Refused, data: str, then: str) -> None:
     problem = refused(WRITE_EVERYWHERE.format(data=data) + then)
     assert "result" in problem
-
-
-FLOOD = "while True:\n" + textwrap.indent(WRITE_EVERYWHERE.format(data="b'x' * 65536"), "  ")
-
-
-@pytest.mark.parametrize(
-    "body", [FLOOD, "import os; os.closerange(0, 64)"], ids=["flood", "closed"]
-)
-def test_flooded_or_closed_way_back_is_no_score(refused: Refused, body: str) -> None:
-    assert "result" in refused(body)
 
 
 def test_values_as_large_as_they_come_are_no_score(sandbox: Sandbox) -> None:

@@ -166,30 +166,6 @@ def test_blank_lines_bom_and_crlf_are_no_rows(tmp_path: Path) -> None:
     assert count_rows(table(path)) == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (b'{"a": 1,}', "line 2: not valid JSON: "),
-        (b'{"a": 1', "line 2: not valid JSON: "),
-        (b'{"a": NaN}', "in '{\"a\": NaN}'; fix or remove it"),
-        (b'{"a": 1} {"a": 2}', "(byte 10)"),
-        (b"[1, 2]", "line 2: expected a JSON object, found [1, 2]; fix or remove the line"),
-        (b"null", "expected a JSON object, found None"),
-        (b'"text"', "expected a JSON object, found 'text'"),
-        (b'{"a": "\xff"}', "line 2: not UTF-8: byte 0xff at byte 8; save it as UTF-8"),
-        (b"[" * 5000, "nested more than 200 levels deep"),
-    ],
-)
-def test_a_broken_line_fails_its_row_alone(tmp_path: Path, line: bytes, problem: str) -> None:
-    path = write(tmp_path, "x.jsonl", b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
-    first, broken, last = rows_of(path, where={"a": [1, 3]})
-    assert (first.fields, last.fields, last.index) == ({"a": 1}, {"a": 3}, 2)
-    assert (broken.index, broken.id, broken.fields) == (1, "1", {})
-    assert isinstance(broken.error, RequestError)
-    assert str(broken.error).startswith(f"{path} line 2: ")
-    assert problem in str(broken.error)
-
-
 def test_skipped_lines_are_not_parsed(tmp_path: Path) -> None:
     path = write(tmp_path, "x.jsonl", b'not JSON\n\xff\n{"a": 1}\n')
     [row] = read_rows(table(path, format="jsonl"), skip=lambda index: index < 2)
@@ -244,26 +220,6 @@ def test_tsv_is_separated_by_tabs(tmp_path: Path) -> None:
     assert row.fields == {"a": "1,5", "b": "2"}
 
 
-@pytest.mark.parametrize(
-    ("lines", "problem"),
-    [
-        (b"1", "line 4: 1 cells for 2 columns: ['1']"),
-        (b"1,2,3", "line 4: 3 cells for 2 columns: ['1', '2', '3']"),
-        (b'"x\ny"', "lines 4-5: 1 cells for 2 columns"),
-        (b"1,\xff", "line 4: not UTF-8 in column 'b'"),
-        (b'"a"b,2', "line 4: ',' expected after '\"'; check its quotes"),
-        (b"x" * 999, "…; quote a cell that holds the separator"),
-    ],
-)
-def test_a_broken_csv_row_fails_alone(tmp_path: Path, lines: bytes, problem: str) -> None:
-    path = write(tmp_path, "x.csv", b'a,b\n"1\n1",2\n' + lines + b"\n3,4\n")
-    first, broken, last = rows_of(path, where={"b": ["2", 4]})
-    assert (first.fields["b"], last.fields["b"], last.index) == ("2", "4", 2)
-    assert broken.index == 1
-    assert problem in str(broken.error)
-    assert len(str(broken.error)) < 400
-
-
 def test_a_csv_cell_may_be_larger_than_the_csv_modules_own_limit(tmp_path: Path) -> None:
     [row] = rows_of(write(tmp_path, "x.csv", "a\n" + "x" * 1_000_000 + "\n"))
     assert len(row.fields["a"]) == 1_000_000
@@ -278,12 +234,6 @@ def test_json_records_stand_under_a_dotted_key(tmp_path: Path) -> None:
     rows = rows_of(path, records="data.queries")
     assert [row.fields for row in rows] == [{"a": 1, "b": 2.5}, {"a": 2**62}]
     assert [type(value) for value in rows[0].fields.values()] == [int, float]
-
-
-def test_a_json_list_member_that_is_no_object_fails_alone(tmp_path: Path) -> None:
-    good, broken, last = rows_of(write(tmp_path, "x.json", '[{"a": 1}, "text", {"a": 3}]'))
-    assert (good.error, last.error, last.index) == (None, None, 2)
-    assert "row 1 of the list: expected a JSON object, found 'text'" in str(broken.error)
 
 
 def test_an_empty_json_list_has_no_rows(tmp_path: Path) -> None:
@@ -351,33 +301,72 @@ def test_stated_jsonl_is_not_taken_for_a_batch(tmp_path: Path) -> None:
     assert rows_of(path, format="jsonl")[0].fields == BATCH_LINE
 
 
+# A row that is broken fails alone
+
+BROKEN_LINES = [
+    (b'{"a": 1,}', "not valid JSON: "),
+    (b'{"a": 1', "not valid JSON: "),
+    (b'{"a": NaN}', "in '{\"a\": NaN}'; fix or remove it"),
+    (b'{"a": 1} {"a": 2}', "(byte 10)"),
+    (b"[1, 2]", "expected a JSON object, found [1, 2]; fix or remove the line"),
+    (b"null", "expected a JSON object, found None"),
+    (b'"text"', "expected a JSON object, found 'text'"),
+    (b'{"a": "\xff"}', "not UTF-8: byte 0xff at byte 8; save it as UTF-8"),
+    (b"[" * 5000, "nested more than 200 levels deep"),
+]
+BROKEN_CELLS = [
+    (b"1", "line 4: 1 cells for 2 columns: ['1']"),
+    (b"1,2,3", "line 4: 3 cells for 2 columns: ['1', '2', '3']"),
+    (b'"x\ny"', "lines 4-5: 1 cells for 2 columns"),
+    (b"1,\xff", "line 4: not UTF-8 in column 'b'"),
+    (b'"a"b,2', "line 4: ',' expected after '\"'; check its quotes"),
+    (b"x" * 999, "…; quote a cell that holds the separator"),
+]
+BROKEN_REQUESTS = [
+    (b'{"body": {}}', "line 2: custom_id must be a text, found None"),
+    (b'{"custom_id": 5, "body": {}}', "custom_id must be a text, found 5"),
+    (b'{"custom_id": "", "body": {}}', "custom_id must be a text, found ''"),
+    (b'{"custom_id": "x"}', "line 2: body must be an object, found None"),
+    (b'{"custom_id": "x", "body": "hi"}', "body must be an object, found 'hi'"),
+    (b"{", "line 2: not valid JSON"),
+]
+REQUEST = json.dumps(BATCH_LINE).encode()
+
+
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("name", "before", "broken", "after", "where", "problem"),
     [
-        ('{"body": {}}', "line 2: custom_id must be a text, found None"),
-        ('{"custom_id": 5, "body": {}}', "custom_id must be a text, found 5"),
-        ('{"custom_id": "", "body": {}}', "custom_id must be a text, found ''"),
-        ('{"custom_id": "x"}', "line 2: body must be an object, found None"),
-        ('{"custom_id": "x", "body": "hi"}', "body must be an object, found 'hi'"),
-        ("{", "line 2: not valid JSON"),
+        *(("x.jsonl", b'{"a": 1}\n', broken, b'\n{"a": 3}\n', {"a": [1, 3]}, problem) for broken, problem in BROKEN_LINES),
+        *(("x.csv", b'a,b\n"1\n1",2\n', broken, b"\n3,4\n", {"b": ["2", 4]}, problem) for broken, problem in BROKEN_CELLS),
+        *(("x.jsonl", REQUEST + b"\n", broken, b"\n" + REQUEST, {}, problem) for broken, problem in BROKEN_REQUESTS),
+        ("x.json", b'[{"a": 1}, ', b'"text"', b', {"a": 3}]', {}, "row 1 of the list: expected a JSON object, found 'text'"),
+        ("x.txt", b"  Hi there \r\n\n", b"\xff", b"\n{not json}", {}, "line 3: not UTF-8: byte 0xff at byte 1"),
     ],
-)
-def test_a_broken_batch_line_fails_alone(tmp_path: Path, line: str, problem: str) -> None:
-    path = write(tmp_path, "x.jsonl", json.dumps(BATCH_LINE) + f"\n{line}\n")
-    good, broken = rows_of(path)
-    assert good.error is None
-    assert problem in str(broken.error)
+)  # fmt: skip
+def test_a_broken_row_fails_alone(
+    tmp_path: Path,
+    name: str,
+    before: bytes,
+    broken: bytes,
+    after: bytes,
+    where: dict[str, Any],
+    problem: str,
+) -> None:
+    path = write(tmp_path, name, before + broken + after)
+    first, bad, last = rows_of(path, where=where)
+    assert (first.error, first.index, last.error, last.index) == (None, 0, None, 2)
+    assert first.fields
+    assert last.fields
+    assert (bad.index, bad.fields) == (1, {})
+    assert isinstance(bad.error, RequestError)
+    assert str(bad.error).startswith(f"{path} ")
+    assert problem in str(bad.error)
+    assert len(str(bad.error)) < 400
 
 
 def test_a_text_file_holds_a_prompt_a_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "x.txt", b"  Hi there \r\n\n{not json}\n\xff\nlast")
-    hi, braces, broken, last = rows_of(path)
-    assert [row.fields.get("prompt") for row in (hi, braces, last)] == [
-        "  Hi there ",
-        "{not json}",
-        "last",
-    ]
-    assert "line 4: not UTF-8: byte 0xff at byte 1" in str(broken.error)
+    rows = rows_of(write(tmp_path, "x.txt", b"  Hi there \r\n\n{not json}\nlast"))
+    assert [row.fields["prompt"] for row in rows] == ["  Hi there ", "{not json}", "last"]
 
 
 # Inputs that stop the run
