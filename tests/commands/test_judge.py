@@ -38,46 +38,45 @@ pytestmark = pytest.mark.slow
 NO_MODEL = {"kind": "openai-server", "model": "typo"}
 
 
+def cut_off(text: str) -> Refused:
+    """An answer that ``max_tokens`` has cut off."""
+    body = completion(text)
+    body["choices"][0]["finish_reason"] = "length"
+    return Refused(200, body)
+
+
+VERDICTS: list[tuple[list[str | Exception], float | None]] = [
+    (["[Score]: 80/100"], 0.8),
+    (["Score: 7"], 0.07),
+    (["I'd say [Score]: 90 / 100."], 0.9),
+    (["**[Score]:** 250/100"], 1.0),
+    (["hard to tell", "[Score]: 12.5"], 0.125),
+    (["no idea"], None),
+    (["**Score**: 85"], 0.85),
+    (["**[Score]**: 86/100"], 0.86),
+    (["Score: -5"], 0.0),
+    (["Score: .5"], 0.005),
+    (["[Score]: 3\nno, rather\n**[Score]: 4**"], 0.04),
+    (["Score: \u22125", "[Score]: 5"], 0.05),
+    ([cut_off("[Score]: 8")], None),
+    ([cut_off("[Score]: 85/100\nThe reason is that 1")], 0.85),
+]
+
+
 def test_a_judge_s_score_is_read_clamped_and_asked_for_again(tmp_path: Path) -> None:
-    judge = Judge(
-        {
-            "q0": ["[Score]: 80/100"],
-            "q1": ["Score: 7"],
-            "q2": ["I'd say [Score]: 90 / 100."],
-            "q3": ["**[Score]:** 250/100"],
-            "q4": ["hard to tell", "[Score]: 12.5"],
-            "q5": ["no idea"],
-            "q6": ["**Score**: 85"],
-            "q7": ["**[Score]**: 86/100"],
-            "q8": ["Score: -5"],
-            "q9": ["Score: .5"],
-            "q10": ["[Score]: 3\nno, rather\n**[Score]: 4**"],
-            "q11": ["Score: \u22125", "[Score]: 5"],
-        }
-    )
+    judge = Judge({f"q{n}": verdicts for n, (verdicts, _) in enumerate(VERDICTS)})
     with serving(judge) as server:
-        folder = run(judged_job(tmp_path, server, counted(12)))
-    assert {name: scores["judge"] for name, (_, scores) in scored(folder).items()} == {
-        "q0": 0.8,
-        "q1": 0.07,
-        "q2": 0.9,
-        "q3": 1.0,
-        "q4": 0.125,
-        "q5": None,
-        "q6": 0.85,
-        "q7": 0.86,
-        "q8": 0.0,
-        "q9": 0.005,
-        "q10": 0.04,
-        "q11": 0.05,
-    }
+        folder = run(judged_job(tmp_path, server, counted(len(VERDICTS))))
+    expected = [score for _, score in VERDICTS]
+    found = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
+    assert found == {f"q{n}": score for n, score in enumerate(expected)}
     again = {"q4": 2, "q5": 3, "q11": 2}
-    assert judge.asked == {f"q{n}": again.get(f"q{n}", 1) for n in range(12)}
+    assert judge.asked == {f"q{n}": again.get(f"q{n}", 1) for n in range(len(VERDICTS))}
     assert any(prompt.startswith("JUDGE q0 0 / 0") for prompt in judge.prompts)
-    found = score_run(folder, say=quiet).to_json()["overall"]
-    scores = [80, 7, 90, 100, 12.5, 85, 86, 0, 0.5, 4, 5]
-    assert found["judge"] == pytest.approx(sum(scores) / 11)
-    assert found["unscored_by"] == {"judge": 1}
+    overall = score_run(folder, say=quiet).to_json()["overall"]
+    known = [100 * score for score in expected if score is not None]
+    assert overall["judge"] == pytest.approx(sum(known) / len(known))
+    assert overall["unscored_by"] == {"judge": 2}
 
 
 def test_a_blank_answer_is_not_judged(tmp_path: Path) -> None:
@@ -93,18 +92,6 @@ def test_a_blank_answer_is_not_judged(tmp_path: Path) -> None:
         folder = run(judged_job(tmp_path, server, engine=engine(server), sampling={"n": 2}))
     assert scored(folder) == {f"q{n}": (None, {"em": None, "judge": None}) for n in range(3)}
     assert not judge.asked
-
-
-def test_a_score_that_max_tokens_may_have_cut_is_none(tmp_path: Path) -> None:
-    cut = completion("[Score]: 8")
-    cut["choices"][0]["finish_reason"] = "length"
-    later = completion("[Score]: 85/100\nThe reason is that 1")
-    later["choices"][0]["finish_reason"] = "length"
-    judge = Judge({"q0": [Refused(200, cut)], "q1": [Refused(200, later)], "q2": ["[Score]: 8"]})
-    with serving(judge) as server:
-        folder = run(judged_job(tmp_path, server))
-    scores = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
-    assert scores == {"q0": None, "q1": 0.85, "q2": 0.08}
 
 
 def test_a_judgement_is_paid_for_once(tmp_path: Path) -> None:

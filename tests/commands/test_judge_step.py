@@ -61,42 +61,35 @@ def test_the_answers_of_a_step_are_the_scores(tmp_path: Path) -> None:
     assert not (folder / FOLDER).exists()
 
 
-def test_a_step_with_an_extractor_of_its_own_gives_what_that_reads(tmp_path: Path) -> None:
-    judge = Judge({"q0": ["first 2, then 7.5"], "q2": ["none"], "q3": ["-3"]})
-    with serving(judge) as server:
-        folder = run(job_with_steps(tmp_path, server, extract="number"))
-    scores = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
-    assert scores == {"q0": 0.75, "q1": None, "q2": None, "q3": 0.0}
+def cut_off(text: str) -> Refused:
+    body = completion(text)
+    body["choices"][0]["finish_reason"] = "length"
+    return Refused(200, body)
 
 
-@pytest.mark.parametrize(("its", "score"), [({}, None), ({"extract": "number"}, 0.1)])
-def test_a_score_that_max_tokens_may_have_cut_is_none_unless_the_step_has_an_extractor(
-    tmp_path: Path, its: dict[str, Any], score: float | None
+NUMBER, REGEX = {"extract": "number"}, {"extract": "regex", "pattern": r"Verdict=(\d+)"}
+CUT = {name: [cut_off(f"Score: {text}")] for name, text in (("q0", "1"), ("q2", "5/"), ("q3", "1"))}
+BOTH = {"q0": ["Score: 3 so far. Verdict=8"], "q2": ["Score: 3 so far."], "q3": ["Verdict=2"]}
+
+
+@pytest.mark.parametrize(
+    ("its", "said", "expected"),
+    [
+        (NUMBER, {"q0": ["2, then 7.5"], "q2": ["none"], "q3": ["-3"]}, [0.75, None, None, 0.0]),
+        ({}, CUT, [None, None, 0.5, None]),
+        (NUMBER, CUT, [0.1, None, 0.5, 0.1]),
+        (REGEX, BOTH, [0.8, None, None, 0.2]),
+        ({"scorers": ["em"], "reference": "a"}, BOTH, [0.3, None, 0.3, None]),
+    ],
+    ids=["extractor", "cut off", "one digit, as max_tokens says", "pattern", "scored otherwise"],
+)
+def test_a_verdict_is_read_in_one_way_alone(
+    tmp_path: Path, its: dict[str, Any], said: Any, expected: list[float | None]
 ) -> None:
-    """With that, ``max_tokens = 1`` is how one asks for a digit."""
-    cut, whole = completion("Score: 1"), completion("Score: 5/")
-    for body in (cut, whole):
-        body["choices"][0]["finish_reason"] = "length"
-    judge = Judge(
-        {"q0": [Refused(200, cut)], "q2": [Refused(200, whole)], "q3": [Refused(200, cut)]}
-    )
-    with serving(judge) as server:
-        folder = run(job_with_steps(tmp_path, server, **its))
-    scores = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
-    assert scores == {"q0": score, "q1": None, "q2": 0.5, "q3": score}
-
-
-def test_a_verdict_is_read_in_one_way_alone(tmp_path: Path) -> None:
     """By the step's extractor; without one as a judge's text, whatever else scores the step."""
-    said = {"q0": ["Score: 3 so far. Verdict=8"], "q2": ["Score: 3 so far."], "q3": ["Verdict=2"]}
-    regex = {"extract": "regex", "pattern": r"Verdict=(\d+)"}
-    found = []
-    for name, its in (("regex", regex), ("text", {"scorers": ["em"], "reference": "a"})):
-        (tmp_path / name).mkdir()
-        with serving(Judge(said)) as server:
-            folder = run(job_with_steps(tmp_path / name, server, **its))
-        found.append([scores["judge"] for _, scores in scored(folder).values()])
-    assert found == [[0.8, None, None, 0.2], [0.3, None, 0.3, None]]
+    with serving(Judge(said)) as server:
+        folder = run(job_with_steps(tmp_path, server, **its))
+    assert [scores["judge"] for _, scores in scored(folder).values()] == expected
 
 
 def test_a_finished_run_is_scored_by_its_steps_without_asking_again(tmp_path: Path) -> None:

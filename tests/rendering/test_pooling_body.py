@@ -58,25 +58,6 @@ def test_what_is_embedded_is_a_text_or_a_chat(body: Any, messages: Any, text: st
     assert input_of(body) == (messages, text)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("tea", "body: found str, expected an object"),
-        ({}, "neither input nor messages"),
-        ({"input": ["tea", "coffee"]}, "2 texts; a row has one answer"),
-        ({"messages": [CHAT, CHAT, CHAT]}, "3 conversations"),
-        ({"input": [[1, 2], [3]]}, "2 lists"),
-        ({"input": [1, 2]}, "found [1, 2], expected a text"),
-        ({"input": []}, "found [], expected a text"),
-        ({"input": {"text": "tea"}}, "expected a text"),
-    ],
-)
-def test_what_has_no_vector_of_its_own_is_refused(body: Any, message: str) -> None:
-    with pytest.raises(RequestError) as refused:
-        input_of(body)
-    assert message in str(refused.value)
-
-
 @pytest.mark.parametrize("query", ["query", "queries", "text_1", "data_1"])
 @pytest.mark.parametrize("documents", ["documents", "items", "text_2", "data_2"])
 def test_the_sides_of_a_pair_have_vllms_names(query: str, documents: str) -> None:
@@ -88,22 +69,38 @@ def test_the_sides_of_a_pair_have_vllms_names(query: str, documents: str) -> Non
     )
 
 
+NO_INPUT: list[tuple[Any, str]] = [
+    ("tea", "body: found str, expected an object"),
+    ({}, "neither input nor messages"),
+    ({"input": ["tea", "coffee"]}, "2 texts; a row has one answer"),
+    ({"messages": [CHAT, CHAT, CHAT]}, "3 conversations"),
+    ({"input": [[1, 2], [3]]}, "2 lists"),
+    ({"input": [1, 2]}, "found [1, 2], expected a text"),
+    ({"input": []}, "found [], expected a text"),
+    ({"input": {"text": "tea"}}, "expected a text"),
+]
+NO_PAIR: list[tuple[Any, str]] = [
+    ([], "body: found list"),
+    ({"documents": ["a"]}, "has none of query, queries"),
+    ({"query": "tea"}, "has none of documents, items"),
+    ({"query": "tea", "documents": []}, "has no documents"),
+    ({"queries": ["a", "b"], "documents": ["a", "b"]}, "2 queries; a row has one query"),
+    ({"query": 3, "documents": ["a"]}, "found 3, expected text"),
+    ({"query": "tea", "documents": ["a", None]}, "found None, expected text"),
+    ({"query": "tea", "documents": [{"text": "a"}]}, "expected text, or"),
+]
+
+
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("read", "body", "message"),
     [
-        ([], "body: found list"),
-        ({"documents": ["a"]}, "has none of query, queries"),
-        ({"query": "tea"}, "has none of documents, items"),
-        ({"query": "tea", "documents": []}, "has no documents"),
-        ({"queries": ["a", "b"], "documents": ["a", "b"]}, "2 queries; a row has one query"),
-        ({"query": 3, "documents": ["a"]}, "found 3, expected text"),
-        ({"query": "tea", "documents": ["a", None]}, "found None, expected text"),
-        ({"query": "tea", "documents": [{"text": "a"}]}, "expected text, or"),
+        *((input_of, *case) for case in NO_INPUT),
+        *((sides_of, *case) for case in NO_PAIR),
     ],
 )
-def test_what_is_no_pair_is_refused(body: Any, message: str) -> None:
+def test_what_can_not_be_answered_is_refused(read: Any, body: Any, message: str) -> None:
     with pytest.raises(RequestError) as refused:
-        sides_of(body)
+        read(body)
     assert message in str(refused.value)
 
 

@@ -74,17 +74,6 @@ def test_templates_are_filled_from_the_row_and_from_vars() -> None:
     assert found.media_bytes == 0
 
 
-def test_undefined_name_is_named_with_the_names_there_are() -> None:
-    message = refusal(
-        TemplateError, {"title": "x", "body_text": "y"}, prompt={"user": "{{ titel }}"}
-    )
-    assert message == "'titel' is undefined; the row has title, body_text; did you mean 'title'?"
-    assert "no fields" in refusal(TemplateError, {}, prompt={"user": "{{ x }}"})
-    assert "'dict object' has no attribute 'b'" in refusal(
-        TemplateError, {"x": {"a": 1}}, prompt={"user": "{{ x.b }}"}
-    )
-
-
 def test_conditions_loops_and_filters_work() -> None:
     template = "{% for c in cells if c %}{{ c | upper }};{% endfor %}{{ note is defined }}"
     assert user_text({"cells": ["a", "", "b"]}, prompt={"user": template}) == "A;B;False"
@@ -217,29 +206,6 @@ def test_row_may_have_columns_of_any_name(column: str, media: dict[str, Any]) ->
     assert outline(render(fields, prompt={"images": ["{{ a }}"]}, media=media)) == [RED]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"a": None}, "no image"),
-        ({"a": ""}, "no image"),
-        ({"a": []}, "no image"),
-        ({"a": "no.png"}, "no.png"),
-        ({"a": "../x.png"}, "root"),
-        ({"a": b"no image"}, "is not an image that can be read"),
-        ({"a": 3}, "an image is a path"),
-        ({"a": np.zeros((2, 2, 3))}, "an image is a path"),
-    ],
-)
-def test_wrong_images_are_errors_of_their_row(
-    fields: dict[str, Any], words: str, media: dict[str, Any]
-) -> None:
-    prompt = {"user": "u", "images": ["{{ a }}"]}
-    assert words in refusal(MediaError, fields, prompt=prompt, media=media)
-    message = refusal(TemplateError, {"b": "x"}, prompt=prompt, media=media)
-    assert "prompt.images.0" in message
-    assert "the row has b" in message
-
-
 # Rows that bring their own messages
 
 
@@ -267,34 +233,6 @@ def test_messages_row_is_sent_with_its_images_loaded(media: dict[str, Any]) -> N
     assert outline(found) == ["What?", BLUE, RED, BLUE]
     assert found.messages[0] == {"role": "system", "content": "s"}
     assert messages[1]["content"][1]["type"] == "image_url", "the row itself stays as it was"  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        None,
-        [],
-        "hello",
-        ["hello"],
-        [{"content": "x"}],
-        [{"role": 1, "content": "x"}],
-        [{"role": "user"}],
-        [{"role": "user", "content": 3}],
-        [{"role": "user", "content": ["x"]}],
-        [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "user", "content": [{"type": "video", "video": "x"}]}],
-        [{"role": "user", "content": [{"type": ["image"]}]}],
-    ],
-)
-def test_wrong_messages_are_errors_of_their_row(messages: Any) -> None:
-    assert refusal(RequestError, {"messages": messages}).startswith("messages: ")
-    assert refusal(RequestError, {"body": {"messages": messages}})
-
-
-def test_row_that_says_nothing_fails_with_the_names_it_has() -> None:
-    message = refusal(TemplateError, {"question": "x"})
-    assert "prompt.user is not set" in message
-    assert "question" in message
 
 
 # OpenAI bodies
@@ -349,30 +287,6 @@ def test_completions_body_sends_plain_text() -> None:
     assert render({"body": {"prompt": ["Once"]}}).prompt == "Once"
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (5, "found int"),
-        ({}, "neither messages nor a text prompt"),
-        ({"prompt": ["a", "b"]}, "neither messages nor a text prompt"),
-        ({"prompt": [1, 2]}, "neither messages nor a text prompt"),
-        ({**CHAT, "tools": [{}]}, "body.tools: [0].function: is missing"),
-        ({**CHAT, "functions": [{}]}, "body.functions: not supported"),
-        ({"prompt": "x", "best_of": 3}, "body.best_of: not supported"),
-        ({"prompt": "x", "echo": True}, "body.echo: not supported"),
-        ({**CHAT, "response_format": "json"}, "body.response_format"),
-        ({**CHAT, "response_format": {"type": "yaml"}}, "found type 'yaml'"),
-        ({**CHAT, "response_format": {"type": "json_schema"}}, "body.response_format"),
-        (
-            {**CHAT, "response_format": {"type": "json_schema", "json_schema": "x"}},
-            "body.response_format",
-        ),
-    ],
-)
-def test_body_that_asks_for_the_impossible_fails(body: Any, words: str) -> None:
-    assert words in refusal(RequestError, {"body": body})
-
-
 @pytest.mark.parametrize("job", [{}, {"prompt": {"system": "Be kind."}}])
 def test_a_column_called_body_beside_the_rows_own_prompt_sets_nothing(job: dict[str, Any]) -> None:
     own = {"prompt": "hi"} if job else {"messages": [{"role": "user", "content": "hi"}]}
@@ -386,6 +300,87 @@ def test_templates_win_over_what_the_row_brings() -> None:
     found = render(fields, prompt={"user": "{{ q }}"})
     assert found.messages == [{"role": "user", "content": "mine"}]
     assert found.sampling["temperature"] == 0.0
+
+
+# What is wrong with a row is its own error
+
+IMAGES = {"prompt": {"user": "u", "images": ["{{ a }}"]}}
+OWN = {"prompt": {"user": "u"}, "sampling": {"sampling_column": "params"}}
+SCHEMA = {"type": "json_schema"}
+OF_TEMPLATES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"title": "x", "body_text": "y"},
+        {"prompt": {"user": "{{ titel }}"}},
+        "'titel' is undefined; the row has title, body_text; did you mean 'title'?",
+    ),
+    ({}, {"prompt": {"user": "{{ x }}"}}, "no fields"),
+    ({"x": {"a": 1}}, {"prompt": {"user": "{{ x.b }}"}}, "'dict object' has no attribute 'b'"),
+    ({"b": "x"}, IMAGES, "prompt.images.0: '{{ a }}' is undefined; the row has b"),
+    ({"question": "x"}, {}, "prompt.user is not set, and the row has no prompt"),
+    ({"question": "x"}, {}, "it has question"),
+]
+OF_MEDIA: list[tuple[Any, str]] = [
+    (None, "no image"),
+    ("", "no image"),
+    ([], "no image"),
+    ("no.png", "no.png"),
+    ("../x.png", "root"),
+    (b"no image", "is not an image that can be read"),
+    (3, "an image is a path"),
+    (np.zeros((2, 2, 3)), "an image is a path"),
+]
+NO_MESSAGES: list[Any] = [
+    None,
+    [],
+    "hello",
+    ["hello"],
+    [{"content": "x"}],
+    [{"role": 1, "content": "x"}],
+    [{"role": "user"}],
+    [{"role": "user", "content": 3}],
+    [{"role": "user", "content": ["x"]}],
+    [{"role": "user", "content": [{"type": "text"}]}],
+    [{"role": "user", "content": [{"type": "video", "video": "x"}]}],
+    [{"role": "user", "content": [{"type": ["image"]}]}],
+]
+NO_BODIES: list[tuple[Any, str]] = [
+    (5, "found int"),
+    ({}, "neither messages nor a text prompt"),
+    ({"prompt": ["a", "b"]}, "neither messages nor a text prompt"),
+    ({"prompt": [1, 2]}, "neither messages nor a text prompt"),
+    ({**CHAT, "tools": [{}]}, "body.tools: [0].function: is missing"),
+    ({**CHAT, "functions": [{}]}, "body.functions: not supported"),
+    ({"prompt": "x", "best_of": 3}, "body.best_of: not supported"),
+    ({"prompt": "x", "echo": True}, "body.echo: not supported"),
+    ({**CHAT, "response_format": "json"}, "body.response_format"),
+    ({**CHAT, "response_format": {"type": "yaml"}}, "found type 'yaml'"),
+    ({**CHAT, "response_format": SCHEMA}, "body.response_format"),
+    ({**CHAT, "response_format": {**SCHEMA, "json_schema": "x"}}, "body.response_format"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "tables", "words"),
+    [
+        *((TemplateError, *case) for case in OF_TEMPLATES),
+        *((MediaError, {"a": image}, IMAGES, words) for image, words in OF_MEDIA),
+        *((RequestError, {"messages": wrong}, {}, "messages: ") for wrong in NO_MESSAGES),
+        *((RequestError, {"body": {"messages": wrong}}, {}, "") for wrong in NO_MESSAGES),
+        *((RequestError, {"body": wrong}, {}, words) for wrong, words in NO_BODIES),
+        *(
+            (RequestError, {"params": own}, OWN, f"params: found {own!r}, expected a table")
+            for own in ("{", "[1]", "hot", 3, ["a"], True)
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_its_own_error(
+    kind: type[RowError],
+    fields: dict[str, Any],
+    tables: dict[str, Any],
+    words: str,
+    media: dict[str, Any],
+) -> None:
+    assert words in refusal(kind, fields, media=media, **tables)
 
 
 # Sampling
@@ -409,17 +404,6 @@ def test_a_number_that_pandas_lacks_in_a_rows_own_sampling_leaves_the_jobs() -> 
     found = [render({"params": params}, **tables).sampling for params in [*own, float("nan")]]
     jobs = {"temperature": 0.0, "max_tokens": 9}
     assert found == [{**jobs, "temperature": 0.5}, {**jobs, "top_p": 0.9}, jobs]
-
-
-@pytest.mark.parametrize("own", ["{", "[1]", "hot", 3, ["a"], True])
-def test_sampling_that_is_no_table_fails_its_row(own: Any) -> None:
-    message = refusal(
-        RequestError,
-        {"params": own},
-        prompt={"user": "u"},
-        sampling={"sampling_column": "params"},
-    )
-    assert message.startswith(f"params: found {own!r}, expected a table")
 
 
 def test_an_adjustment_in_place_stays_with_its_row() -> None:

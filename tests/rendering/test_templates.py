@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import os
 import resource
@@ -85,51 +86,72 @@ def test_what_is_bounded_by_the_row_needs_no_process(source: str) -> None:
     before = psutil.Process().children()
     here = plain.text(FIELDS)
     assert psutil.Process().children() == before
-    # The same from a process: a macro that is never called makes it one that nobody looks through.
-    apart = template("{% macro m() %}{% endmacro %}" + source)
+    apart = template(MACRO + source)
     assert apart.is_apart
     assert apart.text(FIELDS) == here
 
 
-def test_errors_are_the_same_from_a_process() -> None:
-    for source, words in (
-        ("{{ nowhere }}", "'nowhere' is undefined; the row has text, n"),
-        ("{{ text.nowhere }}", "no attribute 'nowhere'"),
-        ("{{ n // 0 }}", "ZeroDivisionError"),
-        ("{{ text.__class__.__mro__ }}", "unsafe"),
-    ):
-        for given_source in (source, "{% macro m() %}{% endmacro %}" + source):
-            with pytest.raises(TemplateError, match=words):
-                template(given_source).text({"text": "a", "n": 1})
+MACRO = "{% macro m() %}{% endmacro %}"  # makes a template one that a process renders
+LOOP = "{% for f in facts %}{{ f }}{{ n }}{% endfor %}"
+ADS = {"ads": [{"copy": "Buy!"}, {"copy": "Now!"}], "none": {}}
+ORDER = {"order": {"items": [1]}, "text": "a", "day": datetime.date(2026, 11, 22)}
+NAMES = ("range", "dict", "namespace", "cycler", "joiner", "lipsum")
+OPTIONAL = "{% if NAME is defined %}{{ NAME }}{% endif %}{{ NAME | d('-') }}"
 
 
-@pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
+@pytest.mark.parametrize("before", ["", MACRO])
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "fields", "expected"),
     [
-        ("{{ order.items }}", r"a method of dict; .* write \['items'\]"),
-        ("{{ text.title }}", r"a method of str; .* write \['title'\]"),
-        ("{{ day.ctime }}", "a method of date"),
+        ("{{ order['items'] }}", ORDER, "[1]"),
+        ("{{ ads | map(attribute='copy') | join(' ') }}", ADS, "Buy! Now!"),
+        ("{{ ads[0].copy()['copy'] | upper }}", ADS, "BUY!"),
+        ("{{ none['copy'] | default('-') }}", ADS, "-"),
+        (
+            "{{ tags | indent }} {{ text | indent }}",
+            {"tags": ["a", "b"], "text": "a\nb"},
+            "['a', 'b'] a\n    b",
+        ),
+        ("{% for i in range(3) %}{{ i }}{% endfor %}", {"n": 1}, "012"),
+        *(("{{ " + name + " }}", {name: "10-20"}, "10-20") for name in NAMES),
+        *((LOOP + "{{ " + name + " }}", {name: "x", "facts": [], "n": 1}, "x") for name in NAMES),
+        *((OPTIONAL.replace("NAME", name), {"n": 1}, "-") for name in NAMES),
     ],
 )
-def test_a_method_is_no_text(source: str, words: str, before: str) -> None:
-    """Jinja finds it where a row has a field of that name, or lacks one; its text is an address."""
-    fields = {"order": {"items": [1]}, "text": "a", "day": datetime.date(2026, 11, 22)}
+def test_a_value_is_the_same_from_a_process(
+    source: str, fields: dict[str, Any], expected: str, before: str
+) -> None:
+    """A key in brackets is no method; a field called like a function of Jinja's is the field; and no filter
+    changes what the row holds."""
+    as_it_was = copy.deepcopy(fields)
+    assert template(before + source).text(fields) == expected
+    assert fields == as_it_was
+
+
+@pytest.mark.parametrize("before", ["", MACRO])
+@pytest.mark.parametrize(
+    ("source", "fields", "words"),
+    [
+        ("{{ nowhere }}", {"text": "a", "n": 1}, "'nowhere' is undefined; the row has text, n"),
+        ("{{ text.nowhere }}", ORDER, "no attribute 'nowhere'"),
+        ("{{ n // 0 }}", {"n": 1}, "ZeroDivisionError"),
+        ("{{ text.__class__.__mro__ }}", ORDER, "unsafe"),
+        ("{{ order.items }}", ORDER, r"a method of dict; .* write \['items'\]"),
+        ("{{ text.title }}", ORDER, r"a method of str; .* write \['title'\]"),
+        ("{{ day.ctime }}", ORDER, "a method of date"),
+        ("{{ none['copy'] | upper }}", ADS, "no attribute 'copy'"),
+        *(
+            ("{{ " + name + " }}", {"n": 1}, f"'{name}' is undefined; the row has n")
+            for name in NAMES
+        ),
+    ],
+)
+def test_an_error_is_the_same_from_a_process(
+    source: str, fields: dict[str, Any], words: str, before: str
+) -> None:
+    """Jinja finds a method where a row has a field of that name, or lacks one; its text is an address."""
     with pytest.raises(TemplateError, match=words):
         template(before + source).text(fields)
-    assert template(before + "{{ order['items'] }}").text(fields) == "[1]"
-
-
-@pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
-def test_a_key_in_brackets_is_never_a_method(before: str) -> None:
-    row = {"ads": [{"copy": "Buy!"}, {"copy": "Now!"}], "none": {}}
-    assert (
-        template(before + "{{ ads | map(attribute='copy') | join(' ') }}").text(row) == "Buy! Now!"
-    )
-    assert template(before + "{{ ads[0].copy()['copy'] | upper }}").text(row) == "BUY!"
-    assert template(before + "{{ none['copy'] | default('-') }}").text(row) == "-"
-    with pytest.raises(TemplateError, match="no attribute 'copy'"):
-        template(before + "{{ none['copy'] | upper }}").text(row)
 
 
 @pytest.mark.parametrize("keeps_type", [False, True])
@@ -192,40 +214,6 @@ def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
     run.wait()
     run.stdout.close()
     until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-
-
-@pytest.mark.parametrize("name", ["range", "dict", "namespace", "cycler", "joiner", "lipsum"])
-@pytest.mark.parametrize(
-    "before",
-    ["", "{% for f in facts %}{{ f }}{{ n }}{% endfor %}", "{% macro m() %}{% endmacro %}"],
-)
-def test_a_field_called_like_a_function_of_jinja_is_the_field(name: str, before: str) -> None:
-    found = template(before + "{{ " + name + " }}").text({name: "10-20", "facts": [], "n": 1})
-    assert found == "10-20"
-
-
-@pytest.mark.parametrize("name", ["range", "dict", "namespace", "cycler", "joiner", "lipsum"])
-@pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
-def test_a_row_that_lacks_a_field_called_like_a_function_of_jinja_has_none(
-    name: str, before: str
-) -> None:
-    with pytest.raises(TemplateError, match=f"'{name}' is undefined; the row has n"):
-        template(before + "{{ " + name + " }}").text({"n": 1})
-    optional = f"{{% if {name} is defined %}}{{{{ {name} }}}}{{% endif %}}{{{{ {name} | d('-') }}}}"
-    assert template(before + optional).text({"n": 1}) == "-"
-
-
-def test_a_function_of_jinja_can_be_called_where_no_field_has_its_name() -> None:
-    assert template("{% for i in range(3) %}{{ i }}{% endfor %}").text({"n": 1}) == "012"
-
-
-@pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
-def test_indenting_changes_nothing_that_the_row_holds(before: str) -> None:
-    row = {"tags": ["a", "b"], "text": "a\nb"}
-    assert template(before + "{{ tags | indent }} {{ text | indent }}").text(row) == (
-        "['a', 'b'] a\n    b"
-    )
-    assert row == {"tags": ["a", "b"], "text": "a\nb"}
 
 
 def test_a_process_that_dies_while_it_answers_fails_the_row_alone() -> None:
