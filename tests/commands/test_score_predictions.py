@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,12 @@ def test_predictions_that_can_t_be_used_name_the_place(
     with pytest.raises(JobError) as refused:
         score_predictions(job(tmp_path, ROWS), path, quiet)
     assert message in str(refused.value)
+
+
+def test_predictions_in_a_pipe_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "made.jsonl")
+    with pytest.raises(JobError, match=r"made\.jsonl: can't be read: it is a named pipe"):
+        score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
 
 
 def test_an_id_that_names_two_rows_takes_no_prediction(tmp_path: Path) -> None:

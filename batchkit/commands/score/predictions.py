@@ -13,6 +13,7 @@ from batchkit.commands import Say
 from batchkit.commands.score import check_scoring
 from batchkit.commands.score.deferred import deferred_scores
 from batchkit.commands.score.judge import Answered
+from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.execution.first_rows import scoring_hints
@@ -192,7 +193,8 @@ def _text(value: Any) -> str | None:
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each entry, and its place for error messages."""
     try:
-        data = path.read_bytes().removeprefix(BOM_UTF8)
+        with open_regular(path) as file:
+            data = file.readall().removeprefix(BOM_UTF8)
     except FileNotFoundError:
         raise JobError(f"--predictions {path}: no such file") from None
     except OSError as error:
