@@ -139,12 +139,6 @@ def test_file_of_any_format_may_be_compressed(
     assert count_rows(table(packed)) == 4
 
 
-def test_a_compressed_file_is_read_by_its_inner_suffix(tmp_path: Path) -> None:
-    path = write(tmp_path, "rows.JSONL.gz", gzip.compress(b'{"a": 1}\n{"a": 2}\n'))
-    assert [row.fields for row in rows_of(path)] == [{"a": 1}, {"a": 2}]
-    assert count_rows(table(path)) == 2
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_urls_go_through_fsspec(tmp_path: Path, name: str) -> None:
     path = write_rows(tmp_path, name)
@@ -158,12 +152,6 @@ def test_urls_go_through_fsspec(tmp_path: Path, name: str) -> None:
 
 
 # JSON lines
-
-
-def test_blank_lines_bom_and_crlf_are_no_rows(tmp_path: Path) -> None:
-    path = write(tmp_path, "x.jsonl", b'\xef\xbb\xbf\r\n{"a": 1}\r\n\r\n \t\r\n{"a": "\xc3\xa9"}')
-    assert [(row.index, row.fields) for row in rows_of(path)] == [(0, {"a": 1}), (1, {"a": "é"})]
-    assert count_rows(table(path)) == 2
 
 
 def test_skipped_lines_are_not_parsed(tmp_path: Path) -> None:
@@ -196,49 +184,7 @@ def test_json_lines_round_trip(
     assert count_rows(source) == len(rows)
 
 
-# CSV
-
-
-def test_csv_cells_hold_separators_quotes_and_line_ends(tmp_path: Path) -> None:
-    text = '\ufeffq,a\r\n"one, ""two""\r\nthree",é\r\n\r\n,\r\n'
-    rows = rows_of(write(tmp_path, "x.csv", text))
-    assert [row.fields for row in rows] == [
-        {"q": 'one, "two"\r\nthree', "a": "é"},
-        {"q": "", "a": ""},
-    ]
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r\r\n"])
-def test_csv_lines_have_one_of_the_usual_ends(tmp_path: Path, end: str) -> None:
-    text = end.join(["q,a", '"one\r2","3\n4"', "5,6", ""])
-    rows = rows_of(write(tmp_path, "x.csv", text.encode()))
-    assert [row.fields for row in rows] == [{"q": "one\r2", "a": "3\n4"}, {"q": "5", "a": "6"}]
-
-
-def test_tsv_is_separated_by_tabs(tmp_path: Path) -> None:
-    [row] = rows_of(write(tmp_path, "x.tsv", "a\tb\n1,5\t2\n"))
-    assert row.fields == {"a": "1,5", "b": "2"}
-
-
-def test_a_csv_cell_may_be_larger_than_the_csv_modules_own_limit(tmp_path: Path) -> None:
-    [row] = rows_of(write(tmp_path, "x.csv", "a\n" + "x" * 1_000_000 + "\n"))
-    assert len(row.fields["a"]) == 1_000_000
-
-
 # JSON
-
-
-def test_json_records_stand_under_a_dotted_key(tmp_path: Path) -> None:
-    value = {"meta": {"n": [0]}, "data": {"queries": [{"a": 1, "b": 2.5}, {"a": 2**62}]}}
-    path = write(tmp_path, "x.json", json.dumps(value, indent=2))
-    rows = rows_of(path, records="data.queries")
-    assert [row.fields for row in rows] == [{"a": 1, "b": 2.5}, {"a": 2**62}]
-    assert [type(value) for value in rows[0].fields.values()] == [int, float]
-
-
-def test_an_empty_json_list_has_no_rows(tmp_path: Path) -> None:
-    assert rows_of(write(tmp_path, "x.json", "[]")) == []
-    assert rows_of(write(tmp_path, "y.json", '{"rows": []}'), records="rows") == []
 
 
 @pytest.mark.parametrize("tail", ['{"a": 2}, {"a"', '{"a": 2}, {"a": NaN}]', '{"a": 2}] x'])
@@ -282,23 +228,58 @@ BATCH_LINE = {
 }
 
 
-@pytest.mark.parametrize("format_name", ["auto", "openai-batch"])
-def test_openai_batch_is_recognised_and_named_by_custom_id(
-    tmp_path: Path, format_name: Any
+# What a file holds
+
+BATCH_FIELDS = {name: value for name, value in BATCH_LINE.items() if name != "method"}
+RECORDS = {"meta": {"n": [0]}, "data": {"queries": [{"a": 1, "b": 2.5}, {"a": 2**62}]}}
+USUAL = [{"q": "one\r2", "a": "3\n4"}, {"q": "5", "a": "6"}]
+
+
+def prompts(*texts: str) -> list[dict[str, str]]:
+    return [{"prompt": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys", "expected"),
+    [
+        ("x.jsonl", b'\xef\xbb\xbf\r\n{"a": 1}\r\n\r\n \t\r\n{"a": "\xc3\xa9"}', {}, [{"a": 1}, {"a": "é"}]),
+        ("x.JSONL.gz", gzip.compress(b'{"a": 1}\n{"a": 2}\n'), {}, [{"a": 1}, {"a": 2}]),
+        (
+            "x.csv",
+            '\ufeffq,a\r\n"one, ""two""\r\nthree",é\r\n\r\n,\r\n'.encode(),
+            {},
+            [{"q": 'one, "two"\r\nthree', "a": "é"}, {"q": "", "a": ""}],
+        ),
+        *(
+            ("x.csv", end.join(["q,a", '"one\r2","3\n4"', "5,6", ""]).encode(), {}, USUAL)
+            for end in ("\n", "\r\n", "\r\r\n")
+        ),
+        ("x.tsv", b"a\tb\n1,5\t2\n", {}, [{"a": "1,5", "b": "2"}]),
+        ("x.csv", b"a\n" + b"x" * 1_000_000 + b"\n", {}, [{"a": "x" * 1_000_000}]),
+        ("x.json", json.dumps(RECORDS, indent=2).encode(), {"records": "data.queries"}, RECORDS["data"]["queries"]),
+        ("x.json", b"[]", {}, []),
+        ("x.json", b'{"rows": []}', {"records": "rows"}, []),
+        ("x.txt", b"  Hi there \r\n\n{not json}\nlast", {}, prompts("  Hi there ", "{not json}", "last")),
+        ("x.jsonl", b"\n" + json.dumps(BATCH_LINE).encode() + b"\n", {}, [BATCH_FIELDS]),
+        ("x.jsonl", json.dumps(BATCH_LINE).encode(), {"format": "openai-batch"}, [BATCH_FIELDS]),
+        ("x.jsonl", json.dumps(BATCH_LINE).encode(), {"format": "jsonl"}, [BATCH_LINE]),
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_what_a_file_holds(
+    tmp_path: Path, name: str, content: bytes, keys: dict[str, Any], expected: list[Any]
 ) -> None:
-    path = write(tmp_path, "x.jsonl", "\n" + json.dumps(BATCH_LINE) + "\n")
-    [row] = rows_of(path, format=format_name)
-    assert row.id == "r-1"
-    assert row.fields == {
-        "custom_id": "r-1",
-        "url": "/v1/chat/completions",
-        "body": BATCH_LINE["body"],
-    }
-
-
-def test_stated_jsonl_is_not_taken_for_a_batch(tmp_path: Path) -> None:
-    path = write(tmp_path, "x.jsonl", json.dumps(BATCH_LINE))
-    assert rows_of(path, format="jsonl")[0].fields == BATCH_LINE
+    path = write(tmp_path, name, content)
+    rows = rows_of(path, **keys)
+    assert [row.fields for row in rows] == expected
+    assert [row.index for row in rows] == [*range(len(rows))]
+    for row, fields in zip(rows, expected, strict=True):
+        assert {key: type(value) for key, value in row.fields.items()} == {
+            key: type(value) for key, value in fields.items()
+        }
+    assert count_rows(table(path, **keys)) == len(expected)
+    batch = [row.id for row in rows if expected == [BATCH_FIELDS]]
+    assert batch in ([], ["r-1"])
 
 
 # A row that is broken fails alone
@@ -362,11 +343,6 @@ def test_a_broken_row_fails_alone(
     assert str(bad.error).startswith(f"{path} ")
     assert problem in str(bad.error)
     assert len(str(bad.error)) < 400
-
-
-def test_a_text_file_holds_a_prompt_a_line(tmp_path: Path) -> None:
-    rows = rows_of(write(tmp_path, "x.txt", b"  Hi there \r\n\n{not json}\nlast"))
-    assert [row.fields["prompt"] for row in rows] == ["  Hi there ", "{not json}", "last"]
 
 
 # Inputs that stop the run
