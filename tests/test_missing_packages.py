@@ -37,7 +37,7 @@ import os, signal, sys
 
 class Broken:
     def find_spec(self, name, path=None, target=None):
-        if name == "vllm" and "batchkit.engines.process.child" in sys.orig_argv:
+        if name == "vllm" and "batchkit.engines.process.child" in sys.argv:
             {happens}
 
 sys.meta_path.insert(0, Broken())

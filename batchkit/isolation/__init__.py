@@ -2,5 +2,5 @@
 
 ``server`` forks such processes, each from one that has imported what they need, and ``client`` asks
 them. A handler is a module with a function ``main``, which gets a connection to the client:
-``pdf_child`` here, others beside what they serve. ``confine`` takes all rights from a process.
+``pdf_child`` here, others beside what they serve; an engine that holds a model is one, too. ``confine`` takes all rights from a process.
 """

@@ -13,13 +13,15 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 from batchkit.errors import EngineError
 from batchkit.isolation.server import FAILED, READY, START_S
 
 _END_S = 5.0
+_LAST_WORDS_S = 20.0  # a process with many libraries is slow to end
 _MOST_SAID = 2**13
 _FOLDER = "batchkit-isolation-"
 _servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
@@ -73,25 +75,74 @@ def server_of(handler: str, task: str) -> Server:
         return found
 
 
-class Server:
-    """A fork server. Any thread may use it. It ends with the process, or with this object."""
+def _bare(folder: str) -> dict[str, str]:
+    """No variable of this process's own, which may hold a secret, but the paths of libraries and
+    the time zone."""
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in os.environ}
+    return {
+        **kept,
+        "HOME": folder,
+        "TMPDIR": folder,
+        "MPLCONFIGDIR": folder,
+        "MPLBACKEND": "Agg",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",  # the same chart gets the same score
+        "PYTHONNOUSERSITE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
 
-    def __init__(self, handler: str, task: str) -> None:
+
+class Server:
+    """A fork server. Any thread may use it. It ends with the process, or with this object.
+
+    ``task``: what it is for, in words. ``arguments`` are for the handler. ``environment`` gives its variables;
+    its argument is the server's ``folder``, which is deleted with it. What is printed goes to ``output``.
+    ``start`` starts the process.
+    """
+
+    def __init__(
+        self,
+        handler: str,
+        task: str,
+        *arguments: str,
+        environment: Callable[[str], Mapping[str, str]] = _bare,
+        output: int | IO[bytes] = subprocess.DEVNULL,
+        start: type[subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
         """Raises Gone if it dies during its start, and EngineError if it can't be started."""
         self._task = task
         try:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 self.folder = tempfile.mkdtemp(prefix=_FOLDER)
-                self._process = _start(handler, theirs, self.folder)
+                words = (str(theirs.fileno()), self.folder, handler, *arguments)
+                self._process = start(
+                    [sys.executable, "-P", "-m", "batchkit.isolation.server", *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[theirs.fileno()],
+                    env={
+                        **environment(self.folder),
+                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    },
+                    process_group=0,  # Ctrl-C reaches only the run
+                )
         except OSError as error:
             raise self._not_started(error.strerror) from error
         self._end = weakref.finalize(self, _end, self._process, self._control, self.folder)
         try:
             self._await_start()
         except BaseException:
-            self._end()
+            self._process.kill()  # it may be in the middle of an import; there is no fork yet
+            self.close()
             raise
+
+    def close(self) -> None:
+        """End it and its forks. May be called twice."""
+        self._end()
 
     @property
     def is_alive(self) -> bool:
@@ -114,13 +165,14 @@ class Server:
                 fds = [its_life.fileno(), theirs.fileno()]
                 socket.send_fds(self._control, [READY], fds)
             except OSError as error:
-                raise Gone(None) from error
+                raise self._gone() from error
         child = Child(self, Connection(ours.detach()), life)
         said = life.recv(_MOST_SAID)
         if said.startswith(FAILED):
             raise self._not_started(said.removeprefix(FAILED).decode())
         if not said.startswith(READY):
             raise Gone(int(said) if said else None)
+        child.pid = int(said.removeprefix(READY))
         return child
 
     def _await_start(self) -> None:
@@ -135,10 +187,16 @@ class Server:
         except OSError:
             said = b""
         if not said:
-            raise Gone(None)
+            raise self._gone()
         if said != READY:
             raise self._not_started(said.removeprefix(FAILED).decode(errors="replace"))
         self._control.settimeout(None)
+
+    def _gone(self) -> Gone:
+        """It closed its end, so it is ending."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LAST_WORDS_S)
+        return Gone(self._process.returncode)
 
     def _not_started(self, reason: str | None) -> EngineError:
         return EngineError(f"no process for {self._task} could be started: {reason}")
@@ -152,6 +210,7 @@ class Child:
 
     def __init__(self, server: Server, connection: Connection, life: socket.socket) -> None:
         self.connection, self._life, self._server = connection, life, server
+        self.pid = 0
         self.returncode: int | None = None
         self._has_ended = False
         self._close = weakref.finalize(self, _close, connection, life)
@@ -186,13 +245,15 @@ class Child:
             self.returncode = int(code) if code else None
         return True
 
-    def end(self) -> None:
-        """Its server kills it: nothing more comes over its life from here."""
+    def end(self, timeout_s: float = _END_S) -> bool:
+        """Its server kills it: nothing more comes over its life from here. Returns whether it has ended
+        within ``timeout_s``."""
         with contextlib.suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)
-        self.has_ended(_END_S)
+        is_gone = self.has_ended(timeout_s)
         self._has_ended = True
         self._close()
+        return is_gone
 
 
 def _child_of_thread(handler: str, task: str) -> Child:
@@ -201,42 +262,6 @@ def _child_of_thread(handler: str, task: str) -> Child:
     if child is None or child.has_ended():
         child = children[handler] = server_of(handler, task).fork()
     return child
-
-
-def _start(handler: str, theirs: socket.socket, folder: str) -> subprocess.Popen[bytes]:
-    """It prints nothing, and Ctrl-C does not reach it."""
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-m", "batchkit.isolation.server"),
-            *(str(theirs.fileno()), folder, handler),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        env=_environment(folder),
-        process_group=0,
-    )
-
-
-def _environment(folder: str) -> dict[str, str]:
-    """No variable of this process's own, which may hold a secret, but the paths of libraries and
-    the time zone."""
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in os.environ}
-    return {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "HOME": folder,
-        "TMPDIR": folder,
-        "MPLCONFIGDIR": folder,
-        "MPLBACKEND": "Agg",
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",  # the same chart gets the same score
-        "PYTHONNOUSERSITE": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket, folder: str) -> None:

@@ -1,7 +1,9 @@
-"""The fork server: ``python -m batchkit.isolation.server FD FOLDER HANDLER``.
+"""The fork server: ``python -m batchkit.isolation.server FD FOLDER HANDLER [ARGUMENT…]``.
 
 It imports HANDLER, starts no thread, and forks for each request received over FD; the fork calls the
-handler's ``main``. It ends with the process that started it, kills its forks, and deletes FOLDER.
+handler's ``main``. It ends with the process that started it, kills its forks and what is left of their
+process groups, and deletes FOLDER. A handler may have ``prepare``, which is called once with the
+arguments, and ``tidy``, which is called here whenever a fork has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import shutil
 import signal
 import socket
 import sys
+import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -22,7 +26,7 @@ from typing import Any, NamedTuple
 from batchkit.isolation.child import die_with_parent
 
 READY, FAILED = b"+", b"!"
-START_S = 120  # the first import after an installation compiles everything
+START_S = 600  # the first import after an installation compiles everything
 _MOST_FDS = 64
 _LOOK_S = 5.0  # until the parent is looked for, whose descriptor another process may hold
 _MOST_BYTES = 2**17  # of a request
@@ -44,37 +48,43 @@ class Fork(NamedTuple):
 
 
 def main() -> None:
-    control, folder, handler = socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    control, folder, handler, *arguments = socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:]
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # the parent decides when to end
     signal.alarm(START_S)  # ends this process if the import never ends
     try:
-        module = _prepared(handler)
+        module = _prepared(handler, arguments)
         control.send(READY)
     except Exception as error:  # a broken installation may raise anything
+        traceback.print_exc()
         with contextlib.suppress(OSError):
             control.send(FAILED + f"{type(error).__name__}: {error}".encode()[:_MOST_SAID])
         fork = None
     else:
         signal.alarm(0)
-        fork = serve(control)
+        fork = serve(control, tidy=getattr(module, "tidy", None))
     if fork is None:
         shutil.rmtree(folder, ignore_errors=True)
-        return
+        os._exit(0)  # a process with many libraries is slow to end
     die_with_parent()
     fork.report()
     try:
         module.main(Connection(fork.fds[0]))
-    finally:
-        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
-def serve(control: socket.socket, *, ends_with_caller: bool = True) -> Fork | None:
+def serve(
+    control: socket.socket, *, ends_with_caller: bool = True, tidy: Callable[[], None] | None = None
+) -> Fork | None:
     """Fork for each request on ``control``; returns in the fork. Returns None here when the other
     end of ``control`` is closed, or the parent has ended.
 
     A request is a message and descriptors, of which the first is the fork's ``life``.
     ``ends_with_caller``: a fork is killed when the other end of its ``life`` is closed, and with the
-    server.
+    server; so is, whenever a fork ends, what is left of its process group. ``tidy`` is called then.
     """
     woken, waker = socket.socketpair()
     waker.setblocking(False)
@@ -88,11 +98,19 @@ def serve(control: socket.socket, *, ends_with_caller: bool = True) -> Fork | No
         ready, _, _ = select.select([control, woken, *callers.values()], [], [], _LOOK_S)
         for pid, life in callers.items():
             if life in ready:
-                os.kill(pid, signal.SIGKILL)  # not reaped yet: its id is not reused
+                _kill(pid)
                 killed.add(pid)
         if woken in ready:
             woken.recv(_MOST_FDS)
-        killed -= _report_ends(lives)
+        for pid in _ended(lives):
+            if ends_with_caller:
+                _kill(pid)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if tidy is not None:
+                tidy()
+            with lives.pop(pid) as life, contextlib.suppress(OSError):  # nobody waits for it
+                life.send(str(code).encode())
+            killed.discard(pid)
         request = _received(control) if control in ready else None
         if os.getppid() != parent or (control in ready and request is None):
             _end_all(lives if ends_with_caller else {})
@@ -105,11 +123,11 @@ def serve(control: socket.socket, *, ends_with_caller: bool = True) -> Fork | No
             return request
 
 
-def _prepared(handler: str) -> Any:
+def _prepared(handler: str, arguments: Sequence[str]) -> Any:
     warnings.simplefilter("ignore")
     module = import_module(handler)
     if prepare := getattr(module, "prepare", None):
-        prepare()
+        prepare(*arguments)
     gc.collect()
     gc.freeze()  # the forks' garbage collector skips, and so doesn't copy, what was imported
     return module
@@ -135,22 +153,22 @@ def _forked(request: Fork, lives: dict[int, socket.socket]) -> bool:
     return False
 
 
-def _report_ends(lives: dict[int, socket.socket]) -> set[int]:
-    """Report the forks that have ended; returns their ids."""
-    codes = {}
-    for pid in lives:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            codes[pid] = os.waitstatus_to_exitcode(status)
-    for pid, code in codes.items():
-        with lives.pop(pid) as life, contextlib.suppress(OSError):  # nobody waits for it
-            life.send(str(code).encode())
-    return {*codes}
+def _ended(lives: dict[int, socket.socket]) -> list[int]:
+    """The forks that have ended; they are not reaped yet, so their ids are not reused."""
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return [pid for pid in lives if os.waitid(os.P_PID, pid, look) is not None]
+
+
+def _kill(pid: int) -> None:
+    """The fork, which is not reaped yet, and its process group, if it has one of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
 
 
 def _end_all(lives: dict[int, socket.socket]) -> None:
     for pid in lives:
-        os.kill(pid, signal.SIGKILL)
+        _kill(pid)
         os.waitpid(pid, 0)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import socket
+import os
 import string
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from multiprocessing import Pipe
 from types import MappingProxyType
 from typing import Any
 
@@ -82,7 +83,7 @@ FAULT = Fault("stall", "x", "y", is_unexplained_kill=True)
 
 class Pair:
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         self.run, self.engine = Channel(ours, OfEngine), Channel(theirs, OfRun)
 
     def close(self) -> None:
@@ -246,10 +247,10 @@ def test_only_messages_of_the_other_end_with_values_of_their_types_are_read(
 
 @pytest.mark.parametrize("part", [b"", b"\0", struct.pack("!i", 100) + b"cut off"])
 def test_a_closed_end_is_the_end_also_in_the_middle_of_a_message(part: bytes) -> None:
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with closing(Channel(ours, OfEngine)) as channel:
         assert not channel.poll(0)
-        theirs.sendall(part)
+        os.write(theirs.fileno(), part)
         theirs.close()
         assert channel.poll(0)
         with pytest.raises((EOFError, OSError)):

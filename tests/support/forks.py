@@ -37,7 +37,7 @@ from batchkit.isolation import server
 from batchkit.isolation.child import die_with_parent
 from tests.support.paths import ROOT
 
-LAUNCHER = "batchkit.engines.process.child"
+LAUNCHER = "batchkit.isolation.server"
 COMMANDS = (
     "batchkit.cli",
     "batchkit.commands.export",
@@ -53,7 +53,7 @@ COMMANDS = (
 )
 # What an engine of the tests imports beyond ``preload_engine``.
 MODELS = (
-    LAUNCHER,
+    "batchkit.engines.process.child",
     "tests.support.failing_worker",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.lora.worker_manager",

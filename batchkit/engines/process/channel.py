@@ -1,4 +1,4 @@
-"""The messages between a run and its engine's process, and one end of the socket that carries them.
+"""The messages between a run and its engine's process, and one end of the connection that carries them.
 
 A message is msgpack, checked against its type when it arrives; an image is its mode, size and pixels.
 """
@@ -6,7 +6,6 @@ A message is msgpack, checked against its type when it arrives; an image is its 
 from __future__ import annotations
 
 import pickle
-import socket
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -114,8 +113,8 @@ class Channel:
     Values arrive as msgpack has them: a tuple as a list, a date as its text.
     """
 
-    def __init__(self, connection: socket.socket, reads: Any) -> None:
-        self._connection = Connection(connection.detach())
+    def __init__(self, connection: Connection, reads: Any) -> None:
+        self._connection = connection
         self._encoder = msgpack.Encoder(enc_hook=_encoded)
         self._decoder = msgpack.Decoder(reads, dec_hook=_row_error, ext_hook=_image)
 

@@ -1,11 +1,8 @@
-"""The launcher's process and its forks: ``python -m batchkit.engines.process.child KIND FD``.
+"""The handler that serves an engine (``isolation/``): it opens the job's engine, answers what arrives on its
+connection, and reports why it dies.
 
-The launcher imports what an engine of KIND needs, and forks for each socket received over FD. The
-fork opens the job's engine, answers what arrives on its socket, and reports why it dies. Both end
-with the run, and ignore SIGINT and SIGTERM: the run handles them.
-
-Nobody else can write to these sockets: they have no name, and only the run and its own children ever
-hold one.
+Nobody else can write to the connection: it has no name, and only the run and its own children ever hold
+one.
 """
 
 from __future__ import annotations
@@ -15,15 +12,15 @@ import faulthandler
 import gc
 import os
 import queue
+import shutil
 import signal
-import socket
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from tempfile import TemporaryDirectory
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -42,7 +39,6 @@ from batchkit.engines.process.channel import (
 from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.registry import load_engine, preload_engine
 from batchkit.errors import JobError
-from batchkit.isolation.child import die_with_parent
 from batchkit.types import Request, Row
 
 HEARTBEAT_S = 0.5
@@ -55,51 +51,25 @@ Outbox = queue.SimpleQueue[Turn | Died | None]
 _KEPT = Request(Row(0, "", {}), None, None, {}, "")  # the run has it
 
 
-def main() -> None:
-    kind, control = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-    die_with_parent()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # the parent decides when to end
+def prepare(kind: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     preload_engine(kind)
-    gc.collect()
-    gc.freeze()  # the forks' garbage collector skips, and so doesn't copy, what was imported
-    while fds := socket.recv_fds(control, 1, 1)[1]:
-        resource_tracker.ensure_running()  # outside the fork's group: it cleans up after that
-        with TemporaryDirectory(prefix="batchkit-engine-", ignore_cleanup_errors=True) as scratch:
-            os.environ[SCRATCH] = scratch
-            pid = os.fork()
-            if pid == 0:
-                control.close()
-                os._exit(_serve_as_fork(fds[0]))
-            os.close(fds[0])
-            with contextlib.suppress(OSError):  # it may have ended already
-                os.setpgid(pid, pid)  # so that what the engine starts can be ended with it
-            control.send(b"%d" % pid)
-            code = _wait_for_all(pid)
-        control.send(b"%d" % code)
+    resource_tracker.ensure_running()  # outside the fork's group: it cleans up after that
 
 
-def _wait_for_all(pid: int) -> int:
-    """The fork's exit code, after it, its workers and its shared memory are gone."""
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # not reaped yet: the id is not reused
-    with contextlib.suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)
-    status = os.waitpid(pid, 0)[1]
+def tidy() -> None:
+    """Remove what the engine and its workers left: shared memory and temporary files."""
     # Waits until it has unlinked what was left; Python has no public function for this.
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
-    return os.waitstatus_to_exitcode(status)
+    resource_tracker.ensure_running()
+    for left in Path(os.environ[SCRATCH]).iterdir():
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
-def _serve_as_fork(fd: int) -> int:
-    die_with_parent()
-    try:
-        _serve_one(Channel(socket.socket(fileno=fd), OfRun))
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
+def main(connection: Connection) -> None:
+    os.setpgid(0, 0)  # so that what the engine starts can be ended with it
+    _serve_one(Channel(connection, OfRun))
 
 
 def _serve_one(channel: Channel) -> None:
@@ -194,7 +164,3 @@ def _receive(channel: Channel, inbox: Inbox) -> None:
         traceback.print_exc()
     finally:
         os._exit(1)  # without this thread, requests would be lost while signs of life continue
-
-
-if __name__ == "__main__":
-    main()

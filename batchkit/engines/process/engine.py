@@ -3,9 +3,8 @@
 The parent holds no GPU memory and never waits for a step: it sends requests over a socket and reads
 what finished. The child reports why it dies; if it can't (a signal), its exit code does.
 
-The socket is one end of a ``socketpair``, made by the run and handed to its own child: it has no name
-and no address, so no other process can connect to it or write to it. ``channel.py`` checks what comes
-from the child against the types of its messages; the run unpickles nothing.
+``isolation/`` starts the child and makes the socket. ``channel.py`` checks what comes over it against the
+types of its messages; the run unpickles nothing.
 """
 
 from __future__ import annotations
@@ -39,11 +38,13 @@ from batchkit.engines.process.channel import (
     Turn,
     Unsendable,
 )
-from batchkit.engines.process.launcher import LOG, EngineLog, Launched, Launcher, LaunchError
-from batchkit.errors import JobError, RequestError
+from batchkit.engines.process.launcher import LOG, EngineLog, Launcher
+from batchkit.errors import EngineError, JobError, RequestError
+from batchkit.isolation.client import Child, Gone
 from batchkit.types import Completion, Request, Row
 
 CLOSE_S = 20.0
+_KILL_S = 60.0
 _WAIT_S = 0.2
 
 
@@ -75,12 +76,9 @@ class ProcessEngine:
         self._in_flight: dict[int, Request] = {}
         self._submitted = 0
         self._death: EngineDied | None = None
-        ours, theirs = socket.socketpair()
-        # A child that hangs with the GIL held receives nothing: sending needs a timeout, too.
-        limit = struct.pack("ll", max(1, round(job.run.stall_timeout_s)), 0)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self._channel = Channel(ours, OfEngine)
-        self._process = self._launch(job, theirs)
+        self._is_ended = False
+        self._process = self._launch(job)
+        self._channel = Channel(self._process.connection, OfEngine)
         try:
             self._ready = self._start(job)
             self._load = self._ready.load
@@ -147,20 +145,26 @@ class ProcessEngine:
         return load
 
     def close(self) -> None:
-        if self._process.returncode is None:
+        if not self._is_ended:
             self._end(kill=False)
 
-    def _launch(self, job: JobConfig, theirs: socket.socket) -> Launched:
+    def _launch(self, job: JobConfig) -> Child:
+        # Whatever the cause: it has only imported packages, so no smaller setting would help.
         try:
-            with theirs:
-                return self._launcher.launch(job.engine.kind, theirs)
-        except LaunchError as error:
-            self._channel.close()
-            # Whatever the cause: it has only imported packages, so no smaller setting would help.
-            fault = self._fault_of_exit(error.returncode)
+            child = self._launcher.launch(job.engine.kind)
+        except Gone as gone:
+            fault = self._fault_of_exit(gone.returncode)
             fault = replace(fault, kind="engine_crash", is_unexplained_kill=False)
             message = f"no process for the engine could be started ({fault})"
-            raise StartFailed(message, fault, {}, log=self._log) from error
+            raise StartFailed(message, fault, {}, log=self._log) from gone
+        except EngineError as error:
+            fault = Fault("engine_crash", "start", str(error))
+            raise StartFailed(str(error), fault, {}, log=self._log) from error
+        # A child that hangs with the GIL held receives nothing: sending needs a timeout, too.
+        limit = struct.pack("ll", max(1, round(job.run.stall_timeout_s)), 0)
+        with socket.socket(fileno=os.dup(child.connection.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        return child
 
     def _start(self, job: JobConfig) -> Ready:
         message: Ready | Refused | NotStarted
@@ -216,23 +220,28 @@ class ProcessEngine:
 
     def _exit_fault(self) -> Fault:
         """The child ended without a message: use its exit code and the end of its log."""
-        code = self._process.wait(CLOSE_S)
+        self._process.has_ended(CLOSE_S)
         self._end(kill=True)
-        return self._fault_of_exit(code)
+        code = self._process.returncode
+        return self._fault_of_exit(-signal.SIGKILL if code is None else code)
 
     def _fault_of_exit(self, code: int | None) -> Fault:
         last_words = _last_words(self._printed.printed())
         return fault_of_exit(code, last_words, self._memory.evidence())
 
     def _end(self, *, kill: bool) -> None:
+        self._is_ended = True
         try:
             if not kill:
                 with contextlib.suppress(OSError):
                     self._channel.send(Close())
-                    self._process.wait(CLOSE_S)
-            self._process.kill()
+                    self._process.has_ended(CLOSE_S)
+            if not self._process.end(_KILL_S):
+                raise EngineError(
+                    f"the engine's process {self.pid}, or one that it started, can't be ended: it has"
+                    f" not gone {_KILL_S:.0f} s after SIGKILL, as when the GPU's driver hangs"
+                )
         finally:
-            self._channel.close()
             if self._ends_launcher:
                 self._launcher.close()
 

@@ -10,29 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
 from batchkit.config.regular_file import open_regular
-from batchkit.errors import EngineError
+from batchkit.isolation.client import Child, Server
 from batchkit.storage.files import open_log
 
 LOG = "engine.log"
-SCRATCH = "BATCHKIT_SCRATCH"  # in a fork's environment: a folder that is deleted with it
-KILL_S = 60.0
-_MOST_SAID = 32
-_COMMAND = [sys.executable, "-P", "-m", "batchkit.engines.process.child"]
+SCRATCH = "BATCHKIT_SCRATCH"  # in a process's environment: a folder that is emptied when it ends
 MOST_BYTES = 32 * 2**20  # of a log
 KEPT_BYTES = 4 * 2**20
 _NOTICE = b"[batchkit: engine.log was cut here, to its last %d MiB]\n" % (KEPT_BYTES // 2**20)
 _LAST_BYTES = 65536  # dumps of many threads must fit
-_LAST_WORDS_S = 20.0  # a process with many libraries is slow to end
 
 
 def log_of(log: Path, engine: str) -> Path:
@@ -40,55 +33,12 @@ def log_of(log: Path, engine: str) -> Path:
     return log.with_name(f"{log.stem}.{engine}{log.suffix}") if engine else log
 
 
-class LaunchError(Exception):
-    """No process could be started; ``returncode`` is how the launcher ended, None if it did not."""
-
-    def __init__(self, returncode: int | None) -> None:
-        super().__init__(f"the launcher ended with {returncode}")
-        self.returncode = returncode
-
-
-class Launched:
-    """An engine's process; ``returncode`` is as in ``subprocess.Popen``, None while it runs."""
-
-    def __init__(self, pid: int, control: socket.socket) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._control = control
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Its exit code, or None if it still runs after ``timeout_s``."""
-        if self.returncode is None:
-            self._control.settimeout(timeout_s)
-            try:
-                self.returncode = _received_number(self._control)
-            except (EOFError, ConnectionError):  # the launcher has ended, and its forks with it
-                self.returncode = -signal.SIGKILL
-            except TimeoutError:
-                pass
-        return self.returncode
-
-    def kill(self) -> None:
-        """Kill it; the launcher kills what it started. Returns when it has ended.
-
-        Raises:
-            EngineError: it can't be ended, for example because a driver hangs.
-        """
-        if self.returncode is None:
-            with contextlib.suppress(OSError):
-                os.killpg(self.pid, signal.SIGKILL)
-            if self.wait(KILL_S) is None:
-                raise EngineError(
-                    f"the engine's process {self.pid}, or one that it started, can't be ended: it has"
-                    f" not gone {KILL_S:.0f} s after SIGKILL, as when the GPU's driver hangs"
-                )
-
-
 class Launcher:
-    """Launches one process at a time: it must have ended before the next launch.
+    """Starts the processes of one engine, which are forks of one that has imported its libraries: it starts
+    with the first of them.
 
-    The launcher's own process starts with the first launch; what it and its forks print is appended
-    to ``log``. ``environment``: its variables, besides those of this process. ``start`` is what starts it: tests fork it from a process that has imported vLLM.
+    What they print is appended to ``log``. ``environment``: their variables, besides those of this process.
+    ``start`` is what starts it: tests fork it from a process that has imported vLLM.
     """
 
     start: ClassVar[type[subprocess.Popen[bytes]]] = subprocess.Popen
@@ -96,56 +46,32 @@ class Launcher:
     def __init__(self, log: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self.log = log
         self._environment = environment
-        self._process: subprocess.Popen[bytes] | None = None
+        self._server: Server | None = None
 
-    def launch(self, kind: str, connection: socket.socket) -> Launched:
-        """A process that serves an engine of ``kind`` over ``connection``.
-
-        Raises:
-            LaunchError: the launcher's own process ended instead; ``log`` says why.
-        """
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._begin(kind)
-        try:
-            socket.send_fds(self._control, [b"."], [connection.fileno()])
-            self._control.settimeout(None)
-            return Launched(_received_number(self._control), self._control)
-        except (OSError, EOFError):
-            self._control.close()  # it closed its end, so it is exiting: wait for its exit code
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LAST_WORDS_S)
-            ended = LaunchError(process.returncode)
+    def launch(self, kind: str) -> Child:
+        """A process that serves an engine of ``kind`` over its connection. Raises as ``Server``."""
+        if self._server is None or not self._server.is_alive:
             self.close()
-            raise ended from None
+            self._server = self._begin(kind)
+        return self._server.fork()
 
     def close(self) -> None:
-        """Kill the launcher's own process: it holds nothing that could be lost."""
-        if self._process is not None:
-            self._control.close()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        """End the process, and its forks with it."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
-    def _begin(self, kind: str) -> subprocess.Popen[bytes]:
-        self.close()
+    def _begin(self, kind: str) -> Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, open_log(self.log) as log:
-            self._process = self.start(
-                [*_COMMAND, kind, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                env={
-                    **os.environ,
-                    **self._environment,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                },
-                process_group=0,  # Ctrl-C reaches only the run
+        with open_log(self.log) as log:
+            return Server(
+                "batchkit.engines.process.child",
+                "the engine",
+                kind,
+                environment=lambda folder: {**os.environ, **self._environment, SCRATCH: folder},
+                output=log,
+                start=self.start,
             )
-        return self._process
 
 
 class EngineLog:
@@ -193,10 +119,3 @@ class EngineLog:
             self._start = max(0, self._start - cut)
             with open_log(self.path) as file:
                 file.write(_NOTICE + kept)
-
-
-def _received_number(control: socket.socket) -> int:
-    """A process id or an exit code."""
-    if not (said := control.recv(_MOST_SAID)):
-        raise EOFError
-    return int(said)
