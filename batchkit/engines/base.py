@@ -28,6 +28,8 @@ class EngineLoad(NamedTuple):
     """What a server has said so far of the model that it serves."""
     unfinished_tokens: int = 0
     """Of the answers that have not ended; 0 if the engine does not count them."""
+    trouble: str = ""
+    """What a server answers instead, if it has answered no request for some seconds."""
 
 
 class Engine(Protocol):

@@ -38,6 +38,7 @@ class EngineNotes:
             case EngineLine(text):
                 self._screen.say(text)
                 self._run.manifest.last_start.note_event(text)
+                self._run.save()
             case Note(text):
                 self._screen.note(text)
             case Found(found):

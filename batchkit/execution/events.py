@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchkit.storage.manifest import Suspicion
@@ -50,7 +50,7 @@ class Found(NamedTuple):
 class Load(NamedTuple):
     """How busy engines are, as of their last poll: summed over several, but for ``kv_cache_usage``, the
     fullest one's. ``preemptions`` are counted since the start, and so are ``retried``, further attempts
-    of rows. ``unfinished_tokens`` are of answers that have not ended."""
+    of rows. ``unfinished_tokens`` are of answers that have not ended. ``trouble``: an engine's."""
 
     window: int = 0
     in_flight: int = 0
@@ -60,11 +60,13 @@ class Load(NamedTuple):
     preemptions: int = 0
     unfinished_tokens: int = 0
     retried: int = 0
+    trouble: str = ""
 
     def __add__(self, other: Load) -> Load:  # type: ignore[override]
         fullest = max(self.kv_cache_usage, other.kv_cache_usage)
-        summed = (mine + its for mine, its in zip(self, other, strict=True))
-        return Load(*summed)._replace(kv_cache_usage=fullest)  # type: ignore[arg-type]
+        pairs: Iterator[tuple[Any, Any]] = zip(self, other, strict=True)
+        summed = Load(*(mine + its for mine, its in pairs))
+        return summed._replace(kv_cache_usage=fullest, trouble=self.trouble or other.trouble)
 
 
 Event = Line | EngineLine | Note | EngineHistory | Found

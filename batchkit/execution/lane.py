@@ -172,6 +172,7 @@ class Lane:
             self._preemptions,
             seen.unfinished_tokens,
             self._attempts.retried,
+            seen.trouble,
         )
 
     @property

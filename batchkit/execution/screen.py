@@ -35,6 +35,7 @@ _RECORD_S = 1.0
 _MACHINE_S = 5.0  # reading the processes of the host may take some milliseconds
 _RATE_SPAN_S = 60.0
 _CLOCK_S = 1.0
+_OF_LOAD = set(Load._fields) & set(Metrics.__struct_fields__) - {"kv_cache_usage"}
 _IS_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 
@@ -70,7 +71,7 @@ class Screen:
         now = time.monotonic()
         self._next_look = now + self._look_s
         metrics = self._metrics(tasks, load, now)
-        self._progress.update(metrics, force=force)
+        self._progress.update(metrics, load.trouble, force=force)
         if now >= self._next_record or force:
             self._next_record = now + _RECORD_S
             self._log.append(metrics)
@@ -96,7 +97,8 @@ class Screen:
             engine_restarts=manifest.last_start.engine_restarts,
             host_bytes=self._machine.host_bytes,
             gpus=self._machine.gpus,
-            **load._replace(kv_cache_usage=round(load.kv_cache_usage, 4))._asdict(),
+            kv_cache_usage=round(load.kv_cache_usage, 4),
+            **{name: getattr(load, name) for name in _OF_LOAD},
         )
 
 
@@ -148,8 +150,8 @@ class Progress:
         """Write a long text, for example a dump of stacks, indented, to run.log only."""
         self._write(text.strip().replace("\n", "\n    "))
 
-    def update(self, metrics: Metrics, *, force: bool = False) -> None:
-        """Draw the bar, and write a plain line if one is due."""
+    def update(self, metrics: Metrics, trouble: str = "", *, force: bool = False) -> None:
+        """Draw the bar, and write a plain line if one is due; both begin with ``trouble``."""
         now, counts = time.monotonic(), _counts(metrics)
         if not self._samples:
             self._samples.append((now, counts))
@@ -158,7 +160,8 @@ class Progress:
         seconds = max(now - since, 1e-3)
         # Unfinished answers are gone when their engine dies: that count does not grow.
         per_s = [max(0, n - then) / seconds for n, then in zip(counts, before, strict=True)]
-        parts = _parts(metrics, per_s, generates=self._generates)
+        parts = [trouble] if trouble else []
+        parts += _parts(metrics, per_s, generates=self._generates)
         if self._has_bar:
             self._draw(metrics, ", ".join(parts))
         if force or now >= self._next_line:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -108,10 +109,29 @@ def test_a_request_that_is_interrupted_at_any_instant_holds_up_no_other() -> Non
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("3", 3), ("-1", 0), ("nan", 0), ("Mon, 01 Jan 2035 00:00:00 GMT", None), (None, None)],
+    [
+        ("3", 3),
+        ("-1", 0),
+        ("nan", 0),
+        ("Mon, 01 Jan 2024 00:00:00 GMT", 0),
+        ("x", None),
+        (None, None),
+    ],
 )
-def test_retry_after_is_in_seconds(value: str | None, expected: float | None) -> None:
+def test_retry_after_is_in_seconds_or_a_date(value: str | None, expected: float | None) -> None:
     assert retry_after_s(value) == expected
+
+
+def test_retry_after_is_kept_up_to_give_up_s() -> None:
+    async def waits_s(asked_s: float) -> float:
+        limiter = RateLimiter(8, longest_wait_s=200.0)
+        place = await limiter.enter()
+        limiter.failed(place, NoAnswer("busy", Why.BUSY, retry_after_s=asked_s))
+        return limiter.waits_s
+
+    date = formatdate(time.time() + 120, usegmt=True)
+    assert 115 < asyncio.run(waits_s(retry_after_s(date) or 0.0)) < 135
+    assert 195 < asyncio.run(waits_s(3600.0)) < 225
 
 
 @pytest.mark.parametrize(("status", "others"), [(429, 0), (429, 12), (504, 12), (408, 0)])
@@ -201,6 +221,7 @@ def test_an_outage_is_reported_and_waited_for_with_one_probe_at_a_time(
     monkeypatch.setattr("batchkit.engines.openai.engine._QUIET_S", 0.5)
     refused: list[tuple[int, bool]] = []
     events: list[str] = []
+    troubles: list[str] = []
 
     def before(text: str, body: dict[str, Any]) -> None:
         if time.monotonic() < well_at or len(events) < 2:  # on a busy machine that takes longer
@@ -212,11 +233,18 @@ def test_an_outage_is_reported_and_waited_for_with_one_probe_at_a_time(
         done = _submit(engine, 8)
         while len(done) < 8:
             done += engine.poll(0.05)
-            events += engine.load().events
+            load = engine.load()
+            events += load.events
+            troubles.append(load.trouble)
     assert all(c.error is None for c in done)
-    pattern = rf"the server answered {status}: busy\\u001b\[2J; 8 requests wait, next try in \d+ s"
-    assert 2 <= len(events) <= 4
-    assert all(re.search(pattern, event) for event in events)
+    pattern = rf"the server answered {status}: busy\\u001b\[2J; \d requests wait, next try in \d+ s"
+    *outage, end = events
+    assert end.endswith("answers again")
+    assert 2 <= len(outage) <= 4
+    assert all(re.search(pattern, event) for event in outage)
+    assert (troubles[0], troubles[-1]) == ("", "")
+    assert all(re.search(pattern, trouble) for trouble in filter(None, troubles))
+    assert sum(map(bool, troubles)) > 10, "the whole time"
     assert len(refused) < 50
     assert {inside for inside, is_reported in refused if is_reported} == {1}
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from batchkit.runs.status import status
+from tests.support import server_runs
+from tests.support.chat_server import Refused, error, serving
+from tests.support.command_line import batchkit as in_process
 from tests.support.dry_runs import RUN, prepare, write_job, write_rows
 from tests.support.own_process import batchkit
 from tests.support.small_vllm import SMALL
@@ -51,6 +55,31 @@ def test_lines_have_all_of_it_where_there_is_no_terminal() -> None:
     assert (lines[-1]["failed"], lines[-1]["rows"]) == ("0", "5")
     in_log = (RUN / "run.log").read_text().splitlines()
     assert sum(LOG_LINE.search(line) is not None for line in in_log) == len(lines)
+
+
+@pytest.mark.parametrize("status_code", [429, 500, 503])
+def test_a_server_that_answers_nothing_is_named_on_the_line_and_in_status(
+    status_code: int, monkeypatch: pytest.MonkeyPatch, short_pauses: None
+) -> None:
+    monkeypatch.setattr("batchkit.engines.openai.engine._QUIET_S", 0.3)
+    words = f"the server answered {status_code}: busy; 3 requests wait, next try in"
+    seen: list[bool] = []
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        if (RUN / "manifest.json").exists():
+            seen.append(any(words in event for event in status(RUN).engine_events))
+        raise Refused(status_code, error("busy"))
+
+    with serving(before) as server:
+        options = {"give_up_s": 3.0, "max_num_seqs": 3}
+        server_runs.write_job(
+            server, 3, engine={"options": options}, run={"checkpoint_interval_s": 0.2}
+        )
+        ended = in_process("run", "job.toml")
+    assert ended.exit_code == 1
+    lines = [line for line in ended.stderr.splitlines() if words in line]
+    assert any("0 of 3 rows" in line for line in lines), ended.stderr
+    assert (seen[0], seen[-1]) == (False, True)
 
 
 def test_seconds_pass_on_the_screen_while_a_model_loads(demo_model: Path) -> None:

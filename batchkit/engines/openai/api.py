@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import io
 import re
+import time
 from collections.abc import Mapping, Sequence
+from email.utils import mktime_tz, parsedate_tz
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
@@ -150,11 +152,12 @@ def _meta(model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """The header in seconds; None if it is a date, or nonsense."""
+    """The header in seconds, which may be a date; None if it is nonsense."""
     try:
         return max(0.0, float(value or ""))
     except ValueError:
-        return None
+        date = parsedate_tz(value or "")
+    return None if date is None else max(0.0, mktime_tz(date) - time.time())
 
 
 def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,9 +82,9 @@ class OpenAIServerEngine:
         self._own = _own_server(job, self._options, log)
         base_url = self._own.base_url if self._own else job.engine.base_url or ""
         self._remote = Remote(job, base_url, self._options, self._events.append)
-        self._limiter = RateLimiter(self.max_num_seqs)
+        self._limiter = RateLimiter(self.max_num_seqs, self._options.give_up_s)
         self._in_flight = 0
-        self._quiet_s = _QUIET_S
+        self._next_report_s = _QUIET_S
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._ended: EngineError | None = None
         self._unsettled = 0  # requests in flight, as the event loop knows them
@@ -132,9 +133,10 @@ class OpenAIServerEngine:
     def load(self) -> EngineLoad:
         running = min(self._limiter.running, self._in_flight)
         host_bytes = self._own.host_bytes if self._own else 0
+        trouble = self._trouble()
         events = [self._events.popleft() for _ in range(len(self._events))]
-        waiting = self._in_flight - running
-        return EngineLoad(running, waiting, 0.0, 0, host_bytes, events, self._remote.served)
+        waiting, served = self._in_flight - running, self._remote.served
+        return EngineLoad(running, waiting, 0.0, 0, host_bytes, events, served, trouble=trouble)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -241,7 +243,6 @@ class OpenAIServerEngine:
         except (NoAnswer, RowTimeoutError) as problem:
             if isinstance(problem, NoAnswer) and problem.stops is not None:
                 raise EngineError(problem.stops) from None
-            self._report(problem)
             self._lose_patience(problem)
             return False
         except RowError:
@@ -281,19 +282,24 @@ class OpenAIServerEngine:
     def _silence_s(self) -> float:
         """Seconds since the server first failed to answer; 0 if it has answered since."""
         since = self._limiter.troubled_since
-        return 0.0 if since is None else self._loop.time() - since
+        return 0.0 if since is None else time.monotonic() - since
 
-    def _report(self, problem: Exception) -> None:
-        """Tell the run what the server answers, less and less often."""
-        if self._silence_s < self._quiet_s / 2:  # a new outage
-            self._quiet_s = _QUIET_S
-        if self._silence_s >= self._quiet_s:
-            self._quiet_s = 2 * self._silence_s
-            wait_s = self._limiter.waits_s
-            self._events.append(
-                f"{self._remote.base_url}: {problem}; {self._unsettled} requests wait, next try in"
-                f" {wait_s:.0f} s"
-            )
+    def _trouble(self) -> str:
+        """What the server answers, once that has lasted; the run is told so less and less often."""
+        silence_s, where = self._silence_s, self._remote.base_url
+        if silence_s < _QUIET_S:
+            if self._next_report_s > _QUIET_S:
+                self._next_report_s = _QUIET_S
+                self._events.append(f"{where}: answers again")
+            return ""
+        trouble = (
+            f"{where}: {self._limiter.last_problem}; {self._in_flight} requests wait, next try in"
+            f" {self._limiter.waits_s:.0f} s"
+        )
+        if silence_s >= self._next_report_s:
+            self._next_report_s = 2 * silence_s
+            self._events.append(trouble)
+        return trouble
 
     def _lose_patience(self, problem: Exception) -> None:
         """Give up on the server if nothing has been answered for ``give_up_s``.

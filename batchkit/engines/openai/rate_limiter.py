@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from enum import Enum, auto
 from typing import NamedTuple
@@ -13,7 +14,7 @@ MOST_FAULTS = 3
 GROWTH = 0.25
 """How much the limit grows per answer: from 1 back to 32 in some 120 answers."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-LEAST_RETRY_AFTER_S, LONGEST_RETRY_AFTER_S = 0.1, 60.0
+LEAST_RETRY_AFTER_S = 0.1
 
 
 class Why(Enum):
@@ -65,11 +66,11 @@ class RateLimiter:
 
     If it can't be reached, bars a request, or fails as often in a row as requests are running, the limiter
     ``is_open``: there is one request at a time, a probe, after pauses that grow, until one is answered.
-    Belongs to one event loop.
+    ``longest_wait_s``: of what a server may ask for. Belongs to one event loop; any thread may read.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, longest_wait_s: float = LONGEST_PAUSE_S) -> None:
+        self._most, self._longest_wait_s = most, max(longest_wait_s, LONGEST_PAUSE_S)
         self._limit = float(most)
         self._line: deque[asyncio.Future[bool]] = deque()
         self._pause: asyncio.TimerHandle | None = None
@@ -81,6 +82,7 @@ class RateLimiter:
         self.newest_answered = float("-inf")
         """When the newest of the requests that were answered was sent."""
         self.troubled_since: float | None = None
+        self.last_problem = ""
 
     @property
     def limit(self) -> int:
@@ -90,9 +92,8 @@ class RateLimiter:
     @property
     def waits_s(self) -> float:
         """Seconds until the next request may be sent."""
-        if self._pause is None:
-            return 0.0
-        return max(0.0, self._pause.when() - asyncio.get_running_loop().time())
+        pause = self._pause
+        return 0.0 if pause is None else max(0.0, pause.when() - time.monotonic())
 
     async def enter(self) -> Place:
         """Wait for a place, first come, first served, and take it."""
@@ -126,6 +127,7 @@ class RateLimiter:
         now = asyncio.get_running_loop().time()
         if self.troubled_since is None:
             self.troubled_since = now
+        self.last_problem = str(problem)
         is_new = place.since >= self._slowed_at
         if is_new:
             self._slowed_at = now
@@ -138,7 +140,7 @@ class RateLimiter:
         ):
             self.is_open, self._opened_at = True, now
         if problem.retry_after_s is not None:
-            wait_s = min(max(problem.retry_after_s, LEAST_RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
+            wait_s = min(max(problem.retry_after_s, LEAST_RETRY_AFTER_S), self._longest_wait_s)
             self._hold(wait_s * random.uniform(1.0, 1.1))
         elif is_new and (self.is_open or problem.why is Why.BUSY):
             self._pauses += 1
