@@ -224,9 +224,13 @@ def test_scorings_are_never_mixed_however_often_they_change_on_the_way(tmp_path:
     def stopping(limit: int, scoring: dict[str, Any]) -> JobConfig:
         return job(tmp_path, counted(9), input={"limit": limit}, scoring=scoring)
 
-    ProductionBatchProcessor(stopping(3, em), quiet=True).process()
+    first = stopping(3, em)
+    ProductionBatchProcessor(first, quiet=True).process()
+    assert not is_mixed(first.folder)
     ProductionBatchProcessor(stopping(6, f1), quiet=True).process()
+    assert is_mixed(first.folder)
     folder = run(stopping(9, em))
+    assert not is_mixed(folder)
     assert {tuple(scores) for _, scores in scored(folder).values()} == {("em",)}
 
 
@@ -503,17 +507,6 @@ def test_scores_that_were_replaced_by_a_score_that_was_killed_are_known_to_be_mi
         (answered / SCORES).unlink()
         for other, content in kept.items():
             (answered / other).write_bytes(content)
-
-
-def test_a_run_that_was_stopped_after_its_scoring_changed_is_mixed(tmp_path: Path) -> None:
-    first = job(tmp_path, counted(9), input={"limit": 3}, scoring=NUMBER)
-    ProductionBatchProcessor(first, quiet=True).process()
-    assert not is_mixed(first.folder)
-    f1 = {**NUMBER, "scorers": ["f1"]}
-    ProductionBatchProcessor(job(tmp_path, counted(9), scoring=f1), quiet=True).process()
-    assert is_mixed(first.folder)
-    score_run(first.folder, say=quiet)
-    assert not is_mixed(first.folder)
 
 
 def test_a_run_whose_log_is_gone_is_not_scored(answered: Path) -> None:
