@@ -245,8 +245,9 @@ def test_many_poison_rows_do_not_end_a_run_that_has_sound_rows(
     assert kinds_of(done) == known_kinds(world)
 
 
-def test_a_probe_that_is_refused_proves_nothing_and_is_not_tried_for_ever() -> None:
-    world = World(poison=dict.fromkeys(range(20, 36), "engine_crash"), refuses_probes=True)
+@pytest.mark.parametrize("probes", [{"refuses_probes": True}, {"kills_probes": 1}])
+def test_a_probe_that_has_no_answer_proves_nothing_and_is_no_row(probes: dict[str, int]) -> None:
+    world = World(poison=dict.fromkeys(range(20, 36), "engine_crash"), **probes)
     with closing(world.supervise()) as engine:
         done = answer_all(engine, requests(0, 20))
         done += answer_all(engine, [*requests(20, 36), *requests(36, 40)])

@@ -59,6 +59,8 @@ class World:
     """At the next poll, whatever else is planned."""
     batched_tokens: int | None = None
     refuses_probes: bool = False
+    kills_probes: int = 0
+    """The engine dies while so many of them run."""
 
     now: float = 0.0
     """The supervisor's clock: a poll takes a second, opening an engine ``open_s``."""
@@ -166,6 +168,9 @@ class CountingEngine:
             kinds.append(world.dies_at[world.polls])
         if len(running) > world.over:
             kinds.append("oom")
+        if world.kills_probes and any(map(_is_probe, running)):
+            world.kills_probes -= 1
+            kinds.append("engine_crash")
         if world.dies_with is not None:
             self._dead = True
             raise world.dies_with
@@ -182,8 +187,8 @@ class CountingEngine:
         return [self._answer(request) for request in done]
 
     def _answer(self, request: Request) -> Completion:
-        is_probe = request.sampling.get("max_tokens") == 1
-        if request.row.index in self._world.refuses or (is_probe and self._world.refuses_probes):
+        refused = self._world.refuses_probes and _is_probe(request)
+        if request.row.index in self._world.refuses or refused:
             return Completion(request, error=RequestError("refused"))
         return Completion(request, [Choice("tea", "stop")])
 
@@ -195,6 +200,10 @@ class CountingEngine:
         if not self._closed:
             self._closed = True
             self._world.closed_with.append(0 if self._dead else len(self._queue))
+
+
+def _is_probe(request: Request) -> bool:
+    return request.sampling.get("max_tokens") == 1
 
 
 def requests(start: int, stop: int) -> list[Request]:
