@@ -41,8 +41,6 @@ SCRIPTS = [
     "run_batch",
     "ray_data",
     "steps",
-    "own_process",
-    "window",
     "plan",
     "restarts",
     "workers",
