@@ -151,8 +151,6 @@ def forecast_and_truth(number: int) -> tuple[str, Rest, Mapping[str, float]]:
         in_tokens=True,
         is_exact=True,
         most_tokens=MOST_TOKENS,
-        problems=[],
-        longest=[],
         row_s=0.0,
     )
     engines = Engines(1, job.max_num_seqs, in_batches=False)

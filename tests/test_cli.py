@@ -229,16 +229,6 @@ def test_run_that_stops_exits_with_1_and_keeps_what_is_finished(folder: Path) ->
     assert json.loads(batchkit("verify", "job.toml", "--json").stdout)["duplicates"] == 0
 
 
-def test_changed_job_exits_with_2_and_shows_the_change(folder: Path) -> None:
-    batchkit("run", "job.toml")
-    result = batchkit("run", "job.toml", "--set", "sampling.temperature=0.5")
-    assert result.exit_code == 2
-    assert "sampling.temperature: 0.0 → 0.5" in result.stderr
-    assert "--on-change" in result.stderr
-    result = batchkit("run", "job.toml", "--set", "sampling.temperature=0.5", "--on-change", "new")
-    assert result.exit_code == 0
-
-
 def test_dry_run_prints_rows_and_writes_nothing(folder: Path) -> None:
     write_job(folder, 'user = "Look: {{ q }}"\nimages = ["there.png"]')
     before = files(folder)
@@ -356,37 +346,6 @@ def test_status_for_people(finished: Path) -> None:
     assert "trial: 5 ok, 1 failed, 0 of 6 left" in text
     assert "failed by template: 1" in text
     assert "no process works on it" in text
-
-
-def test_verify_says_sound_and_exits_by_it(finished: Path) -> None:
-    result = batchkit("verify", "--json")
-    assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    assert (found["rows"], found["ok"], found["failed"], found["lost"]) == (6, 5, 1, 0)
-    assert batchkit("verify").stdout.endswith("sound\n")
-    log = finished / "output" / "trial" / "results.jsonl"
-    lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(b"".join(lines[:-1]))
-    result = batchkit("verify")
-    assert result.exit_code == 1
-    assert result.stdout.endswith("NOT SOUND\n")
-
-
-def test_retry_failed_says_what_it_recovered(finished: Path) -> None:
-    result = batchkit("retry-failed", "--kind", "media")
-    assert result.exit_code == 0
-    assert result.stdout == "nothing to retry: no row failed by media\n"
-    result = batchkit("retry-failed", "--json")
-    assert result.exit_code == 3
-    found = json.loads(result.stdout)
-    assert (found["rows"], found["by_kind"], found["recovered"]) == (1, {"template": 1}, 0)
-    result = batchkit("retry-failed", "--json", "--set", "prompt.user={{ id }}")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout)["recovered"] == 1
-    result = batchkit("retry-failed", "--json")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout) == {"rows": 0, "by_kind": {}, "recovered": 0}
-    assert "nothing to retry" in batchkit("retry-failed").stdout
 
 
 @pytest.mark.parametrize("name", ["parquet", "jsonl", "csv", "openai"])

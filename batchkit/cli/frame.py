@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import click
 
 from batchkit.config.masking import masked_text
 from batchkit.config.terminal import plain
 from batchkit.errors import BatchkitError, limit_reached
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 class Result(Protocol):
@@ -60,14 +55,6 @@ def echo(text: object, *, err: bool = False) -> None:
     """All output goes through here: rows and answers may hold escape sequences, and messages
     secrets."""
     click.echo(plain(masked_text(str(text)) if err else str(text)), err=err)
-
-
-def draw(image: Image) -> None:
-    """Draw a small copy of ``image`` on the terminal, if that can be done."""
-    from batchkit.cli.pictures import drawn
-
-    if sys.stdout.isatty() and (picture := drawn(image, os.environ)) is not None:
-        click.echo(picture)
 
 
 def say(text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from batchkit.cli.frame import draw, echo, say, show
+from batchkit.cli.frame import echo, say, show
 from batchkit.cli.options import COUNT, JSON, MEDIA, RUN, find
 
 _WATCH_S = 2.0
@@ -26,8 +26,7 @@ _WATCH_S = 2.0
 def show_rows(run: str | None, as_json: bool, **which: Any) -> None:
     """Print rows of RUN with prompt, images, answer and error.
 
-    Prompts are rendered again from the input. Terminals that can (kitty, Ghostty, iTerm2, WezTerm) show the
-    images, too.
+    Prompts are rendered again from the input.
     """
     from batchkit.commands.show import show_rows as look
 
@@ -36,12 +35,7 @@ def show_rows(run: str | None, as_json: bool, **which: Any) -> None:
         echo(json.dumps(found.to_json()))
         return
     for row in found.rows:
-        echo(row.head)
-        for image in row.images:
-            if image.pixels is not None:
-                draw(image.pixels)
-            echo(image.to_text())
-        echo(row.body)
+        echo(row.to_text())
     if not found.rows:
         say("no row failed" if which["failed"] else "no row has a record yet")
     if found.problem:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from batchkit.config.masking import masked
-from batchkit.config.numbers import clock, duration, number, short_count
+from batchkit.config.numbers import duration, number, short_count
 from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
@@ -94,7 +94,7 @@ def shown(interval: Mapping[str, float], how: Callable[[float], str]) -> str:
 
 def time_of(seconds: float) -> str:
     """``4.2 s``, ``42 s``, ``6 min``."""
-    return clock(seconds) if seconds < 10 else duration(seconds)
+    return f"{seconds:.1f} s" if 0 < seconds < 10 else duration(seconds)
 
 
 def tokens_of(count: float) -> str:

@@ -66,17 +66,13 @@ class ShownRow(NamedTuple):
         of_function = self.steps and "steps" not in self.record
         return found | {"calls": self.steps} if of_function else found
 
-    @property
-    def head(self) -> str:
-        record = self.record
-        return f"--- row {record['index']} (id {record['id']}), {record['status']}"
-
-    @property
-    def body(self) -> str:
+    def to_text(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
         record = self.record
+        yield f"--- row {record['index']} (id {record['id']}), {record['status']}"
+        yield from (image.to_text() for image in self.images)
         if self.prompt is not None:
             yield cut_in_the_middle(self.prompt, _MOST_SHOWN)
         else:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchkit.commands import Say
-from batchkit.config.doings import ON_END, Doing, doings
+from batchkit.config.doings import ON_END, Doing, doings, lines_of
 from batchkit.config.loading import load_job
 from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
@@ -43,7 +43,7 @@ def vouched(
         due = doings(job, of)
     if not (trust or fresh):
         _check_hosts(job.folder, due)
-    for line in dict.fromkeys(doing.line for doing in due):
+    for line in lines_of(due):
         say(line)
     return job
 

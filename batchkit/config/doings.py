@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -13,7 +13,7 @@ from batchkit.config.masking import masked_text
 from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.config.terminal import shortened
 
-ON_END = "run.on_end"
+ON_END, REMOTE_CODE = "run.on_end", "trust_remote_code"
 
 
 class Doing(NamedTuple):
@@ -38,6 +38,12 @@ def doings(job: JobConfig, of: tuple[str, ...] = ("",)) -> list[Doing]:
     return [doing for doing in _doings(job) if doing.keys[0].startswith(of)]
 
 
+def lines_of(due: Iterable[Doing]) -> list[str]:
+    """What is said before these happen. That a model brings code is said as it is loaded."""
+    said = (doing.line for doing in due if not doing.keys[0].endswith(REMOTE_CODE))
+    return list(dict.fromkeys(said))
+
+
 def hosts_of(job: JobConfig) -> dict[str, str]:
     """The hosts of the job's servers, by the key of their engines."""
     return {key: _host(engine) for key, engine in _engines(job) if engine.base_url is not None}
@@ -48,6 +54,9 @@ def _doings(job: JobConfig) -> Iterator[Doing]:
         yield Doing(("rollout.function",), f"imports: {job.rollout.function}")
     judge = job.scoring.judge and job.scoring.judge.engine
     for key, engine in [*_engines(job), *([("scoring.judge.engine", judge)] if judge else ())]:
+        if engine.options.get(REMOTE_CODE):
+            keys = f"{key}.options.{REMOTE_CODE}", f"{key}.model"
+            yield Doing(keys, f"runs: Python code that comes with {engine.model}")
         if engine.server is not None:
             command = engine.server.command or f"llama-server -m {shlex.quote(engine.model)} …"
             of = "server.command" if engine.server.command else "model"

@@ -32,15 +32,6 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def clock(seconds: float) -> str:
-    """``4.2 s``, ``0:42``, ``3:20:00``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s" if seconds else "0"
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
-
-
 def when(stamp: str | None, until: str | None = None) -> str:
     """``21 November 2026, 01:02 UTC``; with ``until`` both times, the day once if equal."""
     try:

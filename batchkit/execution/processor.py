@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
-from batchkit.config.doings import doings
+from batchkit.config.doings import doings, lines_of
 from batchkit.config.loading import load_job, parse_job, resolve_paths
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
@@ -163,8 +163,8 @@ class ProductionBatchProcessor:
         if rows is None and job.input.path is None:
             raise JobError("no rows: give some to process(), or set the job's input.path")
         source: Input | None = None if rows is None else from_python(rows, job.input)
-        for doing in doings(job):
-            self._say(doing.line)
+        for line in lines_of(doings(job)):
+            self._say(line)
         try:
             with notifying(job, self._say) as ended:
                 options = replace(self._options, attempts=attempts)

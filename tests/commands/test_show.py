@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN, prepare, process, run, write_job, write_rows
 from tests.support.images import png
 from tests.support.own_process import begin
-from tests.support.terminals import on_a_terminal
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -125,30 +121,6 @@ def test_a_changed_row_is_not_shown_for_the_one_that_was_answered() -> None:
     found = batchkit("show", "-n", "1")
     assert "another question" not in found.stdout
     assert "is not the one that was answered" in found.stderr
-
-
-@pytest.mark.parametrize(
-    ("environment", "begin_with", "data"),
-    [
-        ({"KITTY_WINDOW_ID": "1"}, "\x1b_Ga=T,f=100,m=0;", r"m=0;([\w+/=]+)\x1b\\"),
-        ({"TERM_PROGRAM": "iTerm.app"}, "\x1b]1337;File=inline=1;", r"Ratio=1:([\w+/=]+)\x07"),
-        ({}, "", ""),
-        ({"KITTY_WINDOW_ID": "1", "TMUX": "x"}, "", ""),
-    ],
-)
-def test_a_terminal_that_can_shows_the_picture(
-    environment: dict[str, str], begin_with: str, data: str
-) -> None:
-    run_with_pictures(4)
-    written = on_a_terminal("show", str(RUN), "-n", "1", **environment)
-    assert "image 0.png, 40 × 20" in written
-    if not begin_with:
-        assert "\x1b_G" not in written
-        assert "\x1b]1337" not in written
-        return
-    assert begin_with in written
-    (encoded,) = re.findall(data, written)
-    assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (40, 20)
 
 
 def test_watch_shows_the_state_until_the_run_has_ended() -> None:

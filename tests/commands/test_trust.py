@@ -53,7 +53,7 @@ def server(base: ChatServer) -> dict[str, Any]:
     return {"kind": "openai-server", "model": MODEL, "base_url": base.url, "api_key_env": "MY_KEY"}
 
 
-def in_run_folder(**change: str) -> None:
+def in_run_folder(**change: Any) -> None:
     """What somebody else may write in its ``job.toml``."""
     path = RUN / "job.toml"
     table: Any = tomlkit.parse(path.read_text())
@@ -132,13 +132,18 @@ FOREIGN = [  # what the job file says, what the run folder says, and what is ref
         "sends $MY_KEY to 127.0.0.1",
     ),
     (ROLLOUT, {"rollout__function": "other.py:solve"}, "imports: "),
+    (
+        {},
+        {"engine__kind": "vllm", "engine__model": "m", "engine__options__trust_remote_code": True},
+        "runs: Python code that comes with m",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("ours", "theirs", "line"), FOREIGN, ids=range(len(FOREIGN)))
 @pytest.mark.parametrize("target", [RUN, RUN / "job.toml", "job.toml"], ids=str)
 def test_what_only_a_run_folder_says_is_refused(
-    ours: Any, theirs: dict[str, str], line: str, target: Path | str
+    ours: Any, theirs: dict[str, Any], line: str, target: Path | str
 ) -> None:
     shutil.copy("solve.py", "other.py")
     began(**ours)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,19 +59,13 @@ class Plan(NamedTuple):
         for name, key in (("GPU hours", "gpu_hours"), ("price", "price")):
             if found[key] is not None:
                 yield f"{name}: {shown(found[key], number)}"
-        for longest in prompts["longest"][:1]:
-            row = f"row {longest['index']} (id {longest['id']})"
-            yield f"longest prompt: {longest['size']:,} {prompts['unit']}, {row}"
         yield from self._failures()
         yield "in brackets: 90 % intervals"
 
     def _failures(self) -> Iterator[str]:
         failing = self.figures["failing"]
-        if failing["problems"]:
-            yield f"about {failing['rows']:,} rows would fail, among them"
-        for problem in failing["problems"][:3]:
-            row = f"row {problem['index']} (id {problem['id']})"
-            yield f"  {row} {problem['kind']}: {problem['message']}"
+        if failing["rows"]:
+            yield f"about {failing['rows']:,} rows would fail: `batchkit validate` says which"
         if failing["sampled"]:
             folder = self.figures["folder"]
             yield f"{failing['sampled']:,} rows of the sample failed: batchkit show --failed {folder}"
@@ -147,11 +140,9 @@ def _figures(
             "counted": lengths.counted,
             "exact": lengths.is_exact,
             "unit": "tokens" if lengths.in_tokens else "characters",
-            "longest": [asdict(row) for row in lengths.longest],
         },
         "failing": {
             "rows": round(lengths.failing * lengths.left),
-            "problems": [asdict(problem) for problem in lengths.problems],
             "sampled": sample.failed,
         },
         "running": running,

@@ -1,17 +1,15 @@
-"""The prompts of a job: how long they are, counted as ``validate`` does, and which would fail."""
+"""The prompts of a job: how long they are, counted as ``validate`` does, and how many would fail."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from batchkit.commands import Say
-from batchkit.commands.validate import SHOWN, Problem, checked
-from batchkit.config.masking import masked_text
+from batchkit.commands.validate import checked
 from batchkit.config.tables import JobConfig
 from batchkit.runs.status import counts_of
 from batchkit.sources.input import Input
@@ -24,18 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_COUNTED, MOST_WITH_IMAGES = 100_000, 2_000
-_LONGEST = 5
 _SAY_EVERY_S = 5.0
 _UNTIMED = 64  # the first rows wait for imports and for the threads
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class LongRow:
-    """A row with a long prompt, in tokens or characters."""
-
-    size: int
-    index: int
-    id: str
 
 
 class Lengths(NamedTuple):
@@ -55,8 +43,6 @@ class Lengths(NamedTuple):
     in_tokens: bool
     is_exact: bool
     most_tokens: float | None
-    problems: list[Problem]
-    longest: list[LongRow]
     row_s: float
 
     @property
@@ -88,7 +74,6 @@ def _counted(
     job: JobConfig, source: Input, chosen: IndexSet, rows: int, left: int, say: Say
 ) -> Lengths:
     sizes: dict[int, int] = {}
-    problems, longest = list[Problem](), list[LongRow]()
     in_tokens, most_tokens = True, 0.0
     began = time.monotonic()
     next_line, n = began + _SAY_EVERY_S, 0
@@ -102,9 +87,6 @@ def _counted(
             next_line = now + _SAY_EVERY_S
             say(f"counting the prompts' tokens: {n:,} of {len(chosen):,} rows")
         if error is not None:
-            problems.append(Problem(row.index, row.id, error.kind, masked_text(str(error))))
-            if len(problems) > 10 * SHOWN:
-                problems = sorted(problems)[:SHOWN]
             continue
         size = None if prompt is None else prompt.prompt_tokens
         in_tokens = in_tokens and size is not None
@@ -112,7 +94,6 @@ def _counted(
             text = None if prompt is None else prompt.text
             size = len(str(row.fields) if text is None else text)
         sizes[row.index] = size
-        longest = sorted([*longest, LongRow(sizes[row.index], row.index, row.id)])[-_LONGEST:]
         most_tokens = max(most_tokens, _most_tokens(request.sampling))
     ordered = sorted(sizes)
     return Lengths(
@@ -124,8 +105,6 @@ def _counted(
         in_tokens=in_tokens,
         is_exact=in_tokens and not job.has_several,
         most_tokens=None if job.has_several else most_tokens,
-        problems=sorted(problems)[:SHOWN],
-        longest=longest[::-1],
         row_s=(time.monotonic() - began) / (n - _UNTIMED) if n > 2 * _UNTIMED else 0.0,
     )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import (
+    Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
@@ -13,13 +17,21 @@ from pydantic import (
 )
 
 from batchkit.config.problems import problems_in
-from batchkit.config.tables.fields import JobFields
+from batchkit.config.shard import Shard
+from batchkit.config.tables.base import Free, Identity, Table
+from batchkit.config.tables.engine import EngineTable, SamplingTable
+from batchkit.config.tables.input import InputTable
 from batchkit.config.tables.misfits import misfits
+from batchkit.config.tables.prompt import MediaTable, PromptTable
+from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
+from batchkit.config.tables.scoring import ScoringTable
+from batchkit.config.tables.steps import RolloutTable, SelectTable, StepTable
+from batchkit.config.tables.task import PairTable, PoolingTable, TaskName
 from batchkit.config.values import check_values
 from batchkit.errors import JobError
 
 
-class JobConfig(JobFields):
+class JobConfig(Table):
     """A whole job, with the tables and keys of a job file (``docs/job-file.md`` describes them all).
 
     From Python, a table is a dict::
@@ -31,6 +43,33 @@ class JobConfig(JobFields):
             sampling={"temperature": 0.0, "max_tokens": 8},
         )
     """
+
+    name: Free[str] = Field("batch", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run folder: letters, digits, `.`, `_`, `-`."""
+    task: Identity[TaskName] = "generate"
+    """What the model does with a row: `generate` text; or vLLM's pooling tasks: `embed` gives a
+    vector, `classify` a label and the probabilities of the model's classes, `score` a number for
+    each document of `[pair]`."""
+    input: InputTable = InputTable()
+    vars: Identity[dict[str, Any]] = Field({})
+    """Free names for the templates."""
+    prompt: PromptTable = PromptTable()
+    pair: PairTable = PairTable()
+    media: MediaTable = MediaTable()
+    engine: EngineTable
+    sampling: SamplingTable = SamplingTable()
+    pooling: PoolingTable = PoolingTable()
+    run: RunTable = RunTable()
+    retry: RetryTable = RetryTable()
+    output: OutputTable = OutputTable()
+    scoring: Free[ScoringTable] = ScoringTable()
+    steps: Identity[list[StepTable]] = Field([])
+    """Several generations for a row, one after another."""
+    rollout: RolloutTable | None = None
+    """… or a function that asks for them."""
+    select: SelectTable = SelectTable()
+    engines: Identity[dict[str, EngineTable]] = Field({})
+    """Further models for steps: `[engines.NAME]`, each with the keys of `[engine]`."""
 
     _made_in: str = PrivateAttr("")
 
@@ -44,6 +83,92 @@ class JobConfig(JobFields):
         job = self.model_copy()
         job._made_in = place
         return job
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.output.dir) / self.name
+
+    @property
+    def gpus(self) -> float:
+        """How many GPUs the run holds: those of one worker, times its workers."""
+        of_engine = max(self.with_engine(name).engine_gpus for name in self.engine_names)
+        of_worker = self.run.worker_gpus
+        return (of_engine if of_worker is None else of_worker) * (self.run.workers or 1)
+
+    @property
+    def engine_gpus(self) -> int:
+        """How many GPUs ``engine`` asks for."""
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        given = [self.engine.options.get(size) for size in sizes]
+        return math.prod(size for size in given if isinstance(size, int))
+
+    def params(self) -> dict[str, Any]:
+        """The parameters of a request, by the names of ``vllm.SamplingParams``, or of
+        ``vllm.PoolingParams`` if the task is not ``generate``."""
+        return self.sampling.params() if self.task == "generate" else self.pooling.params()
+
+    @property
+    def has_several(self) -> bool:
+        """True if a row may have several generations."""
+        return bool(self.steps) or self.rollout is not None
+
+    @property
+    def parsing(self) -> set[str]:
+        """The steps whose answers have to be JSON; "" if those of a job without steps have to."""
+        of_steps = {step.name for step in self.steps if step.parse is not None}
+        return of_steps if self.output.parse is None else {*of_steps, ""}
+
+    @property
+    def keeps_choices(self) -> bool:
+        """True if a record has all ``n`` answers of its row."""
+        return self.select.by is None if self.output.choices is None else self.output.choices
+
+    @property
+    def engine_names(self) -> list[str]:
+        """The engines that a row's generations may ask, in the order of the steps: names of
+        ``engines``, and "" for ``engine``."""
+        if self.rollout is not None:
+            return ["", *self.engines]
+        return list(dict.fromkeys(step.engine for step in self.steps)) or [""]
+
+    def with_engine(self, name: str) -> JobConfig:
+        """The job with that one of ``engines`` as its ``engine``; "" is ``engine`` itself."""
+        return self.model_copy(update={"engine": self.engines[name]}) if name else self
+
+    def of_step(self, step: StepTable) -> JobConfig:
+        """A job whose rows have one generation: that of ``step``."""
+        given = {name: getattr(step.sampling, name) for name in step.sampling.model_fields_set}
+        kwargs = {**self.prompt.chat_template_kwargs, **step.prompt.chat_template_kwargs}
+        prompt = step.prompt.model_copy(update={"chat_template_kwargs": kwargs})
+        return self.model_copy(
+            update={
+                "steps": [],
+                "select": SelectTable(),
+                "prompt": prompt,
+                "sampling": self.sampling.model_copy(update=given),
+                "engine": self.with_engine(step.engine).engine,
+                "output": self.output.model_copy(update={"parse": step.parse}),
+                "scoring": step.scoring,
+            }
+        )
+
+    def of_each_step(self) -> Iterator[tuple[str, JobConfig]]:
+        """What precedes the keys of each step in names (``steps.draft.``), and ``of_step``; without
+        steps the job itself, whose keys nothing precedes."""
+        for step in self.steps:
+            yield f"steps.{step.name}.", self.of_step(step)
+        if not self.steps:
+            yield "", self
+
+    def of_shard(self, shard: Shard) -> JobConfig:
+        """The job of one shard, with its own run folder: ``<name>.shard-<number>-of-<of>``."""
+        return self.model_copy(
+            update={
+                "name": f"{self.name}.shard-{shard.number}-of-{shard.of}",
+                "input": self.input.model_copy(update={"shard": str(shard)}),
+            }
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from batchkit.config.answer_schema import fault_in_schema, schema_in
 from batchkit.config.seams import SCORERS, ScorerName
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables.engine import SamplingTable
-from batchkit.config.tables.fields import JobFields
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.tables.scoring import ScoringTable
 from batchkit.config.tables.steps import StepTable
 from batchkit.config.tool_definitions import why_not_forced
+
+if TYPE_CHECKING:
+    from batchkit.config.tables.job import JobConfig
 
 _NAME_OF_ENGINE = re.compile(r"[A-Za-z0-9_-]+")
 _OF_PROMPT = (
@@ -22,7 +25,7 @@ _OF_PROMPT = (
 )
 
 
-def misfits(job: JobFields) -> list[str]:
+def misfits(job: JobConfig) -> list[str]:
     """A line for each key of ``job`` that does not fit the others; the later rules hold only for a job that
     keeps the earlier ones."""
     rules = (
@@ -36,7 +39,7 @@ def misfits(job: JobFields) -> list[str]:
     return next(filter(None, ([*rule(job)] for rule in rules)), [])
 
 
-def _misfits_of_task(job: JobFields) -> Iterator[str]:
+def _misfits_of_task(job: JobConfig) -> Iterator[str]:
     """A line for each key of ``job`` that does not fit its task."""
     task, pair, pooling = job.task, job.pair, job.pooling
     if task != "score" and pair.is_set:
@@ -58,7 +61,7 @@ def _misfits_of_task(job: JobFields) -> Iterator[str]:
         yield f"prompt.system: task {task} sends only prompt.user, unless prompt.chat = true"
 
 
-def _of_generation(job: JobFields) -> Iterator[tuple[str, bool]]:
+def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:
     """Keys that have a meaning only where text is generated, and whether ``job`` sets them."""
     yield "[[steps]]", bool(job.steps)
     yield "[rollout]", job.rollout is not None
@@ -71,7 +74,7 @@ def _of_generation(job: JobFields) -> Iterator[tuple[str, bool]]:
     yield "[scoring]", job.scoring.is_on and job.task != "classify"
 
 
-def _misfits_of_score(job: JobFields) -> Iterator[str]:
+def _misfits_of_score(job: JobConfig) -> Iterator[str]:
     pair, prompt = job.pair, job.prompt
     is_set = pair.is_set or not job.input.may_be_batch  # each line of a batch has its own
     if is_set and pair.query is None and not pair.query_images:
@@ -83,7 +86,7 @@ def _misfits_of_score(job: JobFields) -> Iterator[str]:
             yield f'prompt.{name}: task = "score" has [pair] instead: query and documents'
 
 
-def _misfits_of_steps(job: JobFields) -> Iterator[str]:
+def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
     """A line for each key of ``job`` that does not fit its steps, rollout or selection."""
     names = [step.name for step in job.steps]
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -118,7 +121,7 @@ def _misfits_of_steps(job: JobFields) -> Iterator[str]:
         yield from _misfits_of_scoring_step(job, job.scoring.judge.step)
 
 
-def _misfits_of_scoring_step(job: JobFields, name: str) -> Iterator[str]:
+def _misfits_of_scoring_step(job: JobConfig, name: str) -> Iterator[str]:
     answers = {step.name: step.answer for step in job.steps}
     if name not in answers:
         known = ", ".join(answers) or "none is given"
@@ -128,7 +131,7 @@ def _misfits_of_scoring_step(job: JobFields, name: str) -> Iterator[str]:
         yield f"steps.{name}: scores the answers (scoring.judge.step); give it answer = false"
 
 
-def _misfits_of_rollout(job: JobFields) -> Iterator[str]:
+def _misfits_of_rollout(job: JobConfig) -> Iterator[str]:
     """What a function does itself."""
     of_function = {
         "retry.reask": job.retry.reask > 0,
@@ -141,7 +144,7 @@ def _misfits_of_rollout(job: JobFields) -> Iterator[str]:
             yield f"{key}: a function does that itself; leave it out with [rollout]"
 
 
-def _misfits_of_step(job: JobFields, step: StepTable, *, is_first: bool) -> Iterator[str]:
+def _misfits_of_step(job: JobConfig, step: StepTable, *, is_first: bool) -> Iterator[str]:
     key, prompt = f"steps.{step.name}", step.prompt
     if hasattr(dict, step.name):
         yield f"{key}: a template can't read steps.{step.name}; name it otherwise"
@@ -156,7 +159,7 @@ def _misfits_of_step(job: JobFields, step: StepTable, *, is_first: bool) -> Iter
         yield f"{key}.prompt: has no user, user_file or images; only the first step needs none"
 
 
-def _misfits_of_select(job: JobFields) -> Iterator[str]:
+def _misfits_of_select(job: JobConfig) -> Iterator[str]:
     select = job.select
     if select.by is None:
         if select.scorer is not None or select.step is not None:
@@ -180,7 +183,7 @@ def _misfits_of_select(job: JobFields) -> Iterator[str]:
             yield from _misfits_of_scorer(select.scorer, table.scorers, f"{place}.scorers")
 
 
-def _read_for_choice(job: JobFields) -> Iterator[tuple[str, ScoringTable]]:
+def _read_for_choice(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
     """The scoring of each generation that may have several answers, and its place in the job file."""
     if not job.steps:
         yield "scoring", job.scoring
@@ -190,7 +193,7 @@ def _read_for_choice(job: JobFields) -> Iterator[tuple[str, ScoringTable]]:
             yield own if step.has_scoring else ("scoring", job.scoring)
 
 
-def _may_have_several(job: JobFields) -> bool:
+def _may_have_several(job: JobConfig) -> bool:
     """A row's own parameters may have an ``n``, and so may the body of a request that is a row."""
     is_body = not (job.prompt.user or job.prompt.user_file)
     has_own = is_body or job.sampling.sampling_column is not None
@@ -210,21 +213,21 @@ def _misfits_of_scorer(
         )
 
 
-def _misfits_of_judge(job: JobFields) -> Iterator[str]:
+def _misfits_of_judge(job: JobConfig) -> Iterator[str]:
     if len(job.steps) < 2 or job.select.step != job.steps[-1].name:
         yield f"select.step: found {job.select.step!r}, expected the last of several [[steps]]"
     elif (n := job.of_step(job.steps[-1]).params().get("n", 1)) != 1:
         yield f"steps.{job.select.step}.sampling.n: is {n}; a step that picks an answer needs n = 1"
 
 
-def _misfits_of_calls(job: JobFields) -> Iterator[str]:
+def _misfits_of_calls(job: JobConfig) -> Iterator[str]:
     for place, each in job.of_each_step():
         engine, choice = each.engine, each.prompt.tool_choice
         if reason := why_not_forced(choice, engine.kind, engine.tool_call_parser):
             yield f"{place}prompt.tool_choice: {reason}"
 
 
-def _misfits_of_retry(job: JobFields) -> Iterator[str]:
+def _misfits_of_retry(job: JobConfig) -> Iterator[str]:
     jobs = [each for _, each in job.of_each_step()]
     extracts = {part.extract for each in jobs for part in each.scoring.parts}
     parses = any(each.output.parse is not None for each in jobs)
@@ -233,14 +236,14 @@ def _misfits_of_retry(job: JobFields) -> Iterator[str]:
         yield f"retry.reask: no answer lacks anything; say what to look for: set {keys}"
 
 
-def _misfits_of_prices(job: JobFields) -> Iterator[str]:
+def _misfits_of_prices(job: JobConfig) -> Iterator[str]:
     engines = {"engine": job.engine} | {f"engines.{n}": of for n, of in job.engines.items()}
     for name, engine in engines.items():
         if job.run.price_per_gpu_hour is not None and engine.base_url is not None:
             yield f"run.price_per_gpu_hour: {name} is a server; give run.price_per_million_tokens"
 
 
-def _misfits_of_answers(job: JobFields) -> Iterator[str]:
+def _misfits_of_answers(job: JobConfig) -> Iterator[str]:
     for place, each in job.of_each_step():
         schema = schema_in(each.sampling.params()) if each.output.parse is not None else None
         if schema is not None and (fault := fault_in_schema(schema)) is not None:
