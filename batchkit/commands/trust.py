@@ -39,7 +39,8 @@ def vouched(
     due = doings(job, of)
     if due and not trust and (not job.made_in or is_of_run(Path(job.made_in))):
         folder = Path(job.made_in).parent if job.made_in else job.folder
-        job = _as_in_job_file(job, due, folder, named or _job_file(folder), overrides, say)
+        file = _job_file(folder) if named is None or is_of_run(named) else named
+        job = _as_in_job_file(job, due, folder, file, overrides, say)
         due = doings(job, of)
     if not (trust or fresh):
         _check_hosts(job.folder, due)

@@ -150,7 +150,7 @@ def test_what_only_a_run_folder_says_is_refused(
     in_run_folder(**theirs)
     commands = [("retry-failed", str(target), "--set", "vars.a=1")]
     if target == RUN / "job.toml":
-        commands = [("run", str(target)), ("plan", str(target))]
+        commands += [("run", str(target)), ("plan", str(target))]
     for command in commands:
         found = batchkit(*command)
         assert found.exit_code == 2
