@@ -375,7 +375,7 @@ def report(runs: Texts, output: Path | None, no_images: bool, media: tuple[Path,
     folders = [find(run) for run in runs] or [find(None)]
     if len(folders) == 1:
         return write(folders[0], output, images=not no_images, media=media, say=say)
-    comparison = compare(folders, media)
+    comparison = compare(folders)
     if output is not None:
         write_comparison(comparison, output)
     return comparison

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,8 +13,6 @@ import numpy as np
 from batchkit.errors import JobError
 from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip, origin
 from batchkit.runs.index import Index, Snapshot, Table
-from batchkit.runs.inputs import InputRows
-from batchkit.runs.reach import Reach
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring import kept_fields
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name
@@ -34,9 +33,7 @@ _NUMBERING = ("input.format", "input.records")  # keys that say which rows a fil
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def compare(
-    folders: Sequence[Path], media: Sequence[Path] = (), *, resamples: int = 1000, seed: int = 0
-) -> Comparison:
+def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) -> Comparison:
     """Compare every run with the first one, row by row, by the rows' ids.
 
     A difference is the mean over the rows that both runs have scored; its interval is the
@@ -45,7 +42,8 @@ def compare(
     of text: Koehn, Statistical Significance Tests for Machine Translation Evaluation, EMNLP 2004).
     It shows how much the choice of rows matters, not the effect of another seed of the model.
 
-    Rows are grouped as in the baseline. Rows that share an id are matched by their places in the
+    Rows are grouped as in the baseline; a row of a run that did not keep the field is in the group that it has there.
+    Rows that share an id are matched by their places in the
     input, or in order, if the runs have not read the same one.
 
     Raises:
@@ -60,14 +58,17 @@ def compare(
         check_log(folder)
     names = _names(folders)
     group_by = job_of_run(folders[0]).scoring.group_by
-    sides = [_side(folder, group_by, media) for folder in folders]
-    baseline = sides[0]
+    baseline = _Side.of(folders[0], group_by)
+    sides = [baseline]
     deltas: list[Delta] = []
     flips: list[Flip] = []
     only_in_baseline, only_in_run = {}, {}
-    for name, side, manifest in zip(names[1:], sides[1:], manifests[1:], strict=True):
-        by_place = have_same_input(manifests[0], manifest)
+    for name, folder, manifest in zip(names[1:], folders[1:], manifests[1:], strict=True):
+        by_place, side = have_same_input(manifests[0], manifest), _Side.of(folder, group_by)
         pairs = paired(baseline.snapshot, side.snapshot, by_place=by_place)
+        if group_by is not None and group_by not in kept_fields(job_of_run(folder)):
+            side = side.grouped_as(baseline, pairs)
+        sides.append(side)
         only_in_baseline[name] = len(baseline.snapshot.newest) - len(pairs.before)
         only_in_run[name] = len(side.snapshot.newest) - len(pairs.before)
         for scorer in baseline.table.names:
@@ -144,7 +145,24 @@ def _unique(snapshot: Snapshot, by_place: bool) -> Table:
 class _Side:
     index: Index
     snapshot: Snapshot
-    table: ScoreTable
+    group_by: str | None
+
+    @classmethod
+    def of(cls, folder: Path, group_by: str | None) -> _Side:
+        index = Index(folder, group_by)
+        return cls(index, index.grow(_ALL_S), group_by)
+
+    @cached_property
+    def table(self) -> ScoreTable:
+        return table_of_index(self.snapshot, self.group_by)
+
+    def grouped_as(self, baseline: _Side, pairs: Pairing) -> _Side:
+        """Rows that the baseline lacks are in no group."""
+        theirs, entries = baseline.snapshot, self.snapshot.entries.copy()
+        groups = [*dict.fromkeys([*theirs.groups, group_name(None)])]
+        entries["group"] = groups.index(group_name(None))
+        entries["group"][pairs.after] = theirs.entries["group"][pairs.before]
+        return replace(self, snapshot=replace(self.snapshot, entries=entries, groups=groups))
 
 
 class _Found(NamedTuple):
@@ -167,25 +185,6 @@ class _Found(NamedTuple):
         """A number in the baseline's ``groups`` for each pair."""
         found: Table = self.baseline.snapshot.entries["group"][self.pairs.before]
         return found
-
-
-def _side(folder: Path, group_by: str | None, media: Sequence[Path]) -> _Side:
-    job, index = job_of_run(folder), Index(folder, group_by)
-    snapshot = index.grow(_ALL_S)
-    if group_by is not None and group_by not in kept_fields(job):
-        snapshot = _grouped_by_input(index, snapshot, Reach.of(folder, media), group_by)
-    return _Side(index, snapshot, table_of_index(snapshot, group_by))
-
-
-def _grouped_by_input(index: Index, snapshot: Snapshot, reach: Reach, group_by: str) -> Snapshot:
-    """Groups by a field that the records did not keep."""
-    rows, entries = InputRows(reach.job, reach=reach), snapshot.entries.copy()
-    names = dict[str, int]()
-    for number in snapshot.newest.tolist():
-        row = rows.row(index.record(entries[number]))
-        name = group_name(None if row is None else row.fields.get(group_by))
-        entries["group"][number] = names.setdefault(name, len(names))
-    return replace(snapshot, entries=entries, groups=tuple(names))
 
 
 def _deltas(found: _Found, resamples: int, seed: int) -> Iterator[Delta]:

@@ -93,7 +93,7 @@ class Index:
         except OSError as error:
             raise StoreError(f"{self.path}: can't be read: {error.strerror}") from error
         self._growing = threading.Lock()  # held by the request that lets it grow
-        self._checked: list[int] | None = None
+        self._checked: tuple[int, ...] | None = None
         self._log_problem: str | None = ""  # not checked yet
         self._clear()
         self._snapshot = self._now(0.0)
@@ -146,11 +146,13 @@ class Index:
         self._kinds: dict[str, int] = {"": 0}
         self._groups: dict[str, int] = {}
         self._scored: BufferedReader | None = None
-        self._scored_by: list[int] | None = None  # the stamp of the scores.jsonl that was read
+        self._scored_by: tuple[int, ...] | None = (
+            None  # the stamp of the scores.jsonl that was read
+        )
         self._scores_problem: str | None = None
 
     def _grow(self, deadline: float) -> None:
-        stamp = _stamp(self.folder / SCORES)
+        stamp = stamp_of(self.folder / SCORES)
         if self._scored_by not in (None, stamp):
             self._clear()
         before = self._end, self._scored_by
@@ -230,7 +232,7 @@ class Index:
             column.extend([nan] * (number + 1 - len(column)))
             column[number] = nan if score is None else score
 
-    def _read_scores(self, stamp: list[int] | None) -> None:
+    def _read_scores(self, stamp: tuple[int, ...] | None) -> None:
         """A line counts for the newest record of its row, if it was made from that."""
         path, start, entries = self.folder / SCORES, 0, self._entries.copy()
         newest, self._scored_by, self._entries = last_of_each(entries["row"]), stamp, entries
@@ -251,7 +253,7 @@ class Index:
 
     def _check(self) -> None:
         """The log against its checkpoint: once, and a log with a problem again if it may have been repaired."""
-        stamp = _stamp(self.folder / CHECKPOINT)
+        stamp = stamp_of(self.folder / CHECKPOINT)
         if self._log_problem is None or (self._log_problem and stamp == self._checked):
             return
         self._checked = stamp
@@ -270,10 +272,10 @@ def _made(input_hash: str | None, finished_at: str) -> int:
     return crc32(f"{input_hash} {finished_at}".encode())
 
 
-def _stamp(path: Path) -> list[int] | None:
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
     """Equal while the file is the same."""
     try:
         found = path.lstat()
     except OSError:
         return None
-    return [found.st_ino, found.st_size, found.st_mtime_ns]
+    return found.st_ino, found.st_size, found.st_mtime_ns

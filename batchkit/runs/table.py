@@ -22,6 +22,7 @@ from batchkit.storage.lines import sound_record
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import NewestLog
+from batchkit.storage.plain_json import encoded, valid
 from batchkit.storage.score_store import Scores
 from batchkit.storage.vectors import Vectors, VectorType
 from batchkit.types import Record
@@ -240,11 +241,6 @@ def _field(values: Sequence[Any]) -> pa.Array | None:
 
 
 def _field_as_text(value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        try:
-            return orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
-        except Exception:  # a number of thousands of digits, or an object that can't be shown
-            return f"({type(value).__name__})"
-    return value.encode("utf-8", "replace").decode()  # half a character can't be stored
+    if value is None or isinstance(value, str):
+        return value and valid(value)
+    return encoded(value).decode().strip()

@@ -421,38 +421,22 @@ def test_a_run_is_killed_and_resumed_while_its_page_is_open(visit: Open, tmp_pat
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")
-def test_a_forecast_is_shown(visit: Open, tmp_path: Path) -> None:
+def test_a_forecast_and_that_the_folder_or_the_server_is_gone_are_shown(
+    visit: Open, tmp_path: Path
+) -> None:
     prepare(40)
     forecast = batchkit("plan", "job.toml", "--rows", "8", "--json").json
-    with viewing("output/a", cwd=tmp_path) as view:
+    with viewing("output", cwd=tmp_path) as view:
         opened = visit(f"{view.url}run/a")
         opened.state("stopped")
         shown = opened.page.locator("#forecast dd").inner_text()
         assert f"for {forecast['left']} rows" in shown
         assert f"prompt tokens: {forecast['prompt_tokens']['expected']:.0f};" in shown
-
-
-@pytest.mark.usefixtures("in_an_empty_folder")
-def test_a_folder_that_is_gone_is_named_and_its_return_noticed(visit: Open, tmp_path: Path) -> None:
-    prepare(5)
-    batchkit("run", "job.toml")
-    with viewing("output", cwd=tmp_path) as view:
-        opened = visit(f"{view.url}run/a")
-        opened.state("finished")
         Path("output").rename("elsewhere")
         opened.sees("#lost", "moved or deleted")
         Path("elsewhere").rename("output")
         opened.page.locator("#lost").wait_for(state="hidden")
-        opened.state("finished")
-
-
-@pytest.mark.usefixtures("in_an_empty_folder")
-def test_the_page_goes_on_when_its_server_is_back(visit: Open, tmp_path: Path) -> None:
-    prepare(5)
-    batchkit("run", "job.toml")
-    with viewing("output/a", cwd=tmp_path) as view:
-        opened = visit(f"{view.url}run/a")
-        opened.state("finished")
+        opened.state("stopped")
     opened.sees("#lost", "does not answer")
-    with viewing("output/a", cwd=tmp_path, port=view.client.base_url.port or 0):
+    with viewing("output", cwd=tmp_path, port=view.client.base_url.port or 0):
         opened.page.locator("#lost").wait_for(state="hidden")

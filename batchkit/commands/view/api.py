@@ -105,7 +105,7 @@ class Api:
 
     def comparison(self, request: Request) -> Response:
         keys = [request.query_params.get(name, "") for name in ("a", "b")]
-        return _json(compare([*map(self._found, keys)], self._runs.media).to_json())
+        return _json(compare([*map(self._found, keys)]).to_json())
 
     def _folder(self, request: Request) -> Path:
         return self._found(request.path_params["run"])

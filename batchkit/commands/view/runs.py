@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, StoreError
+from batchkit.runs.index import stamp_of
 from batchkit.runs.status import Status, status
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.log import RESULTS
@@ -73,8 +74,9 @@ class Runs:
         """By key; the newest run first. Empty if the folder is gone."""
         if self.is_single:
             return {self.target.name: self.target} if is_run(self.target) else {}
-        found = sorted(self.target.glob(f"[!.]*/{MANIFEST}"), key=_changed_at, reverse=True)
-        return {path.parent.name: path.parent for path in found}
+        stamps = {path: stamp_of(path) for path in self.target.glob(f"[!.]*/{MANIFEST}")}
+        newest = sorted(stamps, key=lambda path: (stamps[path] or (0, 0, 0))[2], reverse=True)
+        return {path.parent.name: path.parent for path in newest}
 
     def listed(self) -> Iterator[dict[str, Any]]:
         """A run that can't be read has an ``error`` instead of its counts."""
@@ -93,7 +95,7 @@ def look_at(folder: Path) -> Look:
     Raises:
         StoreError: the run can't be read.
     """
-    stamps = tuple(_stamp(folder / name) for name in (MANIFEST, RESULTS, CHECKPOINT, LOCK))
+    stamps = tuple(stamp_of(folder / name) for name in (MANIFEST, RESULTS, CHECKPOINT, LOCK))
     try:
         return _look(folder, stamps, held_by(folder) is not None)
     except OSError as error:
@@ -112,18 +114,3 @@ def _start(number: int, start: StartNote) -> Mapping[str, Any]:
         **start.model_dump(),
         "events": [{"at": at, "text": text} for at, text in events],
     }
-
-
-def _changed_at(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
