@@ -51,6 +51,14 @@ def load_job(
     return job.as_made_in(str(path.resolve()))
 
 
+def resolved_job(path: Path) -> JobConfig:
+    """The job in a ``job.toml`` that a run has written: nothing in it is filled in or looked for. Raises as
+    ``load_job``."""
+    job = parse_job(_read(path), str(path))
+    learn_secrets(job)
+    return job
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         data = read_bytes(path)

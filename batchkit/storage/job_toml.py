@@ -9,7 +9,7 @@ from typing import Any
 import tomlkit
 
 from batchkit.config import masking
-from batchkit.config.loading import load_job
+from batchkit.config.loading import load_job, resolved_job
 from batchkit.config.masking import MASK, masked
 from batchkit.config.tables import EngineTable, JobConfig, Table
 from batchkit.errors import JobError, StoreError
@@ -44,7 +44,8 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
     Raises:
         JobError: its ``job.toml`` is missing or was damaged.
     """
-    job = load_job(folder / JOB, overrides)
+    path = folder / JOB
+    job = load_job(path, overrides) if overrides else resolved_job(path)
     here = {"dir": str(folder.resolve().parent)}  # the folder may have been moved aside since
     return job.model_copy(
         update={

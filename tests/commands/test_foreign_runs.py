@@ -78,6 +78,8 @@ def read_by_all(*options: str | Path) -> str:
 
 FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "input": ({"input": {"path": "SECRET/rows.jsonl"}}, NOT_OPENED),
+    "input that is computed": ({"input": {"path": ENDLESS}}, NOT_OPENED),
+    "input anywhere": ({"input": {"path": "/**/no-such-file"}}, NOT_OPENED),
     "input at a URL": ({"input": {"path": "URL/rows.jsonl"}}, NOT_FETCHED),
     "every file as media": (
         {"media": {"root": "/"}, "prompt": {"images": ["SECRET/image.png"]}},
