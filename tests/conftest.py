@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     if item.config.option.markexpr == QUICK:
-        heavy = {"ray", "vllm"} & sys.modules.keys()
+        heavy = {"ray", "torch", "transformers", "vllm"} & sys.modules.keys()
         assert not heavy, f"imported {heavy}: mark {item.path.stem} with what it needs"
 
 

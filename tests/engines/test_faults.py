@@ -56,6 +56,7 @@ def torch_allocator() -> None:
     torch.empty(2**50, dtype=torch.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "type_name"),
     [
