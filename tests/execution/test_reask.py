@@ -97,6 +97,8 @@ def test_an_ask_that_fails_leaves_the_answer_before_it(refusal: str | Exception)
     record = asked(Script(r=["an answer of sorts", refusal], other=[FOUND]))["r"]
     assert (record["status"], record["error"]) == ("ok", None)
     assert (record["text"], record["attempt"]) == ("an answer of sorts", 1)
+    was_paid_for = not isinstance(refusal, Exception)  # beside the answer that is kept
+    assert (record.get("earlier_usage") is not None) == was_paid_for
 
 
 def test_an_ask_that_takes_too_long_leaves_the_answer_before_it() -> None:
