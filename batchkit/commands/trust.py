@@ -15,7 +15,7 @@ from batchkit.config.loading import load_job
 from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
-from batchkit.storage.manifest import read_manifest
+from batchkit.storage.manifest import place_of_job, read_manifest
 from batchkit.storage.runfolder import JOB, is_of_run, is_run
 
 
@@ -39,7 +39,7 @@ def vouched(
     due = doings(job, of)
     if due and not trust and (not job.made_in or is_of_run(Path(job.made_in))):
         folder = Path(job.made_in).parent if job.made_in else job.folder
-        file = _job_file(folder) if named is None or is_of_run(named) else named
+        file = place_of_job(folder) if named is None or is_of_run(named) else named
         job = _as_in_job_file(job, due, folder, file, overrides, say)
         due = doings(job, of)
     if not (trust or fresh):
@@ -77,13 +77,6 @@ def _as_in_job_file(
     on_end = job.run.on_end if theirs is None or ON_END in given else theirs.run.on_end
     run = job.run.model_copy(update={"on_end": None if foreign else on_end})
     return job.model_copy(update={"run": run})
-
-
-def _job_file(folder: Path) -> Path | None:
-    """The job file that the run of ``folder`` was started with. One inside of the folder came with it."""
-    path = Path(read_manifest(folder).job_file)
-    is_theirs = not path.is_absolute() or path.is_relative_to(folder.resolve()) or is_of_run(path)
-    return None if is_theirs or not path.is_file() else path
 
 
 def _check_hosts(folder: Path, due: Sequence[Doing]) -> None:

@@ -18,8 +18,7 @@ from batchkit.errors import InputError, JobError, MediaError, RenderTimeoutError
 from batchkit.rendering.media import load_image, shown
 from batchkit.sources import input_files
 from batchkit.storage.job_toml import job_of_run, without_masked
-from batchkit.storage.manifest import read_manifest
-from batchkit.storage.runfolder import is_of_run
+from batchkit.storage.manifest import place_of_job
 
 ROW_S = 5.0  # that a reader waits for a template
 _CLOSED = "/dev/null/closed"  # a root below which nothing can be
@@ -93,11 +92,10 @@ class Reach(NamedTuple):
 def _own_roots(folder: Path) -> list[str]:
     """The folder of the job file that made the run, and those that this file names, if it is the user's: if it is
     there, and not in the run folder. Of a run without one, the folder in which it was begun, if it is below that."""
-    place, folder = Path(read_manifest(folder).job_file), folder.resolve()
-    if not place.is_absolute() or place.is_relative_to(folder) or is_of_run(place):
+    if (place := place_of_job(folder)) is None:
         return []
     if place.is_dir():
-        return [str(place)] * (folder.parent.parent == place)
+        return [str(place)] * (folder.resolve().parent.parent == place)
     try:
         job = load_job(place)
     except JobError:

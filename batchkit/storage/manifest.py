@@ -295,6 +295,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise StoreError(f"{path}: {_problem(error)}") from error
 
 
+def place_of_job(folder: Path) -> Path | None:
+    """The user's job file that the run of ``folder`` was started with, or the folder that it was begun in without
+    one; None if it is unknown, or came with a run folder. It may be gone."""
+    place = Path(read_manifest(folder).job_file)
+    is_foreign = place.is_relative_to(folder.resolve()) or is_of_run(place)
+    return None if is_foreign or not place.is_absolute() else place
+
+
 def latest_run(output: Path) -> Path:
     """The run under ``output`` that was started last.
 
