@@ -150,16 +150,45 @@ def test_wrong_definitions_are_named_wherever_they_are(
         assert message.startswith("body.tools: ")
 
 
-def test_parameters_that_are_no_json_schema_are_a_job_error() -> None:
-    wrong = {"function": {"name": "f", "parameters": {"type": "strin"}}}
-    message = refusal(JobError, {}, user="x", tools=[wrong])
-    assert "[0].function.parameters: no JSON schema: $.type: 'strin'" in message
+WRONG = {"function": {"name": "f", "parameters": {"type": "strin"}}}
+OF_THE_JOB: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [WRONG]}, "[0].function.parameters: no JSON schema: $.type: 'strin'"),
+    ({"tools": TOOLS, "tool_choice": "wether"}, "'wether'; did you mean 'weather'?"),
+    ({"tools": TOOLS, "tool_choice": "x"}, "no tool is called 'x'; tools has weather, clock"),
+    ({"tools": TOOLS, "tool_choice": {"a": 1}}, "found {'a': 1}, expected 'auto', 'none'"),
+    ({"tool_choice": "auto"}, "tool_choice is 'auto', and there are no tools"),
+    ({"tools": TOOLS, "chat": False}, "leave out system, images and tools"),
+]
+OF_A_COLUMN: list[tuple[Any, str]] = [
+    ("weather", "prompt.tools: found 'weather', expected JSON"),
+    ([WEATHER], "prompt.tool_choice: no tool is called 'clock'; tools has weather"),
+]
+OF_A_BODY: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": "required"}, "body.tool_choice: is 'required', and the row has no tools"),
+    ({"tools": TOOLS, "tool_choice": 1}, "body.tool_choice: found 1, expected 'auto'"),
+    ({"tools": TOOLS, "parallel_tool_calls": 1}, "body.parallel_tool_calls: found 1"),
+    ({"reasoning_effort": 3}, "body.reasoning_effort: found 3, expected text"),
+    ({"chat_template_kwargs": "x"}, "body.chat_template_kwargs: found 'x', expected a table"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template: no"),
+]
+COLUMN = {"tools": "{{ t }}", "tool_choice": "clock"}
 
 
-def test_a_column_that_is_no_json_or_is_missing_fails_its_row() -> None:
-    message = refusal(RequestError, {"t": "weather"}, user="x", tools="{{ t }}")
-    assert message.startswith("prompt.tools: found 'weather', expected JSON")
-    assert "'{{ t }}' is undefined" in refusal(TemplateError, {}, user="x", tools="{{ t }}")
+@pytest.mark.parametrize(
+    ("kind", "fields", "prompt", "words"),
+    [
+        *((JobError, {}, prompt, words) for prompt, words in OF_THE_JOB),
+        *((RequestError, {"t": tools}, COLUMN, words) for tools, words in OF_A_COLUMN),
+        (TemplateError, {}, COLUMN, "'{{ t }}' is undefined"),
+        *((RequestError, {"body": {**CHAT, **body}}, None, words) for body, words in OF_A_BODY),
+        (RequestError, {"body": {"prompt": "Once", "tools": TOOLS}}, None, "tools need messages"),
+    ],
+)
+def test_what_is_wrong_with_tools_or_a_choice_is_named(
+    kind: type[Exception], fields: dict[str, Any], prompt: dict[str, Any] | None, words: str
+) -> None:
+    of_job = {} if prompt is None else {"user": "x", **prompt}
+    assert words in refusal(kind, fields, **of_job)
 
 
 @pytest.mark.parametrize("none", [None, "", [], " "])
@@ -168,20 +197,6 @@ def test_a_row_without_tools_is_sent_without(none: Any) -> None:
     assert (request.tools, request.tool_choice) == (None, None)
     message = refusal(RowError, {"t": none}, user="x", tools="{{ t }}", tool_choice="required")
     assert message == "prompt.tool_choice: is 'required', and the row has no tools"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [
-        ({"tools": TOOLS, "tool_choice": "wether"}, "'wether'; did you mean 'weather'?"),
-        ({"tools": TOOLS, "tool_choice": "x"}, "no tool is called 'x'; tools has weather, clock"),
-        ({"tools": TOOLS, "tool_choice": {"a": 1}}, "found {'a': 1}, expected 'auto', 'none'"),
-        ({"tool_choice": "auto"}, "tool_choice is 'auto', and there are no tools"),
-        ({"tools": TOOLS, "chat": False}, "leave out system, images and tools"),
-    ],
-)
-def test_choices_that_fit_no_tool_are_job_errors(prompt: dict[str, Any], words: str) -> None:
-    assert words in refusal(JobError, {}, user="x", **prompt)
 
 
 @pytest.mark.parametrize("choice", ["required", "clock", NAMED])
@@ -194,14 +209,11 @@ def test_a_forced_call_needs_a_grammar(choice: Any) -> None:
     renderer(prompt, engine={"kind": "vllm", "model": "m", "tool_call_parser": "hermes"})
 
 
-def test_the_choice_of_a_file_and_of_a_column_is_looked_up_in_it(tmp_path: Path) -> None:
+def test_the_choice_of_a_file_is_looked_up_in_it(tmp_path: Path) -> None:
     path = tmp_path / "tools.json"
     path.write_text(json.dumps(TOOLS))
     message = refusal(JobError, {}, user="x", tools=str(path), tool_choice="clok")
     assert message == "prompt.tool_choice: no tool is called 'clok'; did you mean 'clock'?"
-    fields = {"t": [WEATHER]}
-    message = refusal(RequestError, fields, user="x", tools="{{ t }}", tool_choice="clock")
-    assert message == "prompt.tool_choice: no tool is called 'clock'; tools has weather"
 
 
 def test_the_report_and_the_order_of_rows_know_the_column_of_tools() -> None:
@@ -243,31 +255,6 @@ def test_a_body_without_tools_chooses_among_those_of_the_job() -> None:
     assert request.parallel_tool_calls is False
     request = render({"body": CHAT}, tools=TOOLS, tool_choice="none")
     assert (request.tool_choice, request.parallel_tool_calls) == ("none", None)
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"tool_choice": "required"}, "body.tool_choice: is 'required', and the row has no tools"),
-        ({"tools": TOOLS, "tool_choice": 1}, "body.tool_choice: found 1, expected 'auto'"),
-        ({"tools": TOOLS, "parallel_tool_calls": 1}, "body.parallel_tool_calls: found 1"),
-        ({"reasoning_effort": 3}, "body.reasoning_effort: found 3, expected text"),
-        ({"chat_template_kwargs": "x"}, "body.chat_template_kwargs: found 'x', expected a table"),
-        (
-            {"chat_template_kwargs": {"chat_template": "x"}},
-            "chat_template_kwargs.chat_template: no",
-        ),
-    ],
-)
-def test_what_a_body_says_wrongly_about_tools_fails_its_row(
-    body: dict[str, Any], words: str
-) -> None:
-    assert words in body_refusal(body)
-
-
-def test_tools_for_a_plain_prompt_fail_its_row() -> None:
-    with pytest.raises(RequestError, match="tools need messages"):
-        render({"body": {"prompt": "Once", "tools": TOOLS}})
 
 
 # Conversations with tool calls
