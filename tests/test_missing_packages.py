@@ -101,6 +101,16 @@ def test_without_a_package_a_command_ends_with_one_line_that_says_what_to_instal
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize(("name", "task"), [("numpy", "generate"), ("pyarrow", "embed")])
+def test_without_what_writes_a_run_is_refused_before_its_first_row(
+    tmp_path: Path, name: str, task: str
+) -> None:
+    options = ["--set", "engine.kind=dry-run", "--set", f"task={task}"]
+    ended = command(tmp_path, WITHOUT.format(names=[name]), "run", "job.toml", *options)
+    assert_one_line(ended, f"No module named '{name}'", "install")
+    assert not (tmp_path / "output/job/results.jsonl").exists()
+
+
 def test_a_package_that_can_not_be_imported_is_one_line_too(tmp_path: Path) -> None:
     words = "libcudart.so.12: cannot open shared object file"
     broken = WITHOUT.format(names=["vllm.env_override"]).replace(

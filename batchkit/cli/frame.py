@@ -42,6 +42,13 @@ class Cli(click.Group):
         except KeyboardInterrupt:
             echo("batchkit: interrupted", err=True)
             ctx.exit(130)
+        except ImportError as error:  # one of batchkit's own packages is missing or broken
+            reason, package = " ".join(str(error).split()), (error.name or "").partition(".")[0]
+            install = (
+                f"install it again: pip install --force-reinstall {package or 'batchkit-vllm'}"
+            )
+            echo(f"batchkit: error: {reason}; {install}", err=True)
+            ctx.exit(2)
         except (RecursionError, MemoryError) as error:  # the last resort: a traceback does not help
             echo(f"batchkit: error: {limit_reached(error)}", err=True)
             ctx.exit(1)

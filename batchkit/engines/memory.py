@@ -6,11 +6,15 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from batchkit.config.tables import JobConfig
 from batchkit.storage.metrics import GpuLoad
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _LOOK_S = 1.0
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -26,6 +30,23 @@ class Gpu(NamedTuple):
     utilization: float | None = None
 
 
+def _sampled(nothing: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A sample that fails is ``nothing``, whatever a driver or the kernel says: it is no reason to end a run."""
+
+    def of(sample: Callable[P, T]) -> Callable[P, T]:
+        @wraps(sample)
+        def safe(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return sample(*args, **kwargs)
+            except Exception:
+                return cast(T, nothing)
+
+        return safe
+
+    return of
+
+
+@_sampled(1.0)
 def free_memory_share() -> float:
     """Share of the memory that is available, from 0 to 1: the host's, or the container's if less."""
     import psutil
@@ -39,6 +60,7 @@ def memory_limit() -> float:
     return min((most for _, most in _limits()), default=float("inf"))
 
 
+@_sampled(0)
 def family_bytes(pid: int) -> int:
     """Resident memory of a process and all its descendants; 0 if it has ended. Not cheap: all processes of
     the host are read."""
@@ -53,6 +75,7 @@ def family_bytes(pid: int) -> int:
     return total
 
 
+@_sampled(None)
 def gpu_bytes() -> int | None:
     """In use on all GPUs together, by any process: inside a container the driver does not know the
     processes by the ids that they have there. None if no GPU answers."""
@@ -60,6 +83,7 @@ def gpu_bytes() -> int | None:
     return sum(filter(None, found)) if found and None not in found else None
 
 
+@_sampled([])
 def gpu_loads() -> list[GpuLoad]:
     """The NVIDIA GPUs of this machine; empty if nvidia-ml-py is not installed, or no driver answers."""
     return [

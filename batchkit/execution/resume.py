@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,6 +69,7 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
         StoreError: another process holds the folder, or the disk refuses.
     """
     job = start.options.begun_with or start.job  # the one that the run is made from
+    _import_what_writes(job)
     folder, messages = job.folder, list[str]()
     as_read = start.options.begun_with or start.renderer.job  # its template files may change
     new = Manifest.new(as_read, source.files or [], constant_files(job))
@@ -96,6 +98,22 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
         run.save()
         with _closing(run, noted):
             yield run
+
+
+def _import_what_writes(job: JobConfig) -> None:
+    """Else the first checkpoint, or the first vector, would find out that a package is missing or broken.
+
+    Raises:
+        JobError: it is.
+    """
+    for name in ["numpy", *["pyarrow"] * (job.task == "embed")]:
+        try:
+            import_module(name)
+        except Exception as error:  # a broken package may raise anything
+            raise JobError(
+                f"{name}, which a run writes its files with, can't be imported: {' '.join(str(error).split())};"
+                f" install it again: pip install --force-reinstall {name}"
+            ) from error
 
 
 def _moved_media(folder: Path, job: JobConfig) -> str | None:

@@ -18,12 +18,12 @@ import msgspec
 from batchkit.errors import StoreError
 from batchkit.storage import lines
 from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, read_checkpoint
-from batchkit.storage.lines import record_in
-from batchkit.storage.log import RESULTS, Log, LogLine
+from batchkit.storage.lines import Spent, record_in, tokens_in
+from batchkit.storage.log import RESULTS, STEPS, Log, LogLine
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import Claim
 from batchkit.storage.steps import GenerationLine, StepsLog
-from batchkit.storage.vectors import VectorWriter
+from batchkit.storage.vectors import Vectors, VectorWriter
 from batchkit.types import Counted, Record, Usage, VectorPlace
 
 if TYPE_CHECKING:
@@ -96,9 +96,12 @@ class Ledger:
         self._lock, self._clock = lock, clock
         known = read_checkpoint(folder) or Checkpoint.none()
         self.totals = known.totals
-        checksum = known.checksum
+        checksum, self._stored = known.checksum, Vectors(folder)
+        self._uncovered: dict[
+            int, Spent
+        ] = {}  # what records behind the checkpoint say of generations
         self._records = Log(folder / RESULTS, record_in, checksum, self._take, start=checksum.end)
-        self.steps = StepsLog(folder, self.totals, known.steps)
+        self.steps = StepsLog(folder, self.totals, known.steps, self._uncovered)
         self._vectors = VectorWriter(folder, first_segment, known.vectors)
         self._waiting: list[RecordLine] = []
         self._waiting_bytes = 0
@@ -109,10 +112,18 @@ class Ledger:
     @property
     def messages(self) -> list[str]:
         logs = [log for log in (self._records, self.steps.log) if log.salvaged_bytes]
-        return [
+        found = [
             f"{log.path.name} ended in {log.salvaged_bytes} broken bytes; they are set aside"
             for log in logs
         ]
+        if self.steps.lost:
+            found.append(
+                f"{STEPS} has lost {sum(self.steps.lost.values()):,} generations that the records of"
+                f" {len(self.steps.lost):,} rows count, for example of row {min(self.steps.lost)}. Their answers"
+                " are whole, and their tokens count; put a copy of the file back, or have the records count"
+                f" what is left: batchkit verify --repair {self.folder}"
+            )
+        return found
 
     @property
     def usage(self) -> Usage:
@@ -188,8 +199,15 @@ class Ledger:
             self._vectors.close()
 
     def _take(self, line: LogLine[Record]) -> None:
-        assert line.record is not None
-        self.totals.add(line.record)
+        """Count a record behind the checkpoint. Raises StoreError if its vector is not there."""
+        record = line.record
+        assert record is not None
+        if record.generations and not self.totals.is_settled(record.index):
+            self._uncovered[record.index] = Spent(record.generations, 0, *tokens_in(record))
+        self.totals.add(record)
+        place = record.embedding
+        if place is not None and (fault := self._stored.fault_at(record.index, place)):
+            raise StoreError(fault)
 
     def _check_lock(self) -> None:
         if self._lock is not None:

@@ -141,6 +141,15 @@ class Spent(NamedTuple):
             self.completion_tokens + completion_tokens,
         )
 
+    def with_tokens_of(self, counted: Spent, there: Spent) -> Spent:
+        """With those that a record has ``counted`` beyond what is ``there``."""
+        return self._replace(
+            prompt_tokens=self.prompt_tokens + counted.prompt_tokens - there.prompt_tokens,
+            completion_tokens=self.completion_tokens
+            + counted.completion_tokens
+            - there.completion_tokens,
+        )
+
 
 def _decoded(decoder: msgspec.json.Decoder[Sound], raw: bytes) -> Sound | None:
     if not raw.endswith(b"\n"):

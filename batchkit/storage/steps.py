@@ -94,15 +94,18 @@ def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
 
 class StepsLog:
     """The generations of one run folder, open for appending. ``totals`` say which rows have a record, and ``point``
-    is that of the last checkpoint.
+    is that of the last checkpoint. ``uncovered``: what the records behind it count, by row.
 
     Used by one process and one thread, as the Ledger that owns it, but for ``known``. ``spent``: on all generations.
+    ``lost``: how many of those that a row in ``uncovered`` counts are not there; their tokens are in ``spent``.
 
     Raises:
         StoreError: the disk refuses, or the file is not what it was at the last checkpoint.
     """
 
-    def __init__(self, folder: Path, totals: Totals, point: StepsPoint) -> None:
+    def __init__(
+        self, folder: Path, totals: Totals, point: StepsPoint, uncovered: Mapping[int, Spent]
+    ) -> None:
         self._totals = totals
         self.spent = point.spent
         # Where the lines of a row begin and end, by turns: of rows without a record, in the order of their
@@ -111,16 +114,25 @@ class StepsLog:
         self._recalled: Container[int] = ()
         self._recalled_end = 0
         counted_end = point.checksum.end
+        there = dict.fromkeys(uncovered, Spent())
 
         def take(line: LogLine[Generation]) -> None:
             assert line.record is not None
             if line.end > counted_end:
                 self.spent = self.spent.with_one(line.record)
-            if not totals.is_settled(line.record.index):
-                self._hold(line.record.index, line.offset, line.end)
+            index = line.record.index
+            if index in there:
+                there[index] = there[index].with_one(line.record)
+            elif not totals.is_settled(index):
+                self._hold(index, line.offset, line.end)
 
         path = folder / STEPS
         self.log = Log(path, generation_in, point.checksum, take, start=point.first)
+        self.lost: dict[int, int] = {}
+        for row, counted in uncovered.items():
+            if (n_lost := counted.generations - there[row].generations) > 0:
+                self.lost[row] = n_lost
+                self.spent = self.spent.with_tokens_of(counted, there[row])
 
     def known(self, index: int) -> list[dict[str, Any]]:
         """What is recorded of the row, in the order of the log; of a row that is tried again, what came of

@@ -108,3 +108,15 @@ def test_this_host_can_be_read() -> None:
     assert memory_limit() > family_bytes(os.getpid()) > 0
     kills = oom_kills()
     assert kills is None or kills >= 0
+
+
+def test_a_sample_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no file can be opened any more."""
+
+    def fail(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("psutil.virtual_memory", fail)
+    monkeypatch.setattr("psutil.Process", fail)
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=KeyError, nvmlInit=fail))
+    assert (free_memory_share(), family_bytes(1), gpu_loads(), gpu_bytes()) == (1.0, 0, [], None)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -320,6 +323,29 @@ def test_a_run_with_images_answers_every_row(tmp_path: Path) -> None:
     assert server.most > 4
     manifest = json.loads((made.folder / "manifest.json").read_text())
     assert manifest["starts"][0]["engine"] == {"server": server.url, "owned_by": "tests"}
+
+
+@pytest.mark.parametrize(("hard", "exit_code"), [(4096, 0), (300, 2)])
+def test_a_run_may_have_as_many_connections_as_it_needs_or_says_so(
+    tmp_path: Path, hard: int, exit_code: int
+) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [{"q": f"q{n}"} for n in range(150)])
+    limits = f"ulimit -Sn 100; ulimit -Hn {hard}"
+    with serving(latency_s=0.5) as server:
+        engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url}
+        engine["options"] = {"max_num_seqs": 150}
+        made = {"name": "a", "input": {"path": "in.jsonl"}, "engine": engine}
+        (tmp_path / "job.toml").write_text(tomlkit.dumps(made | {"prompt": {"user": "{{ q }}"}}))
+        command = f"{limits}; exec {sys.executable} -m batchkit run job.toml"
+        path = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=path, capture_output=True, text=True
+        )
+    assert (done.returncode, "Traceback" in done.stderr) == (exit_code, False), done.stderr
+    if exit_code:
+        assert (
+            "engine.options.max_num_seqs: 150 requests at once need 406 open files" in done.stderr
+        )
 
 
 def test_a_run_whose_server_goes_away_stops_and_is_carried_on_at_another_address(

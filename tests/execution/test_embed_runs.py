@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from subprocess import DEVNULL
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +18,13 @@ import pytest
 from batchkit.storage.ledger import Ledger
 from batchkit.storage.vectors import segment_path
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import LOG, RUN, records, run, shard, verify
+from tests.support.dry_runs import LOG, RUN, n_records, records, run, shard, verify
 from tests.support.embed_runs import check, prepare, stored, write_job
 from tests.support.forks import LightFork
 from tests.support.merges import MERGED, merge, run_shards
 from tests.support.records import with_vector
 from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
@@ -47,6 +50,53 @@ def test_interrupted_run_keeps_every_vector_that_was_made(stop: signal.Signals) 
     assert 0 < said["ok"] == len(check()) < 400
     assert run().exit_code == 0
     assert check() == list(range(400))
+
+
+# Lost files
+
+
+def all_segments() -> None:
+    shutil.rmtree(RUN / "vectors")
+
+
+def one_segment() -> None:
+    segment_path(RUN, 0).unlink()
+
+
+def end_of_segment() -> None:
+    os.truncate(segment_path(RUN, 0), 300)
+
+
+LOSSES = pytest.mark.parametrize("lose", [all_segments, one_segment, end_of_segment])
+
+
+@LOSSES
+def test_vectors_that_are_lost_while_a_run_works_stop_it(start: Any, lose: Any) -> None:
+    options = {"options": {"latency_s": 0.02}}
+    prepare(600, engine=options, run={"max_in_flight": 4, "checkpoint_interval_s": 0.2})
+    first = start("run", "job.toml")
+    until(lambda: n_records() >= 30)
+    lose()
+    assert first.wait(timeout=60) == 1
+    said = Path("stderr-0").read_text()
+    assert "vectors are gone" in said
+    assert "Traceback" not in said
+
+
+@LOSSES
+@pytest.mark.parametrize("is_checked", [True, False], ids=["checkpoint", "no checkpoint"])
+def test_rows_whose_vector_was_lost_run_again(lose: Any, is_checked: bool) -> None:
+    prepare(20)
+    run("--limit", "15")
+    lose()
+    if not is_checked:
+        (RUN / "checkpoint.json").unlink()  # as if none had been written yet
+    refused = run()
+    assert (refused.exit_code, "vectors/000000.arrow" in refused.stderr) == (1, True)
+    assert f"verify --repair {RUN.absolute()}" in refused.stderr
+    assert batchkit("verify", "--repair", "--json").json["records"] == 0
+    assert run().exit_code == 0
+    assert check() == list(range(20))
 
 
 # Failures and changes

@@ -182,6 +182,24 @@ def test_lost_generation_of_a_finished_row_is_found_and_its_answer_kept() -> Non
     assert [*after[:1], *after[2:]] == [*before[:1], *before[2:]]
 
 
+@KINDS
+def test_generations_lost_behind_the_checkpoint_are_said_and_counted(
+    solve: str | None, n: int
+) -> None:
+    prepare(solve)
+    run()
+    answers, tokens = [record["text"] for record in records()], status()["completion_tokens"]
+    CHECKPOINT.unlink()  # as if none had been written yet
+    LEDGER.write_bytes(b"".join(lines()[:-4]))
+    found = run()
+    assert f"{STEPS} has lost 4 generations" in found.stderr
+    assert status()["completion_tokens"] == tokens
+    assert [record["text"] for record in records()] == answers
+    assert verify()["generations_lost"] == 4
+    batchkit("verify", "--repair")
+    assert batchkit("verify").exit_code == 0
+
+
 def test_repair_finds_both_generations_where_the_newline_between_them_was_lost() -> None:
     prepare()
     run()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from batchkit.engines.openai.rate_limiter import NoAnswer, Why
-from batchkit.errors import EngineError, RowTimeoutError
+from batchkit.errors import EngineError, JobError, RowTimeoutError
 
 if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 10.0
+_OTHER_FILES = 256  # logs, media, pipes to children, libraries
 _MOST_ERROR_BYTES = 1 << 20  # of an error, of which 1,000 characters are shown
 # An answer comes as it is: what is packed may unpack to gigabytes.
 _HEADERS = {"Connection": "close", "Accept-Encoding": "identity"}
@@ -26,6 +28,24 @@ class Response(NamedTuple):
     headers: Mapping[str, str]
     content: bytes
     is_whole: bool
+
+
+def allow_connections(count: int) -> None:
+    """Raise this process's limit of open files so far that it can have so many connections at once.
+
+    Raises:
+        JobError: the administrator allows fewer.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise JobError(
+            f"engine.options.max_num_seqs: {count:,} requests at once need {needed:,} open files, and this machine"
+            f" allows a process {hard:,} (ulimit -Hn); set it to {max(1, hard - _OTHER_FILES):,} or less, or"
+            " raise that limit"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class Connections:

@@ -33,6 +33,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.faults import EngineDied, Fault
 from batchkit.engines.openai.chat import SAMPLING as SAMPLING
+from batchkit.engines.openai.connections import allow_connections
 from batchkit.engines.openai.options import Options, options_of
 from batchkit.engines.openai.own_server import OwnServer
 from batchkit.engines.openai.pooling import ENDPOINTS
@@ -77,6 +78,7 @@ class OpenAIServerEngine:
         self._options = options_of(job)
         self._row_timeout_s, self._task = job.run.row_timeout_s, job.task
         self.max_num_seqs = self._options.max_num_seqs
+        allow_connections(self.max_num_seqs)
         self.limits = {"max_num_seqs": self.max_num_seqs}
         self._events: deque[str] = deque()  # the loop's thread appends, the caller's takes
         self._own = _own_server(job, self._options, log)
