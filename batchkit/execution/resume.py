@@ -27,8 +27,14 @@ from batchkit.storage.identity import CHANGING, differences
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import Ledger
 from batchkit.storage.log import RESULTS, STEPS
-from batchkit.storage.manifest import FileFingerprint, Manifest, StartNote, read_manifest
-from batchkit.storage.runfolder import MANIFEST, Claim, claim, is_run, move_aside
+from batchkit.storage.manifest import (
+    FileFingerprint,
+    Manifest,
+    StartNote,
+    read_manifest,
+    without_manifest,
+)
+from batchkit.storage.runfolder import Claim, claim, is_run, move_aside
 from batchkit.storage.score_store import SCORES
 from batchkit.types import Row, utc_now
 
@@ -172,11 +178,7 @@ def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[
     folder, options = start.job.folder, start.options
     if not is_run(folder):
         if _has_run(folder) and not options.fresh:
-            raise StoreError(
-                f"{folder}: has records ({RESULTS}, {CHECKPOINT}) but no {MANIFEST}, so it is unknown"
-                f" which job and input they were made from. Put {MANIFEST} back, or start a new run"
-                " with --fresh (the old folder is kept)"
-            )
+            raise StoreError(without_manifest(folder))
         return _has_run(folder)
     if finish_requeue(folder) is not None:
         messages.append("an interrupted --on-change requeue was finished first")

@@ -23,6 +23,7 @@ from batchkit.sources.input import Input, from_job
 from batchkit.sources.sample import check_countable, sampled
 from batchkit.storage.job_toml import check_secrets
 from batchkit.storage.score_store import check_one_row_each
+from batchkit.storage.temporary import remove_orphans
 
 
 def start_run(
@@ -41,6 +42,7 @@ def start_run(
         BatchkitError: the run could not begin. What stops it later is in the outcome.
     """
     check_secrets(job)
+    remove_orphans()
     source = from_job(job) if source is None else source
     if job.run.sample is not None:
         check_countable(source)

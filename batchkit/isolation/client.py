@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import marshal
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,11 +17,11 @@ from typing import IO, Any
 
 from batchkit.errors import EngineError
 from batchkit.isolation.server import FAILED, READY, START_S
+from batchkit.storage.temporary import OwnFolder
 
 _END_S = 5.0
 _LAST_WORDS_S = 20.0  # a process with many libraries is slow to end
 _MOST_SAID = 2**13
-_FOLDER = "batchkit-isolation-"
 _servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
 _starting = threading.Lock()  # held by the thread that starts a server
 _of_thread = threading.local()
@@ -116,7 +114,8 @@ class Server:
         try:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                self.folder = tempfile.mkdtemp(prefix=_FOLDER)
+                own = OwnFolder("isolation")
+                self.folder = str(own.path)
                 words = (str(theirs.fileno()), self.folder, handler, *arguments)
                 self._process = start(
                     [sys.executable, "-P", "-m", "batchkit.isolation.server", *words],
@@ -132,7 +131,7 @@ class Server:
                 )
         except OSError as error:
             raise self._not_started(error.strerror) from error
-        self._end = weakref.finalize(self, _end, self._process, self._control, self.folder)
+        self._end = weakref.finalize(self, _end, self._process, self._control, own)
         try:
             self._await_start()
         except BaseException:
@@ -264,14 +263,14 @@ def _child_of_thread(handler: str, task: str) -> Child:
     return child
 
 
-def _end(process: subprocess.Popen[bytes], control: socket.socket, folder: str) -> None:
+def _end(process: subprocess.Popen[bytes], control: socket.socket, own: OwnFolder) -> None:
     control.close()
     try:
         process.wait(_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    shutil.rmtree(folder, ignore_errors=True)  # gone, unless it had to be killed
+    own.close()
 
 
 def _close(connection: Connection, life: socket.socket) -> None:

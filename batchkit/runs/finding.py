@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from glob import escape
 from pathlib import Path
 
 from batchkit.config.loading import load_job
-from batchkit.errors import JobError
-from batchkit.storage.manifest import latest_run
+from batchkit.errors import JobError, StoreError
+from batchkit.storage.log import RESULTS
+from batchkit.storage.manifest import latest_run, without_manifest
 from batchkit.storage.runfolder import MANIFEST, is_run
 
 
@@ -27,11 +29,14 @@ def find_run(
 
     Raises:
         JobError: there is no such run.
+        StoreError: its manifest is missing.
     """
     if target is None:
         return latest_run(output)
     path, folder = Path(target), folder_of(target, overrides)
     if not is_run(folder):
+        if os.path.lexists(folder / RESULTS):
+            raise StoreError(without_manifest(folder))
         shards = folder.parent.glob(f"{escape(folder.name)}.shard-*-of-*/{MANIFEST}")
         counts = {path.parent.name.rpartition("-of-")[2] for path in shards}
         if counts := {count for count in counts if count.isdecimal()}:  # others were moved aside

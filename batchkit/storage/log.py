@@ -309,7 +309,10 @@ def _damaged(line: LogLine[Any], path: Path) -> str:
 
 
 def _missing(path: Path) -> str:
-    return f"{path}: is missing; its rows must be run again: batchkit run --fresh"
+    return (
+        f"{path}: is missing; put it back, if there is a copy. Without one, run the job from nothing: `batchkit"
+        " run JOB --fresh`, which keeps the rest of this folder"
+    )
 
 
 def _blocks(path: Path, start: int, end: int) -> Iterator[bytes]:

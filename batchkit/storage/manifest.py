@@ -25,8 +25,10 @@ from batchkit.config.masking import home_of, masked, masked_text
 from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
+from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import write_atomically
 from batchkit.storage.identity import continued, hash_of, identity, known_of, scoring_of
+from batchkit.storage.log import RESULTS
 from batchkit.storage.runfolder import MANIFEST, is_of_run
 from batchkit.types import Key, utc_now
 
@@ -286,7 +288,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(read_bytes(path))
     except FileNotFoundError:
-        raise StoreError(f"{folder}: not a run folder (no {MANIFEST})") from None
+        raise StoreError(without_manifest(folder)) from None
     except OSError as error:
         raise StoreError(
             f"{path}: can't be read: {error.strerror}; start again with --fresh (the old folder is kept)"
@@ -301,6 +303,17 @@ def place_of_job(folder: Path) -> Path | None:
     place = Path(read_manifest(folder).job_file)
     is_foreign = place.is_relative_to(folder.resolve()) or is_of_run(place)
     return None if is_foreign or not place.is_absolute() else place
+
+
+def without_manifest(folder: Path) -> str:
+    """What a folder without one is, and the remedy."""
+    if not any(os.path.lexists(folder / name) for name in (RESULTS, CHECKPOINT)):
+        return f"{folder}: not a run folder (no {MANIFEST})"
+    return (
+        f"{folder}: has records ({RESULTS}, {CHECKPOINT}) but no {MANIFEST}, so it is unknown which job and"
+        f" input they were made from. Put {MANIFEST} back, if there is a copy; without one, run the job from"
+        " nothing: `batchkit run JOB --fresh`, which keeps the old folder"
+    )
 
 
 def latest_run(output: Path) -> Path:

@@ -163,14 +163,16 @@ def test_checkpoint_that_was_changed_is_believed_by_nobody() -> None:
     assert verify()["checkpoint_matches"]
 
 
-def test_broken_line_that_no_checksum_covers_stops_whoever_reads() -> None:
+@pytest.mark.parametrize("broken", [b"noise", b'{"index":4294967296'])
+def test_broken_line_that_no_checksum_covers_stops_whoever_reads(broken: bytes) -> None:
     prepare(10)
     run()
     found = lines()
-    LOG.write_bytes(b"".join([*found[:4], b"noise\n", *found[5:]]))
+    broken += found[4][found[4].index(b",") :] if broken.startswith(b"{") else b"\n"
+    LOG.write_bytes(b"".join([*found[:4], broken, *found[5:]]))
     CHECKPOINT.unlink()
     exported, audit = batchkit("export", "--jsonl"), batchkit("verify", "--json")
-    assert (exported.exit_code, audit.exit_code) == (1, 1)
+    assert (exported.exit_code, audit.exit_code, run().exit_code) == (1, 1, 1)
     said = f"the record at byte {sum(map(len, found[:4]))} is damaged"
     assert said in exported.stderr
     assert said in audit.json["damage"]
@@ -351,7 +353,12 @@ def in_time() -> Iterator[None]:
 
 def log_gone() -> str:
     LOG.unlink()
-    return "results.jsonl: is missing; its rows must be run again"
+    return "results.jsonl: is missing; put it back, if there is a copy"
+
+
+def manifest_gone() -> str:
+    (RUN / "manifest.json").unlink()
+    return "no manifest.json"
 
 
 def manifest_damaged() -> str:
@@ -359,7 +366,7 @@ def manifest_damaged() -> str:
     return "manifest.json: damaged at"
 
 
-@pytest.mark.parametrize("damage", [log_gone, manifest_damaged])
+@pytest.mark.parametrize("damage", [log_gone, manifest_damaged, manifest_gone])
 @pytest.mark.parametrize("command", [*READERS, ["status"], ["verify"]], ids=" ".join)
 def test_what_is_gone_or_damaged_is_one_message(
     command: list[str], damage: Callable[[], str]
@@ -367,6 +374,8 @@ def test_what_is_gone_or_damaged_is_one_message(
     prepare(3)
     run()
     said = damage()
+    if damage == manifest_gone and command != ["run", "job.toml"]:
+        command = [*command[:1], *[str(RUN)] * ("output/a" not in command), *command[1:]]
     found = batchkit(*command)
     assert found.exit_code in (1, 2)
     assert said in found.stderr

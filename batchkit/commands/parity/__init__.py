@@ -51,7 +51,7 @@ def parity(
     limit = rows if job.input.limit is None else min(rows, job.input.limit)
     job = job.model_copy(update={"input": job.input.model_copy(update={"limit": limit})})
     stop = StopRequest(drain_s=0)
-    with stop.installed(), scratch_folder("batchkit-parity-") as folder:
+    with stop.installed(), scratch_folder("parity") as folder:
         first, second = sides_of(job, engines, settings, folder)
         _check(second)  # before the first one loads and answers in vain
         one = _ask(first, stop, say)

@@ -62,7 +62,7 @@ def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) 
     Raises:
         BatchkitError: as ``start_run``, or a budget is used up. What is answered is kept.
     """
-    with scratch_folder("batchkit-plan-") as folder, closing(KeptEngine(folder / LOG)) as kept:
+    with scratch_folder("plan") as folder, closing(KeptEngine(folder / LOG)) as kept:
         if job.run.workers is not None:
             running = _running(job, kept)
             wave, ended = _answered(job, source, rows, running, None)

@@ -7,9 +7,7 @@ records of a run that they start with ``tried``.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -45,6 +43,7 @@ from batchkit.sources import count_rows, never
 from batchkit.sources.input import Input, from_job
 from batchkit.storage.log import RESULTS
 from batchkit.storage.metrics import read_metrics
+from batchkit.storage.temporary import OwnFolder
 
 OK, OOM = "ok", "OOM"
 LOOK_S = 0.1
@@ -73,18 +72,16 @@ def tried(
 
 
 @contextmanager
-def scratch_folder(prefix: str) -> Iterator[Path]:
+def scratch_folder(kind: str) -> Iterator[Path]:
     """A new folder, removed at the end unless the EngineError that ends the block names a file in it."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    is_kept = False
+    own, is_kept = OwnFolder(kind), False
     try:
-        yield folder
+        yield own.path
     except EngineError as error:
-        is_kept = str(folder) in str(error)
+        is_kept = str(own.path) in str(error)
         raise
     finally:
-        if not is_kept:
-            shutil.rmtree(folder, ignore_errors=True)
+        own.keep() if is_kept else own.close()
 
 
 class Memory(NamedTuple):
@@ -123,7 +120,7 @@ def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
     """
     with (
         StopRequest().installed(),
-        scratch_folder("batchkit-trial-") as folder,
+        scratch_folder("trial") as folder,
         closing(KeptEngine(folder / LOG)) as kept,  # its engines are forks of one process
     ):
         trials = Trials(job, rows, folder, kept)

@@ -54,8 +54,19 @@ _KEPT = Request(Row(0, "", {}), None, None, {}, "")  # the run has it
 def prepare(kind: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _keep_compiled_code()
     preload_engine(kind)
     resource_tracker.ensure_running()  # outside the fork's group: it cleans up after that
+
+
+def _keep_compiled_code() -> None:
+    """Torch would leave it in the temporary folder."""
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        place = caches / "batchkit" / "torchinductor"
+        place.mkdir(parents=True, exist_ok=True)
+        if os.access(place, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
 
 
 def tidy() -> None:

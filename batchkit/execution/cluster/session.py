@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import shortened
 from batchkit.engines.registry import holds_model, require
 from batchkit.errors import EngineError, Interrupted, JobError
+from batchkit.storage.temporary import OwnFolder
 
 CONNECT_S = 10.0
 LONGEST_TMP = 14  # Ray's sockets have long names in it; a socket path has at most 107 bytes
@@ -44,7 +45,7 @@ def session(job: JobConfig) -> Iterator[None]:
     with ExitStack() as held:
         folder = ""
         if not address:
-            folder = held.enter_context(_private_folder())
+            folder = str(held.enter_context(closing(_private_folder())).path)
             held.enter_context(_on_this_machine_alone())
         import ray
 
@@ -79,15 +80,11 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
-def _private_folder() -> tempfile.TemporaryDirectory[str]:
+def _private_folder() -> OwnFolder:
     """For Ray's files: it lets all users read and write in the folder that it is given, so that one is
     in this one."""
     home = tempfile.gettempdir()
-    return tempfile.TemporaryDirectory(
-        prefix="batchkit-ray-",
-        dir=home if len(home) <= LONGEST_TMP else "/tmp",
-        ignore_cleanup_errors=True,
-    )
+    return OwnFolder("ray", home if len(home) <= LONGEST_TMP else "/tmp")
 
 
 def _begin(job: JobConfig, folder: str) -> None:
