@@ -1,11 +1,8 @@
-"""Reduces an engine's memory use after it ran out of memory, and raises it again.
+"""Reduces an engine's memory use after it ran out of memory.
 
-Down: ``max_num_seqs`` is halved to 1, then ``max_num_batched_tokens`` to 512, then the engine's claim
+``max_num_seqs`` is halved to 1, then ``max_num_batched_tokens`` to 512, then the engine's claim
 (its share of the GPU, or a fixed KV cache). The claim is reduced first if it was the only problem:
 more was requested than is free. It is kept if the KV cache found no room: less would not help.
-
-Up: one step back after a stretch of success, never past the original settings. If memory runs out
-again after a step up, the stretch doubles.
 """
 
 from __future__ import annotations
@@ -18,20 +15,14 @@ from batchkit.engines.faults import Fault
 LEAST_BATCHED_TOKENS = 512
 LEAST_SHARE, LEAST_SHARE_FREE = 0.5, 0.1
 LEAST_CACHE_BYTES = 64 * 2**20
-STRETCH = 1000
 
 
 class Ladder:
     """The engine options in force, as overrides of the job's."""
 
-    def __init__(
-        self, steps: Iterable[Mapping[str, Any]] | None = None, *, stretch: int | None = None
-    ) -> None:
+    def __init__(self, steps: Iterable[Mapping[str, Any]] | None = None) -> None:
         self._steps = [dict(step) for step in steps or ()]
         self.keep()
-        self._stretch = stretch or STRETCH
-        self._successes = 0
-        self._on_trial = False
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -54,10 +45,6 @@ class Ladder:
         ``limits`` are the options in force that decide the engine's memory; ``fault`` is an oom.
         ``alone``: only one request ran, so fewer at once would not help.
         """
-        self._successes = 0
-        if self._on_trial:
-            self._on_trial = False
-            self._stretch *= 2
         step = _smaller(limits, fault, alone=alone)
         if step is not None:
             self._steps.append(step)
@@ -74,20 +61,6 @@ class Ladder:
     def back(self) -> None:
         """Return to the settings that were kept last."""
         self._steps = list(self._kept)
-
-    def succeeded(self, rows: int) -> bool:
-        """Count ``rows`` more answers; True when it is time to try one step up."""
-        self._successes += rows
-        if self._successes < self._stretch:
-            return False
-        self._on_trial = False
-        return bool(self._steps)
-
-    def step_up(self) -> None:
-        """Undo the last step."""
-        self._steps.pop()
-        self._successes = 0
-        self._on_trial = True
 
 
 def _smaller(limits: Mapping[str, Any], fault: Fault, *, alone: bool) -> dict[str, Any] | None:

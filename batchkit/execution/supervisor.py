@@ -13,14 +13,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed
-from batchkit.engines.memory_ladder import STRETCH, Ladder
+from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import (
     EngineCrashError,
     EngineError,
@@ -34,59 +34,14 @@ from batchkit.execution.events import EngineHistory, EngineLine, Hear, Note
 from batchkit.storage.manifest import Suspicion
 from batchkit.types import Completion, Key, Request
 
-GROWTH_SHARE = 0.05
-"""At most this share of the time is spent on restarts that only try a larger setting."""
 LONGEST_PAUSE_S = 10
-_GROWTH, _DEATH = "a stretch of success", "it died"
+_STRETCH = 1000  # answers after which an event has nothing to do with the one before
+_DEATH = "it died"
 _KILLED = "SIGKILL"
 _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, if the engine died before it reported
 
 
-class Clock(NamedTuple):
-    """The time, in seconds, and how to wait."""
-
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-
-REAL_TIME = Clock()
 NOTHING_KNOWN = EngineHistory()
-
-
-class HostMemory:
-    """Whether an engine's process grows beyond ``limit_gb``, None for no limit."""
-
-    def __init__(self, limit_gb: float | None) -> None:
-        self._limit_gb = limit_gb
-        self._at_start_gb: float | None = None
-        self._answers = STRETCH  # since it grew too large
-        self.is_new = True
-        """No engine since ``opened`` was measured before."""
-
-    def opened(self) -> None:
-        """There is a new engine."""
-        self._at_start_gb = None
-
-    def answered(self, rows: int) -> None:
-        self._answers += rows
-
-    def too_much(self, host_gb: float) -> str:
-        """What its process holds, with the limit, if a restart is due or a new engine is too large for
-        it; else empty."""
-        if self._limit_gb is None or not host_gb:
-            return ""
-        self.is_new = self._at_start_gb is None
-        if self._at_start_gb is None:
-            self._at_start_gb = host_gb
-        elif self._at_start_gb > self._limit_gb:
-            return ""
-        over = host_gb > self._limit_gb
-        return f"{host_gb:.1f} GiB (run.max_host_gb = {self._limit_gb:g})" if over else ""
-
-    def grew_again(self) -> bool:
-        """It is restarted for this; True if that was done within a stretch of answers before."""
-        is_soon, self._answers = self._answers < STRETCH, 0
-        return is_soon
 
 
 class SupervisedEngine:
@@ -112,10 +67,10 @@ class SupervisedEngine:
         known: EngineHistory = NOTHING_KNOWN,
         ladder: Ladder | None = None,
         quarantined: Iterable[int] = (),
-        clock: Clock = REAL_TIME,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._job, self._hear, self._open_engine = job, hear, open_engine
-        self._clock = clock
+        self._sleep = sleep
         self.ladder = ladder or Ladder(known.steps)
         self._suspects = Suspects[Request](among_accidents=known.among_accidents)
         self._expected = Expected(known.suspicions)
@@ -127,9 +82,8 @@ class SupervisedEngine:
         self._probe: Request | None = None
         self._deaths = 0
         self._restart_due = ""
-        self._host = HostMemory(job.run.max_host_gb)
-        self._since_kill = STRETCH
-        self._may_grow_at = 0.0
+        self._host_gb_at_start: float | None = None  # of the newest engine
+        self._since_growth = self._since_kill = _STRETCH  # answers since then
         self.restarts = 0
         self._engine = self._open()
         self.ladder.keep()
@@ -239,25 +193,29 @@ class SupervisedEngine:
             return
         self._answered = answered[-1]
         self._deaths = 0
-        self._host.answered(len(answered))
+        self._since_growth += len(answered)
         self._since_kill += len(answered)
-        if self._suspects:
-            return
-        self.ladder.keep()
-        may_grow = self._clock.now() >= self._may_grow_at
-        if self.ladder.succeeded(len(answered)) and may_grow and not self._restart_due:
-            self._restart_due = _GROWTH
+        if not self._suspects:
+            self.ladder.keep()
 
     def _watch_memory(self, host_gb: float) -> None:
-        """Plan a restart if the engine's process uses too much memory."""
-        if self._restart_due or not (held := self._host.too_much(host_gb)):
+        """Plan a restart if the engine's process has grown beyond ``run.max_host_gb``; 0 is not known."""
+        limit = self._job.run.max_host_gb
+        if self._restart_due or limit is None or not host_gb:
             return
-        if self._host.is_new:
-            self._say(f"a new engine already holds {held}: no restart would help")
+        is_new = self._host_gb_at_start is None
+        if self._host_gb_at_start is None:
+            self._host_gb_at_start = host_gb
+        held = f"{host_gb:.1f} GiB (run.max_host_gb = {limit:g})"
+        if self._host_gb_at_start > limit:
+            if is_new:
+                self._say(f"a new engine already holds {held}: no restart would help")
             return
-        self._restart_due = f"its process holds {held}"
-        if self._host.grew_again():  # too soon: the batch is too large
-            self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
+        if host_gb > limit:
+            self._restart_due = f"its process holds {held}"
+            if self._since_growth < _STRETCH:  # again so soon: the batch is too large
+                self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
+            self._since_growth = 0
 
     def _bury(self, death: EngineDied) -> list[Completion]:
         """Handle the engine's death. Returns the poison row as failed, if this death proves it.
@@ -300,8 +258,8 @@ class SupervisedEngine:
 
         In a row: with no other death and less than a stretch of success between them.
         """
-        comes_again = self._since_kill < STRETCH
-        self._since_kill = 0 if fault.type == _KILLED else STRETCH
+        comes_again = self._since_kill < _STRETCH
+        self._since_kill = 0 if fault.type == _KILLED else _STRETCH
         if not (fault.is_unexplained_kill and comes_again):
             return fault
         return Fault("oom", fault.type, "killed from outside again; taken for memory that ran out")
@@ -333,10 +291,6 @@ class SupervisedEngine:
             self._say(f"out of memory ({fault}): next engine with {_shown(step)}")
 
     def _restart(self) -> None:
-        if self._restart_due == _GROWTH:
-            self.ladder.step_up()
-            now = _shown(self.ladder.overrides) or "the job's own settings"
-            self._restart_due += f", one step up to {now}"
         if self._restart_due != _DEATH:
             self._say(f"engine restart: {self._restart_due}")
         self._engine.close()
@@ -351,13 +305,12 @@ class SupervisedEngine:
                 self._count_death(error)
                 if isinstance(error, JobError):  # the engine does not allow the smaller settings
                     self.ladder.back()
-                self._clock.sleep(min(self._deaths, LONGEST_PAUSE_S))
+                self._sleep(min(self._deaths, LONGEST_PAUSE_S))
 
     def _open(self) -> Engine:
         """An engine with the ladder's settings; smaller still if memory runs out at load."""
         n_steps = 0
         while True:
-            started = self._clock.now()
             options = {**self._job.engine.options, **self.ladder.overrides}
             try:
                 engine = self._open_engine(
@@ -384,9 +337,7 @@ class SupervisedEngine:
                 self._say(f"out of memory at load ({fault}): next try with {_shown(step)}")
                 self._remember()
             else:
-                opened = self._clock.now()
-                self._may_grow_at = opened + (opened - started) / GROWTH_SHARE
-                self._host.opened()
+                self._host_gb_at_start = None
                 return engine
 
     def _remember(self, *, quarantined: Request | None = None, proves: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Smaller engines after memory ran out, and the way back."""
+"""Smaller engines after memory ran out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from batchkit.engines.memory_ladder import (
     LEAST_CACHE_BYTES,
     LEAST_SHARE,
     LEAST_SHARE_FREE,
-    STRETCH,
     Ladder,
 )
 
@@ -141,66 +140,15 @@ def test_every_way_down_ends_and_each_step_makes_one_option_smaller(
         assert now.get("max_num_batched_tokens", 0) <= LEAST_BATCHED_TOKENS
 
 
-@given(LIMITS, FAULTS, st.integers(0, 20), st.integers(0, 20))
-def test_each_step_up_takes_back_exactly_one_step(
-    limits: dict[str, Any], fault: Fault, down: int, up: int
-) -> None:
-    ladder = Ladder(stretch=1)
-    for _ in range(down):
-        ladder.step_down({**limits, **ladder.overrides}, fault)
-    steps = list(ladder.steps)
-    seen = [Ladder(steps[:n]).overrides for n in range(len(steps) + 1)]
-    for _ in range(up):
-        if ladder.succeeded(1):
-            ladder.step_up()
-            seen.pop()
-        assert ladder.overrides == seen[-1]
-
-
-DOWN, UP = "memory ran out", "a step up"
-
-
-@pytest.mark.parametrize(
-    ("n_steps", "script"),
-    [
-        # Success never goes past where it began.
-        (1, [(100, True), UP, (10**6, False)]),
-        # Successes before a step don't count; and it stays time until the step up is taken.
-        (0, [DOWN, (60, False), DOWN, (60, False), (40, True), (1, True), UP, (99, False)]),
-        # A step up that fails doubles the stretch, each time.
-        (1, [(99, False), (1, True), UP, DOWN, (199, False), (1, True), UP, DOWN, (399, False)]),
-        # One that holds leaves it as long as it was, and is not to blame for a later death.
-        (2, [(100, True), UP, (99, False), (1, True), UP, DOWN, DOWN, (199, False), (1, True)]),
-        (1, [(100, True), UP, (100, False), DOWN, (99, False), (1, True)]),
-        # It is on trial to the end of its stretch.
-        (1, [(100, True), UP, (99, False), DOWN, (199, False)]),
-    ],
-)
-def test_the_way_up(n_steps: int, script: list[Any]) -> None:
-    """A number of answers, and whether it is then time for a step up."""
-    ladder = Ladder([{"max_num_seqs": 4}, {"max_num_seqs": 2}][:n_steps], stretch=100)
-    for event in script:
-        if event == DOWN:
-            assert ladder.step_down({"max_num_seqs": 64}, FULL) is not None
-        elif event == UP:
-            ladder.step_up()
-        else:
-            answers, is_time = event
-            assert ladder.succeeded(answers) is is_time
-
-
 def test_overrides_are_all_steps_merged_the_last_one_wins() -> None:
     ladder = Ladder([{"max_num_seqs": 2}, {"max_num_seqs": 1}, {"max_num_batched_tokens": 1024}])
     assert ladder.overrides == {"max_num_seqs": 1, "max_num_batched_tokens": 1024}
-    ladder.step_up()
-    assert ladder.overrides == {"max_num_seqs": 1}
 
 
 @pytest.mark.parametrize("remembered", [None, []])
 def test_a_new_ladder_changes_nothing(remembered: list[dict[str, Any]] | None) -> None:
     ladder = Ladder(remembered)
     assert ladder.overrides == {}
-    assert not ladder.succeeded(STRETCH)
 
 
 def test_a_request_alone_gets_fewer_tokens_at_a_time_but_one_for_each_that_may_run() -> None:

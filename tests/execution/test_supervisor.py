@@ -21,7 +21,6 @@ from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import EngineError, JobError
 from batchkit.execution.bisection import PROOF
 from batchkit.execution.events import EngineHistory
-from batchkit.execution.supervisor import GROWTH_SHARE
 from tests.support.counted_engines import (
     AT_LOAD,
     DEATHS,
@@ -45,10 +44,7 @@ def test_every_request_comes_back_exactly_once_whenever_engines_die(
     world: World, deaths: dict[int, FaultKind], size: int, window: int
 ) -> None:
     world.dies_at = deaths
-    ladder = Ladder(stretch=5)  # so that planned restarts fall in between
-    with closing(
-        world.supervise(max_num_seqs=size, ladder=ladder, max_engine_restarts=1000)
-    ) as engine:
+    with closing(world.supervise(max_num_seqs=size, max_engine_restarts=1000)) as engine:
         done = answer_all(engine, requests(0, 40), window=window)
     failed = kinds_of(done)
     assert failed.keys() >= known_kinds(world).keys()
@@ -286,40 +282,6 @@ def test_an_engine_that_is_killed_at_every_load_is_made_smaller() -> None:
     with pytest.raises(StartFailed):
         world.supervise()
     assert world.failed_loads == [8, 8, 4, 2, 1]
-
-
-def test_the_engine_grows_by_one_step_between_rows_after_a_stretch_of_success() -> None:
-    world = World(a_poll=1)
-    ladder = Ladder([{"max_num_seqs": 4}, {"max_num_seqs": 2}], stretch=10)
-    with closing(world.supervise(ladder=ladder)) as engine:
-        answer_all(engine, requests(0, 40), window=5)
-        assert ladder.steps == [], "10 answers for the first step, 20 for the second"
-        assert engine.max_num_seqs == 8
-    assert world.opened == [2, 4, 8]
-    assert world.closed_with == [0, 0, 0], "no row lost what it had generated"
-    assert world.submitted == list(range(40)), "none was submitted twice"
-    assert world.said == [
-        "engine restart: a stretch of success, one step up to max_num_seqs = 4",
-        "engine restart: a stretch of success, one step up to the job's own settings",
-    ]
-
-
-@pytest.mark.parametrize("open_s", [0.5, 10])
-def test_the_engine_grows_only_when_the_restart_is_a_small_share_of_its_life(open_s: float) -> None:
-    world = World(open_s=open_s, a_poll=1)
-    with closing(world.supervise(ladder=Ladder([{"max_num_seqs": 4}], stretch=3))) as engine:
-        answer_all(engine, requests(0, 250), window=1)
-    assert world.opened == [4, 8]
-    assert world.polls_at_open == [0, open_s / GROWTH_SHARE]
-
-
-def test_growth_that_proves_too_much_is_tried_half_as_often() -> None:
-    world = World(load_over=4)
-    with closing(world.supervise(ladder=Ladder([{"max_num_seqs": 4}], stretch=4))) as engine:
-        answer_all(engine, requests(0, 30), window=1)
-        assert engine.ladder.steps == [{"max_num_seqs": 4}]
-    assert len(world.failed_loads) == 3, "after 4, 8 and 16 answers"
-    assert world.opened == [4] * 4
 
 
 def test_an_engine_that_grew_too_large_is_replaced_between_rows() -> None:

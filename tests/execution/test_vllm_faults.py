@@ -45,11 +45,10 @@ def run(tmp_path: Path, text_model: Path) -> Run:
     def with_rows(
         *settings: str,
         poison: dict[int, str] | None = None,
-        impatient: bool = False,
         **faults: Any,
     ) -> Ended:
         rows = question_rows(poison or {})
-        return start(tmp_path, text_model, rows, faults, settings, impatient=impatient)
+        return start(tmp_path, text_model, rows, faults, settings)
 
     return with_rows
 
@@ -89,16 +88,6 @@ def test_out_of_memory_at_load_is_halved_until_it_fits(run: Run, calm: list[str]
     assert_only_failed(ended, calm, {})
     assert ended.log.count("next try with") == 2
     assert ended.manifest["engine_steps"] == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
-
-
-def test_the_batch_grows_back_after_a_stretch_of_success(run: Run, calm: list[str]) -> None:
-    ended = run(OWN, impatient=True, once={"oom": 4})
-    assert_only_failed(ended, calm, {})
-    assert (
-        "engine restart: a stretch of success, one step up to the job's own settings" in ended.log
-    )
-    assert ended.manifest["engine_steps"] == []
-    assert ended.manifest["starts"][-1]["engine_restarts"] == 2
 
 
 def test_an_engine_that_grows_too_large_is_replaced_between_rows(run: Run, calm: list[str]) -> None:

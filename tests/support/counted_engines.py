@@ -17,7 +17,7 @@ from batchkit.engines.faults import EngineDied, Fault, FaultKind, StartFailed, f
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import RequestError
 from batchkit.execution.events import EngineHistory, Event, Note
-from batchkit.execution.supervisor import Clock, SupervisedEngine
+from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.storage.manifest import Suspicion
 from batchkit.types import Choice, Completion, Request, Row
 
@@ -52,7 +52,6 @@ class World:
     host_bytes: int = 0
     grows_bytes: int = 0
     first_look: int | None = None
-    open_s: float = 0.0
     load_error: Exception | None = None
     stacks: str = ""
     dies_with: EngineDied | None = None
@@ -62,12 +61,9 @@ class World:
     kills_probes: int = 0
     """The engine dies while so many of them run."""
 
-    now: float = 0.0
-    """The supervisor's clock: a poll takes a second, opening an engine ``open_s``."""
     polls: int = 0
     opened: list[int] = field(default_factory=list)
     """``max_num_seqs`` of each engine."""
-    polls_at_open: list[int] = field(default_factory=list)
     failed_loads: list[int | None] = field(default_factory=list)
     closed_with: list[int] = field(default_factory=list)
     """What was in flight in each engine when it was closed; a dead one has nothing."""
@@ -90,7 +86,6 @@ class World:
             self.failed_loads.append(size)
             raise self.load_error
         assert size is not None
-        self.now += self.open_s
         limits = {"max_num_seqs": size, "kv_cache_memory_bytes": 1}  # too little to be halved
         if self.batched_tokens is not None:
             limits["max_num_batched_tokens"] = self.batched_tokens
@@ -98,7 +93,6 @@ class World:
             self.failed_loads.append(size)
             raise StartFailed("can't be loaded", AT_LOAD, limits)
         self.opened.append(size)
-        self.polls_at_open.append(self.polls)
         return CountingEngine(self, limits)
 
     def supervise(
@@ -129,11 +123,8 @@ class World:
             known=EngineHistory(suspicions=tuple(suspicions)),
             ladder=ladder,
             quarantined=quarantined,
-            clock=Clock(lambda: self.now, self.sleep),
+            sleep=lambda seconds: None,
         )
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class CountingEngine:
@@ -159,7 +150,6 @@ class CountingEngine:
         assert not self._dead
         world = self._world
         world.polls += 1
-        world.now += 1
         self._host_bytes += world.grows_bytes
         world.groups.append({request.row.index for request in self._queue})
         running = self._queue[: self.max_num_seqs]

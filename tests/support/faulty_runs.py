@@ -109,14 +109,12 @@ def running(
     settings: Sequence[str],
     *,
     job: str = JOB,
-    impatient: bool = False,
 ) -> subprocess.Popen[str]:
     (folder / "job.toml").write_text(job.replace("MODEL", str(model)))
     (folder / "markers").mkdir(exist_ok=True)
     write_jsonl(folder / "rows.jsonl", rows)
     return Fork(
-        [sys.executable, "-m", "tests.support.impatient" if impatient else "batchkit"]
-        + ["run", "job.toml"]
+        [sys.executable, "-m", "batchkit", "run", "job.toml"]
         + [part for setting in settings for part in ("--set", setting)],
         cwd=folder,
         stdout=subprocess.PIPE,
