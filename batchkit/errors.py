@@ -195,10 +195,6 @@ class EmptyTextError(RowError):
     retryable = True
 
 
-class CutOffReasoningError(EmptyTextError):
-    """The answer was cut off by ``max_tokens`` inside its reasoning."""
-
-
 class InvalidOutputError(RowError):
     """The answer is not what ``output.parse`` asks for: not JSON, or JSON against its schema."""
 

@@ -61,10 +61,6 @@ def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     templates of steps read; ``first``: a row's fields."""
     for place, its in job.of_each_step():
         yield from (place + hint for hint in _of_generation(its, first))
-    has_messages = job.rollout is None and "messages" in first and "tools" in first
-    first_step = next(its for _, its in job.of_each_step())
-    if first_step.prompt.tools is None and has_messages:
-        yield 'prompt.tools: rows have a field "tools", which is not used; set tools = "{{ tools }}"'
     yield from _of_steps(job, first)
     yield from _absent("output.keep", job.output.keep, first)
     if job.scoring.is_on:
@@ -80,15 +76,10 @@ def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
         )
     if (column := job.sampling.sampling_column) is not None:
         yield from _absent("sampling.sampling_column", [column], first)
-    has_parser = job.engine.kind != "vllm" or job.engine.tool_call_parser is not None
-    if job.prompt.tools is not None and not has_parser:
-        yield "prompt.tools: without engine.tool_call_parser, calls stay in the text of the answer"
 
 
 def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     ours = {"steps", CANDIDATES} if job.select.step is not None else {"steps"}
-    for name in ours & first.keys() if job.steps else ():
-        yield f"[[steps]]: rows have a field {name!r}, and templates get what batchkit means by that name"
     for n, step in enumerate(job.steps):
         key, prompt = f"steps.{step.name}", step.prompt if n else None  # the first is rendered
         when = [] if step.when is None else [step.when]

@@ -24,7 +24,7 @@ from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, input_changes
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.identity import CHANGING, differences
-from batchkit.storage.job_toml import job_of_run, write_job
+from batchkit.storage.job_toml import write_job
 from batchkit.storage.ledger import Ledger
 from batchkit.storage.log import RESULTS, STEPS
 from batchkit.storage.manifest import (
@@ -93,8 +93,6 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
         manifest = new
         if is_run(folder):
             manifest = read_manifest(folder).renewed(new, has_records=_has_records(folder))
-        if (moved := _moved_media(folder, job)) is not None:
-            messages.append(moved)
         noted = StartNote.now(start.options.command, start.options.overrides)
         manifest.starts.append(noted)
         write_job(folder, job)
@@ -120,20 +118,6 @@ def _import_what_writes(job: JobConfig) -> None:
                 f"{name}, which a run writes its files with, can't be imported: {' '.join(str(error).split())};"
                 f" install it again: pip install --force-reinstall {name}"
             ) from error
-
-
-def _moved_media(folder: Path, job: JobConfig) -> str | None:
-    """A message if ``media.root`` has changed. Data may be moved, so this is not a change."""
-    try:
-        before = job_of_run(folder).media.root
-    except JobError:  # the first start, or a damaged job.toml: this start writes a new one
-        return None
-    if Path(before).absolute() == Path(job.media.root).absolute():
-        return None
-    return (
-        f"media.root was {before} and is {job.media.root} now: rows that have an answer keep it; if"
-        " the images are others, start again with --fresh"
-    )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, cast
 from msgspec import UNSET, Raw
 from msgspec.structs import replace
 
-from batchkit.errors import CutOffReasoningError, EmptyTextError, InvalidOutputError, ServerError
+from batchkit.errors import EmptyTextError, InvalidOutputError, ServerError
 from batchkit.execution.start import Start
 from batchkit.scoring import Scored
 from batchkit.scoring.parsed import value_of
@@ -171,7 +171,7 @@ def failed_unless_whole(completion: Completion, vector_dtype: str = "float32") -
 def _empty(choices: Sequence[Choice]) -> EmptyTextError:
     cut_off = any(choice.reasoning and choice.finish_reason == "length" for choice in choices)
     if cut_off:
-        return CutOffReasoningError(
+        return EmptyTextError(
             "the answer was cut off inside its reasoning (finish_reason length): raise"
             " sampling.max_tokens, or limit the reasoning with sampling.thinking_token_budget"
         )

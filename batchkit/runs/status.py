@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from batchkit.config.numbers import duration
 from batchkit.engines.memory_ladder import Ladder
-from batchkit.errors import BatchkitError, CutOffReasoningError
+from batchkit.errors import BatchkitError
 from batchkit.runs.reach import Reach
 from batchkit.sources import count_rows
 from batchkit.storage.checkpoint import Checkpoint, Totals, read_checkpoint
@@ -42,7 +42,6 @@ class Status:
     failed: int
     pending: int | None
     failed_by_kind: Mapping[str, int]
-    cut_off_in_reasoning: int
     prompt_tokens: int
     completion_tokens: int
     generations: int
@@ -67,11 +66,6 @@ class Status:
         yield f"{self.name}: {self.ok:,} ok, {self.failed:,} failed, {pending} of {total} left"
         for kind, count in self.failed_by_kind.items():
             yield f"  failed by {kind}: {count:,}"
-            if kind == CutOffReasoningError.kind and self.cut_off_in_reasoning:
-                yield (
-                    f"    {self.cut_off_in_reasoning:,} of them cut off inside the reasoning: raise"
-                    " sampling.max_tokens, or limit it with sampling.thinking_token_budget"
-                )
         if self.generations:
             yield f"generations: {self.generations:,}"
         tokens = f"tokens: {self.prompt_tokens:,} prompt"
@@ -126,7 +120,6 @@ def status(folder: Path) -> Status:
         failed=totals.failed,
         pending=pending,
         failed_by_kind=totals.count_by_kind(),
-        cut_off_in_reasoning=len(totals.cut_off_in_reasoning),
         prompt_tokens=tokens.prompt_tokens,
         completion_tokens=tokens.completion_tokens,
         generations=steps.generations,

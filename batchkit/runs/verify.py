@@ -210,4 +210,4 @@ def _says(totals: Totals) -> tuple[object, ...]:
     """The part of ``totals`` that a checkpoint stores."""
     by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if len(rows)}
     tokens = totals.prompt_tokens, totals.completion_tokens
-    return totals.completed, by_kind, totals.cut_off_in_reasoning, totals.records, *tokens
+    return totals.completed, by_kind, totals.records, *tokens

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import orjson
 
 from batchkit.config.regular_file import read_bytes
-from batchkit.errors import CutOffReasoningError, StoreError
+from batchkit.errors import StoreError
 from batchkit.storage.files import write_atomically
 from batchkit.storage.index_set import IndexSet, of_ranges, ranges_of
 from batchkit.storage.lines import Spent, tokens_in
@@ -31,14 +31,10 @@ _MOST_BYTES = 1 << 30  # of 100,000,000 rows, each second one settled
 
 @dataclass
 class Totals:
-    """Counts over the log, updated with every line.
-
-    ``cut_off_in_reasoning``: those of the failed rows whose answer ended before its reasoning did.
-    """
+    """Counts over the log, updated with every line."""
 
     completed: IndexSet = field(default_factory=IndexSet)
     failed_by_kind: dict[str, IndexSet] = field(default_factory=dict)
-    cut_off_in_reasoning: IndexSet = field(default_factory=IndexSet)
     records: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -73,15 +69,12 @@ class Totals:
         self.completion_tokens += completion_tokens
         for rows in self.failed_by_kind.values():
             rows.discard(index)
-        self.cut_off_in_reasoning.discard(index)
         if record.status == "ok":
             self.completed.add(index)
         else:
             self.completed.discard(index)
             kind = "unknown" if error is None else error.kind
             self.failed_by_kind.setdefault(kind, IndexSet()).add(index)
-            if error is not None and error.type == CutOffReasoningError.__name__:
-                self.cut_off_in_reasoning.add(index)
 
 
 class StepsPoint(NamedTuple):
@@ -122,7 +115,6 @@ class Checkpoint(NamedTuple):
             "failed_by_kind": {
                 kind: ranges_of(rows) for kind, rows in totals.failed_by_kind.items() if len(rows)
             },
-            "cut_off_in_reasoning": ranges_of(totals.cut_off_in_reasoning),
             "counts": {
                 "records": totals.records,
                 "ok": totals.ok,
@@ -156,7 +148,6 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
             failed_by_kind={
                 kind: of_ranges(ranges) for kind, ranges in found["failed_by_kind"].items()
             },
-            cut_off_in_reasoning=of_ranges(found["cut_off_in_reasoning"]),
             **{name: found["counts"][name] for name in COUNTS},
         )
         steps = found["steps"]

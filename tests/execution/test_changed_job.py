@@ -342,16 +342,6 @@ def test_requeue_keeps_what_is_the_same_and_runs_the_rest(
     assert len(records(RUN / "results.jsonl.before-1")) == len(then)
 
 
-def test_another_folder_of_images_is_pointed_out() -> None:
-    prepare()
-    for folder in ("then", "now"):
-        Path(folder).mkdir()
-    run("--limit", "4", "--set", "media.root=then")
-    said = run("--set", "media.root=now").stderr
-    assert f"media.root was {Path('then').absolute()} and is {Path('now').absolute()} now" in said
-    assert "media.root" not in run("--set", "media.root=now").stderr
-
-
 def test_fresh_moves_each_earlier_run_aside_and_does_not_ask_what_changed() -> None:
     prepare(3)
     for n in range(3):

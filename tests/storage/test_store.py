@@ -77,7 +77,6 @@ def test_newest_record_of_a_row_decides(tmp_path: Path) -> None:
     found = reopened(tmp_path)
     assert found["completed"] == [0, 1, 8]
     assert found["failed_by_kind"] == {"template": [2], "timeout": [7], "empty": [9]}
-    assert found["cut_off_in_reasoning"] == [9]
     assert (found["records"], found["tokens"]) == (10, (12, 8))
     newest = {r["index"]: (r["status"], r["text"]) for r in read_newest(tmp_path / RESULTS)}
     failed = ("failed", None)

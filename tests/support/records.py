@@ -20,8 +20,7 @@ from batchkit.types import Call, Choice, Completion, ErrorInfo, Record, Request,
 def record(
     index: int, text: str | None = "yes", *, kind: str = "template", fields: Any = None
 ) -> Record:
-    """An ok record; a failed one where ``text`` is None, of an answer cut off in its reasoning if ``kind`` is empty."""
-    error = "CutOffReasoningError" if kind == "empty" else "TemplateError"
+    """An ok record; a failed one where ``text`` is None."""
     return Record(
         index=index,
         id=f"q{index}",
@@ -32,7 +31,7 @@ def record(
         usage=None if text is None else Usage(3, 2),
         latency_s=0.25,
         finished_at="2026-11-21T01:02:03.456Z",
-        error=ErrorInfo(kind, error, "no", False) if text is None else None,
+        error=ErrorInfo(kind, "TemplateError", "no", False) if text is None else None,
         fields=Raw(encoded(fields or {})[:-1]),
         input_hash="0123456789abcdef",
     )
@@ -72,7 +71,6 @@ def facts(totals: Totals) -> dict[str, Any]:
     return {
         "completed": list(totals.completed),
         "failed_by_kind": {k: list(rows) for k, rows in totals.failed_by_kind.items() if len(rows)},
-        "cut_off_in_reasoning": list(totals.cut_off_in_reasoning),
         "records": totals.records,
         "tokens": (totals.prompt_tokens, totals.completion_tokens),
         "ok": totals.ok,
