@@ -21,13 +21,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
 import batchkit
 from batchkit.config.doings import hosts_of
 from batchkit.config.loading import masked_override
-from batchkit.config.masking import home_of, masked, masked_text
+from batchkit.config.masking import masked, masked_text
 from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import write_atomically
-from batchkit.storage.identity import continued, hash_of, identity, known_of, scoring_of
+from batchkit.storage.identity import continued, identity, known_of, scoring_of
 from batchkit.storage.log import RESULTS
 from batchkit.storage.runfolder import MANIFEST, is_of_run
 from batchkit.types import Key, utc_now
@@ -174,7 +174,6 @@ class Manifest(_Part):
     created_at: str = ""
     input: list[FileFingerprint]
     identity: dict[str, Any]
-    fingerprints: dict[str, str] = {}
     model: Model
     hosts: dict[str, str] = {}
     seed: int | None
@@ -201,20 +200,13 @@ class Manifest(_Part):
     ) -> Manifest:
         """A manifest without a start; ``files`` are the input's fingerprints, ``prompt_files``
         those of the files that all prompts include."""
-        answers = identity(job, prompt_files)
         return cls(
             version=1,
             name=job.name,
             batchkit=batchkit.__version__,
             created_at=utc_now(),
             input=[replace(file, path=masked(file.path)) for file in files],
-            identity=answers,
-            fingerprints={
-                section: hash_of(
-                    {k: v for k, v in answers.items() if home_of(k).startswith(section)}
-                )
-                for section in ("prompt", "sampling", "engine")
-            },
+            identity=identity(job, prompt_files),
             model=Model(name=masked(job.engine.model), revision=job.engine.options.get("revision")),
             hosts=hosts_of(job),
             seed=job.run.seed,
@@ -233,7 +225,7 @@ class Manifest(_Part):
     def renewed(self, new: Manifest, *, has_records: bool = True) -> Manifest:
         """This run's manifest for a start with the job and the input of ``new``. Without records,
         it need not agree with what earlier starts have found."""
-        keys = ("input", "fingerprints", "model", "hosts", "seed", "total")
+        keys = ("input", "model", "hosts", "seed", "total")
         update = {key: getattr(new, key) for key in keys}
         update["job_file"] = new.job_file or self.job_file
         # A job that was read from its job.toml has masked secrets; keep their fingerprints.
