@@ -53,15 +53,6 @@ def run(tmp_path: Path, text_model: Path) -> Run:
     return with_rows
 
 
-def test_out_of_memory_once_halves_the_batch(run: Run, calm: list[str]) -> None:
-    ended = run(OWN, once={"oom": 4})
-    assert_only_failed(ended, calm, {})
-    assert "engine died (oom)" in ended.log
-    assert "next engine with max_num_seqs = 4" in ended.log
-    assert ended.manifest["engine_steps"] == [{"max_num_seqs": 4}]
-    assert ended.manifest["starts"][-1]["engine_restarts"] == 1
-
-
 def test_too_many_at_once_is_halved_until_it_fits(run: Run, calm: list[str]) -> None:
     ended = run(IN, over=3)
     assert_only_failed(ended, calm, {})
@@ -185,14 +176,6 @@ def test_a_prompt_that_is_never_prepared_fails_alone(run: Run) -> None:
     ended = run(OWN, *settings, "retry.attempts=1")
     assert ended.failed == {8: "timeout"}
     assert ended.manifest["starts"][-1]["engine_restarts"] == 1
-
-
-def test_an_engine_that_fails_on_every_row_stops_the_run(run: Run) -> None:
-    ended = run(OWN, "run.max_engine_restarts=1", poison=dict.fromkeys(range(N_ROWS), "error"))
-    assert ended.exit == 1
-    assert "died 2 times without one answer" in ended.stderr
-    assert "planted: device-side assert" in ended.stderr
-    assert "Traceback" not in ended.stderr
 
 
 STEPS = (
