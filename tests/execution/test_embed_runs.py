@@ -18,13 +18,12 @@ import pytest
 from batchkit.storage.ledger import Ledger
 from batchkit.storage.vectors import segment_path
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import LOG, RUN, n_records, records, run, shard, verify
+from tests.support.dry_runs import LOG, RUN, records, run, shard, verify
 from tests.support.embed_runs import check, prepare, stored, write_job
 from tests.support.forks import LightFork
 from tests.support.merges import MERGED, merge, run_shards
 from tests.support.records import with_vector
 from tests.support.rows import read_jsonl, write_jsonl
-from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
@@ -67,23 +66,7 @@ def end_of_segment() -> None:
     os.truncate(segment_path(RUN, 0), 300)
 
 
-LOSSES = pytest.mark.parametrize("lose", [all_segments, one_segment, end_of_segment])
-
-
-@LOSSES
-def test_vectors_that_are_lost_while_a_run_works_stop_it(start: Any, lose: Any) -> None:
-    options = {"options": {"latency_s": 0.02}}
-    prepare(600, engine=options, run={"max_in_flight": 4, "checkpoint_interval_s": 0.2})
-    first = start("run", "job.toml")
-    until(lambda: n_records() >= 30)
-    lose()
-    assert first.wait(timeout=60) == 1
-    said = Path("stderr-0").read_text()
-    assert "vectors are gone" in said
-    assert "Traceback" not in said
-
-
-@LOSSES
+@pytest.mark.parametrize("lose", [all_segments, one_segment, end_of_segment])
 @pytest.mark.parametrize("is_checked", [True, False], ids=["checkpoint", "no checkpoint"])
 def test_rows_whose_vector_was_lost_run_again(lose: Any, is_checked: bool) -> None:
     prepare(20)
