@@ -80,6 +80,8 @@ def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     ours = {"steps", CANDIDATES} if job.select.step is not None else {"steps"}
+    for name in ours & first.keys() if job.steps else ():
+        yield f"[[steps]]: rows have a field {name!r}, and templates get what batchkit means by that name"
     for n, step in enumerate(job.steps):
         key, prompt = f"steps.{step.name}", step.prompt if n else None  # the first is rendered
         when = [] if step.when is None else [step.when]
