@@ -11,7 +11,7 @@ from pathlib import Path
 
 from batchkit.storage.files import open_private
 
-_OWNER = ".owner"
+OWNER = ".owner"
 HOMES = (
     "/tmp",
 )  # besides the temporary folder of this process, which may have too long a name for Ray
@@ -23,13 +23,13 @@ class OwnFolder:
 
     def __init__(self, kind: str, home: str | None = None) -> None:
         made = Path(tempfile.mkdtemp(prefix=f".batchkit-{kind}-", dir=home))
-        self._lock = open_private(made / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._lock = open_private(made / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = made.rename(made.with_name(made.name[1:]))
 
     def keep(self) -> None:
         """Leave it to the user: it is not removed then."""
-        (self.path / _OWNER).unlink()
+        (self.path / OWNER).unlink()
         os.close(self._lock)
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class OwnFolder:
 def remove_orphans() -> None:
     """Remove the folders whose owner has died."""
     for home in {tempfile.gettempdir(), *HOMES}:
-        for owner in Path(home).glob(f"batchkit-*/{_OWNER}"):
+        for owner in Path(home).glob(f"batchkit-*/{OWNER}"):
             with suppress(OSError):  # its owner lives, or it is another user's
                 lock = open_private(owner, os.O_RDWR)
                 try:

@@ -39,6 +39,7 @@ from batchkit.engines.process.channel import (
 from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.registry import load_engine, preload_engine
 from batchkit.errors import JobError
+from batchkit.storage.temporary import OWNER
 from batchkit.types import Request, Row
 
 HEARTBEAT_S = 0.5
@@ -75,6 +76,8 @@ def tidy() -> None:
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
     for left in Path(os.environ[SCRATCH]).iterdir():
+        if left.name == OWNER:
+            continue
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
