@@ -101,6 +101,13 @@ def test_an_ask_that_fails_leaves_the_answer_before_it(refusal: str | Exception)
     assert (record.get("earlier_usage") is not None) == was_paid_for
 
 
+def test_each_ask_has_as_many_tries_as_the_first() -> None:
+    script = Script(r=["   ", "hm", "   ", FOUND])
+    retry = {"attempts": 2, "backoff_s": 0.01, "temperatures": [0.5]}
+    record = asked(script, retry=retry)["r"]
+    assert (record["prediction"], script.calls["r"]) == ("7", 4)
+
+
 def test_an_ask_that_takes_too_long_leaves_the_answer_before_it() -> None:
     def slow(text: str, body: dict[str, Any]) -> str:
         if NOTE in text:
