@@ -93,6 +93,11 @@ BAD = [
     Bad({"params": {"seed": "x"}}, "invalid_request", "seed"),
     Bad({"params": {"structured_outputs": {"regex": "(("}}}, "invalid_request", "regex"),
     Bad({"params": {"structured_outputs": {"choice": []}}}, "invalid_request", ""),
+    Bad(
+        {"params": {"structured_outputs": {"grammar": "root ::= root"}}},
+        "invalid_request",
+        "unlike",
+    ),
     Bad({"params": "{broken"}, "invalid_request", "sampling parameters"),
     Bad({"params": [1]}, "invalid_request", "sampling parameters"),
 ]

@@ -62,13 +62,13 @@ def test_a_server_that_answers_nothing_is_named_on_the_line_and_in_status(
     status_code: int, monkeypatch: pytest.MonkeyPatch, short_pauses: None
 ) -> None:
     monkeypatch.setattr("batchkit.engines.openai.engine._QUIET_S", 0.3)
-    words = f"the server answered {status_code}: busy; 3 requests wait, next try in"
+    words = f"the server answered {status_code}: busy\\u001b[2J; 3 requests wait, next try in"
     seen: list[bool] = []
 
     def before(text: str, body: dict[str, Any]) -> None:
         if (RUN / "manifest.json").exists():
             seen.append(any(words in event for event in status(RUN).engine_events))
-        raise Refused(status_code, error("busy"))
+        raise Refused(status_code, error("busy\x1b[2J"))
 
     with serving(before) as server:
         options = {"give_up_s": 3.0, "max_num_seqs": 3}
@@ -80,6 +80,7 @@ def test_a_server_that_answers_nothing_is_named_on_the_line_and_in_status(
     lines = [line for line in ended.stderr.splitlines() if words in line]
     assert any("0 of 3 rows" in line for line in lines), ended.stderr
     assert (seen[0], seen[-1]) == (False, True)
+    assert "\x1b" not in ended.stderr + (RUN / "run.log").read_text()
 
 
 def test_seconds_pass_on_the_screen_while_a_model_loads(demo_model: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from msgspec import structs
 from pydantic import ValidationError
 
 from batchkit.config.tables import JobConfig
@@ -24,6 +25,10 @@ from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowErr
 from batchkit.types import Choice, Completion, Request, Usage
 
 _TOO_LONG = ("input_tokens", "input_text")
+_DEAD_END = (
+    "sampling.structured_outputs: found no token that could come next; does each rule of the grammar end,"
+    " unlike `root ::= root`?"
+)
 
 
 class Input(NamedTuple):
@@ -108,6 +113,9 @@ class VllmRenderer:
             len(output.prompt_token_ids or ()), sum(len(c.token_ids) for c in output.outputs)
         )
         done = Completion(prepared.request, choices, usage, latency_s, prompt=output.prompt)
+        is_led = prepared.inputs[0].params.structured_outputs is not None
+        if is_led and any(choice.finish_reason == "error" for choice in choices):
+            return structs.replace(done, choices=(), error=RequestError(_DEAD_END))
         if prepared.parser is None:
             return done
         token_ids = [c.token_ids for c in output.outputs]
