@@ -130,6 +130,23 @@ def is_loopback(address: IPv4Address | IPv6Address) -> bool:
     return (mapped or address).is_loopback
 
 
+def test_a_ray_whose_head_is_gone_ends_the_run_within_seconds(tmp_path: Path) -> None:
+    settings = ["run.workers=2", "engine.options={latency_s = 3.0, max_num_seqs = 1}"]
+    rows = question_rows({})
+    with running(tmp_path, tmp_path, rows, {}, settings, job=DRY_RUN) as process:
+        wait_for_records(tmp_path, 2)
+        workers = actors_below(psutil.Process(process.pid))
+        family = psutil.Process(process.pid).children(recursive=True)
+        (head,) = [one for one in family if one.name() == "gcs_server"]
+        head.kill()
+        stderr = process.communicate(timeout=40)[1]  # Ray's own end comes after 60 s
+    assert process.returncode == 1, stderr
+    (line,) = [line for line in stderr.splitlines() if "Ray's head at" in line]
+    assert "Every finished row is on disk" in line
+    assert verify(tmp_path / "output/faulty").is_sound
+    assert not psutil.wait_procs(workers, timeout=30)[1], "no engine is left behind"
+
+
 def test_one_process_may_start_ray_more_than_once(one_row: list[str], tmp_path: Path) -> None:
     """As a program does that calls a processor twice, or a run whose engines have turns."""
     program = (

@@ -15,7 +15,7 @@ from typing import Any
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, Report
 from batchkit.execution.cluster.leases import Leases, RayWorker
-from batchkit.execution.cluster.session import cause_of, needs, session
+from batchkit.execution.cluster.session import cause_of, knock, needs, session
 from batchkit.execution.events import EngineHistory, EngineLine, Found, Line, Load
 from batchkit.execution.lane import POLL_S, Opening
 from batchkit.execution.rollouts.rollouts import PausedRow
@@ -31,6 +31,8 @@ from batchkit.storage.manifest import WorkerState
 from batchkit.types import Completion, Request, Task
 
 PLACE_S = 15.0  # how long a worker may wait for a place before that is reported
+KNOCK_S = 1.0
+HEAD_GONE_S = 5.0  # Ray itself would end this process after a minute
 HEAVY_ROW_BYTES = 16 * 1024
 
 
@@ -52,6 +54,8 @@ class RayPool:
         self._leases = Leases(self._workers, quarantined=start.options.quarantined)
         self._known = dict(opening.known)
         self._broken: BatchkitError | None = None
+        self._is_headless = False
+        self._next_knock = self._head_seen = time.monotonic()
         with ExitStack() as held:
             limit = start.job.media.max_memory_bytes  # the workers render what is read
             self._tasks = read_ahead(
@@ -110,6 +114,7 @@ class RayPool:
             except RayError as error:
                 lines += self._bury(worker, error)
         self._watch()
+        self._watch_head()
         return lines
 
     def written(self) -> None:
@@ -154,9 +159,31 @@ class RayPool:
         start = ray.put(self._start.for_workers())
         return lambda number: made.remote(number, start, self._engines, self._known, sys.path)
 
+    def _watch_head(self) -> None:
+        """Stop the run if nothing listens any more where Ray's head was."""
+        import ray
+
+        now = time.monotonic()
+        if now < self._next_knock:
+            return
+        self._next_knock = now + KNOCK_S
+        address = ray.get_runtime_context().gcs_address
+        try:
+            knock(address)
+            self._head_seen = now
+        except OSError as error:
+            if now - self._head_seen >= HEAD_GONE_S:
+                self._is_headless = True
+                self._broken = EngineError(
+                    f"run.workers: Ray's head at {address} is gone ({error}). Every finished row is on"
+                    " disk: start Ray again, then run the same command again"
+                )
+
     def _dismiss(self) -> None:
         import ray
 
+        if self._is_headless:  # nobody would answer; the workers end with this process
+            return
         lives = [worker.life for worker in self._workers if worker.lives]
         # Workers that are loading can't answer before they are done, and have nothing to close.
         farewells = [life.actor.close.remote() for life in lives if life.engine]

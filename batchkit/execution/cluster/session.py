@@ -64,7 +64,7 @@ def _join(address: str) -> None:
     import ray
 
     try:
-        _knock(address)
+        knock(address)
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as error:
         raise JobError(
@@ -73,7 +73,7 @@ def _join(address: str) -> None:
         ) from error
 
 
-def _knock(address: str) -> None:
+def knock(address: str) -> None:
     """Raises OSError if nothing listens at ``host:port``: Ray itself would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
