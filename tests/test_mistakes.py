@@ -1,0 +1,85 @@
+"""Mistakes that people make on the command line, and what they are told.
+
+A row of a table is the mistake, what its answer must hold, and the exit code. Each is made in a folder with
+``reviews.csv`` (id, review, label, stars; three rows) and ``job.toml``, a job for it with the engine "dry-run".
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import batchkit
+
+REVIEWS = "id,review,label,stars\nr1,Good soup,positive,5\nr2,Late and cracked,negative,1\nr3,As usual,neutral,3\n"
+JOB = """\
+name = "mood"
+[input]
+path = "reviews.csv"
+id = "id"
+[prompt]
+user = "Mood? {{ review }}"
+[engine]
+kind = "dry-run"
+[output]
+keep = ["label"]
+"""
+DRY = "--set engine.kind=dry-run --set 'engine.options={}'"
+ONE_LINE = f"run --model batchkit-demo --input reviews.csv {DRY}"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """``commands``: a command each, the last of which is judged. ``says``: what it prints, stdout or stderr, in any
+    order; ``never``: what it must not print. ``files``: by name, written before."""
+
+    commands: str
+    says: tuple[str, ...]
+    exit_code: int = 2
+    files: Mapping[str, str] = field(default_factory=dict)
+    never: tuple[str, ...] = ()
+
+
+PROMPTS: list[Mistake] = []
+
+RUNS: list[Mistake] = []
+
+KEYS = [
+    Mistake("run job.toml --set promt.user=a", ("promt", "did you mean 'prompt'")),
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reviews.csv").write_text(REVIEWS, encoding="utf-8")
+    (tmp_path / "job.toml").write_text(JOB, encoding="utf-8")
+    return tmp_path
+
+
+TABLES = {"prompts": PROMPTS, "runs": RUNS, "keys": KEYS}
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(mistake, id=f"{table}-{number}")
+        for table, mistakes in TABLES.items()
+        for number, mistake in enumerate(mistakes)
+    ],
+)
+def test_a_mistake_is_named_with_what_to_do(mistake: Mistake, folder: Path) -> None:
+    for name, text in mistake.files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    *before, last = mistake.commands.splitlines()
+    for command in before:
+        batchkit(*shlex.split(command))
+    ended = batchkit(*shlex.split(last))
+    printed = " ".join((ended.stdout + ended.stderr).split())
+    assert [said for said in mistake.says if said not in printed] == [], printed
+    assert [said for said in mistake.never if said in printed] == [], printed
+    assert ended.exit_code == mistake.exit_code, printed
