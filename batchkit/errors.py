@@ -81,6 +81,10 @@ class StoreError(BatchkitError):
     """The run folder can't be written, read, or locked."""
 
 
+class LostVectorError(StoreError):
+    """The vector that a record names is not there, is damaged, or is another row's."""
+
+
 class LostLockError(StoreError):
     """This process no longer holds the run folder's lock: it must write nothing there."""
 

@@ -336,6 +336,7 @@ class Counted(Struct, kw_only=True, omit_defaults=True):
     error: ErrorInfo | None
     earlier_usage: Usage | None = None
     generations: Count | None = None
+    generations_lost: Count | None = None
 
 
 class Record(Counted, kw_only=True, omit_defaults=True):
@@ -352,7 +353,8 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     if the row gives a list of documents, with ``order``, their numbers, best first (score); or
     ``embedding`` (embed). Of a row with several
     ``generations``, these are their number and ``steps``, by name, what each of ``[[steps]]``
-    answered; ``usage`` and ``latency_s`` are sums.
+    answered; ``usage`` and ``latency_s`` are sums. ``generations_lost``: how many of them ``steps.jsonl`` lost
+    in a crash.
     ``selected`` and ``votes`` as in ``Completion``.
     """
 

@@ -418,7 +418,7 @@ def verify(run: str | None, repair: bool, media: tuple[Path, ...]) -> Result:
     Every record must be of its row, and none there twice. Reads the log and the input. Exits with 1
     if it is not sound.
     """
-    from batchkit.commands.repair import repair as repair_run
+    from batchkit.execution.repair import repair as repair_run
     from batchkit.runs.verify import verify as audit
 
     folder = find(run)

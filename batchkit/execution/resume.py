@@ -16,10 +16,19 @@ from typing import NamedTuple
 
 from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, ChangedError, Interrupted, JobError, StoreError
+from batchkit.errors import (
+    BatchkitError,
+    ChangedError,
+    Interrupted,
+    JobError,
+    LostVectorError,
+    StoreError,
+)
+from batchkit.execution.repair import repair_held
 from batchkit.execution.requeue import Kept, finish_requeue, requeue
 from batchkit.execution.start import OnChange, Start
 from batchkit.rendering.templates.prompt import constant_files
+from batchkit.runs.verify import Compared
 from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, input_changes
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
@@ -96,12 +105,26 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
         noted = StartNote.now(start.options.command, start.options.overrides)
         manifest.starts.append(noted)
         write_job(folder, job)
-        ledger = Ledger(folder, lock)
-        messages += ledger.messages
+        ledger = _opened(folder, lock, messages)
         run = OpenRun(folder, ledger, manifest, messages, lock)
         run.save()
         with _closing(run, noted):
             yield run
+
+
+def _opened(folder: Path, lock: Claim, messages: list[str]) -> Ledger:
+    """The ledger. If what its records rely on is gone, it is repaired first: rows whose vector is gone are run again,
+    and records of rows that have lost generations say so."""
+    try:
+        ledger = Ledger(folder, lock)
+        messages += ledger.messages
+        if not ledger.lost:
+            return ledger
+        ledger.close()
+    except LostVectorError as error:
+        messages.append(str(error))
+    messages.append(repair_held(folder, lock, lambda records: Compared()).to_text())
+    return Ledger(folder, lock)
 
 
 def _import_what_writes(job: JobConfig) -> None:

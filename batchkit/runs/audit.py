@@ -31,7 +31,7 @@ class Records:
     """What ``results.jsonl`` has: ``totals`` of it, and ``at_checkpoint`` of the part that a checkpoint covers.
 
     The arrays have an entry for each record, in the order of the log: its row, its ``key_of``, how many
-    ``generations`` it counts, whether it is an answer, and whether its vector is as it should be.
+    ``generations`` it counts and doesn't call lost, whether it is an answer, and whether its vector is as it should be.
     ``torn_bytes``: of lines that are no records. ``vector_fault`` describes the first vector that is not.
     """
 
@@ -108,7 +108,7 @@ class Records:
         self.totals.add(record)
         self.rows.append(record.index)
         self.keys.append(key_of(record.id, record.input_hash))
-        self.generations.append(record.generations or 0)
+        self.generations.append((record.generations or 0) - (record.generations_lost or 0))
         self.is_answer.append(
             bool(text and text.strip()) or failure_kind(orjson.loads(raw)) is None
         )

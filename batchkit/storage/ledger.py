@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from batchkit.errors import StoreError
+from batchkit.errors import LostVectorError, StoreError
 from batchkit.storage import lines
 from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, read_checkpoint
 from batchkit.storage.lines import Spent, record_in, tokens_in
@@ -81,7 +81,8 @@ class Ledger:
 
     Every method raises StoreError if a disk operation fails, and the logs then end in a whole line; or
     LostLockError if the folder's lock was lost, and writes nothing then. Opening a log that was damaged before its
-    checkpoint raises StoreError, too.
+    checkpoint raises StoreError, too, and LostVectorError if the vector of a record is gone. ``lost``: how many
+    generations of a row are gone that its record behind the checkpoint counts, and doesn't call lost.
     """
 
     def __init__(
@@ -97,9 +98,10 @@ class Ledger:
         known = read_checkpoint(folder) or Checkpoint.none()
         self.totals = known.totals
         checksum, self._stored = known.checksum, Vectors(folder)
-        self._uncovered: dict[
+        self._uncovered = dict[
             int, Spent
-        ] = {}  # what records behind the checkpoint say of generations
+        ]()  # what records behind the checkpoint say of generations
+        self._known_lost = dict[int, int]()
         self._records = Log(folder / RESULTS, record_in, checksum, self._take, start=checksum.end)
         self.steps = StepsLog(folder, self.totals, known.steps, self._uncovered)
         self._vectors = VectorWriter(folder, first_segment, known.vectors)
@@ -116,14 +118,17 @@ class Ledger:
             f"{log.path.name} ended in {log.salvaged_bytes} broken bytes; they are set aside"
             for log in logs
         ]
-        if self.steps.lost:
+        if lost := self.lost:
             found.append(
-                f"{STEPS} has lost {sum(self.steps.lost.values()):,} generations that the records of"
-                f" {len(self.steps.lost):,} rows count, for example of row {min(self.steps.lost)}. Their answers"
-                " are whole, and their tokens count; put a copy of the file back, or have the records count"
-                f" what is left: batchkit verify --repair {self.folder}"
+                f"{STEPS} has lost {sum(lost.values()):,} generations that the records of {len(lost):,} rows"
+                f" count, for example of row {min(lost)}. Their answers are whole, and their tokens count"
             )
         return found
+
+    @property
+    def lost(self) -> dict[int, int]:
+        lost, known = self.steps.lost, self._known_lost
+        return {row: n for row, n in lost.items() if n > known.get(row, 0)}
 
     @property
     def usage(self) -> Usage:
@@ -199,15 +204,16 @@ class Ledger:
             self._vectors.close()
 
     def _take(self, line: LogLine[Record]) -> None:
-        """Count a record behind the checkpoint. Raises StoreError if its vector is not there."""
+        """Count a record behind the checkpoint. Raises LostVectorError if its vector is not there."""
         record = line.record
         assert record is not None
         if record.generations and not self.totals.is_settled(record.index):
             self._uncovered[record.index] = Spent(record.generations, 0, *tokens_in(record))
+            self._known_lost[record.index] = record.generations_lost or 0
         self.totals.add(record)
         place = record.embedding
         if place is not None and (fault := self._stored.fault_at(record.index, place)):
-            raise StoreError(fault)
+            raise LostVectorError(fault)
 
     def _check_lock(self) -> None:
         if self._lock is not None:

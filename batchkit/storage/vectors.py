@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.config.regular_file import open_regular
-from batchkit.errors import StoreError
+from batchkit.errors import LostVectorError, StoreError
 from batchkit.storage.files import open_private, sync_folder, write_all
 from batchkit.types import VectorPlace
 
@@ -35,6 +35,7 @@ VECTORS = "vectors"
 DTYPES = ("float32", "float16")
 _NAME = re.compile(r"(\d{6,})\.arrow", re.ASCII)
 _RELEASE_BYTES = 64 << 20
+_ADVICE = "A start runs the rows again whose vector is gone; put a copy of the file back before, if there is one"
 
 
 class VectorType(NamedTuple):
@@ -72,7 +73,7 @@ class VectorWriter:
     least, by its file's name; at first, as of the last checkpoint.
 
     Raises:
-        StoreError: one of those is missing or shorter now.
+        LostVectorError: one of those is missing or shorter now.
     """
 
     def __init__(self, folder: Path, first: int, ends: Mapping[str, int]) -> None:
@@ -86,15 +87,13 @@ class VectorWriter:
         """Check that the segments are still there.
 
         Raises:
-            StoreError: one was removed or cut.
+            LostVectorError: one was removed or cut.
         """
         sizes = _sizes(self._folder)
         for name, end in self.ends.items():
             if (size := sizes.get(name, 0)) < end:
-                raise StoreError(
-                    f"{self._folder / VECTORS / name}: has {size} bytes, and had {end}: vectors are gone. Put a copy"
-                    f" of it back; or `batchkit verify --repair {self._folder}` sets the records aside whose"
-                    " vector is gone, and the next start runs their rows"
+                raise LostVectorError(
+                    f"{self._folder / VECTORS / name}: has {size} bytes, and had {end}: vectors are gone. {_ADVICE}"
                 )
 
     def write(self, indexes: Sequence[int], vectors: Sequence[Vector]) -> list[VectorPlace]:
@@ -189,7 +188,8 @@ class Vectors:
         """The vector at ``place``, which is that of the row ``index``; a view of the segment's file.
 
         Raises:
-            StoreError: it is not there, is damaged, or is another row's.
+            LostVectorError: it is not there, is damaged, or is another row's.
+            StoreError: its file can't be read.
         """
         segment = self._segment(place.segment, place.row)
         batch = bisect_right(segment.firsts, place.row) - 1
@@ -220,7 +220,7 @@ class Vectors:
 
         try:
             is_finite = np.isfinite(self.read(index, place)).all()
-        except _BadVectorError as error:
+        except LostVectorError as error:
             return str(error)
         return None if is_finite else f"the vector of row {index} is not finite"
 
@@ -237,18 +237,12 @@ class Vectors:
 
     def _error(
         self, segment: _Segment, index: int, place: VectorPlace, fault: str
-    ) -> _BadVectorError:
+    ) -> LostVectorError:
         fault = fault if segment.path.exists() else "is missing"
-        return _BadVectorError(
+        return LostVectorError(
             f"{segment.path}: {fault}; the record of row {index} names vector {place.row} of this file,"
-            f" with {place.dimensions:,} dimensions. Restore the file, if there is a copy; `batchkit"
-            f" verify --repair {self._folder}` sets such records aside, and the next start runs their"
-            " rows"
+            f" with {place.dimensions:,} dimensions. {_ADVICE}"
         )
-
-
-class _BadVectorError(StoreError):
-    """A record's vector is not there, is damaged, or is another row's."""
 
 
 class _Batch(NamedTuple):

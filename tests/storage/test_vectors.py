@@ -180,8 +180,8 @@ def test_missing_segment_is_named(tmp_path: Path) -> None:
         Vectors(tmp_path).of(missing)
     assert str(raised.value) == (
         f"{segment_path(tmp_path, 0)}: is missing; the record of row 0 names vector 0 of this file, with 4"
-        " dimensions. Restore the file, if there is a copy; `batchkit verify --repair"
-        f" {tmp_path}` sets such records aside, and the next start runs their rows"
+        " dimensions. A start runs the rows again whose vector is gone; put a copy of the file back before, if"
+        " there is one"
     )
 
 

@@ -41,7 +41,6 @@ LAUNCHER = "batchkit.isolation.server"
 COMMANDS = (
     "batchkit.cli",
     "batchkit.commands.export",
-    "batchkit.commands.repair",
     "batchkit.commands.run",
     "batchkit.runs.status",
     "batchkit.engines.dry_run",
