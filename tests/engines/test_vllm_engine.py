@@ -17,6 +17,7 @@ from batchkit.engines.base import Engine
 from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.engines.vllm.engine import unknown_images
+from batchkit.engines.vllm.options import check_config
 from batchkit.errors import EngineError, JobError
 from batchkit.types import Request, Row
 from tests.support.engine_requests import ask, plain, request
@@ -104,6 +105,17 @@ def test_the_engine_stays_in_its_process_whatever_the_users_environment_says(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with closing(open_engine(vllm_job())) as engine:
         assert ask(engine, plain("milk", max_tokens=1))[0].error is None
+
+
+def test_what_runs_at_once_by_default_is_known_before_the_model_is_loaded(
+    vllm_job: Callable[..., JobConfig], launcher: Launcher
+) -> None:
+    """A smaller batch after out of memory begins from there."""
+    unset = {name: value for name, value in SMALL.items() if name != "max_num_seqs"}
+    job = vllm_job()
+    job = job.model_copy(update={"engine": job.engine.model_copy(update={"options": unset})})
+    with closing(open_engine(job, launcher)) as engine:
+        assert check_config(job).scheduler_config.max_num_seqs == engine.max_num_seqs
 
 
 def test_a_folder_without_a_model_is_named(

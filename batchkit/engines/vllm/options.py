@@ -41,6 +41,7 @@ def check_config(job: JobConfig) -> Any:
     """The job's ``VllmConfig``; checks names, values, and what the model's own config allows."""
     set_environment()
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
     options = job.engine.options
     known = list(EngineArgs.__dataclass_fields__)
@@ -76,7 +77,8 @@ def check_config(job: JobConfig) -> Any:
         raise JobError("\n".join(problems))
     args = {k: v for k, v in llm_options(job).items() if k != "chat_template"}
     try:
-        config = EngineArgs(**args).create_engine_config()
+        # As LLM does it: what it runs at once by default depends on this.
+        config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise JobError(f"engine: {explain(error, job.engine.model)}") from error
     if job.task != "generate":
