@@ -39,15 +39,23 @@ def check_forced_call(request: Request, job: JobConfig) -> None:
         raise RequestError(f"tool_choice: {reason}")
 
 
-def missing_folder(model: str) -> str | None:
-    """The error if ``model`` is written as a folder that does not exist; else None."""
+def missing_model(model: str) -> str | None:
+    """The error if ``model`` is a folder without a model, or is written as one that does not exist; else None."""
     folder = Path(model)
-    if folder.exists() or not (folder.is_absolute() or model.startswith(".")):
+    if folder.is_dir() and not any(map(_is_of_a_model, folder.iterdir())):
+        found = f"{model} holds no model: it has no config.json"
+    elif not folder.exists() and (folder.is_absolute() or model.startswith(".")):
+        found = f"no folder {model}"
+    else:
         return None
     return (
-        f"engine.model: no folder {model}; give a model's folder or its name on the hub (the model"
-        f" that comes with batchkit is {DEMO_MODEL})"
+        f"engine.model: {found}; give a model's folder or its name on the hub (the model that comes with"
+        f" batchkit is {DEMO_MODEL})"
     )
+
+
+def _is_of_a_model(path: Path) -> bool:
+    return path.name in ("config.json", "params.json") or path.suffix == ".gguf"
 
 
 def chat_template(options: Mapping[str, Any]) -> str | None:

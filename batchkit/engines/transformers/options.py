@@ -64,7 +64,7 @@ def options_of(job: JobConfig) -> Options:
         sampling_of(job.sampling.params())
     except (JobError, RequestError) as error:
         problems.append(str(error))
-    if (missing := request_checks.missing_folder(job.engine.model)) is not None:
+    if (missing := request_checks.missing_model(job.engine.model)) is not None:
         problems.append(missing)
     engine = job.engine
     for key, value, package in (

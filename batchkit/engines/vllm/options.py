@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.startup import explain
-from batchkit.engines.request_checks import chat_template, missing_folder
+from batchkit.engines.request_checks import chat_template, missing_model
 from batchkit.engines.vllm.parsing import unknown_parsers
 from batchkit.errors import JobError, RequestError
 
@@ -71,7 +71,7 @@ def check_config(job: JobConfig) -> Any:
             check()
         except (RequestError, JobError) as error:
             problems.append(str(error))
-    if (missing := missing_folder(job.engine.model)) is not None:
+    if (missing := missing_model(job.engine.model)) is not None:
         problems.append(missing)
     if problems:
         raise JobError("\n".join(problems))
