@@ -46,9 +46,45 @@ class Mistake:
 
 PROMPTS: list[Mistake] = []
 
-RUNS: list[Mistake] = []
+SCORED = """\
+[input]
+path = "reviews.csv"
+id = "id"
+[prompt]
+user = "{{ review }}"
+[scoring]
+reference = "stars"
+scorers = ["em"]
+"""
+RUNS = [
+    # 5 is not 50 by default, and a table of predictions needs no engine.
+    Mistake(
+        "score scored.toml --predictions made.csv",
+        ("| all | 1 | 0.00 |", "2 rows of the input have no prediction"),
+        0,
+        {"made.csv": "id,prediction\nr1,5.0 0\n", "scored.toml": SCORED},
+    ),
+    Mistake(
+        "score scored.toml --predictions made.csv",
+        ("made.csv row 1: another answer for id 'r1', which has one; leave one of them",),
+        files={"made.csv": "id,prediction\nr1,5\nr1,3\n", "scored.toml": SCORED},
+    ),
+    Mistake(
+        "run job.toml --set scoring.reference=label --set 'scoring.scorers=[\"numeric\"]'",
+        ("numeric compares numbers, and label of the first row is 'positive'", "em or choice"),
+        0,
+    ),
+]
 
 KEYS = [
+    Mistake(
+        "run job.toml --set scoring.reference=lable --set 'scoring.scorers=[\"em\"]'",
+        ("scoring: the rows have no field 'lable'; did you mean 'label'?",),
+    ),
+    Mistake(
+        "validate job.toml --set 'output.keep=[\"lable\"]'",
+        ("output.keep: the rows have no field 'lable'; did you mean 'label'?",),
+    ),
     Mistake("run job.toml --set promt.user=a", ("promt", "did you mean 'prompt'")),
 ]
 

@@ -324,7 +324,7 @@ def export(
     "--predictions",
     type=FILE,
     metavar="FILE",
-    help="Score these instead (JSONL, or the results JSON of RealHiTBench's harness).",
+    help="Score these instead: JSONL, CSV, Parquet, or the results JSON of RealHiTBench's harness.",
 )
 @click.option("--job", type=FILE, metavar="JOB", help="The job whose input and [scoring] are used.")
 @options.TRUST

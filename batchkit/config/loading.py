@@ -34,17 +34,21 @@ _ESCAPED = re.compile(r"\[([*?[])\]")  # by glob.escape
 
 
 def load_job(
-    path: Path, overrides: Sequence[str] = (), given: Mapping[str, Any] = MappingProxyType({})
+    path: Path,
+    overrides: Sequence[str] = (),
+    given: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    if_missing: Mapping[str, Any] = MappingProxyType({}),
 ) -> JobConfig:
     """The job in ``path`` with the ``KEY=VALUE`` overrides applied and its paths made absolute.
 
     ``given`` are values by dotted key that replace those of both; its ``input.path`` is looked up in
-    the working directory, as a shell completes it.
+    the working directory, as a shell completes it. ``if_missing``: tables that the file need not have.
 
     Raises:
         JobError: unreadable, not TOML, or any key wrong; one message lists all problems.
     """
-    table = _read(path)
+    table = {**if_missing, **_read(path)}
     if (rows := given.get("input.path")) is not None:
         given = {**given, "input.path": _find_input(rows, Path.cwd())}
     job = make_job(table, str(path), overrides, given, base=path.parent)

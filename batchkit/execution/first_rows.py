@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from batchkit.config.seams import SCORERS
@@ -12,6 +12,7 @@ from batchkit.errors import JobError, MediaError, RowError, WrongTaskError
 from batchkit.rendering.steps import CANDIDATES, Renderer
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.scoring import fields_of
+from batchkit.scoring.values import numbers_in
 from batchkit.types import Completion, Row
 
 _NEED_NO_REFERENCE = {"reward", "judge"}  # nor may a scorer of another package
@@ -50,6 +51,50 @@ def check_first_rows(rows: Iterator[Row], job: JobConfig, renderer: Renderer) ->
     return taken
 
 
+def check_columns(rows: Iterator[Row], job: JobConfig) -> Sequence[Row]:
+    """Take rows from ``rows`` until one has each field that the job names besides its prompts, but at most
+    ``run.check_rows``: usually one. Returns those taken.
+
+    Raises:
+        JobError: all of them lack the same field.
+    """
+    taken = list[Row]()
+    lacking = _fields_named(job)
+    while lacking and len(taken) < job.run.check_rows and (row := next(rows, None)) is not None:
+        taken.append(row)
+        if row.error is None:
+            lacking = [(key, name) for key, name in lacking if name not in row.fields]
+    fields = dict.fromkeys(name for row in taken if row.error is None for name in row.fields)
+    if fields and lacking:
+        raise JobError(
+            "\n".join(
+                f"{key}: the rows have no field {name!r}{did_you_mean(name, map(str, fields))}; they have"
+                f" {', '.join(map(str, fields))}"
+                for key, name in lacking
+            )
+        )
+    return taken
+
+
+def _fields_named(job: JobConfig) -> list[tuple[str, str]]:
+    """The keys of the job that name fields of the rows, each with a field's name."""
+    named = [("output.keep", name) for name in job.output.keep]
+    for key, table in _scorings(job):
+        named += [(key, name) for name in sorted(fields_of(table))]
+    for place, its in job.of_each_step():
+        if (column := its.sampling.sampling_column) is not None:
+            named.append((f"{place}sampling.sampling_column", column))
+    return named
+
+
+def _scorings(job: JobConfig) -> list[tuple[str, ScoringTable]]:
+    tables = [
+        ("scoring", job.scoring),
+        *((f"steps.{step.name}", step.scoring) for step in job.steps),
+    ]
+    return [(key, table) for key, table in tables if table.is_on]
+
+
 def _reason(error: RowError) -> tuple[str, str]:
     """Equal for errors that differ only in the file or the line that they begin with."""
     message = str(error)
@@ -57,25 +102,22 @@ def _reason(error: RowError) -> tuple[str, str]:
 
 
 def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
-    """A line per likely mistake in lengths, ``sampling_column``, ``output.keep``, the scoring, or what
-    templates of steps read; ``first``: a row's fields."""
+    """A line per likely mistake in lengths, the scoring, or what templates of steps read; ``first``: a row's
+    fields."""
     for place, its in job.of_each_step():
-        yield from (place + hint for hint in _of_generation(its, first))
+        yield from (place + hint for hint in _of_generation(its))
     yield from _of_steps(job, first)
-    yield from _absent("output.keep", job.output.keep, first)
-    if job.scoring.is_on:
-        yield from scoring_hints(job.scoring, first)
+    for key, table in _scorings(job):
+        yield from scoring_hints(table, first, key)
 
 
-def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
+def _of_generation(job: JobConfig) -> Iterator[str]:
     most, wanted = job.engine.options.get("max_model_len"), job.sampling.max_tokens
     if job.task == "generate" and isinstance(most, int) and wanted >= most:
         yield (
             f"sampling.max_tokens: {wanted} leaves no room for a prompt, as engine.options.max_model_len"
             f" is {most}, for prompt and answer together; an answer ends where they reach it"
         )
-    if (column := job.sampling.sampling_column) is not None:
-        yield from _absent("sampling.sampling_column", [column], first)
 
 
 def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
@@ -85,18 +127,21 @@ def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     for n, step in enumerate(job.steps):
         key, prompt = f"steps.{step.name}", step.prompt if n else None  # the first is rendered
         when = [] if step.when is None else [step.when]
-        names = names_in(job.of_step(step), prompt, when) - ours
-        yield from _absent(key, sorted(names), first)
-        if step.scoring.is_on:
-            yield from scoring_hints(step.scoring, first, key)
+        for name in sorted(names_in(job.of_step(step), prompt, when) - ours - first.keys()):
+            # It is probably misspelt, but may just be rare.
+            hint = did_you_mean(name, map(str, first))
+            yield f"{key}: the first row has no field {name!r}{hint}"
 
 
 def scoring_hints(
     table: ScoringTable, first: Mapping[str, Any] | None, key: str = "scoring"
 ) -> Iterator[str]:
     """Like ``hints``, for the scoring alone, which is at ``key``; ``first`` may be unknown."""
-    if first is not None:
-        yield from _absent(key, sorted(fields_of(table)), first)
+    for name, value in _without_number(table, first or {}):
+        yield (
+            f"{key}: numeric compares numbers, and {name} of the first row is {value[:40]!r}: rows without a number"
+            " there are unscored; em or choice compare words"
+        )
     if lost := _without_reference(table):
         need = "needs" if len(lost) == 1 else "need"
         or_run = " or scoring.reference_run" * (key == "scoring")
@@ -105,12 +150,15 @@ def scoring_hints(
         )
 
 
-def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterator[str]:
-    """A field that the first row lacks is probably misspelt, but may just be rare."""
-    for name in names:
-        if name not in first:
-            hint = did_you_mean(name, map(str, first))
-            yield f"{key}: the first row has no field {name!r}{hint}"
+def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The references of the scorer ``numeric`` that are words in the first row, with what they are."""
+    for part in table.parts:
+        name = part.reference or table.reference
+        scorers = table.scorers if part.scorers is None else part.scorers
+        if name is None or name not in first or "numeric" not in scorers:
+            continue
+        if not numbers_in(text := str(first[name])):
+            yield name, text
 
 
 def _without_reference(table: ScoringTable) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BrokenInputError, ChangedInputError, InputError, JobError
-from batchkit.execution.first_rows import check_first_rows
+from batchkit.execution.first_rows import check_columns, check_first_rows
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
 from batchkit.execution.turns import Turns
@@ -70,10 +70,14 @@ class Tasks:
         return first
 
     def check_first_rows(self) -> None:
-        """Render the first rows of a run without answers. Raises JobError if all of them fail alike."""
-        if not (self.may_wait or self._start.is_retry or self._run.ledger.totals.ok):
-            looked_at = check_first_rows(self._rows, self._start.job, self._start.renderer)
-            self._rows = chain(looked_at, self._rows)
+        """Look at the first rows of a run without answers, and render them. Raises JobError if all of them lack a
+        field that the job names, or fail alike."""
+        if self.may_wait or self._start.is_retry or self._run.ledger.totals.ok:
+            return
+        job = self._start.job
+        looked_at = check_first_rows(self._rows, job, self._start.renderer)
+        self._rows = chain(looked_at, self._rows)
+        self._rows = chain(check_columns(self._rows, job), self._rows)
 
     def of_each_turn(self) -> Iterator[Sequence[str]]:
         """The engines to load next, until no row waits for another."""

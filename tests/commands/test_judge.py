@@ -389,7 +389,13 @@ def test_charts_are_run_only_where_that_is_allowed_and_one_that_can_t_be_spares_
     tmp_path: Path,
 ) -> None:
     program = "import matplotlib.pyplot as plt\nplt.bar(['a', 'b'], [3, 4])\nplt.show()"
-    row = {"id": "q0", "say": program, "a": "[3, 4]", "SubQType": "BarChart Generation"}
+    row = {
+        "id": "q0",
+        "kind": "Chart",
+        "say": program,
+        "a": "[3, 4]",
+        "SubQType": "BarChart Generation",
+    }
     rows = [row, {**row, "id": "q1", "SubQType": None}]
     del rows[1]["SubQType"]
     scoring = {"extract": "code", "reference": "a", "scorers": ["chart"], "mode": "fixed"}

@@ -140,7 +140,11 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(made, encoding="utf-8")
     write_jsonl(
         tmp_path / "made.jsonl",
-        [{"id": "q2", "text": "x"}, {"id": "q2", "text": "No"}, {"id": "?", "text": "x"}],
+        [
+            {"id": "q2", "status": "failed"},
+            {"id": "q2", "text": "No"},
+            {"id": "?", "text": "x"},
+        ],
     )
     args = ("score", "--predictions", "made.jsonl")
     done = batchkit(*args, "--job", "job.toml", "--json", cwd=tmp_path)
@@ -172,6 +176,11 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
         ("a.json", "[3]", "a.json entry 0: found '3'"),
         ("a.json", "[]", "a.json: holds no prediction"),
         ("a.jsonl", '{"id": "77", "text": "x"}', "(first there: '77', here: 'q1'); set input.id"),
+        (
+            "a.csv",
+            "id,prediction\nq1,5\nq2,4\nq1,3\n",
+            "a.csv row 2: another answer for id 'q1', which has one",
+        ),
         (None, "", "none.jsonl: no such file"),
     ],
 )

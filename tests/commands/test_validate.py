@@ -32,10 +32,9 @@ def _in_a_folder_with_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("tables", "hint"),
     [
         ({"scoring": {"scorers": ["em"]}}, "scoring: em needs a right answer to compare with: set"),
-        ({"scoring": {"scorers": ["em"], "reference": "keyy"}}, "scoring: the first row has no"),
-        (  # each row would be answered with the job's parameters, and not with its own
-            {"sampling": {"sampling_column": "keyy"}},
-            "sampling.sampling_column: the first row has no field 'keyy'; did you mean 'key'?",
+        (
+            {"scoring": {"scorers": ["numeric"], "reference": "key"}},
+            "scoring: numeric compares numbers, and key of the first row is 'k0'",
         ),
         ({}, None),
     ],
@@ -45,6 +44,32 @@ def test_likely_mistakes_are_found(tables: dict[str, Any], hint: str | None) -> 
     found = batchkit("validate", "job.toml", "--json")
     assert (found.exit_code, len(found.json["hints"])) == (0, hint is not None)
     assert hint is None or hint in batchkit("validate", "job.toml").stdout
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"scoring": {"scorers": ["em"], "reference": "keyy"}}, "scoring: the rows have"),
+        (
+            {"scoring": {"scorers": ["em"], "reference": "key", "group_by": "q1"}},
+            "scoring: the rows",
+        ),
+        (
+            {"output": {"keep": ["keyy"]}},
+            "output.keep: the rows have no field 'keyy'; did you mean 'key'?",
+        ),
+        # each row would be answered with the job's parameters, and not with its own
+        (
+            {"sampling": {"sampling_column": "keyy"}},
+            "sampling.sampling_column: the rows have no field",
+        ),
+    ],
+)
+def test_a_field_that_no_row_has_is_refused(tables: dict[str, Any], said: str) -> None:
+    prepare(3, **tables)
+    for command in ("validate", "run"):
+        found = batchkit(command, "job.toml")
+        assert (found.exit_code, said in found.stderr) == (2, True), found.stderr
 
 
 @pytest.mark.parametrize("max_tokens", [100, 512, 4096])
@@ -155,9 +180,9 @@ def test_a_repeated_id_is_found_before_the_first_answer() -> None:
         (
             "sampling",
             {"sampling_column": "qq"},
-            "steps.revise.sampling.sampling_column: the first row has no field 'qq'",
+            "steps.revise.sampling.sampling_column: the rows have no field 'qq'",
         ),
-        ("reference", "qq", "steps.revise: the first row has no field 'qq'"),
+        ("reference", "qq", "steps.revise: the rows have no field 'qq'"),
         ("scorers", ["em"], "steps.revise: em needs a right answer to compare with: set"),
     ],
 )

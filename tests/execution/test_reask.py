@@ -232,7 +232,7 @@ def test_in_a_row_s_own_messages_the_note_stands_behind_the_user_s_last(
 ) -> None:
     script = Script(r=["x", FOUND])
     with serving(script) as server:
-        run(server, [{"id": "r", "messages": messages}], prompt=None)
+        run(server, [{"id": "r", "a": "7", "messages": messages}], prompt=None)
     assert records()["r"]["prediction"] == "7"
     first, second = (body["messages"] for body in script.bodies["r"])
     assert [message["content"] for message in first] == [it["content"] for it in messages]

@@ -52,9 +52,8 @@ def test_rewards_are_read_as_the_official_code_reads_them(vector: dict[str, Any]
 
 def test_the_mean_is_over_rows_and_not_over_words() -> None:
     rows = [("1955, 62170", "1955, 62170"), ("Yes", "No"), ("35 to 39 years", "35 to 44 years")]
-    scoring = Scoring(
-        ScoringTable(reference="answer", scorers=["f1", "em", "rouge-l", "sacrebleu"])
-    )
+    scorers = ["f1", "em", "rouge-l", "sacrebleu"]
+    scoring = Scoring(ScoringTable(mode="official", reference="answer", scorers=scorers))
     table = tabulate(
         (
             {"status": "ok", "scores": scoring.score(text, {"answer": right}, "1").scores}

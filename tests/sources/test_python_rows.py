@@ -291,7 +291,7 @@ def test_row_nested_too_deeply_or_in_itself_fails_alone() -> None:
     cycle["me"] = MappingProxyType(cycle)
     rows = [{"prompt": "a", "x": part} for part in (deep, mapping, cycle)]
     rows += [loop, mapping, MappingProxyType(cycle)]
-    fine = [MappingProxyType({"prompt": "fine"}), "b"]
+    fine = [MappingProxyType({"prompt": "fine", "x": 1}), "b"]
     summary = process([*rows, *fine], output={"keep": ["x"]})
     assert (summary.ok, summary.failed) == (2, 6)
     assert all("200 levels" in r["error"]["message"] for r in summary.records() if r["error"])

@@ -19,7 +19,7 @@ from batchkit.commands.score.judge import FOLDER, Answered
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError
-from batchkit.execution.first_rows import scoring_hints
+from batchkit.execution.first_rows import check_columns, scoring_hints
 from batchkit.execution.signals import StopRequest
 from batchkit.runs.inputs import with_fields
 from batchkit.runs.scores import table_of
@@ -138,10 +138,15 @@ def _score_run(
 
 
 def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
-    """The fields of the input's first row; None if it can no longer be read."""
+    """The fields of the input's first row; None if it can no longer be read.
+
+    Raises:
+        JobError: the first rows all lack a field that the job names.
+    """
     if job.input.path is None:
         return None
     try:
+        check_columns(read_rows(job.input), job)
         row = next(read_rows(job.input), None)
     except InputError:  # the kept fields may be enough
         return None
@@ -227,7 +232,7 @@ def job_of_rows(named: Path | None, folder: Path | None, overrides: Sequence[str
         JobError: neither is given.
     """
     if named is not None:
-        return load_job(named, overrides)
+        return load_job(named, overrides, if_missing={"engine": {"kind": "dry-run"}})
     if folder is None:
         raise JobError(
             "--predictions needs the job: its rows, and how they are scored; name JOB (or a RUN)"

@@ -1,5 +1,5 @@
-"""Scores predictions that were made elsewhere, against the rows of a job's input: a JSONL file, OpenAI's
-batch output, or the results file of RealHiTBench's harness."""
+"""Scores predictions that were made elsewhere, against the rows of a job's input: a JSONL file, a table (CSV,
+Parquet, Excel), OpenAI's batch output, or the results file of RealHiTBench's harness."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from batchkit.commands.score import check_scoring
 from batchkit.commands.score.deferred import deferred_scores
 from batchkit.commands.score.judge import Answered
 from batchkit.config.regular_file import open_regular
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import InputTable, JobConfig
 from batchkit.errors import JobError
-from batchkit.execution.first_rows import scoring_hints
+from batchkit.execution.first_rows import check_columns, scoring_hints
 from batchkit.execution.signals import StopRequest
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources import read_rows
+from batchkit.sources.formats import format_with, suffix_of
 from batchkit.storage.plain_json import parsed, valid
 from batchkit.storage.score_store import references_of
 from batchkit.types import BROKEN_OFF, Row
@@ -28,6 +29,7 @@ from batchkit.types import BROKEN_OFF, Row
 _IDS = ("id", "Id", "custom_id", "query_id")
 _PREDICTIONS = ("prediction", "Prediction", "Model_Answer", "answer")
 _TEXTS = ("text", "response", "Response", "output")
+_TABLES = ("csv", "parquet", "xlsx")
 _NO_ANSWER = "[ERROR]"  # what that harness stores if the model gave no answer
 
 
@@ -67,6 +69,7 @@ def score_predictions(job: JobConfig, path: Path, say: Say = print) -> Predictio
         )
     if strangers := made.keys() - rows.keys():
         say(f"{len(strangers):,} predictions have no row in the input, as id {min(strangers)!r}")
+    check_columns(iter(rows.values()), job)
     for hint in scoring_hints(job.scoring, next(iter(rows.values())).fields):
         say(hint)
     known = [(rows[name], made[name]) for name in rows if name in made]
@@ -120,15 +123,17 @@ class Prediction(NamedTuple):
 
 
 def read_predictions(path: Path) -> dict[str, Prediction]:
-    """Predictions by row id; if several have one id, the last counts.
+    """Predictions by row id.
 
-    A line, or a member of ``results`` (or of a list) in a ``.json`` file, has an ``id`` and a
+    A line, a row, or a member of ``results`` (or of a list) in a ``.json`` file, has an ``id`` and a
     ``prediction`` or a ``text``, or is a line of OpenAI's batch output. An entry that says it failed
     is a failure, and so are null, a blank text and the harness's ``[ERROR] …``: none of them is an
     answer. A blank prediction is one if the text is not known: the harness's metrics score it 0.
+    If several have one id, the last counts, for others may have failed before.
 
     Raises:
-        JobError: missing, not JSON, or a line without an id or without either of the two.
+        JobError: missing, not JSON, a line without an id or without either of the two, or two answers that differ
+            for one id.
     """
     found: dict[str, Prediction] = {}
     for where, given in _entries(path):
@@ -136,7 +141,12 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
         row_id = _first(entry, _IDS)
         if row_id is None:
             raise JobError(f"{where}: no id; one of {', '.join(_IDS)} must name the row")
-        found[str(row_id)] = _prediction(entry, where)
+        made, known = _prediction(entry, where), found.get(str(row_id))
+        if known not in (None, made) and not (known.failed or made.failed):
+            raise JobError(
+                f"{where}: another answer for id {row_id!r}, which has one; leave one of them"
+            )
+        found[str(row_id)] = made
     if not found:
         raise JobError(f"{path}: holds no prediction")
     return found
@@ -192,6 +202,9 @@ def _text(value: Any) -> str | None:
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each entry, and its place for error messages."""
+    if format_with(suffix_of(path.name)) in _TABLES:
+        yield from _rows_of_table(path)
+        return
     try:
         with open_regular(path) as file:
             data = file.readall().removeprefix(BOM_UTF8)
@@ -203,6 +216,13 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if not isinstance(entry, dict):
             raise JobError(f"{where}: found {str(entry)[:60]!r}, expected an object with an id")
         yield where, entry
+
+
+def _rows_of_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for row in read_rows(InputTable(path=str(path))):
+        if row.error is not None:
+            raise JobError(f"--predictions: {row.error}")
+        yield f"{path} row {row.index}", row.fields
 
 
 def _listed(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:

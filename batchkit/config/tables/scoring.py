@@ -89,8 +89,8 @@ class ScoringTable(Table):
     """What is computed of prediction and reference; docs/scoring.md."""
     group_by: str | None = None
     """The field whose values group the table of scores."""
-    mode: Literal["official", "fixed"] = "official"
-    """`official` equals RealHiTBench's own code to the digit; `fixed` corrects its quirks:
+    mode: Literal["official", "fixed"] = "fixed"
+    """`official` equals RealHiTBench's own code to the digit, its quirks included; `fixed` corrects them:
     docs/scoring.md lists them."""
     tolerance: NonNegativeFloat = 0.01
     """For `numeric`: how far off, as a share of the reference."""
