@@ -355,7 +355,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     ``generations``, these are their number and ``steps``, by name, what each of ``[[steps]]``
     answered; ``usage`` and ``latency_s`` are sums. ``generations_lost``: how many of them ``steps.jsonl`` lost
     in a crash.
-    ``selected`` and ``votes`` as in ``Completion``.
+    ``selected`` and ``votes`` as in ``Completion``. ``dry_run``: an engine that has no model answered.
     """
 
     attempt: Annotated[int, Meta(ge=0, lt=2**31)]
@@ -382,6 +382,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     steps: dict[str, dict[str, Any]] | Raw | None = None
     prompt: str | None = None
     truncated_tokens: int | None = None
+    dry_run: bool = False
 
 
 def line_of_choice(choice: Choice) -> ChoiceLine:

@@ -366,7 +366,7 @@ def test_export_names_its_files(name: str, finished: Path) -> None:
 
 def test_generate_answers_prompts_in_their_order(folder: Path) -> None:
     (folder / "more.txt").write_bytes("\ufeffthree\n\nfour\u2028and more\n".encode())
-    args = ["generate", "--model", "m", "--set", "engine.kind=dry-run", "one", "two"]
+    args = ["generate", "--model", "m", "--set", 'engine={kind="dry-run"}', "one", "two"]
     result = batchkit(*args, "--prompts-file", "more.txt")
     assert result.exit_code == 0
     prompts = [line[2:] for line in result.stdout.split("\n") if line.startswith("> ")]

@@ -57,6 +57,33 @@ reference = "stars"
 scorers = ["em"]
 """
 RUNS = [
+    # A dry run is never in the way, and never among answers.
+    Mistake(
+        f"{ONE_LINE} --prompt 'Mood? {{{{ review }}}}'\n" * 2
+        + f"{ONE_LINE} --prompt 'M {{{{ review }}}}'",
+        ("output/reviews-batchkit-demo.dry-run", '"skipped": 0'),
+        0,
+    ),
+    Mistake(
+        "run job.toml\nrun job.toml --set engine.kind=openai-server --set engine.model=m"
+        " --set engine.base_url=http://127.0.0.1:9/v1",
+        ("the earlier run was a dry run: the run begins anew", "127.0.0.1:9/v1: no answer"),
+        1,
+    ),
+    Mistake(
+        "run job.toml --set 'prompt.user={{ reveiw }}'",
+        (
+            "'reveiw' is undefined",
+            "did you mean 'review'?",
+            "All of the first 3 rows fail like this",
+        ),
+    ),
+    # What failed does not stand in the way of the corrected job.
+    Mistake(
+        "run job.toml --set 'prompt.user={{ reveiw }}' --set run.check_rows=0\nrun job.toml",
+        ("no row was answered before: the run begins anew", '"ok": 3'),
+        0,
+    ),
     # 5 is not 50 by default, and a table of predictions needs no engine.
     Mistake(
         "score scored.toml --predictions made.csv",

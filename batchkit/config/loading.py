@@ -111,13 +111,13 @@ def make_job(
     base: Path | None = None,
 ) -> JobConfig:
     """As ``load_job``, from a table; relative paths are looked up in ``base`` first."""
-    for override in overrides:
-        _leave_out_engine(table, override)
+    made_dry = [_leave_out_engine(table, override) for override in overrides]
     for override in overrides:
         _override(table, override)
     for key, value in given.items():
         _put(table, key.split("."), value, key)
-    return resolve_paths(parse_job(table, origin), base or Path.cwd())
+    job = resolve_paths(parse_job(table, origin), base or Path.cwd())
+    return job.as_trial() if any(made_dry) else job
 
 
 def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
@@ -174,21 +174,24 @@ def _override(table: dict[str, Any], override: str) -> None:
     _put(table, parts, value, f"--set {masked_override(override)}")
 
 
-def _leave_out_engine(table: Any, override: str) -> None:
+def _leave_out_engine(table: Any, override: str) -> bool:
     """``--set engine.kind=dry-run`` tries any job: what only its own engine knows is left out.
 
-    So does ``--set scoring.judge.engine.kind=dry-run`` for the judge's, and ``engines.NAME.kind``.
+    So does ``--set scoring.judge.engine.kind=dry-run`` for the judge's, and ``engines.NAME.kind``. True if no model
+    will answer what another engine's would have.
     """
     key, _, kind = override.partition("=")
     *parts, last = key.strip().split(".")
     is_engine = parts[-1:] == ["engine"] or (parts[:1] == ["engines"] and len(parts) == 2)
     if not is_engine or (last, kind.strip()) != ("kind", "dry-run"):
-        return
+        return False
     for part in parts:
         table = table.get(part) if isinstance(table, dict) else None
-    if isinstance(table, dict) and table.get("kind") != "dry-run":
-        for name in {*table} - {"model"}:
-            del table[name]
+    if not isinstance(table, dict) or table.get("kind") == "dry-run":
+        return False
+    for name in {*table} - {"model"}:
+        del table[name]
+    return parts[0] != "scoring"
 
 
 def _put(table: Any, parts: list[str], value: Any, origin: str) -> None:

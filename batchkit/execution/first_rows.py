@@ -1,8 +1,10 @@
-"""The first rows, looked at before the model is loaded: a mistake in the job shows within seconds."""
+"""The first rows: a mistake in the job shows in them, if it can within seconds, before the model is loaded."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from batchkit.config.seams import SCORERS
@@ -13,8 +15,9 @@ from batchkit.rendering.steps import CANDIDATES, Renderer
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.scoring import fields_of
 from batchkit.scoring.values import numbers_in
-from batchkit.types import Completion, Row
+from batchkit.types import Completion, Counted, ErrorInfo, Row
 
+_FEWEST = 3  # rows that say something of the job
 _NEED_NO_REFERENCE = {"reward", "judge"}  # nor may a scorer of another package
 
 
@@ -40,15 +43,54 @@ def check_first_rows(rows: Iterator[Row], job: JobConfig, renderer: Renderer) ->
             return taken
         first = first or error
     is_elsewhere = job.run.workers is not None and isinstance(first, MediaError)
-    is_enough = len(taken) == job.run.check_rows or isinstance(first, WrongTaskError)
+    is_enough = len(taken) >= min(_FEWEST, job.run.check_rows) or isinstance(first, WrongTaskError)
     if first is not None and is_enough and not is_elsewhere:
-        raise JobError(
-            f"row {taken[0].index} (id {taken[0].id}): {first.kind}: {first}\nAll of the first"
-            f" {len(taken)} rows fail like this, so the model was not loaded. Correct the job or"
-            " its input and run the same command again; if other rows are good, --set"
-            " run.check_rows=0 runs them"
-        )
+        info = ErrorInfo(first.kind, type(first).__name__, str(first), first.retryable)
+        raise _all_fail(taken[0].index, taken[0].id, info, len(taken), "the model was not loaded")
     return taken
+
+
+class FirstFailures:
+    """Whether the first rows of a run without answers all failed, for one reason that another try would not
+    remove. ``most``: how many rows are looked at; none if 0."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._first = set[int]()
+        self._failed = list[Counted]()
+
+    def noting(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """``rows``, of which the first are noted."""
+        for row in islice(rows, self._most):
+            self._first.add(row.index)
+            yield row
+        yield from rows
+
+    def settle(self, record: Counted) -> None:
+        """A row has its record."""
+        error, alike = record.error, self._failed[:1]
+        if error is None or (record.index in self._first and error.retryable):
+            self._most = 0
+        elif record.index in self._first:
+            self._failed.append(record)
+            if any(of.error and _reason(of.error) != _reason(error) for of in alike):
+                self._most = 0
+
+    def check(self, *, is_end: bool = False) -> None:
+        """Raises JobError if they did; ``is_end``: there are no other rows."""
+        count = len(self._failed)
+        if self._most and (count == self._most or (is_end and count >= _FEWEST)):
+            first = self._failed[0]
+            assert first.error is not None
+            raise _all_fail(first.index, first.id, first.error, count, "the run was stopped")
+
+
+def _all_fail(index: int, row_id: str, error: ErrorInfo, count: int, so: str) -> JobError:
+    return JobError(
+        f"row {index} (id {row_id}): {error.kind}: {error.message}\nAll of the first {count} rows fail like"
+        f" this, so {so}. Correct the job or its input and run the same command again; if other rows are"
+        " good, --set run.check_rows=0 runs them"
+    )
 
 
 def check_columns(rows: Iterator[Row], job: JobConfig) -> Sequence[Row]:
@@ -68,8 +110,8 @@ def check_columns(rows: Iterator[Row], job: JobConfig) -> Sequence[Row]:
     if fields and lacking:
         raise JobError(
             "\n".join(
-                f"{key}: the rows have no field {name!r}{did_you_mean(name, map(str, fields))}; they have"
-                f" {', '.join(map(str, fields))}"
+                f"{key}: the rows have no field {name!r}{did_you_mean(name, map(str, fields))}; the first"
+                f" {len(taken):,} have {', '.join(map(str, fields))}"
                 for key, name in lacking
             )
         )
@@ -95,10 +137,10 @@ def _scorings(job: JobConfig) -> list[tuple[str, ScoringTable]]:
     return [(key, table) for key, table in tables if table.is_on]
 
 
-def _reason(error: RowError) -> tuple[str, str]:
-    """Equal for errors that differ only in the file or the line that they begin with."""
-    message = str(error)
-    return error.kind, message.partition(": ")[2] or message
+def _reason(error: RowError | ErrorInfo) -> tuple[str, str]:
+    """Equal for errors that differ only in numbers, and in the file or the line that they begin with."""
+    message = error.message if isinstance(error, ErrorInfo) else str(error)
+    return error.kind, re.sub(r"\d+", "0", message.partition(": ")[2] or message)
 
 
 def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:

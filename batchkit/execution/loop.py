@@ -81,6 +81,7 @@ class Loop:
                         return self._stopped()
                     self._stop.by = None
             self._tasks.check_complete()
+            self._tasks.check_failures(is_end=True)
             return Outcome(self._summary())
         except BatchkitError as error:
             return Outcome(self._summary(error.exit_code), error)
@@ -116,12 +117,13 @@ class Loop:
         tasks = self._tasks
         for line in lines:
             if isinstance(line, RecordLine):
-                tasks.settle(is_ok=line.record.status == "ok")
+                tasks.settle(line.record)
             elif isinstance(line, PausedRow):
                 tasks.turns.pause(line)
         self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))
         pool.written()
         if tasks.failed:
+            tasks.check_failures()
             self._stop.check_failures(tasks, pool.load.in_flight)
 
     def _housekeeping(self, pool: WorkerPool) -> None:

@@ -8,11 +8,13 @@ begin a new run beside the old one, or keep the records of unchanged rows and ru
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
@@ -35,7 +37,8 @@ from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.identity import CHANGING, differences
 from batchkit.storage.job_toml import write_job
 from batchkit.storage.ledger import Ledger
-from batchkit.storage.log import RESULTS, STEPS
+from batchkit.storage.lines import Generation
+from batchkit.storage.log import RESULTS, STEPS, LogLine, read_generations, read_lines
 from batchkit.storage.manifest import (
     FileFingerprint,
     Manifest,
@@ -45,7 +48,7 @@ from batchkit.storage.manifest import (
 )
 from batchkit.storage.runfolder import Claim, claim, is_run, move_aside
 from batchkit.storage.score_store import SCORES
-from batchkit.types import Row, utc_now
+from batchkit.types import Record, Row, utc_now
 
 # Changes that show in what a row asks for, or that leave it alone: a recorded answer to an equal request
 # stays valid. What decides the answer to an equal request (model, seed, ``parse``, ``reask``) is not here.
@@ -91,8 +94,12 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
     with ExitStack() as held:
         lock = held.enter_context(claim(folder))
         if _must_move_aside(start, source, new, messages):
-            messages.append(f"the earlier run is kept in {move_aside(folder)}")  # with its lock
+            aside = move_aside(folder)  # with its lock
             held.close()
+            if job.is_trial:
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                messages.append(f"the earlier run is kept in {aside}")
             lock = held.enter_context(claim(folder))
             if _has_run(folder):
                 raise StoreError(
@@ -189,7 +196,7 @@ def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[
         return _has_run(folder)
     if finish_requeue(folder) is not None:
         messages.append("an interrupted --on-change requeue was finished first")
-    if options.fresh or source.files is None:
+    if options.fresh or start.job.is_trial or source.files is None:
         return True
     return _settle_changes(folder, source, new, options.on_change, messages)
 
@@ -205,6 +212,16 @@ def _has_records(folder: Path) -> bool:
     return any(log.exists() and log.stat().st_size > 0 for log in logs)
 
 
+def _of_model(manifest: Manifest) -> Any:
+    return manifest.identity.get("engine.kind")
+
+
+def _has_answers(folder: Path) -> bool:
+    lines: Iterator[LogLine[Record] | LogLine[Generation]]
+    lines = chain(read_lines(folder / RESULTS), read_generations(folder))
+    return any(line.record is not None and line.record.status == "ok" for line in lines)
+
+
 def _settle_changes(
     folder: Path,
     source: Input,
@@ -217,7 +234,12 @@ def _settle_changes(
     job_changes = differences(manifest.identity, new.identity)
     changes = job_changes + input_changes(manifest.input, new.input)
     if not changes or not _has_records(folder):
-        return False  # nothing was answered yet, so nothing can be mixed
+        return False
+    was_dry = _of_model(manifest) == "dry-run" != _of_model(new)
+    if was_dry or not _has_answers(folder):  # nothing can be mixed
+        why = "the earlier run was a dry run" if was_dry else "no row was answered before"
+        messages.append(f"job or input changed, and {why}: the run begins anew")
+        return True
     if on_change == "fail":
         listed = "\n".join(f"  {change}" for change in changes)
         raise ChangedError(

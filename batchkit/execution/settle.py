@@ -53,6 +53,7 @@ def settle(start: Start, completion: Completion) -> SettledLine:
         with_choices=start.job.keeps_choices,
         scored=_scored(start, completion),
     )
+    record.dry_run = start.is_dry
     pooled = completion.pooled if completion.error is None else None
     vector = None if pooled is None else pooled.vector
     return line_of(record, vector, start.job.output.vector_dtype)

@@ -115,6 +115,10 @@ class Start:
         return scoring_of_steps(self.job)
 
     @cached_property
+    def is_dry(self) -> bool:
+        return self.job.is_dry
+
+    @cached_property
     def kept_fields(self) -> Sequence[str]:
         """The columns of the input that records keep."""
         return tuple(kept_fields(self.job))

@@ -12,7 +12,7 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BrokenInputError, ChangedInputError, InputError, JobError
-from batchkit.execution.first_rows import check_columns, check_first_rows
+from batchkit.execution.first_rows import FirstFailures, check_columns, check_first_rows
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
 from batchkit.execution.turns import Turns
@@ -30,7 +30,7 @@ from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import NewestLog, read_newest
 from batchkit.storage.runfolder import is_run
-from batchkit.types import Row, Task
+from batchkit.types import Counted, Row, Task
 
 
 class Tasks:
@@ -54,6 +54,8 @@ class Tasks:
         self._rows: Iterator[Row] = iter(())
         self.elsewhere = run.manifest.skipped_elsewhere if start.is_retry else 0
         self.settled = self.failed = 0
+        looks = not (start.is_retry or totals.ok)
+        self._first_failures = FirstFailures(start.job.run.check_rows if looks else 0)
 
     def first(self) -> Row | None:
         """The first row that is due, which stays due; None if there is none."""
@@ -66,7 +68,8 @@ class Tasks:
                 self._run.save()
             rows = self._without_records()
         first = next(rows, None)
-        self._rows = rows if first is None else chain([first], rows)
+        rows = rows if first is None else chain([first], rows)
+        self._rows = self._first_failures.noting(rows)
         return first
 
     def check_first_rows(self) -> None:
@@ -115,10 +118,16 @@ class Tasks:
         """Whether reading the next row may take long, and can be done only once."""
         return self.input.source.files is None
 
-    def settle(self, *, is_ok: bool) -> None:
+    def settle(self, record: Counted) -> None:
         """A row has its record."""
         self.settled += 1
-        self.failed += not is_ok
+        self.failed += record.status == "failed"
+        self._first_failures.settle(record)
+
+    def check_failures(self, *, is_end: bool = False) -> None:
+        """Raises JobError if the first rows of a run without answers all failed alike; ``is_end``: there are
+        no other rows."""
+        self._first_failures.check(is_end=is_end)
 
     def may_come(self, index: int) -> bool:
         """Whether this start reads the row of that index."""

@@ -102,7 +102,7 @@ def test_rows_that_share_an_id(case: str, tmp_path: Path) -> None:
 def test_rows_are_grouped_by_a_field_that_a_run_did_not_keep(tmp_path: Path) -> None:
     table, answer = rows(9, 1), right_from(3)
     first = make_run(tmp_path / "1", table, answer, name="a", prompt=NO_IMAGES)
-    tables: dict[str, Any] = {"output": {"keep": []}, "scoring": {"group_by": ""}}
+    tables: dict[str, Any] = {"output": {"keep": []}, "scoring": {"group_by": "FileName"}}
     second = make_run(tmp_path / "2", table, answer, name="b", prompt=NO_IMAGES, **tables)
     found = compare([first, second])
     assert found.tables[0].to_json()["metrics"] == found.tables[1].to_json()["metrics"]

@@ -14,7 +14,11 @@ from batchkit.commands.one_line import run_name
 from tests.support.command_line import Ended, batchkit
 from tests.support.rows import read_jsonl, write_jsonl
 
-MODEL = ["--model", "org/Small", "--set", "engine.kind=dry-run"]
+DRY = [
+    "--set",
+    'engine={kind="dry-run"}',
+]  # with engine.kind=dry-run the next run replaces this one
+MODEL = ["--model", "org/Small", *DRY]
 PROMPT = ["--prompt", "Say {{ text }}"]
 
 
@@ -68,9 +72,7 @@ def test_another_prompt_is_a_changed_job_and_another_model_another_run(folder: P
     changed = run("--prompt", "Shout {{ text }}")
     assert changed.exit_code == 2
     assert 'prompt.user: "Say {{ text }}" → "Shout {{ text }}"' in changed.stderr
-    other = batchkit(
-        "run", "--set", "engine.kind=dry-run", "--model", "b", "--input", "rows.jsonl", *PROMPT
-    )
+    other = batchkit("run", *DRY, "--model", "b", "--input", "rows.jsonl", *PROMPT)
     assert other.json["name"] == "rows-b"
     assert other.json["skipped"] == 0
 

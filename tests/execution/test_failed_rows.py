@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
+from batchkit.execution.processor import ProductionBatchProcessor
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import (
     LOG,
     RUN,
+    job,
     manifest,
     n_records,
     prepare,
-    process,
     records,
     rows_that_fail,
     run,
@@ -99,7 +100,8 @@ def test_rows_that_fail_reach_the_disk_while_the_run_goes_on() -> None:
                 seen.append(n_records())
             yield {"other": n}
 
-    assert process(rows()).failed == 5000
+    made = job(run={"check_rows": 0})
+    assert ProductionBatchProcessor(made, quiet=True).process(rows()).failed == 5000
     assert seen[0] > 0
 
 

@@ -75,7 +75,7 @@ def rows_of(n: int, *good: int) -> list[dict[str, Any]]:
         (rows_of(50, *range(12, 50)), "{{ q }}", 12),
         (rows_of(40, 19), "{{ q }}", 39),
         ([{"q": 0 if k == 5 else None} for k in range(30)], "{{ 1 // q }}", 30),
-        (rows_of(19), "{{ q }}", 19),
+        (rows_of(2), "{{ q }}", 2),
     ],
     ids=["first is good", "8th is", "13th is", "20th is", "two reasons", "fewer rows"],
 )
@@ -108,6 +108,6 @@ def test_a_run_with_answers_goes_on() -> None:
 
 def test_rows_of_a_program_are_looked_at_but_an_iterator_is_not_read_ahead() -> None:
     rows = rows_of(30)
-    with pytest.raises(JobError, match="All of the first 20 rows"):
-        process(rows)
-    assert process(iter(rows)).failed == 30
+    for given in (rows, rows[:3], iter(rows)):
+        with pytest.raises(JobError, match=r"All of the first \d+ rows"):
+            process(given)

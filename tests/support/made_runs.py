@@ -68,6 +68,7 @@ def make_run(
         "prompt": {"user": "Look.\n{{ Question }}", "images": ["{{ FileName }}.png"]},
         "media": {"root": "image"},
         "engine": {"kind": "dry-run", "model": "a/model"},
+        "run": {"check_rows": 0},
         "output": {"dir": str(place / "output"), "keep": KEEP},
         "scoring": {
             "extract": "final-answer",

@@ -30,6 +30,8 @@ from batchkit.config.tables.task import PairTable, PoolingTable, TaskName
 from batchkit.config.values import check_values
 from batchkit.errors import JobError
 
+_TRIAL = ".dry-run"
+
 
 class JobConfig(Table):
     """A whole job, with the tables and keys of a job file (``docs/job-file.md`` describes them all).
@@ -83,6 +85,20 @@ class JobConfig(Table):
         job = self.model_copy()
         job._made_in = place
         return job
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether an engine of it answers without a model."""
+        return any(self.with_engine(name).engine.kind == "dry-run" for name in self.engine_names)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it is another job without the model: the next such run replaces its run."""
+        return self.is_dry and self.name.endswith(_TRIAL)
+
+    def as_trial(self) -> JobConfig:
+        """The job under a name of its own, so that nothing of its run stands where answers would."""
+        return self.model_copy(update={"name": f"{self.name}{_TRIAL}"})
 
     @property
     def folder(self) -> Path:

@@ -38,8 +38,8 @@ class RunTable(Table):
     """Stop the run: `true` at the first failed row, a fraction below 1 when that share of the
     settled rows failed (from 20 rows on), a count when more than that many."""
     check_rows: Free[NonNegativeInt] = 20
-    """Stop before the model is loaded if the first so many rows can't be rendered, all for the same
-    reason; 0 never does, nor does a run that has an answer."""
+    """Stop if the first so many rows fail, or all of a few, for the same reason, before the model is loaded if they
+    can't be rendered; or if they lack a field that the job names. 0 never does, nor does a run that has an answer."""
     row_timeout_s: Free[PositiveSeconds] = 600.0
     """A running row that gets no token for this long, or whose prompt is not prepared within it, is
     aborted with `timeout`, and tried again as `retry.attempts` says; one whose template is not
