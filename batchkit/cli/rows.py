@@ -58,6 +58,8 @@ def status(run: str | None, watch: bool, as_json: bool) -> None:
     found = look(folder)
     while watch and found.held_by is not None:
         click.clear()  # on a terminal
+        if not as_json and (bar := found.bar()):
+            echo(bar)
         show(found, as_json)
         time.sleep(_WATCH_S)
         found = look(folder)

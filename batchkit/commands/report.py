@@ -92,7 +92,7 @@ def report(
     notes = ["The run had not ended when this page was made."] * (look.state == "running")
     data = {
         "status": {**found, "folder": folder.name, "notes": [*notes, *found["notes"], *rows.notes]},
-        "about": about(folder),
+        "about": about(folder, reach),
         "metrics": timeline(read_metrics(folder)),
         "rows": rows.rows,
         "pictures": rows.pictures,

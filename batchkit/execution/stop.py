@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 from batchkit.config.numbers import number
-from batchkit.config.tables import RunTable
 from batchkit.errors import TooManyFailuresError
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.signals import DRAIN_S, StopRequest
@@ -19,7 +18,6 @@ from batchkit.execution.tasks import Tasks
 from batchkit.types import Usage
 
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
-_HOUR_S = 3600.0
 
 
 class Stop:
@@ -51,7 +49,7 @@ class Stop:
     def price(self, unfinished_tokens: int = 0) -> float | None:
         """Of the run so far, over all starts; None if the job has no price."""
         gpu_seconds = self._gpu_seconds_before + self._job.gpus * self._seconds
-        return price_of(self._job.run, self._tokens(unfinished_tokens), gpu_seconds)
+        return self._job.run.price_of(self._tokens(unfinished_tokens), gpu_seconds)
 
     def note_gpus(self) -> bool:
         """Note in the manifest for how long GPUs were held; True if it has to be on disk: the job has a
@@ -118,15 +116,6 @@ class Stop:
         """Of the whole run, over all starts."""
         usage = self._run.ledger.usage
         return Usage(usage.prompt_tokens, usage.completion_tokens + unfinished)
-
-
-def price_of(run: RunTable, tokens: Usage, gpu_seconds: float) -> float | None:
-    """What ``tokens`` and the seconds of GPUs cost; None if the job has no price."""
-    if run.price_per_gpu_hour is None and run.price_per_million_tokens is None:
-        return None
-    of_prompts, of_answers = run.price_per_million_tokens or (0.0, 0.0)
-    millions = tokens.prompt_tokens * of_prompts + tokens.completion_tokens * of_answers
-    return millions / 1e6 + gpu_seconds / _HOUR_S * (run.price_per_gpu_hour or 0.0)
 
 
 def _is_too_many(tasks: Tasks, limit: bool | float, in_flight: int) -> bool:

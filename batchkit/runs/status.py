@@ -22,6 +22,7 @@ from batchkit.storage.runfolder import held_by, named
 from batchkit.storage.steps import spent_in
 from batchkit.types import Usage
 
+_BAR, _EIGHTHS = 40, " ▏▎▍▌▋▊▉"  # characters; the last one is filled by eighths
 _RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
 
 
@@ -59,6 +60,16 @@ class Status:
 
     def to_text(self) -> str:
         return "\n".join(self._lines())
+
+    def bar(self) -> str:
+        """How much of the rows is done, as a line; empty if their number is unknown."""
+        if not self.total:
+            return ""
+        share = min(1.0, (self.ok + self.failed) / self.total)
+        full, part = divmod(int(share * 8 * _BAR), 8)
+        filled = "█" * full + _EIGHTHS[part].strip()
+        left = "" if self.eta_s is None else f", {duration(self.eta_s)} left"
+        return f"▕{filled:<{_BAR}}▏ {int(100 * share)} %{left}"
 
     def _lines(self) -> Iterator[str]:
         total = "?" if self.total is None else f"{self.total:,}"

@@ -51,7 +51,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     run = golden_run(place, **SLOW)
     _note_restart(run)
-    other = make_run(place, TABLE, better, name="better")
+    other = make_run(place, TABLE, better, name="better", run={"max_completion_tokens": 10**6})
     report(run, place / "report.html")
     write_comparison(compare([run, other]), place / "compare.html")
     return place / "output"
@@ -110,6 +110,17 @@ def test_numbers_at_the_top(opened: Opened, output: Path) -> None:
     opened.sees("#starts tr", "start 1.*ended, some rows failed")
     opened.sees("#notes li", r"^1 answers \(0.8 %\) ended at max_tokens")
     opened.sees("#origin div", "Sampling.*max_tokens 256")
+    assert sections(opened) == ["scores", "failures", "rows", "charts", "engine"]
+    opened.page.locator("#job-of > summary").click()
+    opened.sees("#prompt div", r"prompt\.userLook\.\s+\{\{ Question \}\}")
+    opened.page.locator("#job-of summary").last.click()
+    opened.sees("#job", 'name = "tables"')
+
+
+def sections(opened: Opened) -> list[str]:
+    """What is seen of a run, from the top."""
+    ids = opened.page.locator("main > section:visible").evaluate_all("all => all.map(e => e.id)")
+    return [name.removesuffix("-section") for name in ids if name]
 
 
 def test_score_table_says_what_the_json_says(opened: Opened, output: Path) -> None:
@@ -240,6 +251,8 @@ def test_a_row_with_prompt_image_reference_and_scores(opened: Opened) -> None:
     opened.page.locator("#detail summary").filter(has_text="Fields").click()
     opened.sees("#detail .fields div", "QuestionType.*Data Analysis")
     opened.sees("#list .what", "What is cell 0 of the table")
+    thumbnail = opened.page.locator("#list .item img").first
+    until(lambda: thumbnail.evaluate("image => image.complete && image.naturalWidth") > 100)
 
 
 def test_an_image_that_is_not_there_is_named(opened: Opened) -> None:
@@ -286,6 +299,11 @@ def test_charts_show_what_is_under_the_pointer_and_what_happened_to_the_engine(
     opened.sees("#charts figcaption p", "after ")
     opened.page.mouse.move(0, 0)
     opened.sees("#charts figcaption p", "at most$")
+    assert charts.first.locator(".loading").count() == 1
+    axis = "(({ share, second, worked }) => [share(20), share(21), second(1), worked(20.5)])"
+    assert opened.page.evaluate(f"{axis}(axisOf({{ seconds: [20, 21], start: [1, 1] }}))") == [
+        *(pytest.approx(0.06 / 1.06), 1, 21, 0.5)
+    ]
 
 
 @pytest.mark.parametrize("form", ["server", "file"])
@@ -347,7 +365,15 @@ def test_a_comparison_as_a_file(visit: Open, places: Mapping[str, str]) -> None:
 def test_the_list_leads_to_a_run(visit: Open, places: Mapping[str, str]) -> None:
     opened = visit(places["runs"])
     opened.sees("#count", "^2 runs$")
-    opened.sees("#runs tbody tr", f"^tables.*finished.*{N}")
+    opened.sees("#runs tbody tr", rf"^tables.*finished.*100 % of {N}.*\d\d\.\d\dF1")
+    opened.sees("#runs tbody tr", r"^better.*tokens [\d,]+ of 1\.00 M")
+    first = opened.page.locator("#runs tbody tr a").first
+    for column, order in (("name", ["better", "tables"]), ("score", ["better", "tables"])):
+        sort = opened.page.get_by_role("button", name=column)
+        for key, name in zip(("Enter", "Space"), order, strict=True):
+            sort.press(key)  # the second turns it around
+            until(lambda name=name: first.inner_text() == name)
+    assert opened.page.locator("#runs [aria-sort=ascending]").inner_text() == "score"
     opened.page.locator("#search").fill("tab")
     opened.sees("#count", "^1 of 2 runs$")
     opened.page.keyboard.press("Enter")
@@ -372,6 +398,12 @@ def test_two_runs_side_by_side(visit: Open, places: Mapping[str, str]) -> None:
     opened.sees(".two", "window.hacked=1")
     assert opened.page.locator("img[src='x']").count() == 0
     opened.sees(".deltas .all .delta.clear", r"^\+\d")
+    opened.sees("#notes li", "better: engine.options.latency_s: 0.1 → null")
+    opened.sees(".two .asked", "What is cell 0 of the table.*Right answervalue 0")
+    opened.page.locator(".two .asked .picture").first.click()
+    large = opened.page.locator("#lightbox img")
+    until(lambda: large.evaluate("image => image.complete && image.naturalWidth") == 900)
+    opened.page.keyboard.press("Escape")
     opened.page.locator("#only").select_option("broken")
     opened.sees(".two .error", "it was server")
     heads = opened.page.locator(".two > header strong")
@@ -394,6 +426,7 @@ def test_a_run_is_killed_and_resumed_while_its_page_is_open(visit: Open, tmp_pat
     with viewing("output", cwd=tmp_path) as view:
         opened = visit(f"{view.url}run/a")
         opened.state("running")
+        until(lambda: sections(opened)[:2] == ["charts", "rows"])
 
         def n_done() -> int:
             return int(opened.facts()["rows"].replace(",", ""))
@@ -406,6 +439,7 @@ def test_a_run_is_killed_and_resumed_while_its_page_is_open(visit: Open, tmp_pat
         first.send_signal(signal.SIGKILL)
         first.communicate()
         opened.state("stopped")
+        assert sections(opened) == ["rows", "charts", "engine"]
         opened.sees("#starts tr", "start 1.*killed")
         before = n_done()
         second = begin("run", "job.toml", cwd=tmp_path)

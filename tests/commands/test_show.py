@@ -127,10 +127,13 @@ def test_watch_shows_the_state_until_the_run_has_ended() -> None:
     prepare(60, engine={"options": {"latency_s": 0.1, "max_num_seqs": 1}}, run={"max_in_flight": 1})
     with begin("run", "job.toml", cwd=Path.cwd()) as running:
         until(lambda: (RUN / "results.jsonl").exists() and (RUN / "results.jsonl").stat().st_size)
+        shown = begin("status", str(RUN), "--watch", cwd=Path.cwd())
         with begin("status", str(RUN), "--watch", "--json", cwd=Path.cwd()) as watching:
             stdout, stderr = watching.communicate(timeout=120)
+        bar, *_ = shown.communicate(timeout=120)[0].splitlines()
         running.communicate(timeout=120)
     assert watching.returncode == 0, stderr
+    assert re.fullmatch("▕[█▏▎▍▌▋▊▉ ]{40}▏ [0-9]+ %(, .* left)?", bar)
     states = [json.loads(line) for line in stdout.splitlines()]
     assert len(states) > 1
     assert states[0]["held_by"] is not None

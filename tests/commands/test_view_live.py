@@ -41,7 +41,7 @@ def view(tmp_path: Path) -> Iterator[Viewed]:
 
 
 def test_the_list_has_all_runs_and_a_run_says_what_status_says(view: Viewed) -> None:
-    prepare(10, engine={"model": "a/model"})
+    prepare(10, engine={"model": "a/model"}, run={"max_completion_tokens": 100})
     rows_that_fail(10, 5)
     assert run().exit_code == 3
     assert run("--set", "name='b'", "--limit", "4").exit_code == 0
@@ -52,6 +52,12 @@ def test_the_list_has_all_runs_and_a_run_says_what_status_says(view: Viewed) -> 
     assert wanted.items() <= found["a"].items()
     assert (found["a"]["model"], found["a"]["kind"]) == ("a/model", "dry-run")
     assert view.get("runs/b c")["ok"] == 4
+    budget = {"name": "max_completion_tokens", "spent": 48, "limit": 100}
+    assert (found["a"]["budgets"], found["b c"]["eta_s"], found["a"]["score"]) == (
+        [budget],
+        None,
+        None,
+    )
     one = view.get("runs/a")
     status = batchkit("status", "output/a", "--json").json
     own = {"folder": one["folder"], "starts": one["starts"]}

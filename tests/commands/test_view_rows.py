@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import Iterator, Mapping
@@ -189,6 +190,16 @@ def test_a_row_with_its_prompt_its_images_and_its_attempts(view: Viewed, place: 
     assert view.client.get(url[:-1] + "x").status_code == 404
 
 
+def test_what_stands_beside_answers_in_a_list(view: Viewed) -> None:
+    found = view.get("runs/tables/prompts", rows="4,7,999")
+    assert {*found} == {"4", "7"}
+    assert found["7"] == {"asked": TABLE[7]["Question"], "reference": TABLE[7]["FinalAnswer"]}
+    image = Image.open(io.BytesIO(base64.b64decode(found["4"]["image"].partition(",")[2])))
+    assert max(image.size) == 240
+    for wrong in ("", "x", "4,", "-1"):
+        assert "rows" in view.get("runs/tables/prompts", 400, rows=wrong)["error"]
+
+
 def test_a_row_without_its_image_says_so(view: Viewed) -> None:
     found = view.get("runs/tables/rows/7")
     (url,) = found["prompt"]["images"]
@@ -218,11 +229,13 @@ def test_scores_that_came_later_count(tmp_path: Path) -> None:
     with viewing("output", cwd=tmp_path) as view:
         right = view.indexes("tables", scorer="em", min=1, limit=500)
         assert 8 not in right
+        before = view.get("runs")[0]["score"]["mean"]
         ended = batchkit("score", run)
         assert ended.exit_code == 0, ended.stderr
         assert view.indexes("tables", scorer="em", min=1, limit=500) == sorted([*right, 8])
         (row,) = view.rows("tables", text="q8", sort="index", limit=1)["rows"]
         assert row["scores"] == {"f1": 1.0, "em": 1.0}
+        assert view.get("runs")[0]["score"]["mean"] > before
         assert view.get("runs/tables/rows/8")["record"]["scores"] == {"f1": 1.0, "em": 1.0}
         whole = (run / "scores.jsonl").read_bytes()
         for damaged in (b"{}\n", whole + b"x\n", whole.replace(b'"index":8', b'"index":null')):
@@ -293,7 +306,10 @@ media.allow_urls = ["127.0.0.1"]
     with viewing("job.toml", cwd=tmp_path) as view:
         prompt, refused = (view.get(f"runs/a/rows/{row}")["prompt"] for row in (0, 1))
         here, there = (view.client.get(url) for url in prompt["images"])
+        beside = view.get("runs/a/prompts", rows="0,1")
     file = data_in(report(tmp_path / "output/a").path)
+    assert (beside["0"]["asked"], beside["1"]["asked"]) == ("See", None)
+    assert "image" in beside["0"]
     called = 'clock({"zone": "UTC"})'
     for shown in (prompt, file["rows"][0]["prompt"]):
         contents = [message["content"] for message in shown["messages"]]

@@ -9,7 +9,6 @@ import pytest
 
 from batchkit.errors import JobError
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.execution.stop import price_of
 from batchkit.types import Usage
 from tests.support.chat_server import Refused, serving
 from tests.support.command_line import batchkit
@@ -176,7 +175,7 @@ def test_price_of_gpus_is_that_of_all_starts() -> None:
 def test_each_gpu_of_the_job_is_paid_for(tables: dict[str, Any], gpus: float) -> None:
     engine = {"kind": "vllm", "model": "m"} | tables.get("engine", {})
     made = job(engine=engine, run=tables.get("run", {}) | {"price_per_gpu_hour": 2.0})
-    assert price_of(made.run, Usage(0, 0), 1800.0 + made.gpus * 3600.0) == 2.0 * (0.5 + gpus)
+    assert made.run.price_of(Usage(0, 0), 1800.0 + made.gpus * 3600.0) == 2.0 * (0.5 + gpus)
 
 
 def test_retry_has_the_budget_of_the_run() -> None:

@@ -15,7 +15,6 @@ from batchkit.commands.plan.sample import Sample, answer_sample, rows_in_kv_cach
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import TooManyFailuresError
-from batchkit.execution.stop import price_of
 from batchkit.runs.status import counts_of
 from batchkit.sources.input import from_job
 from batchkit.storage.manifest import read_manifest
@@ -118,7 +117,7 @@ def _figures(
         rest = rest_of(lengths, sample, engines, prices, run.seed)
     load_s = sample.load_s if left else 0.0
     earlier_s = sum(start.gpu_seconds for start in starts)
-    so_far = price_of(run, done, earlier_s)
+    so_far = run.price_of(done, earlier_s)
     gpu_hours = rest.seconds.plus(load_s).plus(earlier_s / _HOUR_S, job.gpus / _HOUR_S)
     is_elsewhere = any(job.with_engine(name).engine.base_url for name in job.engine_names)
     price = None if so_far is None else rest.price.plus(so_far + load_s * per_gpu_s)

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic import ValidationError
+import numpy as np
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from batchkit.commands.view.charts import newest_point, timeline
-from batchkit.commands.view.detail import image_of, row_of
+from batchkit.commands.view.detail import beside_answers, image_of, row_of
 from batchkit.commands.view.overview import about, figures_of, overview
 from batchkit.commands.view.pairs import PairsQuery, page_of, pairs_of
-from batchkit.commands.view.rows import Page, Query, Side, labels_of
+from batchkit.commands.view.rows import Query, Rows, Side, labels_of
 from batchkit.commands.view.runs import Runs, look_at
 from batchkit.config.masking import masked_text
-from batchkit.errors import MediaError
+from batchkit.errors import BatchkitError, MediaError
 from batchkit.runs.compare import compare, have_same_input
-from batchkit.runs.index import Index, Snapshot, Table
+from batchkit.runs.index import Index, Snapshot, Table, stamp_of
 from batchkit.runs.reach import Reach
+from batchkit.runs.scores import table_of_index
+from batchkit.scoring.metrics import ScoreTable, head
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.log import log_of
+from batchkit.storage.log import RESULTS, log_of
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import read_metrics
 from batchkit.storage.plain_json import encoded
+from batchkit.storage.score_store import SCORES
 
 _KEPT = 4  # runs whose index and figures are held; two are needed to compare
 _GROW_S = 0.5  # a request lets the index grow so long
 
-Asked = TypeVar("Asked", bound=Page)
+Asked = TypeVar("Asked", bound=BaseModel)
+
+
+class Mean(NamedTuple):
+    """The mean ``score`` of a run, None if it has none. ``stamps``: of what it was computed from."""
+
+    stamps: tuple[Any, ...]
+    score: dict[str, Any] | None
 
 
 class Api:
@@ -44,9 +57,12 @@ class Api:
         self._lock = Lock()  # who looks for an index: requests, in several threads
         self._figures = lru_cache(_KEPT)(figures_of)  # of all rows, which takes time
         self._pairs = lru_cache(1)(pairs_of)
+        self._means: dict[Path, Mean] = {}
 
     def runs(self, request: Request) -> Response:
-        return _json([*self._runs.listed()])
+        until = time.monotonic() + _GROW_S
+        listed = [*self._runs.listed()]
+        return _json([run | {"score": self._mean(Path(run["folder"]), until)} for run in listed])
 
     def status(self, request: Request) -> Response:
         folder = self._folder(request)
@@ -55,7 +71,8 @@ class Api:
         return _json({**found, "newest": newest_point(read_metrics(folder))})
 
     def about(self, request: Request) -> Response:
-        return _json(about(self._folder(request)))
+        folder = self._folder(request)
+        return _json(about(folder, Reach.of(folder, self._runs.media)))
 
     def metrics(self, request: Request) -> Response:
         return _json(timeline(read_metrics(self._folder(request))))
@@ -71,9 +88,16 @@ class Api:
                 "offset": query.offset,
                 "rows": [side.row(number) for number in found[query.offset : end].tolist()],
                 "indexed": side.snapshot.share,
+                "has_images": side.labels.has_images,
                 "next": None if end >= len(found) else end,
             }
         )
+
+    def prompts(self, request: Request) -> Response:
+        index, snapshot = self._grown(self._folder(request))
+        rows = snapshot.entries["row"][snapshot.newest]
+        chosen = snapshot.newest[np.isin(rows, _asked(Rows, request).indexes)]
+        return _json(dict(beside_answers(index, snapshot.entries[chosen], self._runs.media)))
 
     def row(self, request: Request) -> Response:
         index, entries = self._entries(request)
@@ -127,19 +151,42 @@ class Api:
             raise HTTPException(404, f"row {row} has no record")
         return index, entries
 
+    def _mean(self, folder: Path, until: float) -> dict[str, Any] | None:
+        """Of the run's first score; as of an earlier look if there is no time left ``until`` it is computed."""
+        stamps = tuple(stamp_of(folder / name) for name in (RESULTS, SCORES))
+        known = self._means.get(folder, Mean((), None))
+        if known.stamps == stamps or time.monotonic() > until:
+            return known.score
+        with suppress(BatchkitError, OSError):
+            job, found = job_of_run(folder), None
+            if job.scoring.is_on or stamps[1]:
+                _, snapshot = self._grown(folder)
+                if snapshot.share < 1:
+                    return known.score
+                found = _score_of(table_of_index(snapshot, None))
+            self._means[folder] = known = Mean(stamps, found)
+        return known.score
+
     def _grown(self, folder: Path) -> tuple[Index, Snapshot]:
         group_by = job_of_run(folder).scoring.group_by
         log_of(folder)  # says if it is missing, or being replaced
         with self._lock:
-            index = self._indexes.get(folder)
+            index = self._indexes.pop(folder, None)
             if index is None or not index.is_current(group_by):
-                if len(self._indexes) >= _KEPT:
-                    self._indexes.clear()
-                index = self._indexes[folder] = Index(folder, group_by)
+                index = Index(folder, group_by)
+            self._indexes[folder] = index
+            if len(self._indexes) > _KEPT:
+                del self._indexes[next(iter(self._indexes))]  # which was asked for longest ago
         return index, index.grow(_GROW_S)
 
     def _side(self, folder: Path) -> Side:
         return Side(*self._grown(folder), labels_of(Reach.of(folder, self._runs.media)))
+
+
+def _score_of(table: ScoreTable) -> dict[str, Any] | None:
+    name = next(iter(table.names), "")
+    mean = table.overall.mean(name)
+    return None if mean is None else {"name": name, "head": head(name), "mean": mean}
 
 
 def _json(value: Any) -> Response:

@@ -3,6 +3,7 @@
 
 const GIB = 2 ** 30;
 const NEAR_PX = 6;
+const LOADING = 0.06; // of the time after it: the most that the loading of a model takes of the axis
 
 // Each line: a column of the metrics, and its name if there are several. A rate is of the time since
 // the point before, so it is drawn as a step.
@@ -45,16 +46,42 @@ function placeOf(at, start, metrics) {
   return Math.min(metrics.seconds.at(-1), Math.max(lowest, seconds));
 }
 
+// The axis of a run's seconds: share(second) is a place on it from 0 to 1, second(share) the reverse, and worked(second)
+// leaves the loads out. These, [from, to], are the time before a start's first point, and take little of the axis.
+function axisOf({ seconds, start }) {
+  const loads = seconds.flatMap((to, place) => (
+    place && start[place] === start[place - 1] ? [] : [[seconds[place - 1] ?? 0, to]]));
+  const total = seconds.at(-1) ?? 0, loading = loads.reduce((sum, [from, to]) => sum + to - from, 0);
+  const most = LOADING * (total - loading) || Infinity, corners = [[0, 0]];
+  const put = (second, most = Infinity) => {
+    const [before, drawn] = corners.at(-1);
+    corners.push([second, drawn + Math.min(second - before, most)]);
+  };
+  for (const [from, to] of loads) {
+    put(from);
+    put(to, most);
+  }
+  put(total);
+  const along = (value, by, give) => {
+    const place = Math.max(1, corners.findIndex((corner) => corner[by] >= value - 1e-9));
+    const [low, high] = [corners[place - 1], corners[place]];
+    return low[give] + (high[give] - low[give]) * ((value - low[by]) / (high[by] - low[by] || 1));
+  };
+  const span = corners.at(-1)[1] || 1;
+  const worked = (second) => loads.reduce(
+    (left, [from, to]) => left - Math.max(0, Math.min(second, to) - from), second);
+  return { loads, worked, share: (second) => along(second, 0, 1) / span, second: (share) => along(share * span, 1, 0) };
+}
+
 let pointed = null; // where the pointer is: its seconds at work, and in which chart
 
 // Draws all charts that have something to show into the box. Each mark: {seconds, text}.
-function drawCharts(box, metrics, marks) {
+function drawCharts(box, metrics, marks, axis) {
   const { seconds } = metrics;
-  const span = seconds.at(-1) || 1;
   const figures = seconds.length < 2 ? [] : CHARTS
     .map((chart) => ({ ...chart, lines: linesOf(chart, metrics) }))
     .filter(({ lines }) => lines.length)
-    .map((chart) => figureOf(chart, metrics, span, marks));
+    .map((chart) => figureOf(chart, metrics, axis, marks));
   box.replaceChildren(...figures.map(({ figure }) => figure));
   const showAll = (at, nth) => {
     pointed = at === null ? null : { at, nth };
@@ -64,7 +91,7 @@ function drawCharts(box, metrics, marks) {
   figures.forEach(({ plot }, nth) => {
     plot.addEventListener("pointermove", (event) => {
       const { left, width } = plot.getBoundingClientRect();
-      showAll(Math.min(1, Math.max(0, (event.clientX - left) / width)) * span, nth);
+      showAll(axis.second(Math.min(1, Math.max(0, (event.clientX - left) / width))), nth);
     });
     plot.addEventListener("pointerleave", () => showAll(null));
   });
@@ -79,13 +106,19 @@ function linesOf({ lines, scale = 1 }, metrics) {
     .filter(({ values }) => values.some((value) => value));
 }
 
-function figureOf(chart, metrics, span, marks) {
+function figureOf(chart, metrics, axis, marks) {
   const { title, unit, lines } = chart, { seconds } = metrics;
   const top = chart.top ?? nice(Math.max(...lines.flatMap(({ values }) => values)));
   const summary = lines.map((line) => legend(line, seconds));
-  const ticks = [0, 1, 2, 3, 4].map((part) => clock(span * part / 4));
+  const ticks = [0, 1, 2, 3, 4].map((part) => clock(axis.worked(axis.second(part / 4))));
   const { figure, text, svg, plot } = frameOf({ title, summary, top: short(top, unit), ticks });
-  const x = (at) => (1000 * at / span).toFixed(2), y = (value) => (100 - 100 * value / top).toFixed(2);
+  const x = (at) => (1000 * axis.share(at)).toFixed(2), y = (value) => (100 - 100 * value / top).toFixed(2);
+  for (const [from, to] of axis.loads) {
+    const width = (x(to) - x(from)).toFixed(2), band = shape("rect", { class: "loading", x: x(from), y: 0, width, height: 100 });
+    band.append(shape("title", {}));
+    band.firstChild.textContent = `loading the model: ${clock(to - from)}`;
+    svg.append(band);
+  }
   lines.forEach(({ values }, nth) => {
     for (const part of parts(values, metrics.start)) {
       const corners = part.flatMap((place) => [
@@ -113,14 +146,14 @@ function figureOf(chart, metrics, span, marks) {
       text.replaceChildren(...summary);
       return;
     }
-    const place = nearest(seconds, at), near = NEAR_PX * span / Math.max(1, plot.clientWidth);
-    const mark = marks.find((mark) => Math.abs(mark.seconds - at) < near);
+    const place = nearest(seconds, at), near = NEAR_PX / Math.max(1, plot.clientWidth);
+    const mark = marks.find((mark) => Math.abs(axis.share(mark.seconds) - axis.share(at)) < near);
     for (const name of ["x1", "x2"]) cursor.setAttribute(name, x(mark?.seconds ?? seconds[place]));
     const values = lines.map(({ name, values }) => (name
       ? `${name} ${short(values[place]) || "–"}` : short(values[place], unit) || "–"));
     text.textContent = mark && isPointedAt
-      ? `${clock(mark.seconds)}: ${mark.text}`
-      : `${values.join(", ")} after ${clock(seconds[place])}`;
+      ? `${clock(axis.worked(mark.seconds))}: ${mark.text}`
+      : `${values.join(", ")} after ${clock(axis.worked(seconds[place]))}`;
     plot.title = mark?.text ?? "";
   }
   return { figure, plot, show };

@@ -6,11 +6,14 @@ function openComparison() {
   const state = new URLSearchParams(location.search);
   const [a, b] = ["a", "b"].map((side) => state.get(side) ?? "");
   const only = byId("only"), pairs = byId("pairs");
+  const beside = Object.fromEntries(["a", "b"].map((side) => [side, besideAnswers(
+    state.get(side), () => shown.filter((one) => one.side === side).map(({ index }) => index), drawQuestions)]));
+  let shown = []; // the question of each pair: {side, index, box}
   let offset = Number(state.get("offset")) || 0, total = 0, runs = {}, asking = null;
 
   function drawComparison(found) {
-    byId("notes").hidden = !found.warnings.length;
-    byId("notes").replaceChildren(...found.warnings.map((text) => make("li", "", text)));
+    byId("notes").replaceChildren(...(found.warnings.length ? found.warnings : ["Nothing that decides the answers."])
+      .map((text) => make("li", "", text)));
     byId("origins").replaceChildren(...terms(Object.entries(found.origins).map(([name, parts]) => [name, parts.join(", ")])));
     byId("method").textContent = found.method;
     drawDeltas(byId("deltas"), found, (scorer) => found.heads[scorer] ?? scorer);
@@ -69,8 +72,11 @@ function openComparison() {
       const count = counts[option.value];
       option.textContent = count === undefined ? option.value : `${option.value} (${number.format(count)})`;
     }
+    shown = [];
     pairs.replaceChildren(...(rows.length ? rows.map(pairOf) : [make("p", "empty", `No row${only.value === "all" ? "" : ` is ${only.value}`}.`)]));
     drawPager(byId("pager"), { offset, limit: LIMIT, total, n: rows.length, go });
+    drawQuestions();
+    for (const side of Object.values(beside)) side.ask();
   }
 
   function pairOf(row) {
@@ -78,9 +84,23 @@ function openComparison() {
     box.tabIndex = -1;
     box.ariaLabel = `Row ${row.id}`;
     head.append(make("strong", "", row.id), ...(row.group ? [make("span", "", row.group)] : []));
-    pair.append(sideOf(row.a, row.b, a, runs.a), sideOf(row.b, row.a, b, runs.b));
+    const question = make("div", "asked"), side = row.a ? "a" : "b";
+    shown.push({ side, index: row[side].index, kept: row[side].asked, box: question });
+    pair.append(question, sideOf(row.a, row.b, a, runs.a), sideOf(row.b, row.a, b, runs.b));
     box.append(head, pair);
     return box;
+  }
+
+  // Question, first image and right answer, as far as they are known by now.
+  function drawQuestions() {
+    for (const { side, index, kept, box } of shown) {
+      const { asked = kept, image, reference } = beside[side].of(index), url = `${apiUrl(state.get(side))}/rows/${index}/images/0`;
+      box.replaceChildren(...[
+        asked && titled("Question", make("p", "", asked)),
+        image && enlargeable({ src: image, large: url, name: "Image of the prompt" }),
+        typeof reference === "string" && titled("Right answer", exact(reference)),
+      ].filter(Boolean));
+    }
   }
 
   function sideOf(row, other, key, run) {

@@ -12,6 +12,28 @@ async function fetchJson(url, options = {}) {
   return found;
 }
 
+// What stands beside the answers of a run's rows: {asked, reference, image}, which the server reads from the input.
+// ask() asks for the rows that lacking() gives, until it gives none; shown(rows) is called as they come.
+function besideAnswers(run, lacking, shown) {
+  const MOST = 1000, known = new Map();
+  const unknown = () => lacking().filter((row) => !known.has(row));
+  let isAsking = Boolean(held);
+
+  async function ask() {
+    if (isAsking) return;
+    isAsking = true;
+    for (let rows = unknown(); rows.length; rows = unknown()) {
+      const found = await fetchJson(apiUrl(run, `/prompts?rows=${rows}`)).catch(() => ({}));
+      const isNothing = !Object.keys(found).length; // these are not asked for again
+      if (known.size > MOST) known.clear();
+      for (const row of rows) if (isNothing || found[row]) known.set(row, found[row] ?? {});
+      shown(rows.filter((row) => known.has(row)));
+    }
+    isAsking = false;
+  }
+  return { ask, of: (row) => known.get(row) ?? {} };
+}
+
 function heldAnswer({ pathname, searchParams }) {
   const [part = "status", index] = pathname.split("/").slice(4);
   if (part !== "rows") return held[part];

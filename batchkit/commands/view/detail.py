@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from batchkit.commands.view.images import LARGE, as_webp
-from batchkit.commands.view.rows import Labels, labels_of
+from batchkit.commands.view.images import LARGE, THUMB, as_webp
+from batchkit.commands.view.rows import MOST_TEXT, Labels, labels_of
 from batchkit.errors import MediaError
 from batchkit.rendering.messages import as_text, said
 from batchkit.runs.index import Index, Table
@@ -24,6 +25,8 @@ from batchkit.storage.newest import Generations
 from batchkit.storage.plain_json import encoded
 
 _KEPT = 2  # rows whose images may be asked for next: their bytes may be in the input itself
+_IMAGE = "[image]"
+_LIST_S = 1.0  # after so long a list gets what it asked for in parts
 
 
 def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> dict[str, Any]:
@@ -35,15 +38,38 @@ def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> d
     """
     records = [index.record(entry) for entry in entries]
     reach = Reach.of(index.folder, media)
-    job = reach.job
-    has_references = job.scoring.is_on and job.scoring.reference_run is None
     _prompt.cache_clear()  # an input that was missing may be there now
     prompt = _prompt(index, *_place(entries[-1]), media)
     images = [f"{url}/images/{n}" for n in range(len(prompt.sources))]
-    scoring = Scoring(job.scoring, None) if has_references else None
     with closing(Generations(index.folder)) as generations:
         steps = generations.of_record(records[-1])
-    return shown(records, steps, prompt, images, labels_of(reach), scoring)
+    return shown(records, steps, prompt, images, labels_of(reach), _scoring(reach))
+
+
+def beside_answers(
+    index: Index, entries: Table, media: tuple[Path, ...]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What a list shows beside the answers of these rows, which are in the order of the input: by index the question,
+    the reference, and the first image as a data: URI. After a while it ends before all are there.
+    """
+    reach, until = Reach.of(index.folder, media), time.monotonic() + _LIST_S
+    inputs = InputRows(reach.job, {*entries["row"].tolist()}, reach)
+    labels, scoring = labels_of(reach), _scoring(reach)
+    for record in map(index.record, entries):
+        prompt = inputs.prompt(record)
+        row = shown([record], [], prompt, [], labels, scoring)
+        found = {name: row[name] for name in ("asked", "reference")}
+        with suppress(MediaError, IndexError):
+            found["image"] = as_webp(prompt.sources[0], reach, THUMB).uri
+        yield record["index"], found
+        if time.monotonic() > until:
+            return
+
+
+def _scoring(reach: Reach) -> Scoring | None:
+    """What finds references in the rows themselves."""
+    of = reach.job.scoring
+    return Scoring(of, None) if of.is_on and of.reference_run is None else None
 
 
 def image_of(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> bytes:
@@ -70,14 +96,16 @@ def shown(
     ``images``: what names those of its prompt; ``scoring`` finds its reference."""
     *older, newest = records
     fields = {**(newest.get("fields") or {}), **prompt.fields}
+    found, words = labels.of(newest, fields), _prompt_in_words(newest, prompt)
     return {
         "record": newest,
-        **labels.of(newest, fields),
+        **found,
+        "asked": found["asked"] or _first_line(words),
         "answers": answers_in_words(newest),
         "reference": scoring and scoring.reference(fields, newest["id"]),
-        "fields": {str(name): _in_words(value) for name, value in fields.items()},
+        "fields": {str(name): in_words(value) for name, value in fields.items()},
         "attempts": older,
-        "prompt": {**_prompt_in_words(newest, prompt), "images": images},
+        "prompt": {**words, "images": images},
         "steps": [*steps],
     }
 
@@ -102,16 +130,24 @@ def _prompt_in_words(record: Mapping[str, Any], prompt: Prompt) -> dict[str, Any
     if request is None:
         return {"error": prompt.problem}
     if request.messages is None:
-        return {"text": as_text(request, "[image]")}
+        return {"text": as_text(request, _IMAGE)}
     return {
         "messages": [
-            {"role": message["role"], "content": said(message, "[image]")}
+            {"role": message["role"], "content": said(message, _IMAGE)}
             for message in request.messages
         ]
     }
 
 
-def _in_words(value: Any) -> str:
+def _first_line(prompt: Mapping[str, Any]) -> str | None:
+    """Of what the user said last, images left out."""
+    said = [part["content"] for part in prompt.get("messages", ()) if part["role"] == "user"]
+    text = said[-1] if said else prompt.get("text", "")
+    lines = text.replace(_IMAGE, "").strip().splitlines()
+    return lines[0][:MOST_TEXT] if lines else None
+
+
+def in_words(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bytes | bytearray | memoryview):

@@ -121,6 +121,8 @@ function duration(seconds) {
   return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
+const lasting = (seconds) => (seconds < 10 ? clock(seconds) : duration(seconds));
+
 function clock(seconds) {
   if (seconds < 10) return seconds ? `${seconds.toFixed(1)} s` : "0";
   const whole = Math.round(seconds);
@@ -142,6 +144,14 @@ function when(stamp, { seconds = false } = {}) {
 // The part that differs between events of one day.
 function timeOf(stamp) {
   return new Date(stamp).toLocaleString("en-GB", { ...TIME, second: "2-digit" });
+}
+
+// What a budget is of, what is spent of it, and its limit.
+function budgetOf({ name, spent, limit }) {
+  const [what, how] = {
+    max_seconds: ["time", lasting], max_completion_tokens: ["tokens", shortCount], max_price: ["price", short],
+  }[name];
+  return [what, spent === null ? "?" : how(spent) || "0", how(limit)];
 }
 
 const stateBadge = (state) => make("span", `state ${state.replaceAll(" ", "-")}`, state);

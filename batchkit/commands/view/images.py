@@ -33,6 +33,7 @@ class Limits(NamedTuple):
         return media.model_copy(update={"max_pixels": pixels, "min_pixels": 0})
 
 
+THUMB = Limits(side=240, pixels=60_000, max_bytes=8_000)
 SMALL = Limits(side=720, pixels=420_000, max_bytes=MAX_PICTURE_BYTES)
 LARGE = Limits(side=3_000, pixels=3_000_000, max_bytes=4 << 20)
 
@@ -43,6 +44,10 @@ class Webp(NamedTuple):
     content: bytes
     width: int
     height: int
+
+    @property
+    def uri(self) -> str:
+        return "data:image/webp;base64," + base64.b64encode(self.content).decode()
 
 
 def as_webp(source: Any, reach: Reach, limits: Limits) -> Webp:
@@ -96,5 +101,4 @@ class Pictures:
             problem = str(error)
             return {"problem": problem if name in problem else f"{name}: {problem}"}
         self._room -= len(made.content)
-        uri = "data:image/webp;base64," + base64.b64encode(made.content).decode()
-        return {"src": uri, "w": made.width, "h": made.height}
+        return {"src": made.uri, "w": made.width, "h": made.height}

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.commands.forecast_file import read_forecast
 from batchkit.commands.view.charts import spreads
-from batchkit.commands.view.rows import failures
+from batchkit.commands.view.detail import in_words
+from batchkit.commands.view.rows import failures, template_in
 from batchkit.commands.view.runs import Look
 from batchkit.config.masking import masked_text
 from batchkit.config.numbers import percent
 from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
+from batchkit.errors import InputError
 from batchkit.runs.index import Index, Snapshot
+from batchkit.runs.reach import Reach
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, head
 from batchkit.storage.job_toml import job_of_run
@@ -62,8 +66,8 @@ def overview(look: Look, index: Index, snapshot: Snapshot, figures: Figures) -> 
     }
 
 
-def about(folder: Path) -> dict[str, Any]:
-    """Where the answers come from: names and values, the job file, and the generations of each step."""
+def about(folder: Path, reach: Reach) -> dict[str, Any]:
+    """Where the answers come from: names and values, the prompt, the job file, and the generations of each step."""
     manifest, job = read_manifest(folder), job_of_run(folder)
     toml = read_bytes(folder / JOB).decode(errors="replace")
     return {
@@ -72,9 +76,24 @@ def about(folder: Path) -> dict[str, Any]:
             for name, value in _origin(manifest, job)
             if value
         ],
+        "prompt": [
+            [name, cut_in_the_middle(text, _MOST_CHARACTERS)] for name, text in _prompt(job, reach)
+        ],
         "job_toml": cut_in_the_middle(toml, _MOST_JOB_CHARACTERS),
         "steps": {name or "(no name)": of._asdict() for name, of in totals_by_step(folder).items()},
     }
+
+
+def _prompt(job: JobConfig, reach: Reach) -> Iterator[tuple[str, str]]:
+    """What the prompt of each step is made of; of a file its text, if a reader may open it."""
+    for place, of_step in job.of_each_step():
+        for table, given in (("prompt", of_step.prompt), ("pair", of_step.pair)):
+            for name, value in given.model_dump(exclude_defaults=True).items():
+                is_lines = isinstance(value, list) and all(isinstance(one, str) for one in value)
+                yield f"{place}{table}.{name}", "\n".join(value) if is_lines else in_words(value)
+                if name in ("system_file", "user_file"):
+                    with suppress(InputError, OSError, ValueError):
+                        yield value, template_in(value, f"prompt.{name}", reach)
 
 
 def _notes(look: Look, snapshot: Snapshot, table: ScoreTable, *, is_on: bool) -> Iterator[str]:

@@ -89,17 +89,20 @@ function picturesOf(images) {
       box.append(make("p", "missing", found.problem));
       return;
     }
-    const image = make("img"), frame = button("", () => enlarge(image), "");
-    image.alt = found.name ?? `Image ${n + 1} of the prompt`;
-    if (found.w) Object.assign(image, { width: found.w, height: found.h });
-    image.addEventListener("error", () => frame.replaceWith(missing(found.src)));
-    image.src = found.src;
-    frame.title = found.name ?? "";
-    frame.ariaLabel = `Image ${n + 1}, larger`;
-    frame.append(image);
-    box.append(frame);
+    box.append(enlargeable({ name: `Image ${n + 1} of the prompt`, ...found }));
   });
   return box;
+}
+
+// large: the address of more of it.
+function enlargeable({ src, large = src, name, w, h }) {
+  const image = make("img"), frame = button("", () => enlarge(large, name), "picture");
+  if (w) Object.assign(image, { width: w, height: h });
+  image.addEventListener("error", () => frame.replaceWith(missing(src)));
+  Object.assign(image, { src, alt: name });
+  Object.assign(frame, { title: name, ariaLabel: `${name}, larger` });
+  frame.append(image);
+  return frame;
 }
 
 // The server says why there is no image.
@@ -109,16 +112,15 @@ function missing(url) {
   return box;
 }
 
-function enlarge(image) {
-  const box = byId("lightbox"), large = box.querySelector("img");
-  large.src = image.src;
-  large.alt = image.alt;
+function enlarge(src, alt) {
+  const box = byId("lightbox");
+  Object.assign(box.querySelector("img"), { src, alt });
   box.showModal();
 }
 
 function enlargeFirst(detail) {
-  const image = detail.querySelector(".pictures img");
-  if (image) enlarge(image);
+  const image = detail.querySelector(".picture");
+  image?.click();
   return image !== null;
 }
 

@@ -10,6 +10,12 @@ const SOON_MS = 50; // until the next look while the server has not read all of 
 function openRows(run) {
   const list = byId("list"), detail = byId("detail");
   const filters = openFilters(() => go(0));
+  const beside = besideAnswers(run, lacking, (indexes) => {
+    page.rows.forEach((row, place) => {
+      if (indexes.includes(row.index)) list.children[place]?.replaceWith(item(row, place));
+    });
+    mark(at);
+  });
   let offset = 0; // of the page that is wanted
   let page = { offset: 0, rows: [], total: 0 }; // that is shown
   let at = -1; // the open row's place on the page
@@ -47,6 +53,7 @@ function openRows(run) {
       else draw(select);
       showPlace();
       if (page.indexed < 1) later(SOON_MS);
+      beside.ask();
     } catch (error) {
       if (signal.aborted) return;
       asking = null;
@@ -55,6 +62,10 @@ function openRows(run) {
       later();
     }
     list.ariaBusy = "false";
+  }
+
+  function lacking() {
+    return page.rows.filter(({ asked }) => page.has_images || !asked).map(({ index }) => index);
   }
 
   function go(to, select = "first") {
@@ -105,13 +116,14 @@ function openRows(run) {
     element.ariaSelected = "false";
     element.ariaPosInSet = page.offset + place + 1;
     element.ariaSetSize = page.total;
+    const asked = row.asked || beside.of(row.index).asked, image = row.image ?? beside.of(row.index).image;
     const answer = oneLine(isOk ? row.prediction ?? row.text : row.text) || "(no answer)";
-    const [what, under] = row.asked
-      ? [oneLine(row.asked), answer]
+    const [what, under] = asked
+      ? [oneLine(asked), answer]
       : [oneLine(row.text) || "(no answer)", figures(row).filter(Boolean).join(" · ")];
-    if (row.image !== undefined) element.append(thumbnail(row.image));
-    element.append(make("div", isOk || row.asked ? "what" : "what failed", what));
-    element.append(make("div", isOk || !row.asked ? "under" : "under failed", under));
+    if (image !== undefined) element.append(thumbnail(image));
+    element.append(make("div", isOk || asked ? "what" : "what failed", what));
+    element.append(make("div", isOk || !asked ? "under" : "under failed", under));
     if (!isOk) element.append(make("div", "score failed", row.kind));
     else if (filters.scorers().size) {
       const scorer = filters.scorer()

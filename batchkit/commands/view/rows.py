@@ -25,7 +25,7 @@ from batchkit.storage.lines import failure_kind
 
 _SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # by column
 _LISTED = ("index", "id", "status", "prediction", "scores", "usage", "latency_s", "attempt")
-_MOST_TEXT, _LONGEST_QUESTION = 500, 1_000
+MOST_TEXT, _LONGEST_QUESTION = 500, 1_000
 _SEARCHES = 6  # that are kept
 _AT_ONCE = 1_000  # lines that are searched
 _AS_WRITTEN = re.compile(r"[ !#-\[\]-~]+")  # ASCII that no JSON writer has to escape
@@ -37,6 +37,16 @@ class Page(BaseModel):
     model_config = ConfigDict(frozen=True)
     offset: int = Field(0, ge=0, lt=2**32)
     limit: int = Field(50, ge=0, le=500)
+
+
+class Rows(BaseModel):
+    """Some rows by their indexes, as ``3,5,8``."""
+
+    rows: str = Field(pattern=r"^\d{1,10}(,\d{1,10}){0,99}$")
+
+    @property
+    def indexes(self) -> list[int]:
+        return [int(index) for index in self.rows.split(",")]
 
 
 class Query(Page):
@@ -98,35 +108,39 @@ class Query(Page):
 class Labels(NamedTuple):
     """What a row is found by in the list: its group, its question, and how it failed.
 
-    ``asked_in``: the fields that the prompt reads; None: any may be the question.
+    ``asked_in``: the fields that the prompt reads; None: any may be the question. ``has_images``: the prompt may have
+    some.
     """
 
     group_by: str | None
     asked_in: set[str] | None
+    has_images: bool
 
     def of(self, record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         group = group_name(fields.get(self.group_by)) if self.group_by else None
         asked = self._question(fields)
-        return {"kind": failure_kind(record), "group": group, "asked": asked and asked[:_MOST_TEXT]}
+        return {"kind": failure_kind(record), "group": group, "asked": asked and asked[:MOST_TEXT]}
 
     def _question(self, fields: Mapping[str, Any]) -> str | None:
-        """The longest of the texts that the prompt reads and that are short enough for a question."""
+        """The longest of the texts that the prompt reads, no single word or path, and short enough for a question;
+        one that asks is preferred."""
         texts = [
             value
             for name, value in fields.items()
             if isinstance(value, str)
             and len(value) <= _LONGEST_QUESTION
+            and (" " in value or not value.isascii())
             and (self.asked_in is None or name in self.asked_in)
         ]
-        return max(texts, key=len, default=None)
+        return max(texts, key=lambda text: (text.rstrip().endswith("?"), len(text)), default=None)
 
 
 def labels_of(reach: Reach) -> Labels:
     job = reach.job
     prompt = job.steps[0].prompt if job.steps else job.prompt
-    return Labels(
-        job.scoring.group_by, None if job.rollout is not None else _read_by(prompt, reach)
-    )
+    read = None if job.rollout is not None else _read_by(prompt, reach)
+    brings_its_own = prompt.user is None and prompt.user_file is None
+    return Labels(job.scoring.group_by, read, bool(prompt.images) or brings_its_own)
 
 
 def _read_by(prompt: PromptTable, reach: Reach) -> set[str]:
@@ -134,10 +148,15 @@ def _read_by(prompt: PromptTable, reach: Reach) -> set[str]:
     try:
         if prompt.user_file is None:
             return fields_read(prompt.user or "")
-        reach.check("prompt.user_file", prompt.user_file)
-        return fields_read(read_text(prompt.user_file))
+        return fields_read(template_in(prompt.user_file, "prompt.user_file", reach))
     except (InputError, OSError, ValueError, JinjaError):  # it is shown beside the row
         return set()
+
+
+def template_in(path: str, key: str, reach: Reach) -> str:
+    """The text of a file that the job has at ``key``. Raises InputError if it is not to be opened."""
+    reach.check(key, path)
+    return read_text(path)
 
 
 @dataclass(frozen=True)
@@ -155,7 +174,7 @@ class Side:
         return {
             **{name: record.get(name) for name in _LISTED},
             **self.labels.of(record, record.get("fields") or {}),
-            "text": answer if len(answer) <= _MOST_TEXT else answer[: _MOST_TEXT - 1] + "…",
+            "text": answer if len(answer) <= MOST_TEXT else answer[: MOST_TEXT - 1] + "…",
         }
 
 

@@ -80,6 +80,10 @@ function openRun() {
     bar.replaceChildren(meter(status.ok / total, status.failed / total));
     bar.ariaValueNow = total ? Math.floor(100 * done / total) : 0;
     bar.ariaValueText = `${number.format(done)} of ${number.format(total)} rows`;
+    const main = byId("charts-section").parentElement, isRunning = status.state === "running";
+    if (isNew("order", isRunning)) {
+      main.insertBefore(byId("charts-section"), isRunning ? byId("scores-section") : byId("engine-section"));
+    }
     const { notes, scores, spreads, scorers } = status;
     byId("notes").hidden = !notes.length;
     byId("notes").replaceChildren(...notes.map((text) => make("li", "", text)));
@@ -97,10 +101,9 @@ function openRun() {
     const { forecast } = status;
     byId("forecast").hidden = !forecast;
     if (!forecast) return;
-    const time = (seconds) => (seconds < 10 ? clock(seconds) : duration(seconds));
     const tokens = (count) => shortCount(Math.round(count));
     const parts = [
-      ["seconds", time, `time for ${number.format(forecast.left)} rows`], ["prompt_tokens", tokens, "prompt tokens"],
+      ["seconds", lasting, `time for ${number.format(forecast.left)} rows`], ["prompt_tokens", tokens, "prompt tokens"],
       ["completion_tokens", tokens, "completion tokens"], ["gpu_hours", short, "GPU hours"], ["price", short, "price"],
     ].filter(([name]) => forecast[name]).map(([name, how, what]) => {
       const [low, expected, high] = ["low", "expected", "high"].map((bound) => how(forecast[name][bound]));
@@ -114,7 +117,7 @@ function openRun() {
     const worked = workedFor(), isRunning = state === "running";
     const rate = isRunning ? status.rows_per_s ?? lastOf("rows_per_s") : worked ? done / worked : null;
     const left = isRunning && status.eta_s !== null ? `about ${duration(status.eta_s)}` : "";
-    const over = worked ? `in ${worked < 10 ? clock(worked) : duration(worked)}` : "";
+    const over = worked ? `in ${lasting(worked)}` : "";
     const perSecond = (column, tokens) => {
       const found = isRunning ? lastOf(column) : worked ? tokens / worked : null;
       return found === null ? "" : `${short(found)} a second`;
@@ -127,8 +130,9 @@ function openRun() {
       scorers.length && ["unscored", number.format(scores.unscored), percent(scores.unscored, done)],
       pending && ["left", number.format(pending), left],
       rate !== null && ["rows/s", short(rate), isRunning ? over && `${over} so far` : over],
-      ["tokens written", shortCount(status.completion_tokens), perSecond("completion_tokens_per_s", status.completion_tokens)],
+      status.completion_tokens && ["tokens written", shortCount(status.completion_tokens), perSecond("completion_tokens_per_s", status.completion_tokens)],
       ["tokens read", shortCount(status.prompt_tokens), perSecond("prompt_tokens_per_s", status.prompt_tokens)],
+      ...status.budgets.map(budgetOf).map(([what, spent, limit]) => [`budget: ${what}`, spent, `of ${limit}`]),
       status.engine_restarts && ["engine restarts", number.format(status.engine_restarts), ""],
     ].filter(Boolean);
   }
@@ -153,12 +157,15 @@ function openRun() {
     }));
     const happened = metrics && marks();
     if (!metrics || !isNew("charts", [metrics.at, happened, status.state])) return;
-    drawCharts(byId("charts"), metrics, happened);
+    const axis = axisOf(metrics), loads = axis.loads.filter(([from, to]) => axis.share(to) - axis.share(from) > 0.01);
+    drawCharts(byId("charts"), metrics, happened, axis);
     const starts = new Set(metrics.start).size;
     byId("charts-note").textContent = metrics.at.length < 2
       ? (status.state === "running" ? "Nothing has been measured yet: that begins when the model is loaded." : "Too short for a chart.")
       : [
-        "Over the time at work, loading the model included.",
+        "Over the time at work.",
+        loads.length && `${loads.length > 1 ? "A" : "The"} grey band is the loading of the model, which took ${
+          loads.map(([from, to]) => lasting(to - from)).join(", ")}.`,
         starts > 1 && "A broken line is a new start; the time between two is cut out.",
         happened.length && "A red line is an event of the engine: point at it, or see the list below.",
       ].filter(Boolean).join(" ");
@@ -236,8 +243,9 @@ function openRun() {
   // ---- where the answers come from, and the other runs, to compare with
 
   async function loadAbout() {
-    const { origin, job_toml: job, steps } = await fetchJson(apiUrl(run, "/about"));
+    const { origin, prompt, job_toml: job, steps } = await fetchJson(apiUrl(run, "/about"));
     byId("origin").replaceChildren(...terms(origin));
+    byId("prompt").replaceChildren(...terms(prompt));
     byId("job").textContent = job;
     drawSteps(steps);
   }

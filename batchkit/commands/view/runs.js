@@ -1,9 +1,14 @@
 // The list of runs.
 function openRuns() {
   const AGAIN_MS = 3000;
-  const HEADS = ["", "state", "rows done", "failed", "last started", "compare"];
+  const COLUMNS = {
+    name: ({ name }) => name.toLowerCase(), state: ({ state }) => state, done: (run) => shareDone(run),
+    left: ({ eta_s: seconds }) => seconds, failed: ({ failed }) => failed, score: ({ score }) => score?.mean,
+    budget: ({ budgets = [] }) => (budgets.length ? Math.max(...budgets.map(({ spent, limit }) => spent / limit)) : null),
+    "last started": ({ started_at: time }) => time,
+  };
   const search = byId("search"), list = byId("runs");
-  let runs = null, shown = "", timer = null;
+  let runs = null, shown = "", timer = null, by = null, sign = 1; // by: a column; null: the server's order
   const chosen = new Set();
 
   async function load() {
@@ -29,15 +34,41 @@ function openRuns() {
       ? `${number.format(runs.length)} runs`
       : `${number.format(found.length)} of ${number.format(runs.length)} runs`;
     byId("folder").textContent = parentOf(runs);
-    const now = JSON.stringify(found);
+    const now = JSON.stringify([found, by, sign]);
     if (now === shown) return; // nothing jumps under the pointer
     shown = now;
     const held = document.activeElement?.dataset.key;
     const nothing = make("p", "empty", runs.length ? "No run passes this search." : "No run has started here yet.");
-    list.replaceChildren(found.length ? table(HEADS, found.map(cells), "runs") : nothing);
+    list.replaceChildren(found.length ? table(heads(), ordered(found).map(cells), "runs") : nothing);
+    list.querySelectorAll("thead th").forEach((head, place) => {
+      if (by && Object.keys(COLUMNS)[place] === by) head.ariaSort = sign > 0 ? "ascending" : "descending";
+    });
     if (held) list.querySelector(`[data-key="${CSS.escape(held)}"]`)?.focus();
     allow();
   }
+
+  // A column that is chosen again turns around; numbers and times begin with the largest.
+  function heads() {
+    return [...Object.keys(COLUMNS).map((name) => {
+      const head = button(name, () => {
+        sign = by === name ? -sign : ["name", "state", "left"].includes(name) ? 1 : -1;
+        by = name;
+        draw();
+      });
+      head.dataset.key = `sort ${name}`;
+      return head;
+    }), "compare"];
+  }
+
+  // Those without a value are last.
+  function ordered(found) {
+    if (!by) return found;
+    const keyed = found.map((run) => [COLUMNS[by](run) ?? null, run]);
+    const compare = (a, b) => (a < b ? -sign : a > b ? sign : 0);
+    return keyed.sort(([a], [b]) => (a === null) - (b === null) || compare(a, b)).map(([, run]) => run);
+  }
+
+  const shareDone = ({ ok, failed, total }) => (total ? (ok + failed) / total : null);
 
   function parentOf(runs) {
     const folders = new Set(runs.map(({ folder }) => folder.replace(/\/[^/]*$/, "")));
@@ -51,11 +82,11 @@ function openRuns() {
     const below = [folder !== run.name && folder, run.model, run.kind].filter(Boolean);
     name.append(open, make("small", "", run.error ?? below.join(" · ")));
     const state = run.error ? make("span", "state failed-to-start", "can't be read") : stateBadge(run.state);
-    if (run.error) return [name, state, "", "", "", ""];
-    const done = run.ok + run.failed, total = run.total ?? done, progress = make("div");
-    progress.append(make("div", "value", run.total === null || done === total
-      ? number.format(done) : `${number.format(done)} of ${number.format(total)}`));
-    if (total) progress.append(meter(run.ok / total, run.failed / total));
+    if (run.error) return [name, state, ...Array(7).fill("")];
+    const done = run.ok + run.failed, share = shareDone(run), progress = make("div");
+    progress.append(make("div", "value", share === null
+      ? `${number.format(done)} rows` : `${Math.floor(100 * share)} % of ${number.format(run.total)}`));
+    if (run.total) progress.append(meter(run.ok / run.total, run.failed / run.total));
     const failed = make("span", run.failed ? "failed" : "zero", number.format(run.failed));
     failed.append(make("span", "narrow", " failed"));
     failed.title = run.failed ? percent(run.failed, done) : "";
@@ -69,7 +100,15 @@ function openRuns() {
       else chosen.delete(run.run);
       allow();
     });
-    return [name, state, progress, failed, when(run.started_at), choice];
+    const left = make("span", "", run.eta_s === null ? "" : duration(run.eta_s)), score = make("div", "", run.score?.mean.toFixed(2));
+    left.append(make("span", "narrow", " left"));
+    if (run.score) score.append(make("small", "", run.score.head));
+    const budgets = make("div", "budget");
+    budgets.append(...run.budgets.map((one) => {
+      const [what, spent, limit] = budgetOf(one);
+      return make("div", "", `${what} ${spent} of ${limit}`);
+    }));
+    return [name, state, progress, run.eta_s === null ? "" : left, failed, run.score ? score : "", run.budgets.length ? budgets : "", when(run.started_at), choice];
   }
 
   function allow() {

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.config.masking import masked_text
+from batchkit.config.tables import RunTable
 from batchkit.errors import BatchkitError, StoreError
 from batchkit.runs.index import stamp_of
 from batchkit.runs.status import Status, status
 from batchkit.storage.checkpoint import CHECKPOINT
+from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import Manifest, StartNote, read_manifest
 from batchkit.storage.runfolder import LOCK, MANIFEST, held_by, is_run
+from batchkit.types import Usage, utc_now
 
 _MOST_LOOKS = 1_000
-_COUNTS = ("name", "total", "ok", "failed", "pending")
+_COUNTS = ("name", "total", "ok", "failed", "pending", "eta_s")
 _FINISHED = (0, 3)  # exit codes: all rows are settled
 
 
@@ -27,6 +31,7 @@ class Look(NamedTuple):
 
     status: Status
     manifest: Manifest
+    limits: RunTable
 
     @property
     def state(self) -> str:
@@ -47,10 +52,24 @@ class Look(NamedTuple):
         return {
             **{name: getattr(self.status, name) for name in _COUNTS},
             "state": self.state,
+            "budgets": [*self._budgets()],
             "started_at": manifest.starts[-1].started_at if manifest.starts else None,
             "model": manifest.model.name,
             "kind": manifest.identity.get("engine.kind"),
         }
+
+    def _budgets(self) -> Iterator[dict[str, Any]]:
+        """What was spent of each limit of ``[run]``; seconds are those of the last start."""
+        run, starts, now = self.limits, self.manifest.starts, self.status
+        tokens = Usage(now.prompt_tokens, now.completion_tokens)
+        spent = {
+            "max_seconds": _seconds_of(starts[-1], now.held_by is not None) if starts else None,
+            "max_completion_tokens": now.completion_tokens,
+            "max_price": run.price_of(tokens, sum(start.gpu_seconds for start in starts)),
+        }
+        for name, value in spent.items():
+            if (limit := getattr(run, name)) is not None:
+                yield {"name": name, "spent": value, "limit": limit}
 
     def to_json(self) -> dict[str, Any]:
         """The dict of ``batchkit status --json``, the state, and all starts."""
@@ -104,7 +123,14 @@ def look_at(folder: Path) -> Look:
 
 @lru_cache(_MOST_LOOKS)
 def _look(folder: Path, stamps: tuple[Any, ...], is_held: bool) -> Look:
-    return Look(status(folder), read_manifest(folder))
+    return Look(status(folder), read_manifest(folder), job_of_run(folder).run)
+
+
+def _seconds_of(start: StartNote, is_running: bool) -> float | None:
+    """How long it took or has taken; None if it was killed."""
+    end = start.ended_at or (utc_now() if is_running else None)
+    since = datetime.fromisoformat(start.started_at)
+    return None if end is None else (datetime.fromisoformat(end) - since).total_seconds()
 
 
 def _start(number: int, start: StartNote) -> Mapping[str, Any]:

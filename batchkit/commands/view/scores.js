@@ -99,11 +99,11 @@ function deltasOf(found, run, head, deltas) {
   const scale = make("span", "scale");
   scale.append(...[`−${short(reach)}`, "0", `+${short(reach)}`].map((text) => make("span", "", text)));
   const lines = deltas.map((one) => [
-    one.group ?? "all", make("span", one.low > 0 || one.high < 0 ? "delta clear" : "delta", signed(one.delta)),
-    `${signed(one.low)} … ${signed(one.high)}`, intervalOf(one, reach), mean(baseline, one.group), mean(run, one.group),
-    number.format(one.n), number.format(one.better), number.format(one.worse),
+    one.group ?? "all", mean(baseline, one.group), mean(run, one.group),
+    make("span", one.low > 0 || one.high < 0 ? "delta clear" : "delta", signed(one.delta)),
+    `${signed(one.low)} … ${signed(one.high)}`, intervalOf(one, reach), number.format(one.n), number.format(one.better), number.format(one.worse),
   ]);
-  const shown = table(["", "Δ", "95 %", scale, baseline, run, "n", "better", "worse"], lines, "deltas");
+  const shown = table(["", baseline, run, "Δ", "95 %", scale, "n", "better", "worse"], lines, "deltas");
   const flips = found.flips.filter((flip) => flip.run === run && flip.scorer === scorer);
   return [make("h3", "score-name", head), wide(markAll(shown)), ...["better", "worse"].flatMap((way) => {
     const ids = flips.filter(({ before, after }) => (way === "better") === (after > before)).map(({ id }) => id);

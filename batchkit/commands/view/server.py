@@ -6,7 +6,8 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
 ``/``, ``/run/{run}``, ``/compare?a=RUN&b=RUN``, ``/assets/{name}``
     The page, which shows the list of runs, one run or two, and what it loads: page.css, page.js.
 ``/api/runs``
-    [{run, folder, …}] as ``Look.summary``, the newest first; ``error`` instead of the counts if a run can't be read.
+    [{run, folder, score, …}] as ``Look.summary``, the newest first; ``error`` instead of the counts if a run can't be
+    read. ``score``: {name, head, mean} of the first scorer, null while it is not known or if there is none.
 ``/api/runs/{run}``
     ``overview.overview``: the dict of ``batchkit status --json``, and all that is shown of the run at one moment;
     and ``newest``, the last of each column of the metrics.
@@ -15,8 +16,10 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
 ``/api/runs/{run}/metrics``
     ``charts.timeline``: columns of equal length. ``seconds``: of work, over all starts.
 ``/api/runs/{run}/rows?offset=0&limit=50&…`` (``rows.Query``)
-    {total, offset, rows, indexed, next}; rows as ``rows.Side.row``. ``indexed``: the share of the log that the
+    {total, offset, rows, indexed, next, has_images}; rows as ``rows.Side.row``. ``indexed``: the share of the log that the
     answer is over; ask again if it is below 1. ``next``: the offset of the next page, or null.
+``/api/runs/{run}/prompts?rows=3,5,8``
+    {index: {asked, reference, image}} as ``detail.beside_answers``; it may lack some rows: ask again for these.
 ``/api/runs/{run}/rows/{index}``
     ``detail.shown``: the row's records, prompt, fields and steps.
 ``/api/runs/{run}/rows/{index}/images/{n}``
@@ -74,6 +77,7 @@ def make_app(runs: Runs, host: str) -> ASGIApp:
             Route("/api/runs/{run}", api.status),
             Route("/api/runs/{run}/metrics", api.metrics),
             Route("/api/runs/{run}/rows", api.rows),
+            Route("/api/runs/{run}/prompts", api.prompts),
             Route("/api/runs/{run}/rows/{row:int}", api.row),
             Route("/api/runs/{run}/rows/{row:int}/images/{n:int}", api.image),
             Route("/api/runs/{run}/about", api.about),

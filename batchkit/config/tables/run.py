@@ -17,7 +17,9 @@ from pydantic import (
 )
 
 from batchkit.config.tables.base import Free, Identity, PositiveSeconds, Seconds, Table
+from batchkit.types import Usage
 
+_HOUR_S = 3600.0
 _InAndOut = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
 
 
@@ -101,6 +103,14 @@ class RunTable(Table):
         if command is not None:
             words_of(command)
         return command
+
+    def price_of(self, tokens: Usage, gpu_seconds: float) -> float | None:
+        """What ``tokens`` and the seconds of GPUs cost; None if the job has no price."""
+        if self.price_per_gpu_hour is None and self.price_per_million_tokens is None:
+            return None
+        of_prompts, of_answers = self.price_per_million_tokens or (0.0, 0.0)
+        millions = tokens.prompt_tokens * of_prompts + tokens.completion_tokens * of_answers
+        return millions / 1e6 + gpu_seconds / _HOUR_S * (self.price_per_gpu_hour or 0.0)
 
     def of_part(self, **update: None) -> RunTable:
         """For a run that is a part of this one, with an engine of its own: the judge's, for example.
