@@ -115,8 +115,9 @@ def test_the_page_on_a_registry_leads_to_the_repository(wheel: Path, tmp_path: P
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert links
     for link in links:
-        assert link.startswith(f"{ADDRESS}/blob/main/")
-        assert (ROOT / link.removeprefix(f"{ADDRESS}/blob/main/")).exists()
+        place = "raw" if link.endswith(".png") else "blob"
+        assert link.startswith(f"{ADDRESS}/{place}/main/")
+        assert (ROOT / link.removeprefix(f"{ADDRESS}/{place}/main/")).exists()
     without = metadata(build(tmp_path, ""))
     assert without.get_all("Project-URL") is None
     assert "](" not in str(without.get_payload()), "a link to a file would lead nowhere"
