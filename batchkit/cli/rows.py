@@ -47,7 +47,7 @@ def show_rows(run: str | None, as_json: bool, **which: Any) -> None:
 @click.option(
     "--watch",
     is_flag=True,
-    help=f"Show it again every {_WATCH_S:g} seconds, as long as a process works on RUN.",
+    help=f"Show it again, with a bar, every {_WATCH_S:g} seconds, as long as a process works on RUN.",
 )
 @JSON
 def status(run: str | None, watch: bool, as_json: bool) -> None:

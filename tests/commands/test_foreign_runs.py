@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 READERS = ("show", "report", "verify", "status")
 NOT_OPENED = "not opened: the job file of this run is not here"
 NOT_FETCHED = "not fetched: reading a run uses no network"
+PARTS = ("/rows", "/rows/0", "/prompts?rows=0,1", "/about")
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -69,6 +70,8 @@ def read_by_all(*options: str | Path) -> str:
     with viewing(RUN, *options, cwd=Path.cwd()) as view:
         row = view.client.get("/api/runs/a/rows/0").json()
         said += str(row)
+        for more in ("", "/a/prompts?rows=0", "/a/about"):
+            said += view.client.get(f"/api/runs{more}").text
         for image in row.get("prompt", {}).get("images", ()):
             answer = view.client.get(image)
             said += f"image {answer.status_code} {'' if answer.is_success else answer.text}"
@@ -109,6 +112,7 @@ def test_no_file_is_opened_and_nothing_is_fetched(case: str, url: str, secret: P
     assert problem in said
     assert "hush-hush" not in said
     assert "image 200" not in said
+    assert ";base64,U" not in said  # a WebP image
 
 
 def test_files_are_opened_where_the_job_file_is_or_where_the_reader_says(
@@ -132,6 +136,7 @@ def test_files_are_opened_where_the_job_file_is_or_where_the_reader_says(
     assert "user: [image]question 0" in said
     assert "image 0.png, 4 × 2" in said
     assert "image 200" in said
+    assert ";base64,U" in said
     assert "not opened" not in said
 
 
@@ -162,5 +167,5 @@ def test_a_pipe_in_place_of_a_file_keeps_no_page_waiting(name: str) -> None:
     (RUN / name).unlink(missing_ok=True)
     os.mkfifo(RUN / name)
     with viewing("output", cwd=Path.cwd()) as view:
-        for path in ("runs", "runs/a", "runs/a/rows", "runs/a/rows/0"):
+        for path in ("runs", *("runs/a" + more for more in ("", *PARTS))):
             assert view.client.get(f"/api/{path}").status_code in (200, 409)

@@ -62,7 +62,9 @@ def beside_answers(
         with suppress(MediaError, IndexError):
             found["image"] = as_webp(prompt.sources[0], reach, THUMB).uri
         yield record["index"], found
-        if time.monotonic() > until:
+        if (
+            time.monotonic() > until and not prompt.problem
+        ):  # the other rows of a slow template are not tried
             return
 
 
