@@ -236,7 +236,9 @@ class Index:
         """A line counts for the newest record of its row, if it was made from that."""
         path, start, entries = self.folder / SCORES, 0, self._entries.copy()
         newest, self._scored_by, self._entries = last_of_each(entries["row"]), stamp, entries
-        rows = entries["row"][newest]
+        rows = entries["row"][newest].astype(
+            np.int64
+        )  # a search for an int would copy it each time
         try:
             self._scored = BufferedReader(open_regular(path))
             for raw, line in zip(self._scored, score_lines(path), strict=True):

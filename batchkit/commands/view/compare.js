@@ -22,6 +22,7 @@ function openComparison() {
   async function loadRuns() {
     try {
       const [before, after] = await Promise.all([fetchJson(apiUrl(a)), fetchJson(apiUrl(b))]);
+      if (before.name === after.name) [before.name, after.name] = [a, b]; // one was moved aside by --fresh
       runs = { a: before, b: after };
     } catch (error) {
       note("problem", error.message);
