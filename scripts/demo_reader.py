@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import string
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from demo_tables import COLUMN_WORDS, ROW_WORDS, WORDS
 from safetensors.torch import save
 from tokenizers import AddedToken, Regex, Tokenizer, decoders
 from tokenizers import models as tokenizer_models
@@ -15,10 +18,11 @@ from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from batchkit.commands.demo_model import FILES
+from batchkit.commands.demo_tables import COLUMN_WORDS, ROW_WORDS, WORDS
 
+FILES = files("batchkit") / "random_model"  # the chat template and the like are the same
 SPECIAL_TOKENS = (  # Qwen's, in Qwen's order
     "<|endoftext|>",
     "<|im_start|>",
@@ -42,18 +46,26 @@ PIECES = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-HIDDEN, LAYERS, MLP = 160, 5, 416
-VISION_HIDDEN, VISION_LAYERS, VISION_MLP = 96, 4, 192
+HIDDEN, LAYERS, MLP = 160, 5, 288
+VISION_HIDDEN, VISION_LAYERS, VISION_MLP = 128, 6, 256
+POSITIONS = 16  # learned ones of the vision part, along each side of a picture
 POINTING_LAYER = 2  # its first heads are trained to attend to the cells that a question is about
 HEAD_DIM = 32  # the least that vLLM's attention on CPUs takes
-PATCH, MERGE = 16, 2
+PATCH, MERGE = 8, 2
 SIDE = PATCH * MERGE  # of a visual token, in pixels
+MAX_SEEN = 512  # visual tokens; larger pictures are scaled down
 
-# What is read in a cell: its row's name, its column's, and a digit at each place, or nothing.
+# What is read in a cell: its row's name, its column's, a digit at each place, or nothing, and the
+# numbers of its row and its column.
 NOTHING = "<|vision_pad|>"
 READ_ROWS = [NOTHING, *(f"Ġ{word}" for word in ROW_WORDS)]
 READ_COLUMNS = [NOTHING, *(f"Ġ{word}" for word in COLUMN_WORDS)]
 READ_DIGITS, PLACES = [*"0123456789", NOTHING], 4
+READERS = 2 + PLACES + 2
+LETTERS, LETTERS_LAYER = (
+    string.ascii_letters + string.digits,
+    2,
+)  # after which a patch shows its letter
 
 
 def make_tokenizer() -> Tokenizer:
@@ -113,7 +125,7 @@ def make_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "temporal_patch_size": 2,
         "spatial_merge_size": MERGE,
         "out_hidden_size": HIDDEN,
-        "num_position_embeddings": 400,
+        "num_position_embeddings": POSITIONS**2,
         "deepstack_visual_indexes": [],
         "initializer_range": 0.05,
     }
@@ -146,7 +158,7 @@ class DemoReader(nn.Module):
     """Qwen3-VL, with readers that only its training has.
 
     A reader takes a visual token to an embedding of the text part: that of its row's name, its
-    column's name, or a digit of its number. So the vision part learns to read, and to bring names to
+    column's name, or a digit of its number, and a patch to its letter. So the vision part learns to read, and to bring names to
     cells, before any answer shows it how, and a question's word finds its like in the picture.
     """
 
@@ -155,12 +167,13 @@ class DemoReader(nn.Module):
         model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**make_config(tokenizer))).float()
         self.visual, self.text = model.model.visual, model.model.language_model
         self.visual.patch_embed = GreyPatches()
-        for part in (self.visual, self.text):
-            part.config._attn_implementation = "plain"
-        self.pointing = self.text.layers[POINTING_LAYER].self_attn
-        self.readers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2 + PLACES))
-        vocabularies = [READ_ROWS, READ_COLUMNS, *[READ_DIGITS] * PLACES]
-        self.readable = [torch.tensor(list(map(tokenizer.token_to_id, v))) for v in vocabularies]
+        self.letters = nn.Linear(VISION_HIDDEN, len(LETTERS))
+        self.vision_layer, self.text_layer = _vision_layer, _text_layer
+        self.readers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(READERS))
+        vocabularies = [READ_ROWS, READ_COLUMNS, *[READ_DIGITS] * (PLACES + 2)]
+        for number, words in enumerate(vocabularies):
+            tokens = torch.tensor(list(map(tokenizer.token_to_id, words)))
+            self.register_buffer(f"readable{number}", tokens, persistent=False)
         with torch.no_grad():
             for layer in self.text.layers:  # at first it adds little: words stay themselves
                 layer.self_attn.o_proj.weight *= 0.2
@@ -175,33 +188,65 @@ class DemoReader(nn.Module):
     def embeddings(self) -> Tensor:
         return self.text.embed_tokens.weight
 
+    def compile_layers(self) -> None:
+        """Faster on a GPU, after half a minute."""
+        self.vision_layer = torch.compile(_vision_layer, dynamic=True)
+        self.text_layer = torch.compile(_text_layer, dynamic=True)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """For pictures one by one, which would be compiled anew."""
+        layers = self.vision_layer, self.text_layer
+        self.vision_layer, self.text_layer = _vision_layer, _text_layer
+        yield
+        self.vision_layer, self.text_layer = layers
+
     def read(self, seen: Tensor) -> list[Tensor]:
-        """Logits of each visual token: its row's name, its column's, its number's digits."""
+        """Logits of each visual token: its row's name, its column's, its number's digits, its place."""
         seen = F.rms_norm(seen, seen.shape[-1:])  # as the text part's layers do
         return [
-            reader(seen) @ self.embeddings[tokens].T
-            for reader, tokens in zip(self.readers, self.readable, strict=True)
+            reader(seen) @ self.embeddings[getattr(self, f"readable{number}")].T
+            for number, reader in enumerate(self.readers)
         ]
 
-    def see(self, patches: Tensor, height: int, width: int) -> Tensor:
-        """Pictures of ``height`` × ``width`` visual tokens each: picture, token, hidden."""
-        pictures = len(patches) // (height * width * MERGE**2)
-        grid = torch.tensor([[1, height * MERGE, width * MERGE]]).expand(pictures, 3)
-        return self.visual(patches, grid_thw=grid).pooler_output.view(pictures, height * width, -1)
+    def see(self, patches: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Pictures of ``height`` × ``width`` visual tokens each: picture, token, hidden.
+
+        And the logits of each patch's letter.
+
+        Args:
+            patches: Picture, patch, pixel; the four patches of a visual token together.
+        """
+        visual = self.visual
+        lines, columns = patch_places(height, width, patches.device)
+        learned = visual.pos_embed.weight.view(1, POSITIONS, POSITIONS, -1).permute(0, 3, 1, 2)
+        sides = height * MERGE, width * MERGE
+        learned = F.interpolate(learned, sides, mode="bilinear", align_corners=True)[0]
+        hidden = visual.patch_embed(patches) + learned[:, lines, columns].T
+        letters, cos_sin = hidden, _rotation(lines, columns)
+        for number, block in enumerate(visual.blocks):
+            hidden = self.vision_layer(block, hidden, *cos_sin)
+            letters = hidden if number == LETTERS_LAYER else letters
+        seen = visual.merger(hidden.flatten(0, 1)).view(len(patches), height * width, -1)
+        return seen, self.letters(F.layer_norm(letters, letters.shape[-1:]))
 
     def think(
         self, ids: Tensor, seen: Tensor, start: int, mask: Tensor, positions: Tensor
-    ) -> Tensor:
-        """Hidden states of sequences whose tokens from ``start`` on are what was seen."""
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states of sequences whose tokens from ``start`` on are what was seen.
+
+        And the attention of one layer.
+        """
         embedded = self.text.embed_tokens(ids)
         after = embedded[:, start + seen.shape[1] :]
-        embedded = torch.cat([embedded[:, :start], seen.to(embedded.dtype), after], dim=1)
-        return self.text(
-            inputs_embeds=embedded,
-            attention_mask=mask,
-            position_ids=positions[:, None].expand(3, len(ids), -1),
-            use_cache=False,
-        ).last_hidden_state
+        hidden = torch.cat([embedded[:, :start], seen.to(embedded.dtype), after], dim=1)
+        cos, sin = self.text.rotary_emb(hidden, positions[:, None])
+        for number, layer in enumerate(self.text.layers):
+            if number == POINTING_LAYER:
+                hidden, attended = _text_layer(layer, hidden, mask, cos, sin, _kept_attention)
+            else:
+                hidden, _ = self.text_layer(layer, hidden, mask, cos, sin)
+        return self.text.norm(hidden), attended
 
     def logits(self, hidden: Tensor) -> Tensor:
         return (hidden @ self.embeddings.T).float()
@@ -217,24 +262,75 @@ class DemoReader(nn.Module):
         return {name: w.detach().to(torch.bfloat16).contiguous() for name, w in named.items()}
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """On CPUs and short sequences in bfloat16 a quarter of a step faster than torch's own."""
-    scores = (query * scaling) @ key.transpose(2, 3)
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, float("-inf"))
-    module.attended = weights = scores.softmax(-1, dtype=scores.dtype)
-    return (weights @ value).transpose(1, 2).contiguous(), None
+def patch_places(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Line and column of each patch, in Qwen's order."""
+    lines = torch.arange(height * MERGE, device=device).view(height, 1, MERGE, 1)
+    columns = torch.arange(width * MERGE, device=device).view(1, width, 1, MERGE)
+    shape = height, width, MERGE, MERGE
+    return lines.expand(shape).flatten(), columns.expand(shape).flatten()
 
 
-AttentionInterface.register("plain", _attention)
+def _rotation(lines: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    quarter = HEAD_DIM // 4
+    rates = 10000.0 ** -(torch.arange(quarter, device=lines.device) / quarter)
+    angles = torch.cat([lines[:, None] * rates, columns[:, None] * rates], dim=1).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def _vision_layer(block: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Qwen's, for pictures of one size: picture, patch, hidden."""
+    attention = block.attn
+    parts = attention.qkv(block.norm1(hidden)).unflatten(-1, (3, -1, HEAD_DIM))
+    query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))
+    query, key = (_rotated(part, cos, sin).to(value.dtype) for part in (query, key))
+    mixed = F.scaled_dot_product_attention(query, key, value)
+    hidden = hidden + attention.proj(mixed.transpose(1, 2).flatten(2))
+    return hidden + block.mlp(block.norm2(hidden))
+
+
+def _text_layer(
+    layer: nn.Module,
+    hidden: Tensor,
+    mask: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As Qwen's; `_kept_attention` gives its weights, too."""
+    attention, mlp = layer.self_attn, layer.mlp
+    normed = _normed(layer.input_layernorm, hidden)
+    heads = (*hidden.shape[:2], -1, HEAD_DIM)
+    query = _normed(attention.q_norm, attention.q_proj(normed).view(heads)).transpose(1, 2)
+    key = _normed(attention.k_norm, attention.k_proj(normed).view(heads)).transpose(1, 2)
+    value = attention.v_proj(normed).view(heads).transpose(1, 2)
+    query, key = (
+        _rotated(part, cos[:, None], sin[:, None]).to(value.dtype) for part in (query, key)
+    )
+    mixed, attended = (attend or _attention)(query, key, value, mask)
+    hidden = hidden + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+    normed = _normed(layer.post_attention_layernorm, hidden)
+    return hidden + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed)), attended
+
+
+def _normed(norm: nn.Module, hidden: Tensor) -> Tensor:
+    return F.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+def _rotated(part: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = part.chunk(2, dim=-1)
+    return part * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, None]:
+    return F.scaled_dot_product_attention(query, key, value, mask), None
+
+
+def _kept_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    scores = (query * HEAD_DIM**-0.5) @ key.transpose(2, 3)
+    attended = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=scores.dtype)
+    return attended @ value, attended
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer, model: DemoReader) -> None:
@@ -266,7 +362,7 @@ def _processor(**kind: str) -> dict[str, Any]:
     return {
         "size": {
             "shortest_edge": SIDE**2,
-            "longest_edge": 1605632,
+            "longest_edge": MAX_SEEN * SIDE**2,
         },  # pixels; Qwen calls them edges
         "patch_size": PATCH,
         "temporal_patch_size": 2,

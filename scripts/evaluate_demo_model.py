@@ -2,48 +2,131 @@
 
     python scripts/evaluate_demo_model.py MODEL [--tables 500] [--engine transformers | vllm]
 
-By kind of question, and for look-ups by size of the table (numbers down × across), too. The answers are
-decoded greedily in float32, each in a chat of its own.
+In the quickstart's style, in looks and fonts that training never draws, and as matplotlib draws tables;
+by kind of question, and by look or font. The answers are decoded greedily in float32, each in a chat of
+its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from demo_tables import SIZES, TEST_SIZES, Question, draw, make_table, questions
+from demo_styles import (
+    DEFAULT_FONT,
+    FONTS,
+    HELD_OUT_FONTS,
+    HELD_OUT_LOOKS,
+    Look,
+    draw_look,
+    find_fonts,
+    natural_size,
+    training_look,
+    worn,
+)
 from PIL import Image
 
+from batchkit.commands.demo_tables import (
+    SIZES,
+    TEST_SIZES,
+    Question,
+    Table,
+    draw,
+    make_table,
+    questions,
+    texts,
+)
+
 MAX_TOKENS = 8
+STYLES = {
+    "own": "the quickstart's style",
+    "looks": "ten other looks",
+    "fonts": "eight other fonts",
+    "matplotlib": "matplotlib's tables",
+}
 
 
 class Case(NamedTuple):
     image: Image.Image
     question: Question
     size: tuple[int, int]
+    look: str  # within its style
 
     def chat(self, image: dict[str, Any]) -> list[dict[str, Any]]:
         text = {"type": "text", "text": self.question.text}
         return [{"role": "user", "content": [image, text]}]
 
 
-def make_cases(tables: int, seed: int) -> list[Case]:
+def make_cases(tables: int, seed: object, style: str, fonts: Path) -> list[Case]:
     """A look-up and another question about each table."""
-    random = Random(f"evaluation {seed}")
+    random, artist = Random(f"evaluation {seed}"), Artist(style, fonts)
     cases = []
     for number in range(tables):
         size = (SIZES + 2 * TEST_SIZES)[number % (len(SIZES) + 2 * len(TEST_SIZES))]
         table = make_table(random, size, test=True)
-        image = draw(table).convert("RGB")
-        cases += [Case(image, q, size) for q in islice(questions(random, table, test=True), 2)]
+        image, look = artist.draw(random, table, number)
+        asked = islice(questions(random, table, test=True), 2)
+        cases += [Case(image, question, size, look) for question in asked]
     return cases
+
+
+class Artist:
+    """Draws in one of STYLES, its looks or fonts in turn."""
+
+    def __init__(self, style: str, fonts: Path) -> None:
+        self.style = style
+        self.known = [DEFAULT_FONT, *find_fonts(fonts, FONTS)] if style == "looks" else []
+        self.unknown = find_fonts(fonts, HELD_OUT_FONTS) if style == "fonts" else []
+
+    def draw(self, random: Random, table: Table, number: int) -> tuple[Image.Image, str]:
+        """The picture and the name of its look."""
+        if self.style == "own":
+            return draw(table).convert("RGB"), ""
+        if self.style == "matplotlib":
+            return draw_with_matplotlib(random, table), ""
+        while True:
+            look, name = self._look(random, number)
+            picture = draw_look(random, table, look, natural_size(random, table, look))
+            if picture:
+                return Image.fromarray(worn(random, picture.pixels)).convert("RGB"), name
+
+    def _look(self, random: Random, number: int) -> tuple[Look, str]:
+        if self.style == "fonts":
+            font = self.unknown[number % len(self.unknown)]
+            return training_look(random, [font]), Path(font[0]).stem
+        name, look = list(HELD_OUT_LOOKS.items())[number % len(HELD_OUT_LOOKS)]
+        return Look(*look, random.choice(self.known)), name
+
+
+def draw_with_matplotlib(random: Random, table: Table) -> Image.Image:
+    from matplotlib.figure import Figure
+
+    (_, *columns), *lines = texts(table)
+    sides = (
+        random.uniform(1.0, 1.5) * (1 + len(columns)),
+        random.uniform(0.3, 0.4) * len(lines) + 0.6,
+    )
+    figure = Figure(sides, dpi=random.choice((72, 100, 150)))
+    axes = figure.subplots()
+    axes.axis("off")
+    axes.table(
+        [line[1:] for line in lines],
+        rowLabels=[line[0] for line in lines],
+        colLabels=columns,
+        cellLoc=random.choice(("left", "center", "right")),
+        loc="center",
+    ).scale(1, random.uniform(1, 1.5))
+    file = io.BytesIO()
+    figure.savefig(file, format="png", bbox_inches="tight")
+    return Image.open(file).convert("RGB")
 
 
 def answer_with_vllm(model: str, cases: Sequence[Case]) -> list[str]:
@@ -83,31 +166,42 @@ def answer_with_transformers(model: str, cases: Sequence[Case]) -> list[str]:
 
 
 ENGINES = {"transformers": answer_with_transformers, "vllm": answer_with_vllm}
+Shares = dict[str, list[bool]]  # which answers are exact, by what they have in common
 
 
-def is_right(cases: Sequence[Case], answers: Sequence[str]) -> list[bool]:
-    return [a.strip() == case.question.answer for case, a in zip(cases, answers, strict=True)]
+class Marks(NamedTuple):
+    kinds: Shares
+    looks: Shares
 
 
-def by_kind(cases: Sequence[Case], right: Sequence[bool]) -> dict[str, list[bool]]:
-    return _groups((case.question.kind, exact) for case, exact in zip(cases, right, strict=True))
+def evaluate(model: Path, engine: str, tables: int, seed: int, fonts: Path) -> dict[str, Marks]:
+    """By style."""
+    by_style = {style: make_cases(tables, seed, style, fonts) for style in STYLES}
+    cases = [case for some in by_style.values() for case in some]
+    answers = iter(ENGINES[engine](str(model), cases))
+    marks = {}
+    for style, some in by_style.items():
+        right = [next(answers).strip() == case.question.answer for case in some]
+        marks[style] = Marks(
+            _groups(some, right, lambda case: case.question.kind)
+            | {"all": right}
+            | _groups(some, right, _in_words),
+            _groups(some, right, lambda case: case.look),
+        )
+    return marks
 
 
-def by_size(cases: Sequence[Case], right: Sequence[bool]) -> dict[str, list[bool]]:
-    """Of look-ups."""
-    marks = zip(cases, right, strict=True)
-    return _groups((in_words(c.size), exact) for c, exact in marks if c.question.kind == "value")
+def _in_words(case: Case) -> str:
+    return "of a size not in training" if case.size in TEST_SIZES else ""
 
 
-def in_words(size: tuple[int, int]) -> str:
-    return f"value, {size[0]} × {size[1]}" + ", size not in training" * (size in TEST_SIZES)
-
-
-def _groups(marks: Iterable[tuple[str, bool]]) -> dict[str, list[bool]]:
-    groups: dict[str, list[bool]] = defaultdict(list)
-    for name, exact in sorted(marks):
+def _groups(cases: list[Case], right: list[bool], key: Callable[[Case], str]) -> Shares:
+    """But those whose key is empty."""
+    groups: Shares = defaultdict(list)
+    for name, exact in sorted((key(case), exact) for case, exact in zip(cases, right, strict=True)):
         groups[name].append(exact)
-    return groups
+    groups.pop("", None)
+    return dict(groups)
 
 
 def share(exact: Sequence[bool]) -> float:
@@ -117,15 +211,19 @@ def share(exact: Sequence[bool]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
-    parser.add_argument("--tables", type=int, default=500)
+    parser.add_argument("--tables", type=int, default=500, help="of each style")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=ENGINES, default="transformers")
+    parser.add_argument("--fonts", type=Path, default=Path("/usr/share/fonts"))
     args = parser.parse_args()
-    cases = make_cases(args.tables, args.seed)
-    right = is_right(cases, ENGINES[args.engine](str(args.model), cases))
-    found = {**by_kind(cases, right), **by_size(cases, right)}
+    marks = evaluate(args.model, args.engine, args.tables, args.seed, args.fonts)
+    found = {
+        f"{style}, {name}": exact
+        for style, some in marks.items()
+        for name, exact in {**some.kinds, **some.looks}.items()
+    }
     for name, exact in found.items():
-        print(f"{name:40}{share(exact):8.1%} of {len(exact)}")
+        print(f"{name:45}{share(exact):8.1%} of {len(exact)}")
     print(json.dumps({name: share(exact) for name, exact in found.items()}))
 
 

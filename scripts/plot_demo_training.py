@@ -1,4 +1,4 @@
-"""Draw the log of `train_demo_model.py`: losses, and exact answers on tables of the test.
+"""Draw the log of `train_demo_model.py`: losses, and exact answers in each style of the test.
 
 python scripts/plot_demo_training.py FOLDER/log.jsonl training.png
 """
@@ -13,19 +13,17 @@ import matplotlib.pyplot as plt
 
 
 def plot(log: Path, picture: Path) -> None:
-    # A training that was continued may have done some steps twice; the later ones count.
-    by_step = {record["step"]: record for record in map(json.loads, log.open())}
-    records = [by_step[step] for step in sorted(by_step)]
+    records = sorted(map(json.loads, log.open()), key=lambda record: record["spent_s"])
     figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 7), layout="constrained")
-    for name in ("reading", "answering", "pointing"):
-        points = [(record["step"], record[name]) for record in records if record.get(name)]
+    for name in ("letters", "reading", "answering", "pointing"):
+        points = [(record["spent_s"], record[name]) for record in records if record.get(name)]
         above.plot(*zip(*points, strict=True), label=name)
     above.set(ylabel="loss", yscale="log")
-    tested = [record for record in records if "exact" in record]
-    for kind in sorted({kind for record in tested for kind in record["exact"]}):
-        points = [(record["step"], record["exact"][kind]) for record in tested]
-        below.plot(*zip(*points, strict=True), label=kind)
-    below.set(xlabel="step", ylabel="exact answers", ylim=(0, 1.02))
+    tested = [record for record in records if any(record.get("exact", {}).get("own", {}).values())]
+    for style in tested[-1]["exact"]:
+        points = [(record["spent_s"], record["exact"][style]["all"]) for record in tested]
+        below.plot(*zip(*points, strict=True), label=style, marker="o")
+    below.set(xlabel="seconds", ylabel="exact answers", ylim=(0, 1.02))
     for axes in (above, below):
         axes.grid(alpha=0.3)
         axes.legend()

@@ -467,6 +467,26 @@ def demo_model(path: Path, text_only: bool) -> None:
     echo(f"{path}: random weights; its answers mean nothing")
 
 
+@cli.command("demo-tables")
+@click.argument("folder", type=FILE)
+@click.option("--count", default=40, type=click.IntRange(1), show_default=True, help="Pictures.")
+@click.option("--seed", default=0, show_default=True, help="Another one gives other tables.")
+def demo_tables(folder: Path, count: int, seed: int) -> None:
+    """Write pictures of tables that batchkit-demo reads to FOLDER, with questions and answers.
+
+    FOLDER/questions.jsonl has a row for each: id, image, question, answer and kind.
+    """
+    from batchkit.commands.demo_tables import build_demo_tables
+
+    build_demo_tables(folder, count=count, seed=seed)
+    rows = folder / "questions.jsonl"
+    echo(f"{rows}: a question about each of {count} pictures; to ask them:")
+    echo(
+        f"batchkit run --model batchkit-demo --input {rows} --set media.root={folder}"
+        """ --images "{{ image }}" --prompt "{{ question }}" --output answers.csv"""
+    )
+
+
 @cli.command()
 @printed
 def doctor() -> Result:

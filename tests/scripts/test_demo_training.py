@@ -51,7 +51,7 @@ def test_questions_beside_each_other_are_answered_as_in_chats_of_their_own(
     tokenizer = training.make_tokenizer()
     table = training.make_table(Random(0), (5, 2))
     asked = list(islice(training.questions(Random(0), table), 6))
-    pictures = training.make_pictures([table])
+    pictures = training.make_pictures([table], [training.own_picture(table)])
     chats = training.make_chats(tokenizer, pictures, [asked])
     with torch.no_grad():
         _, together = training.losses(reader, pictures, chats)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from batchkit.commands.demo_tables import is_test_number, is_test_pair
 from tests.support.paths import ROOT
 from tests.support.rows import read_jsonl
-from tests.support.scripts import load_script
 
 DATA = ROOT / "jobs" / "data"
 QUICKSTART, TABLES = DATA / "quickstart", DATA / "tables"
@@ -98,7 +98,6 @@ def test_the_pictures_are_readable_and_small() -> None:
 
 
 def test_training_never_saw_what_is_asked() -> None:
-    demo = load_script("demo_tables")
     questions = read_jsonl(QUICKSTART / "questions.jsonl")
     assert Counter(asked["kind"] for asked in questions) == {
         "value": 24,
@@ -110,8 +109,8 @@ def test_training_never_saw_what_is_asked() -> None:
     for asked in questions:
         if asked["kind"] == "value":
             column, row = asked["question"].rstrip("?").split()[5:8:2]
-            assert demo.is_test_pair(row, column)
-            assert demo.is_test_number(int(asked["answer"]))
+            assert is_test_pair(row, column)
+            assert is_test_number(int(asked["answer"]))
 
 
 def test_the_pictures_are_small_and_each_is_asked_about_once() -> None:

@@ -1,25 +1,28 @@
-"""Tables, pictures of them and questions about them, on which the demo model is trained and tested.
+"""Tables that the demo model reads: pictures of them, and questions with their answers.
 
-    python scripts/demo_tables.py FOLDER     one picture of each size, to look at
-
-All words and numbers are made up here. A cell of a picture is two visual tokens of Qwen3-VL wide and
-one high. Tests are apart from training: their tables hold a row and a column that training never
-shows together, all their numbers are unknown to training, and some of them have a size that is.
+All words and numbers are made up here. Those of a test are apart from the model's training: their
+tables hold a row and a column that training never shows together, all their numbers are unknown to
+training, and some of them have a size that is. What users get is of that kind.
 """
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import cycle
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
-import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from batchkit.errors import JobError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFont import FreeTypeFont
+    from PIL.ImageFont import ImageFont as OldFont
 
 ROWS = {  # by the theme, which is the picture's first word
     "City": "Paris Rome Berlin Madrid Lisbon Vienna Prague Oslo Athens Dublin Turin Geneva Milan Porto Lyon Ghent",
@@ -46,6 +49,11 @@ FONT_SIZES = (12, 14, 16)
 SHADES = (200, 220, 240)  # of the headers
 
 
+# Of the questions that users get, and how many rows they need.
+KINDS = (*["value"] * 6, "compare", "largest", "smallest", "count")
+MIN_ROWS = 2
+
+
 @dataclass(frozen=True)
 class Table:
     theme: str
@@ -69,6 +77,42 @@ class Question(NamedTuple):
     text: str
     answer: str
     cells: Cells = Cells()
+
+
+def build_demo_tables(folder: Path, *, count: int = 40, seed: int = 0) -> None:
+    """Fill the new or empty ``folder`` as `write_demo_tables` does.
+
+    Raises:
+        JobError: it holds something, or can't be written.
+    """
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise JobError(f"{folder}: is there already; name a new or empty folder")
+        write_demo_tables(folder, count, str(seed))
+    except OSError as error:
+        raise JobError(f"{folder}: can't be written: {error}") from error
+
+
+def write_demo_tables(folder: Path, count: int, seed: str) -> list[Table]:
+    """Write ``count`` pictures to ``folder/image``, and to ``questions.jsonl`` a question about each.
+
+    The same arguments give the same files.
+    """
+    random = Random(seed)
+    (folder / "image").mkdir(parents=True, exist_ok=True)
+    pool = [size for size in SIZES if size[0] >= MIN_ROWS]
+    sizes = random.sample(pool * max(2, -(-count // len(pool))), count)
+    tables, lines = [], []
+    for number, size, kind in zip(range(1, count + 1), sizes, cycle(KINDS), strict=False):
+        table = make_table(random, size, test=True)
+        asked = next(q for q in questions(random, table, test=True) if q.kind == kind)
+        image = f"image/{number:02}.png"
+        draw(table).save(folder / image, optimize=True)
+        row = {"id": number, "image": image, "question": asked.text, "answer": asked.answer}
+        lines.append(json.dumps({**row, "kind": kind}) + "\n")
+        tables.append(table)
+    (folder / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
+    return tables
 
 
 def is_test_pair(row: str, column: str) -> bool:
@@ -147,34 +191,45 @@ def _other_question(random: Random, table: Table) -> Question:
     return Question(kind, text, table.rows[best], Cells(best=_place(table, best, x)))
 
 
-def draw(table: Table) -> Image.Image:
-    """Grey; theme and columns in the first line, and every other line begins with its row's name."""
-    grid = [[table.theme, *table.columns]]
-    grid += [[row, *map(str, values)] for row, values in zip(table.rows, table.values, strict=True)]
-    lines = [
-        [
-            np.minimum(_cell(text, table.font_size), 255 if x and y else table.shade)
-            for x, text in enumerate(line)
-        ]
-        for y, line in enumerate(grid)
+def texts(table: Table) -> list[list[str]]:
+    """Line by line; the first has the theme and the columns, the others begin with a row's name."""
+    lines = [[table.theme, *table.columns]]
+    lines += [
+        [row, *map(str, values)] for row, values in zip(table.rows, table.values, strict=True)
     ]
-    pixels = np.block(lines)
-    pixels[-1], pixels[:, -1] = 0, 0
-    return Image.fromarray(pixels)
+    return lines
 
 
-@cache
-def _cell(text: str, font_size: int) -> np.ndarray:
-    image = Image.new("L", (CELL_WIDTH, CELL_HEIGHT), 255)
-    pen, font = ImageDraw.Draw(image), ImageFont.load_default(font_size)
+def draw(table: Table) -> Image:
+    """Grey, with a line around each cell and shaded names."""
+    from PIL import Image
+
+    lines = texts(table)
+    size = len(lines[0]) * CELL_WIDTH, len(lines) * CELL_HEIGHT
+    picture = Image.new("L", size)
+    for y, line in enumerate(lines):
+        for x, text in enumerate(line):
+            cell = _cell(text, table.font_size, 255 if x and y else table.shade)
+            picture.paste(cell, (x * CELL_WIDTH, y * CELL_HEIGHT))
+    picture.paste(0, (0, size[1] - 1, *size))
+    picture.paste(0, (size[0] - 1, 0, *size))
+    return picture
+
+
+@lru_cache(20_000)
+def _cell(text: str, font_size: int, shade: int) -> Image:
+    from PIL import Image, ImageDraw
+
+    cell = Image.new("L", (CELL_WIDTH, CELL_HEIGHT), 255)
+    pen, font = ImageDraw.Draw(cell), _font(font_size)
     pen.line((0, CELL_HEIGHT, 0, 0, CELL_WIDTH, 0), fill=0)
     x, anchor = (CELL_WIDTH - 5, "rm") if text.isdigit() else (5, "lm")
     pen.text((x, CELL_HEIGHT // 2), text, fill=0, font=font, anchor=anchor)
-    return np.asarray(image)
+    return cell.point([min(grey, shade) for grey in range(256)])
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, size in enumerate(SIZES):
-        draw(make_table(Random(number), size)).save(folder / f"{size[0]}x{size[1]}.png")
+@cache
+def _font(size: int) -> FreeTypeFont | OldFont:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)

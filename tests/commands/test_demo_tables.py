@@ -1,23 +1,20 @@
-"""The tables on which the demo model is trained: what they hold, and that the test's are apart."""
+"""The tables that the demo model reads: what they hold, that a test's are apart, what users get."""
 
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from random import Random
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-from tests.support.scripts import load_script
+from batchkit.commands import demo_tables as demo
+from batchkit.errors import JobError
+from tests.support.rows import read_jsonl
 
 
-@pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    return load_script("demo_tables")
-
-
-def test_tables_of_training_and_test_share_no_pair_of_words_and_no_number(demo: ModuleType) -> None:
+def test_tables_of_training_and_test_share_no_pair_of_words_and_no_number() -> None:
     random = Random(0)
     pairs: dict[bool, set[tuple[str, str]]] = {False: set(), True: set()}
     numbers: dict[bool, set[int]] = {False: set(), True: set()}
@@ -26,7 +23,7 @@ def test_tables_of_training_and_test_share_no_pair_of_words_and_no_number(demo: 
             table = demo.make_table(random, size, test=test)
             numbers[test] |= {value for values in table.values for value in values}
             pairs[test] |= {
-                tuple(question.text.rstrip("?").split()[5:8:2])
+                (question.text.split()[5], question.text.rstrip("?").split()[7])
                 for question in islice(demo.questions(random, table, test=test), 60)
                 if question.kind == "value"
             }
@@ -36,7 +33,7 @@ def test_tables_of_training_and_test_share_no_pair_of_words_and_no_number(demo: 
     assert not numbers[False] & numbers[True]
 
 
-def test_questions_are_answered_from_the_cells(demo: ModuleType) -> None:
+def test_questions_are_answered_from_the_cells() -> None:
     table = demo.Table(
         "Food", ("Rice", "Milk", "Tea"), ("Price", "Cost"), ((7, 80), (95, 3), (12, 9))
     )
@@ -56,7 +53,7 @@ def test_questions_are_answered_from_the_cells(demo: ModuleType) -> None:
     assert {text: (asked[text].kind, asked[text].answer) for text in expected} == expected
 
 
-def test_a_cell_fills_two_visual_tokens_and_no_word_is_cut(demo: ModuleType) -> None:
+def test_a_cell_fills_two_visual_tokens_and_no_word_is_cut() -> None:
     table = demo.make_table(Random(0), (3, 2))
     image = demo.draw(table)
     assert image.size == (3 * demo.CELL_WIDTH, 4 * demo.CELL_HEIGHT)
@@ -68,6 +65,28 @@ def test_a_cell_fills_two_visual_tokens_and_no_word_is_cut(demo: ModuleType) -> 
         assert (pixels[1:-1, 1:4] == 255).all(), f"{word} touches the left edge"
 
 
-def test_the_same_seed_gives_the_same_table(demo: ModuleType) -> None:
+def test_the_same_seed_gives_the_same_table() -> None:
     assert demo.make_table(Random(5), (4, 4)) == demo.make_table(Random(5), (4, 4))
     assert demo.make_table(Random(5), (4, 4)) != demo.make_table(Random(6), (4, 4))
+
+
+def test_more_pictures_than_there_are_sizes_and_a_seed_of_ones_own(tmp_path: Path) -> None:
+    for name, seed in (("one", 1), ("again", 1), ("two", 2)):
+        demo.build_demo_tables(tmp_path / name, count=130, seed=seed)
+    rows = {
+        name: read_jsonl(tmp_path / name / "questions.jsonl") for name in ("one", "again", "two")
+    }
+    assert rows["one"] == rows["again"] != rows["two"]
+    assert {tuple(row) for row in rows["one"]} == {("id", "image", "question", "answer", "kind")}
+    assert {row["image"] for row in rows["one"]} == {
+        f"image/{path.name}" for path in (tmp_path / "one" / "image").iterdir()
+    }
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(JobError, match="name a new or empty folder"):
+        demo.build_demo_tables(tmp_path)
+    with pytest.raises(JobError, match="can't be written"):
+        demo.build_demo_tables(tmp_path / "mine" / "tables")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
