@@ -44,7 +44,47 @@ class Mistake:
     never: tuple[str, ...] = ()
 
 
-PROMPTS: list[Mistake] = []
+PROMPTS = [
+    Mistake(f"{ONE_LINE} --prompt 'Mood? {{review}}'", ("write {{ review }} for {review}",)),
+    Mistake(f"{ONE_LINE} --prompt 'Mood? ${{review}}'", ("write {{ review }} for ${review}",)),
+    Mistake(
+        f"{ONE_LINE} --prompt 'Positive or negative?'",
+        ("no column is used", "write {{ review }} where", "prompt.allow_constant = true"),
+    ),
+    Mistake(
+        "validate job.toml --set 'prompt.user=Positive or negative?'", ("no column is used, so",)
+    ),
+    Mistake(
+        f"{ONE_LINE} --prompt 'Mood?' --set prompt.allow_constant=true", ('"ok": 3',), exit_code=0
+    ),
+    *(
+        Mistake(
+            f"{ONE_LINE} --prompt {name}",
+            ("the name of a file, which prompt.user_file = 'prompt.txt' reads",),
+            files={"prompt.txt": "Mood? {{ review }}"},
+        )
+        for name in ("prompt.txt", "@prompt.txt")
+    ),
+    Mistake(
+        "run job.toml --set input.path=odd.csv --set 'prompt.user={{ row[\"my review\"] }}'",
+        ('"ok": 1',),
+        0,
+        {"odd.csv": "id,my review,is-good,label\n1,Fine,yes,positive\n"},
+    ),
+    *(
+        Mistake(
+            f"run job.toml --set input.path=odd.csv --set 'prompt.user={prompt}'",
+            (said,),
+            files={"odd.csv": "id,my review,is-good,label\n" + "1,Fine,yes,positive\n" * 3},
+        )
+        for prompt, said in {
+            "{{ my review }}": 'a column whose name is no plain word is written {{ row["my column"] }}',
+            "{{ 2nd }}": 'no plain word is written {{ row["my column"] }}',
+            "{{ is-good }}": 'write {{ row["is-good"] }}',
+            "{{ review }": "write {{ name }}, with two braces on both sides",
+        }.items()
+    ),
+]
 
 SCORED = """\
 [input]

@@ -17,7 +17,7 @@ from batchkit.config.terminal import shortened
 from batchkit.engines.base import Preflight, RenderedPrompt
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import JobError, PromptTooLongError, RowError
-from batchkit.execution.first_rows import check_columns, hints
+from batchkit.execution.first_rows import check_columns, check_uses_a_column, hints
 from batchkit.execution.rollouts.function import loaded_function
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.steps import Renderer, renderer_of
@@ -103,6 +103,8 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
             if len(problems) > 10 * SHOWN:
                 problems = sorted(problems)[:SHOWN]
     failed = by_kind.total()
+    if first is not None:
+        check_uses_a_column(job, first)
     if failed < count:
         check_columns(read_rows(job.input), job)
     return Validation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from batchkit.config.seams import SCORERS
@@ -12,7 +13,8 @@ from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.errors import JobError, MediaError, RowError, WrongTaskError
 from batchkit.rendering.steps import CANDIDATES, Renderer
-from batchkit.rendering.templates.prompt import names_in
+from batchkit.rendering.templates import ROW
+from batchkit.rendering.templates.prompt import PromptTemplates, names_in
 from batchkit.scoring import fields_of
 from batchkit.scoring.values import numbers_in
 from batchkit.types import Completion, Counted, ErrorInfo, Row
@@ -93,6 +95,37 @@ def _all_fail(index: int, row_id: str, error: ErrorInfo, count: int, so: str) ->
     )
 
 
+def check_uses_a_column(job: JobConfig, row: Row) -> None:
+    """Raises JobError if the prompts of all rows are equal; ``row``: one of them."""
+    if job.prompt.allow_constant or job.rollout is not None or row.error is not None:
+        return
+    texts, names = list[str](), set[str]()
+    for _, its in job.of_each_step():
+        made = PromptTemplates(its)
+        if made.user is None and not isinstance(its.pair.query, str):
+            return  # the row's own prompt, messages or body is sent
+        texts += [part.source for part in made.all]
+        names |= {name for part in made.all for name in part.names} - its.vars.keys()
+    if names - {"steps", CANDIDATES} or job.sampling.sampling_column is not None:
+        return
+    raise JobError(
+        f"prompt: no column is used, so the prompts of all rows are equal{_meant(texts, row.fields)};"
+        " prompt.allow_constant = true sends it all the same"
+    )
+
+
+def _meant(texts: Sequence[str], fields: Mapping[str, Any]) -> str:
+    """What the writer of a prompt without a column probably meant."""
+    for text in texts:
+        if (file := Path(text.strip().removeprefix("@"))).suffix and file.is_file():
+            return f": it is the name of a file, which prompt.user_file = {str(file)!r} reads"
+        for found in re.finditer(r"\$?\{\s*([^{}]+?)\s*\}", text):
+            if found[1] in fields:
+                return f": write {{{{ {found[1]} }}}} for {found[0]}"
+    longest = max(fields, key=lambda name: len(str(fields[name])), default="column")
+    return f": write {{{{ {longest} }}}} where it belongs"
+
+
 def check_columns(rows: Iterator[Row], job: JobConfig) -> Sequence[Row]:
     """Take rows from ``rows`` until one has each field that the job names besides its prompts, but at most
     ``run.check_rows``: usually one. Returns those taken.
@@ -120,7 +153,8 @@ def check_columns(rows: Iterator[Row], job: JobConfig) -> Sequence[Row]:
 
 def _fields_named(job: JobConfig) -> list[tuple[str, str]]:
     """The keys of the job that name fields of the rows, each with a field's name."""
-    named = [("output.keep", name) for name in job.output.keep]
+    keep = () if job.output.keep == "*" else job.output.keep
+    named = [("output.keep", name) for name in keep]
     for key, table in _scorings(job):
         named += [(key, name) for name in sorted(fields_of(table))]
     for place, its in job.of_each_step():
@@ -169,7 +203,7 @@ def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     for n, step in enumerate(job.steps):
         key, prompt = f"steps.{step.name}", step.prompt if n else None  # the first is rendered
         when = [] if step.when is None else [step.when]
-        for name in sorted(names_in(job.of_step(step), prompt, when) - ours - first.keys()):
+        for name in sorted(names_in(job.of_step(step), prompt, when) - ours - {ROW} - first.keys()):
             # It is probably misspelt, but may just be rare.
             hint = did_you_mean(name, map(str, first))
             yield f"{key}: the first row has no field {name!r}{hint}"

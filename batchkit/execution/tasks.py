@@ -12,7 +12,12 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BrokenInputError, ChangedInputError, InputError, JobError
-from batchkit.execution.first_rows import FirstFailures, check_columns, check_first_rows
+from batchkit.execution.first_rows import (
+    FirstFailures,
+    check_columns,
+    check_first_rows,
+    check_uses_a_column,
+)
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
 from batchkit.execution.turns import Turns
@@ -77,8 +82,11 @@ class Tasks:
         field that the job names, or fail alike."""
         if self.may_wait or self._start.is_retry or self._run.ledger.totals.ok:
             return
-        job = self._start.job
-        looked_at = check_first_rows(self._rows, job, self._start.renderer)
+        job, renderer = self._start.job, self._start.renderer
+        if (first := next(self._rows, None)) is not None:
+            check_uses_a_column(renderer.job, first)
+            self._rows = chain([first], self._rows)
+        looked_at = check_first_rows(self._rows, job, renderer)
         self._rows = chain(looked_at, self._rows)
         self._rows = chain(check_columns(self._rows, job), self._rows)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
 from PIL import Image
 
 from batchkit.config.masking import masked_text
@@ -13,8 +15,10 @@ from batchkit.config.tables import InputTable, JobConfig
 from batchkit.errors import BatchkitError, InputError, RenderTimeoutError, RowError
 from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.runs.reach import Reach
+from batchkit.scoring import kept_fields
 from batchkit.sources import never, read_rows
-from batchkit.sources.rowhash import input_hash
+from batchkit.sources.rowhash import input_hash, is_picture
+from batchkit.storage.plain_json import encoded
 from batchkit.types import Request, Row
 
 
@@ -104,6 +108,44 @@ class InputRows:
         now = "" if row.id == record["id"] or row.index != record["index"] else f", but {row.id!r}"
         self.problem = self.problem or f"{name} is not the one that was answered{now}"
         return None
+
+
+class InputColumns:
+    """The columns of the input of the run in ``folder`` that an export has: ``names``, of ``output.keep`` and of what
+    ``[scoring]`` reads. ``problem``: why the rows could not be read, if some were needed."""
+
+    def __init__(self, folder: Path) -> None:
+        reach = Reach.of(folder)
+        self._rows = InputRows(reach.job, reach=reach)
+        self.names = kept_fields(reach.job)
+        if reach.job.output.keep == "*":
+            self.names = list(dict.fromkeys([*self._all(reach), *self.names]))
+
+    @property
+    def problem(self) -> str | None:
+        return self._rows.problem
+
+    def of(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the row that ``record`` answers: what it kept, else what the input has."""
+        kept: dict[str, Any] = record.get("fields") or {}
+        if kept.keys() >= {*self.names} or (row := self._rows.row(record)) is None:
+            return kept
+        fields: dict[str, Any] = orjson.loads(encoded({n: row.fields.get(n) for n in self.names}))
+        return fields | kept
+
+    def _all(self, reach: Reach) -> Iterator[str]:
+        """The names of all columns but those of pictures and bytes, as they come."""
+        table, known = reach.job.input, set[str]()
+        if table.path is None:
+            return
+        try:
+            for row in read_rows(table, files=reach.files(table)):
+                for name in [name for name in row.fields if name not in known]:
+                    known.add(name)
+                    if not isinstance(value := row.fields[name], bytes) and not is_picture(value):
+                        yield name
+        except BatchkitError as error:
+            self._rows.problem = str(error)
 
 
 def with_fields(

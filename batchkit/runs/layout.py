@@ -3,14 +3,14 @@ parsed answers (``output.parse``), or of the dicts that a function of ``[rollout
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.config.answer_schema import resolved, schema_in
 from batchkit.config.tables import JobConfig
-from batchkit.scoring import kept_fields, score_names
+from batchkit.scoring import score_names
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import whole_record
 from batchkit.storage.log import RESULTS
@@ -39,11 +39,11 @@ class Layout(NamedTuple):
     embedding: VectorType | None = None
 
     @classmethod
-    def of(cls, folder: Path, *, fields: bool = True, vectors: bool = True) -> Layout:
-        """Fixed by the job, so that every export of a run has the same columns; those of parsed
-        answers and of scores also depend on the answers. A kept field, a key of the answers or a step with the name
-        of another column gets the prefix ``fields.``, ``parsed.`` or ``steps.`` until its name is free. Without kept
-        ``fields``, or without ``vectors``, if they are not wanted."""
+    def of(cls, folder: Path, fields: Iterable[str] = (), *, vectors: bool = True) -> Layout:
+        """The id, the ``fields`` of the input, then what the run made: fixed by the job, so that every export of a
+        run has the same columns; those of parsed answers and of scores also depend on the answers. A field, a key of
+        the answers or a step with the name of another column gets the prefix ``fields.``, ``parsed.`` or ``steps.``
+        until its name is free. Without ``vectors``, if they are not wanted."""
         job, log = job_of_run(folder), folder / RESULTS
         embedding = vector_type(folder, job) if vectors else None
         found = {**_COLUMNS, **_answer_columns(log, job)}
@@ -57,9 +57,12 @@ class Layout(NamedTuple):
             found[free_name(name, "steps.", found)] = column
         for name, kind in _parsed_columns(log, job).items():
             found[free_name(name, "parsed.", found)] = Column(kind, ("parsed", name))
-        for name in kept_fields(job) if fields else ():
-            found[free_name(name, "fields.", found)] = Column("string", ("fields", name))
-        return cls(found, embedding)
+        first = {name: found.pop(name) for name in ("index", "id")}
+        for name in fields if job.input.id != "id" else [name for name in fields if name != "id"]:
+            first[free_name(name, "fields.", {**first, **found})] = Column(
+                "string", ("fields", name)
+            )
+        return cls({**first, **found}, embedding)
 
 
 def free_name(name: str, prefix: str, taken: Container[str]) -> str:

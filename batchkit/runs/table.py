@@ -12,6 +12,7 @@ import msgspec
 import orjson
 
 from batchkit.errors import ChangedInputError, InputError
+from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import VECTOR, Column, Layout, free_name
 from batchkit.sources import never
 from batchkit.sources.input import Input, input_changes, watched
@@ -49,8 +50,11 @@ def schema_of(layout: Layout) -> pa.Schema:
     )
 
 
-def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
-    """The newest record of each row, in the order of the input, with its newest scores.
+def read_batches(
+    folder: Path, layout: Layout, inputs: InputColumns | None = None
+) -> Iterator[pa.Table]:
+    """The newest record of each row, in the order of the input, with its newest scores, and with what ``inputs``
+    has of its row.
 
     A batch has at most 10,000 records, and over 16 MB of the log, or 64 MiB of vectors, only if it is
     a single record. Of the log, only the part being read is in memory.
@@ -70,6 +74,9 @@ def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
                 line = scores.of(record.index, record.input_hash, record.finished_at)
                 if line is not None:
                     record.prediction, record.scores = line.prediction, line.scores
+                if inputs is not None:
+                    names = ("index", "id", "input_hash", "fields")
+                    record.fields = inputs.of({name: getattr(record, name) for name in names})
             arrays = [
                 _vectors(records, vectors, field.type)
                 if column.type == VECTOR
@@ -110,7 +117,7 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
             f"{', '.join(error.paths)}: changed since the run read it, so its rows may be others than"
             " those that were answered. Bring the old one back, or use records(), which need no input"
         ) from error
-    records = _table(folder, Layout.of(folder, fields=False))
+    records = _table(folder, Layout.of(folder))
     table = _of_rows(records, [row.index for row in rows])
     if job_of_run(folder).input.id == "id":
         table = table.drop_columns("id")
@@ -124,7 +131,8 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
 def records_table(folder: Path) -> pa.Table:
     """The table of ``export --parquet``."""
     check_log(folder)
-    return _table(folder, Layout.of(folder))
+    inputs = InputColumns(folder)
+    return _table(folder, Layout.of(folder, inputs.names), inputs)
 
 
 def frame_of(table: pa.Table) -> pd.DataFrame:
@@ -203,11 +211,11 @@ def _vectors(records: Sequence[Record], vectors: Vectors, kind: pa.DataType) -> 
     return pa.FixedSizeListArray.from_arrays(matrix.reshape(-1), kind.list_size, mask=is_null)
 
 
-def _table(folder: Path, layout: Layout) -> pa.Table:
+def _table(folder: Path, layout: Layout, inputs: InputColumns | None = None) -> pa.Table:
     import pyarrow as pa
 
     schema = schema_of(layout)
-    return pa.concat_tables([schema.empty_table(), *read_batches(folder, layout)])
+    return pa.concat_tables([schema.empty_table(), *read_batches(folder, layout, inputs)])
 
 
 def _of_rows(records: pa.Table, rows: Sequence[int]) -> pa.Table:

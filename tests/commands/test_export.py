@@ -55,6 +55,11 @@ FAILED = replace(
 )
 
 
+def columns(*fields: str) -> list[str]:
+    """With those of the input."""
+    return [*COLUMNS[:2], *fields, *COLUMNS[2:]]
+
+
 def export(*args: str) -> Ended:
     done = batchkit("export", *args)
     assert done.exit_code == 0, done.stderr
@@ -121,7 +126,7 @@ def test_each_format_has_the_newest_records_in_the_order_of_the_input() -> None:
     (RUN / "checkpoint.json").unlink()
     export("job.toml", "--parquet", "--csv", "--jsonl")
     table = pq.read_table(RUN / "results.parquet")
-    assert table.column_names == [*COLUMNS, *NEWEST][: len(COLUMNS)] + [*NEWEST][9:]
+    assert table.column_names == columns(*[*NEWEST][9:])
     assert {name: table[name].to_pylist() for name in NEWEST} == NEWEST
     choices = [None, None, CHOICES]
     assert [one and json.loads(one) for one in table["choices"].to_pylist()] == choices
@@ -175,8 +180,8 @@ def test_run_without_a_record_exports_columns_and_no_row() -> None:
     run_of(keep=["kind"])
     export("job.toml", "--parquet", "--csv", "--jsonl", "--openai")
     table = pq.read_table(RUN / "results.parquet")
-    assert (table.num_rows, table.column_names) == (0, [*COLUMNS, "kind"])
-    assert (RUN / "results.csv").read_text().strip() == ",".join([*COLUMNS, "kind"])
+    assert (table.num_rows, table.column_names) == (0, columns("kind"))
+    assert (RUN / "results.csv").read_text().strip() == ",".join(columns("kind"))
     for name in ("results.newest.jsonl", "results.openai.jsonl", "results.openai.errors.jsonl"):
         assert (RUN / name).read_bytes() == b""
 
@@ -417,9 +422,9 @@ def test_safe_csv_holds_nothing_that_a_spreadsheet_runs() -> None:
         list(csv.reader(io.StringIO(Path(name).read_bytes().decode(), newline="")))
         for name in ("exact.csv", "safe.csv")
     )
-    assert exact[0] == [*COLUMNS, "=f"]
-    assert safe[0] == [*COLUMNS, "'=f"]
-    text, field = COLUMNS.index("text"), len(COLUMNS)
+    assert exact[0] == columns("=f")
+    assert safe[0] == columns("'=f")
+    text, field = exact[0].index("text"), 2
     assert [row[text] for row in exact[1:]] == texts
     assert [row[text] for row in safe[1:]] == [*(f"'{t}" for t in FORMULAS), *HARMLESS]
     assert [row[field] for row in safe[1:]] == [str(-n) if n else "0" for n in range(len(texts))]

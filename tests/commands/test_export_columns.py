@@ -84,7 +84,7 @@ def of_answers(*answers: Any, **tables: Any) -> pa.Table:
 def of_keys(table: pa.Table) -> dict[str, str]:
     """The types of the columns that the answers' keys have."""
     types = {field.name: str(field.type) for field in table.schema}
-    names = table.column_names[table.column_names.index("truncated_tokens") + 1 : -1]
+    names = table.column_names[table.column_names.index("truncated_tokens") + 1 :]
     return {name: types[name].replace("element: ", "").replace("item: ", "") for name in names}
 
 
@@ -244,7 +244,7 @@ def test_each_step_has_columns_for_its_text_its_prediction_and_its_scores() -> N
 
 def test_what_a_selection_found_has_columns() -> None:
     tables: dict[str, Any] = {"scoring": {"extract": "number"}, "select": {"by": "majority"}}
-    steps = [{"name": "end", "prompt": {"user": "?"}, "sampling": {"n": 3}}]
+    steps = [{"name": "end", "prompt": {"user": "{{ q }}?"}, "sampling": {"n": 3}}]
     table = stepped(4, steps, **tables)
     assert [row["selected"] for row in table] == [0] * 4
     assert [json.loads(row["votes"]) for row in table] == [{str(n): 3} for n in range(4)]
@@ -270,6 +270,6 @@ def test_the_keys_of_what_a_function_returned_are_columns() -> None:
 def test_the_keys_of_the_last_steps_json_are_columns() -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 4}}}
     end = {"parse": "json", "sampling": {"structured_outputs": {"json": schema}}}
-    check = {"name": "check", "prompt": {"user": "?"}, "answer": False, "parse": "json"}
-    table = stepped(2, [STEPS[0], {"name": "end", "prompt": {"user": "?"}, **end}, check])
+    check = {"name": "check", "prompt": {"user": "{{ q }}?"}, "answer": False, "parse": "json"}
+    table = stepped(2, [STEPS[0], {"name": "end", "prompt": {"user": "{{ q }}?"}, **end}, check])
     assert [row["n"] for row in table] == [4, 4]

@@ -78,7 +78,7 @@ def exported() -> pa.Table:
 
 def assert_same() -> pa.Table:
     found = exported()
-    assert found.schema.equals(schema_of(Layout.of(RUN)))
+    assert found.schema.equals(schema_of(Layout.of(RUN, KEPT)))
     assert found.equals(expected_table(RUN))
     return found
 

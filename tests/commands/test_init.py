@@ -68,10 +68,12 @@ def test_job_file_of_each_kind_runs_as_it_is_written(kind: str) -> None:
     assert batchkit("validate", f"{kind}.toml", *DRY).exit_code == 0
     assert "would fail" not in batchkit("run", f"{kind}.toml", *DRY, "--dry-run").stdout
     ran = batchkit("run", f"{kind}.toml", *DRY, *judge)
-    assert (ran.exit_code, ran.json["ok"], ran.json["name"]) == (0, 2, kind), ran.stderr
+    assert (ran.exit_code, ran.json["ok"], ran.json["name"]) == (0, 2, f"{kind}.dry-run"), (
+        ran.stderr
+    )
     commands = re.findall(r"^#   batchkit (.*?)  ", Path(f"{kind}.toml").read_text(), re.MULTILINE)
     (export,) = [command.split() for command in commands if command.startswith("export")]
-    assert batchkit(*export).exit_code == 0
+    assert batchkit(export[0], f"output/{kind}.dry-run", *export[2:]).exit_code == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

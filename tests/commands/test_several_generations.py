@@ -101,7 +101,7 @@ def test_the_calls_of_a_function_are_shown_and_of_many_the_first() -> None:
 
 
 def test_what_was_selected_is_shown() -> None:
-    steps = [{"name": "end", "prompt": {"user": "?"}, "sampling": {"n": 3}}]
+    steps = [{"name": "end", "prompt": {"user": "{{ q }}?"}, "sampling": {"n": 3}}]
     tables: dict[str, Any] = {"scoring": {"extract": "number"}, "select": {"by": "majority"}}
     run(steps=steps, output={"choices": True}, **tables)
     assert "answer 1 was chosen by 3 of 3 votes" in batchkit("show", "-n", "1").stdout

@@ -43,6 +43,7 @@ def write_job(**tables: dict[str, Any]) -> None:
         "input": {"path": "in.jsonl"},
         "prompt": {"user": "{{ q }}"},
         "engine": {"kind": "dry-run"},
+        "output": {"keep": []},
     }
     Path("job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
 

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
+from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import Layout
 from batchkit.runs.table import schema_of
 from batchkit.storage.score_store import read_scored
@@ -16,7 +17,8 @@ from batchkit.storage.score_store import read_scored
 
 def expected_table(folder: Path) -> pa.Table:
     """What an export of ``folder`` has to hold; vectors aside."""
-    layout = Layout.of(folder)
+    inputs = InputColumns(folder)
+    layout = Layout.of(folder, inputs.names)
     schema = schema_of(layout)
     rows = [
         {
@@ -24,6 +26,7 @@ def expected_table(folder: Path) -> pa.Table:
             for name, (_, keys) in layout.columns.items()
         }
         for record in read_scored(folder)
+        for record["fields"] in [inputs.of(record)]
     ]
     return pa.Table.from_pylist(rows, schema=schema)
 

@@ -9,7 +9,6 @@ import csv
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,6 +18,7 @@ from batchkit.commands import Say
 from batchkit.commands.export.outputs import exporting
 from batchkit.config.seams import EXPORTS as SEAM
 from batchkit.errors import JobError, StoreError
+from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import EMBEDDING, Layout, vector_type
 from batchkit.runs.table import read_batches, schema_of
 from batchkit.storage.checkpoint import check_log
@@ -43,6 +43,7 @@ EXPORTS = {
 }
 """Each a function of the run folder and the path that writes the file, and returns how many rows each
 file has that it wrote."""
+_SAYING = ("parquet", "jsonl", "csv", "safe-csv")
 _NAMES = {  # others are results.NAME
     "jsonl": "results.newest.jsonl",
     "safe-csv": "results.csv",
@@ -97,8 +98,8 @@ def export(
     path = path or folder / _NAMES.get(format_name, f"results.{format_name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write = partial(write_csv, say=say) if format_name == "csv" else SEAM.load(format_name)
-        written: dict[Path, int] = write(folder, path)
+        write = SEAM.load(format_name)
+        written: dict[Path, int] = write(folder, path, *[say] * (format_name in _SAYING))
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
     source_bytes = log.stat().st_size
@@ -108,12 +109,13 @@ def export(
     ]
 
 
-def write_parquet(folder: Path, path: Path) -> dict[Path, int]:
+def write_parquet(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
     """The job fixes the schema, so a column may be null for any number of rows."""
     import pyarrow.parquet as pq
 
-    layout, rows = Layout.of(folder), 0
-    batches, schema = read_batches(folder, layout), schema_of(layout)
+    inputs, rows = InputColumns(folder), 0
+    layout = Layout.of(folder, inputs.names)
+    batches, schema = read_batches(folder, layout, inputs), schema_of(layout)
     others = [name for name in schema.names if name != EMBEDDING]
     with (
         exporting(path, folder) as temporary,
@@ -128,22 +130,30 @@ def write_parquet(folder: Path, path: Path) -> dict[Path, int]:
             coming = pool.submit(next, batches, None)
             writer.write_table(batch)
             rows += batch.num_rows
+    _say_what_lacks(inputs, path, say)
     return {path: rows}
 
 
-def write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
+def _say_what_lacks(inputs: InputColumns, path: Path, say: Say) -> None:
+    if inputs.problem is not None:
+        say(f"{path}: columns of the input are missing or empty: {inputs.problem}")
+
+
+def write_jsonl(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
     """A vector is written as numbers: what its record names is in the run folder."""
-    vectors, rows = Vectors(folder), 0
+    vectors, inputs, rows = Vectors(folder), InputColumns(folder), 0
     with exporting(path, folder) as temporary, temporary.open("wb") as file:
         for record in read_scored(folder):
+            record["fields"] = inputs.of(record)
             if record.get(EMBEDDING) is not None:
                 record[EMBEDDING] = vectors.of(record)
             file.write(orjson.dumps(record, option=_OPTIONS))
             rows += 1
+    _say_what_lacks(inputs, path, say)
     return {path: rows}
 
 
-def write_csv(folder: Path, path: Path, say: Say = lambda text: None) -> dict[Path, int]:
+def write_csv(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
     formulas = 0
 
     def cell(value: Any) -> Any:
@@ -151,7 +161,7 @@ def write_csv(folder: Path, path: Path, say: Say = lambda text: None) -> dict[Pa
         formulas += _is_formula(value)
         return _cell(value)
 
-    written = _write_cells(folder, path, cell)
+    written = _write_cells(folder, path, cell, say)
     if formulas:
         say(
             f"{path}: a spreadsheet would run {formulas:,} of its texts as formulas; --safe-csv keeps it from that"
@@ -159,22 +169,24 @@ def write_csv(folder: Path, path: Path, say: Say = lambda text: None) -> dict[Pa
     return written
 
 
-def write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
-    return _write_cells(folder, path, _safe_cell)
+def write_safe_csv(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
+    return _write_cells(folder, path, _safe_cell, say)
 
 
-def _write_cells(folder: Path, path: Path, cell: Callable[[Any], Any]) -> dict[Path, int]:
-    layout, rows = Layout.of(folder, vectors=False), 0
+def _write_cells(folder: Path, path: Path, cell: Callable[[Any], Any], say: Say) -> dict[Path, int]:
+    inputs, rows = InputColumns(folder), 0
+    layout = Layout.of(folder, inputs.names, vectors=False)
     with (
         exporting(path, folder) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)
         writer.writerow(map(cell, layout.columns))
-        for batch in read_batches(folder, layout):
+        for batch in read_batches(folder, layout, inputs):
             columns = (map(cell, column.to_pylist()) for column in batch.columns)
             writer.writerows(zip(*columns, strict=True))
             rows += batch.num_rows
+    _say_what_lacks(inputs, path, say)
     return {path: rows}
 
 

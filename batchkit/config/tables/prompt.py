@@ -11,7 +11,8 @@ from batchkit.config.tool_definitions import check_parameters, check_tools, choi
 
 
 class PromptTable(Table):
-    """How a row becomes a prompt. Templates are Jinja2; an unknown name fails the row."""
+    """How a row becomes a prompt. Templates are Jinja2; an unknown name fails the row. `row` is all of its
+    columns: `{{ row["my column"] }}` for a name that is no plain word."""
 
     system: Identity[str | None] = None
     """System message."""
@@ -21,6 +22,8 @@ class PromptTable(Table):
     """User message."""
     user_file: Identity[str | None] = None
     """… or a file that holds it."""
+    allow_constant: Free[bool] = False
+    """Run even if the prompt uses no column, so that it is the same for all rows."""
     images: Identity[list[str]] = Field([])
     """One template per image: a path under `media.root`, a data: URI, an http(s) URL, or `{{ column
     }}` alone for a column of bytes (or a list of images)."""

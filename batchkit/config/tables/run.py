@@ -168,8 +168,9 @@ class OutputTable(Table):
 
     dir: Free[str] = "output"
     """The run folder is `<dir>/<name>`."""
-    keep: Identity[list[str]] = Field([])
-    """Fields of the row copied into its record, beside those that `[scoring]` reads."""
+    keep: Free[list[str] | Literal["*"]] = "*"
+    """The columns of the input that exports have: `"*"` for all of them, or some, which are also copied into each
+    record, beside those that `[scoring]` reads."""
     prompt: Identity[bool] = False
     """Also store the rendered prompt in each record."""
     parse: Identity[Literal["json"] | None] = None

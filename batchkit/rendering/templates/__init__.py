@@ -32,6 +32,7 @@ from batchkit.rendering.templates.sandbox import (
 )
 
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
+ROW = "row"  # what a template calls all of the row's fields
 _HANDLER = "batchkit.rendering.templates.child"
 _CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))  # more would only be slower
 _UNKNOWN_NAME = re.compile(r"'(?:\{\{[-+]?\s*)?([^'{}]+?)(?:\s*[-+]?\}\})?' is undefined")
@@ -66,7 +67,8 @@ class RowTemplate:
         except _CANT_BE_COMPILED as error:
             shown = repr(shortened(source))
             place = shown if lone is not None else f"line {getattr(error, 'lineno', 1)}"
-            raise JobError(f"{key}: {place}: {reason_of(error)}") from error
+            reason = reason_of(error)
+            raise JobError(f"{key}: {place}: {reason}{_how_to_write(reason)}") from error
 
     def text(self, names: Mapping[str, Any]) -> str:
         """The template filled in with ``names``.
@@ -82,6 +84,8 @@ class RowTemplate:
 
         A value from another process is text, bytes, numbers, None, or lists and tables of them.
         """
+        if ROW in self.names and ROW not in names:
+            names = {**names, ROW: names}
         if self._here is None:
             return self._value_apart(names)
         try:
@@ -144,6 +148,15 @@ class RowTemplate:
         return template.render
 
 
+def _how_to_write(reason: str) -> str:
+    """What a name that can't be compiled has to look like."""
+    if "'}'" in reason:
+        return "; write {{ name }}, with two braces on both sides"
+    if "'end of print statement'" in reason:
+        return '; a column whose name is no plain word is written {{ row["my column"] }}'
+    return ""
+
+
 def _undefined(message: str, names: Mapping[str, Any]) -> TemplateError:
     return TemplateError(_of_unknown_name(message, tuple(map(str, names))))
 
@@ -152,6 +165,10 @@ def _undefined(message: str, names: Mapping[str, Any]) -> TemplateError:
 def _of_unknown_name(message: str, known: tuple[str, ...]) -> str:
     name = _UNKNOWN_NAME.search(message)
     hint = "" if name is None else did_you_mean(name[1], known)
+    if name is not None and (
+        longer := [k for k in known if re.match(rf"{re.escape(name[1])}\W", k)]
+    ):
+        hint = f'; write {{{{ row["{longer[0]}"] }}}}'
     return f"{message}; the row has {', '.join(known) or 'no fields'}{hint}"
 
 
