@@ -96,6 +96,18 @@ user = "{{ review }}"
 reference = "stars"
 scorers = ["em"]
 """
+STEPS = (
+    JOB.replace('[prompt]\nuser = "Mood? {{ review }}"\n', "")
+    + """\
+[[steps]]
+name = "a"
+prompt.user = "{{ review }}"
+answer = false
+[[steps]]
+name = "b"
+prompt.user = "{{ reviw }}"
+"""
+)
 RUNS = [
     # A dry run is never in the way, and never among answers.
     Mistake(
@@ -123,6 +135,31 @@ RUNS = [
         "run job.toml --set 'prompt.user={{ reveiw }}' --set run.check_rows=0\nrun job.toml",
         ("no row was answered before: the run begins anew", '"ok": 3'),
         0,
+    ),
+    # What no answer can fit is found before the model is loaded.
+    *(
+        Mistake(
+            f"run job.toml --set 'sampling.structured_outputs={given}'",
+            (f"structured_outputs{said}",),
+        )
+        for given, said in {
+            '{json={type="objekt"}}': ".json: no JSON schema: $.type: 'objekt'",
+            '{json="{"}': ".json: no JSON: ",
+            '{choices=["a"]}': ".choices: vLLM has no such constraint; did you mean 'choice'?",
+            '{choice="a"}': ".choice: found 'a', expected a list of texts",
+            '{regex="(a"}': ".regex: no regular expression: missing )",
+            "{}": ": has no constraint; expected one of json, regex, choice",
+        }.items()
+    ),
+    # What failed in a later step is set aside, too.
+    Mistake(
+        "run steps.toml\nrun steps.toml",
+        (
+            "requeue: 0 records kept, 3 rows to run again (3 of their generations answer what is asked again)",
+            "'reviw' is undefined",
+            "so the run was stopped",
+        ),
+        files={"steps.toml": STEPS},
     ),
     # 5 is not 50 by default, and a table of predictions needs no engine.
     Mistake(

@@ -1,15 +1,21 @@
-"""The JSON schema that answers have to fit: ``json`` of ``structured_outputs``."""
+"""What answers have to fit: ``structured_outputs``, and the JSON schema in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
 
+from batchkit.config.suggest import did_you_mean
 from batchkit.config.terminal import shortened
 
 _DEEPEST = 20
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_HOW = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+# Valid in the engines' dialects, and not in Python's.
+_OTHER_DIALECT = ("bad escape", "unknown extension")
 
 
 def schema_in(sampling: Mapping[str, Any]) -> Any:
@@ -38,6 +44,53 @@ def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
 def example(schema: Any, text: str) -> Any:
     """A value that fits most schemas: whatever they require, with ``text`` for a free text."""
     return _example(schema, schema, text, depth=0)
+
+
+def faults_in(wanted: Any) -> Iterator[str]:
+    """Why no answer can fit ``wanted``, the ``structured_outputs`` of a job; each begins with the key."""
+    if not isinstance(wanted, Mapping):
+        return
+    known = (*_CONSTRAINTS, *_HOW)
+    for name in wanted:
+        if name not in known:
+            yield f".{name}: vLLM has no such constraint{did_you_mean(name, known) or one_of(known)}"
+    if not any(wanted.get(name) is not None for name in (*_CONSTRAINTS, *(wanted.keys() - known))):
+        yield f": has no constraint{one_of(_CONSTRAINTS)}"
+    faults = {"json": _fault_in_json, "regex": _fault_in_regex, "choice": _fault_in_choice}
+    for name, fault_in in faults.items():
+        if wanted.get(name) is not None and (fault := fault_in(wanted[name])) is not None:
+            yield f".{name}: {fault}"
+
+
+def one_of(names: tuple[str, ...]) -> str:
+    return f"; expected one of {', '.join(names)}"
+
+
+def _fault_in_json(schema: Any) -> str | None:
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            return f"no JSON: {error}"
+    fault = fault_in_schema(schema)
+    return None if fault is None else f"no JSON schema: {fault}"
+
+
+def _fault_in_regex(pattern: Any) -> str | None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        if not str(error).startswith(_OTHER_DIALECT):
+            return f"no regular expression: {error}: {shortened(pattern)!r}"
+    except (TypeError, RecursionError, OverflowError) as error:
+        return f"no regular expression: {error}"
+    return None
+
+
+def _fault_in_choice(choices: Any) -> str | None:
+    if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+        return None
+    return f"found {shortened(repr(choices))}, expected a list of texts"
 
 
 def fault_in_schema(schema: Any) -> str | None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
@@ -28,7 +27,7 @@ from batchkit.errors import (
 )
 from batchkit.execution.repair import repair_held
 from batchkit.execution.requeue import Kept, finish_requeue, requeue
-from batchkit.execution.start import OnChange, Start
+from batchkit.execution.start import Options, Start
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.runs.verify import Compared
 from batchkit.sources.formats import ROWS_ARE_FILES
@@ -198,7 +197,7 @@ def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[
         messages.append("an interrupted --on-change requeue was finished first")
     if options.fresh or start.job.is_trial or source.files is None:
         return True
-    return _settle_changes(folder, source, new, options.on_change, messages)
+    return _settle_changes(folder, source, new, options, messages)
 
 
 def _has_run(folder: Path) -> bool:
@@ -212,13 +211,20 @@ def _has_records(folder: Path) -> bool:
     return any(log.exists() and log.stat().st_size > 0 for log in logs)
 
 
-def _of_model(manifest: Manifest) -> Any:
-    return manifest.identity.get("engine.kind")
+def _is_dry(manifest: Manifest) -> bool:
+    return manifest.identity.get("engine.kind") == "dry-run"
 
 
-def _has_answers(folder: Path) -> bool:
-    lines: Iterator[LogLine[Record] | LogLine[Generation]]
-    lines = chain(read_lines(folder / RESULTS), read_generations(folder))
+def _nothing_to_mix(folder: Path, manifest: Manifest, new: Manifest) -> str:
+    """Why the records of the earlier run are none that others could be mixed with; empty if they are."""
+    if _is_dry(manifest) and not _is_dry(new):
+        return "the earlier run was a dry run"
+    if _are_some_ok(read_lines(folder / RESULTS)) or _are_some_ok(read_generations(folder)):
+        return ""
+    return "no row was answered before"
+
+
+def _are_some_ok(lines: Iterable[LogLine[Record] | LogLine[Generation]]) -> bool:
     return any(line.record is not None and line.record.status == "ok" for line in lines)
 
 
@@ -226,21 +232,31 @@ def _settle_changes(
     folder: Path,
     source: Input,
     new: Manifest,
-    on_change: OnChange,
+    options: Options,
     messages: list[str],
 ) -> bool:
-    """Apply ``on_change`` to any changes. True if the old run must be moved aside."""
-    manifest = read_manifest(folder)
+    """Apply ``on_change`` to any changes. True if the old run must be moved aside.
+
+    A run that ended as its job was wrong may be corrected without a change of it, in a file that a row names.
+    """
+    manifest, on_change = read_manifest(folder), options.on_change
     job_changes = differences(manifest.identity, new.identity)
     changes = job_changes + input_changes(manifest.input, new.input)
-    if not changes or not _has_records(folder):
+    was_wrong = options.attempts is None and manifest.last_start.exit == JobError.exit_code
+    if not (changes or was_wrong) or not _has_records(folder):
         return False
-    was_dry = _of_model(manifest) == "dry-run" != _of_model(new)
-    if was_dry or not _has_answers(folder):  # nothing can be mixed
-        why = "the earlier run was a dry run" if was_dry else "no row was answered before"
-        messages.append(f"job or input changed, and {why}: the run begins anew")
+    if why := _nothing_to_mix(folder, manifest, new):
+        messages.append(f"{why}: the run begins anew")
         return True
-    if on_change == "fail":
+    is_answered = _are_some_ok(read_lines(folder / RESULTS))
+    if is_answered and not changes:
+        return False
+    if on_change == "requeue" and _is_dry(new) and not _is_dry(manifest):
+        raise JobError(
+            f"{folder}: has answers of a model, and a dry run would take their place; give the dry run another"
+            " name (--set name=…)"
+        )
+    if on_change == "fail" and is_answered:
         listed = "\n".join(f"  {change}" for change in changes)
         raise ChangedError(
             f"{folder}: job or input changed since this run began\n{listed}\n"
@@ -248,7 +264,8 @@ def _settle_changes(
             " kept), --on-change requeue (run again what the change touches), or another name"
             " (--set name=…)"
         )
-    messages.append(f"changed since this run began: {'; '.join(changes)}")
+    if changes:
+        messages.append(f"changed since this run began: {'; '.join(changes)}")
     if on_change == "new":
         return True
     # Another filter or shard changes no answer: records of the rows that it keeps stay valid.
@@ -261,7 +278,7 @@ def _settle_changes(
     renewed.skipped_elsewhere = 0  # those rows may have changed, too
     if (folder / SCORES).exists():  # they belong to the old indexes: score all rows again
         renewed.scoring = None
-    keep = Kept(holds, reuses)
+    keep = Kept(holds and is_answered, reuses)
     messages.append(requeue(folder, rows, renewed, by_id=source.has_ids, keep=keep))
     return False
 

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 SHOP = "vars.page=https://shop.example"
 TOOLS = 'sampling.structured_outputs={json={type="object", properties=%s}}'
-KEYS, OTHER_ORDER = '{a={b=1}, c="x", d=2}', '{c="x", d=2, a={b=1}}'
+KEYS, OTHER_ORDER = "{a={minimum=1}, c={}, d=true}", "{c={}, d=true, a={minimum=1}}"
 SAME = ""
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from batchkit.config.answer_schema import fault_in_schema, schema_in
+from batchkit.config.answer_schema import faults_in
 from batchkit.config.seams import SCORERS, ScorerName
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables.engine import SamplingTable
@@ -245,6 +245,5 @@ def _misfits_of_prices(job: JobConfig) -> Iterator[str]:
 
 def _misfits_of_answers(job: JobConfig) -> Iterator[str]:
     for place, each in job.of_each_step():
-        schema = schema_in(each.sampling.params()) if each.output.parse is not None else None
-        if schema is not None and (fault := fault_in_schema(schema)) is not None:
-            yield f"{place}sampling.structured_outputs.json: no JSON schema: {fault}"
+        for fault in faults_in(each.sampling.params().get("structured_outputs")):
+            yield f"{place}sampling.structured_outputs{fault}"
