@@ -108,7 +108,14 @@ name = "b"
 prompt.user = "{{ reviw }}"
 """
 )
+STOPPED = "run job.toml --set run.max_in_flight=1 --set run.max_completion_tokens=6"
 RUNS = [
+    Mistake(f"{STOPPED} --output a.csv", ("a.csv: not written, as the run has not ended",), 1),
+    Mistake(f"{STOPPED}\nexport output/mood --csv", ("1 of 3 rows; 2 have no answer yet",), 0),
+    Mistake(
+        f"{STOPPED}\nexport output/mood --parquet --only-finished",
+        ("1 of 3 rows; 2 have no answer yet; continue the run, or leave --only-finished out",),
+    ),
     # A dry run is never in the way, and never among answers.
     Mistake(
         f"{ONE_LINE} --prompt 'Mood? {{{{ review }}}}'\n" * 2

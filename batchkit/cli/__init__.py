@@ -283,12 +283,14 @@ def retry_failed(
 @click.option(
     "--public", is_flag=True, help="A data set that --hub creates is public, not private."
 )
+@click.option("--only-finished", is_flag=True, help="Refuse a run with rows that have no record.")
 @JSON
 def export(
     run: str | None,
     safe_csv: bool,
     hub: str | None,
     public: bool,
+    only_finished: bool,
     as_json: bool,
     **formats: str | None,
 ) -> None:
@@ -312,7 +314,8 @@ def export(
     run = run or _run_taken_for_path(wanted)
     folder = find(run)
     for name, path in wanted.items():
-        for file in write(folder, name, Path(path) if path else None, say):
+        target = Path(path) if path else None
+        for file in write(folder, name, target, say, only_finished=only_finished):
             show(file, as_json)
             if hub is not None and name == "parquet":
                 show(push(folder, file.path, hub, public=public), as_json)

@@ -62,6 +62,10 @@ def run_job(
 def _exported(outcome: Outcome, name: str, output: Path, say: Say) -> Outcome:
     """Once all rows have finished, write them to ``output``."""
     if outcome.error is not None or outcome.summary.exit not in (0, 3):
+        say(
+            f"{output}: not written, as the run has not ended; `batchkit export {outcome.summary.folder}` writes"
+            " what there is"
+        )
         return outcome
     try:
         for file in export(Path(outcome.summary.folder), name, output, say):

@@ -20,11 +20,11 @@ from batchkit.config.seams import EXPORTS as SEAM
 from batchkit.errors import JobError, StoreError
 from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import EMBEDDING, Layout, vector_type
+from batchkit.runs.status import status
 from batchkit.runs.table import read_batches, schema_of
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
 from batchkit.storage.vectors import Vectors, VectorType
 
@@ -76,7 +76,12 @@ class Exported(NamedTuple):
 
 
 def export(
-    folder: Path, format_name: str, path: Path | None = None, say: Say = lambda text: None
+    folder: Path,
+    format_name: str,
+    path: Path | None = None,
+    say: Say = lambda text: None,
+    *,
+    only_finished: bool = False,
 ) -> list[Exported]:
     """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``npy``, ``openai``,
     ``realhit`` or what another package adds.
@@ -86,16 +91,22 @@ def export(
     spreadsheet: a text that would be taken for a formula gets a ``'`` in front. ``npy`` writes the
     vectors as one matrix, and the ids of its rows into a file beside it. ``openai`` writes
     two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
-    folder ``path`` or as the file ``path``. ``say`` is called if a spreadsheet would run a cell of ``csv``.
+    folder ``path`` or as the file ``path``. ``say`` is called if rows have no answer yet, and if a spreadsheet would
+    run a cell of ``csv``.
 
     Raises:
-        JobError: ``npy``, and the run has no vectors, or they have several lengths.
+        JobError: ``npy``, and the run has no vectors, or they have several lengths; ``only_finished``, and rows have
+            no record yet.
         StoreError: not a run folder, its log is damaged, or the file can't be written.
     """
-    read_manifest(folder)
-    log = folder / RESULTS
+    log, found = folder / RESULTS, status(folder)
     check_log(folder)
     path = path or folder / _NAMES.get(format_name, f"results.{format_name}")
+    if found.pending:
+        done = f"{found.ok + found.failed:,} of {found.total:,} rows; {found.pending:,} have no answer yet"
+        if only_finished:
+            raise JobError(f"{folder}: {done}; continue the run, or leave --only-finished out")
+        say(f"{path}: {done}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write = SEAM.load(format_name)
@@ -116,6 +127,7 @@ def write_parquet(folder: Path, path: Path, say: Say = print) -> dict[Path, int]
     inputs, rows = InputColumns(folder), 0
     layout = Layout.of(folder, inputs.names)
     batches, schema = read_batches(folder, layout, inputs), schema_of(layout)
+    schema = schema.with_metadata(_about(folder))
     others = [name for name in schema.names if name != EMBEDDING]
     with (
         exporting(path, folder) as temporary,
@@ -132,6 +144,15 @@ def write_parquet(folder: Path, path: Path, say: Say = print) -> dict[Path, int]
             rows += batch.num_rows
     _say_what_lacks(inputs, path, say)
     return {path: rows}
+
+
+def _about(folder: Path) -> dict[str, str]:
+    """The metadata of a file: of which run it is, and whether that has ended."""
+    found = status(folder)
+    about = {"run": found.name, "rows": found.total, "rows_without_answer": found.pending}
+    if job_of_run(folder).is_dry:
+        about["dry_run"] = True
+    return {f"batchkit.{name}": str(value) for name, value in about.items()}
 
 
 def _say_what_lacks(inputs: InputColumns, path: Path, say: Say) -> None:
