@@ -137,6 +137,16 @@ RUNS = [
             "All of the first 3 rows fail like this",
         ),
     ),
+    Mistake(
+        "run solve.toml",
+        ("| all | 3 | 33.33 |",),
+        0,
+        {
+            "solve.py": "async def solve(row, generate):\n    return {'answer': 'positive', 'why': 'x'}\n",
+            "solve.toml": '[input]\npath = "reviews.csv"\n[rollout]\nfunction = "solve.py:solve"\n[engine]\n'
+            'kind = "dry-run"\n[scoring]\nreference = "label"\nscorers = ["em"]\n',
+        },
+    ),
     # What failed does not stand in the way of the corrected job.
     Mistake(
         "run job.toml --set 'prompt.user={{ reveiw }}' --set run.check_rows=0\nrun job.toml",

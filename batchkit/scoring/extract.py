@@ -32,14 +32,21 @@ EXTRACTORS = {
 _OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI])""")
 _MARKERS = ("[Final Answer]:", "Final Answer:")
 FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
+_ANSWERS = ("answer", "prediction")
 _MOST_IN_VAIN = 10_000_000  # characters; a text of nothing but brackets would take hours
 _DEAR = 10_000  # cost of a value nested too deep for Python
 _FAILURE = 50  # cost of any failure
 
 
 def whole(text: str, table: ScoringTable) -> str | None:
-    """The text without white space around it."""
-    return text.strip()
+    """The text without white space around it; of a JSON object that has an ``answer`` or a ``prediction``, that."""
+    text = text.strip()
+    if text.startswith("{") and text.endswith("}"):
+        for key in _ANSWERS:
+            found = json_value(text, table.model_copy(update={"key": key}))
+            if found is not None:
+                return found
+    return text
 
 
 def final_answer(text: str, table: ScoringTable) -> str | None:

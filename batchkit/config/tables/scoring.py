@@ -72,7 +72,7 @@ class ScoringTable(Table):
     """How answers are scored: as rows finish, and again by `batchkit score`."""
 
     extract: Extract = "text"
-    """What the prediction is: the whole `text`, the first group of a `regex`, a `json` value, the
+    """What the prediction is: the whole `text` (of a JSON object its `answer`), the first group of a `regex`, a `json` value, the
     last `number`, what follows `[Final Answer]:`, the last block of `code`, or a `reward` from 0 to
     10."""
     pattern: str | None = None
