@@ -147,6 +147,23 @@ RUNS = [
             'kind = "dry-run"\n[scoring]\nreference = "label"\nscorers = ["em"]\n',
         },
     ),
+    *(
+        Mistake(
+            f"{command} job.toml --set input.path=twice.csv",
+            (said,),
+            0,
+            {"twice.csv": "id,review,label\na,Fine,positive\na,Bad,negative\nb,Good,positive\n"},
+        )
+        for command, said in {
+            "validate": "input.id: 1 rows have the id of an earlier one, as row 1 that of row 0 ('a')",
+            "run": '"ok": 3',
+        }.items()
+    ),
+    Mistake(
+        "run job.toml\nreport output/mood",
+        ("nothing is scored: set [scoring] extract, reference and scorers in the job file",),
+        0,
+    ),
     # What failed does not stand in the way of the corrected job.
     Mistake(
         "run job.toml --set 'prompt.user={{ reveiw }}' --set run.check_rows=0\nrun job.toml",

@@ -75,7 +75,7 @@ class Validation:
 def validate(job: JobConfig, rows: int | None = None) -> Validation:
     """Render and check the first ``rows`` rows (all if None): template, media, length, parameters.
 
-    If two rows have one id, the second is the problem. Writes nothing.
+    Rows that have one id are a hint: all of them are answered. Writes nothing.
 
     Raises:
         JobError: the job itself is invalid.
@@ -83,7 +83,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
     problems: list[Problem] = []
     by_kind: Counter[str] = Counter()
     tokens: list[int] = []
-    repeats: dict[int, int] = {}
+    repeats: dict[int, tuple[int, str]] = {}
     first: Row | None = None
     count = 0
     for row, _, prompt, error in checked(
@@ -95,8 +95,6 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         if prompt is not None and prompt.prompt_tokens is not None:
             tokens.append(prompt.prompt_tokens)
         kind, message = (error.kind, masked_text(str(error))) if error is not None else (None, "")
-        if row.index in repeats:
-            kind, message = "id", f"row {repeats[row.index]} has the id {row.id!r}, too"
         if kind is not None:
             by_kind[kind] += 1
             problems.append(Problem(row.index, row.id, kind, message))
@@ -114,7 +112,10 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         failed_by_kind={kind: count for kind, count in by_kind.items() if count},
         problems=sorted(problems)[:SHOWN],
         prompt_tokens=_spread(tokens),
-        hints=[] if first is None else [masked_text(hint) for hint in hints(job, first.fields)],
+        hints=[
+            *([] if first is None else map(masked_text, hints(job, first.fields))),
+            *_of_repeats(repeats),
+        ],
         not_checked=[*not_checked(job)],
     )
 
@@ -258,12 +259,21 @@ def _read_only(row: Row) -> Request | Completion:
     return request if row.error is None else Completion(request, error=row.error)
 
 
-def _noting_repeats(rows: Iterator[Row], repeats: dict[int, int]) -> Iterator[Row]:
-    """``repeats`` maps a row with a repeated id to the first row that has it."""
+def _of_repeats(repeats: Mapping[int, tuple[int, str]]) -> Iterator[str]:
+    if repeats:
+        row, (first, name) = min(repeats.items())
+        yield (
+            f"input.id: {len(repeats):,} rows have the id of an earlier one, as row {row} that of row {first}"
+            f" ({name!r}): each is answered, but nothing finds them by id"
+        )
+
+
+def _noting_repeats(rows: Iterator[Row], repeats: dict[int, tuple[int, str]]) -> Iterator[Row]:
+    """``repeats`` maps a row with a repeated id to the first row that has it, and to the id."""
     first_of: dict[str, int] = {}
     for row in rows:
         if row.error is None and first_of.setdefault(row.id, row.index) != row.index:
-            repeats[row.index] = first_of[row.id]
+            repeats[row.index] = first_of[row.id], row.id
         yield row
 
 

@@ -168,7 +168,11 @@ def test_a_good_job_says_what_only_a_run_shows() -> None:
 def test_a_repeated_id_is_found_before_the_first_answer() -> None:
     job = steps()
     job["input"]["id"] = "id"
-    assert checked(job, "validate", "--json").json["failed_by_kind"] == {"id": 2}
+    found = checked(job, "validate", "--json")
+    assert (found.exit_code, found.json["failed_by_kind"]) == (0, {})
+    assert "input.id: 2 rows have the id of an earlier one, as row 1 that of" in str(
+        found.json["hints"]
+    )
 
 
 @pytest.mark.parametrize(

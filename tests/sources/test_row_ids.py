@@ -68,10 +68,10 @@ def test_validate_shows_what_is_wrong_with_a_broken_line(tmp_path: Path) -> None
     write_input(tmp_path, line("1"), BROKEN, line("1"))
     ended = batchkit("validate", "job.toml", "--json", cwd=tmp_path)
     found = json.loads(ended.stdout)
-    broken, repeated = found["problems"]
+    (broken,), (repeated,) = found["problems"], found["hints"]
     assert (broken["index"], broken["kind"]) == (1, "invalid_request")
     assert "in.jsonl line 2: not valid JSON" in broken["message"]
-    assert (repeated["index"], repeated["message"]) == (2, "row 0 has the id '1', too")
+    assert "as row 2 that of row 0 ('1')" in repeated
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
