@@ -164,6 +164,14 @@ RUNS = [
         ("nothing is scored: set [scoring] extract, reference and scorers in the job file",),
         0,
     ),
+    Mistake(
+        "run job.toml --set vars.rules="
+        + "x" * 300
+        + "a\nrun job.toml --set vars.rules="
+        + "x" * 300
+        + "b",
+        ("vars.rules: …" + "x" * 30 + 'a" → …' + "x" * 30 + 'b"',),
+    ),
     # What failed does not stand in the way of the corrected job.
     Mistake(
         "run job.toml --set 'prompt.user={{ reveiw }}' --set run.check_rows=0\nrun job.toml",

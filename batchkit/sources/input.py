@@ -34,6 +34,7 @@ from batchkit.storage.identity import CHANGING
 from batchkit.storage.manifest import FileFingerprint, read_manifest
 from batchkit.types import Row
 
+_CHUNK_BYTES = 1 << 20
 LOOK_S = 5.0
 _HASH_BYTES = 8  # of input_hash
 _REST = 8  # times as long as a look took, to the next
@@ -227,7 +228,7 @@ def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint
     old = {file.path: file for file in then}
     new = {file.path: file for file in now}
     return [
-        f"input {path}: {_described(old.get(path))} → {_described(new.get(path))}"
+        f"input {path}: {_difference_of(old.get(path), new.get(path))}"
         for path in sorted({*old, *new})
         if path not in old or path not in new or not _same(old[path], new[path])
     ] or ["input: the order of the files"]
@@ -237,6 +238,27 @@ def _same(then: FileFingerprint, now: FileFingerprint) -> bool:
     if then.sha256 == CHANGING:
         return False
     return (then.sha256, then.read_as) == (now.sha256, now.read_as)
+
+
+def _difference_of(then: FileFingerprint | None, now: FileFingerprint | None) -> str:
+    if then is not None and now is not None and (added := _lines_added(then, now)):
+        return f"{added:,} lines were added at its end"
+    return f"{_described(then)} → {_described(now)}"
+
+
+def _lines_added(then: FileFingerprint, now: FileFingerprint) -> int:
+    """How many lines stand behind what a local text file was; 0 if it is another one."""
+    path = Path(now.path)
+    if path.suffix not in (".jsonl", ".csv", ".tsv", ".txt") or now.size <= then.size:
+        return 0
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while (left := then.size - file.tell()) > 0:
+                digest.update(file.read(min(left, _CHUNK_BYTES)))
+            return sum(1 for _ in file) if digest.hexdigest() == then.sha256 else 0
+    except OSError:
+        return 0
 
 
 def _described(file: FileFingerprint | None) -> str:

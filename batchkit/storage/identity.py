@@ -25,6 +25,7 @@ from batchkit.config.terminal import shortened
 from batchkit.config.tool_definitions import is_template, tools_in
 from batchkit.errors import EngineError, JobError
 
+_MOST_SHOWN, _SHOWN_BEFORE = 100, 30  # characters of a value that changed
 _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
 # Options that change speed and memory, not answers.
 _SPEED_ONLY = frozenset(
@@ -280,7 +281,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for key in sorted({*then, *now}):
         old, new, sort = then.get(key), now.get(key), not home_of(key).startswith(_ORDERED)
         if _json(known_of(new, old, key), sort=sort) != _json(known_of(old, new, key), sort=sort):
-            lines.append(f"{key}: {_short(old)} → {_short(new)}")
+            lines.append(f"{key}: {_beside(old, new)}")
     return lines
 
 
@@ -401,5 +402,12 @@ def _json(value: Any, *, sort: bool = True) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort else None)
 
 
-def _short(value: Any) -> str:
-    return shortened(orjson.dumps(value).decode(), 100)
+def _beside(old: Any, new: Any) -> str:
+    """Both as JSON; of long ones, the part that differs."""
+    texts = [orjson.dumps(value).decode() for value in (old, new)]
+    if any(len(text) > _MOST_SHOWN for text in texts):
+        pairs = enumerate(zip(*texts, strict=False))
+        differs = next((n for n, (a, b) in pairs if a != b), min(map(len, texts)))
+        start = max(0, differs - _SHOWN_BEFORE)
+        texts = ["…" * bool(start) + shortened(text[start:], _MOST_SHOWN) for text in texts]
+    return " → ".join(texts)
