@@ -231,6 +231,37 @@ KEYS = [
         "validate job.toml --set 'output.keep=[\"lable\"]'",
         ("output.keep: the rows have no field 'lable'; did you mean 'label'?",),
     ),
+    Mistake(
+        "validate job.toml --set sampling.max_new_tokens=3 --set sampling.guided_choice=a --set sampling.tokens=1",
+        (
+            "sampling.max_new_tokens: no such parameter; did you mean 'max_tokens'?",
+            "sampling.guided_choice: no such parameter; did you mean 'structured_outputs'?",
+            "sampling.tokens: no such parameter; did you mean 'max_tokens'?",
+        ),
+    ),
+    Mistake("validate job.toml --set scoring.scorer=em", ("unknown key; did you mean 'scorers'?",)),
+    Mistake(
+        "run job.toml\nstatus output/mod", ("output/mod: neither", "did you mean 'output/mood'?")
+    ),
+    *(
+        Mistake(
+            f"run job.toml --set engine.kind=transformers --set engine.model={model}",
+            ("did you mean 'batchkit-demo'?",),
+        )
+        for model in ("batchkit-dmo", "batchkit_demo")
+    ),
+    Mistake("resume job.toml", ("Did you mean 'batchkit run', which resumes what it began?",)),
+    Mistake("job.toml", ("Did you mean 'batchkit run job.toml', which resumes what it began?",)),
+    Mistake("compare a b", ("Did you mean 'batchkit report'?",)),
+    Mistake(
+        "run job.yaml",
+        ("job.yaml: is YAML, and a job file is TOML",),
+        files={"job.yaml": "name: mood\n"},
+    ),
+    Mistake("run job.toml\nexport output/mood --xlsx", ("Did you mean '--csv'?",)),
+    Mistake(
+        "run job.toml --set engine.api_key=good", ("unknown key; did you mean 'api_key_env'?",)
+    ),
     Mistake("run job.toml --set promt.user=a", ("promt", "did you mean 'prompt'")),
 ]
 

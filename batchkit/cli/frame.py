@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import click
 
 from batchkit.config.masking import masked_text
+from batchkit.config.suggest import ELSEWHERE
 from batchkit.config.terminal import plain
 from batchkit.errors import BatchkitError, limit_reached
 
@@ -23,6 +24,18 @@ class Result(Protocol):
 class Cli(click.Group):
     """Turns our errors into a message on stderr and an exit code."""
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, *_ = args
+        here = f"run {name}" if name.endswith(".toml") else ELSEWHERE.get(name)
+        if name in self.commands or here is None:
+            return super().resolve_command(ctx, args)
+        resumes = ", which resumes what it began" * here.startswith("run")
+        raise click.UsageError(
+            f"No such command {name!r}. Did you mean 'batchkit {here}'{resumes}?", ctx
+        )
+
     def invoke(self, ctx: click.Context) -> Any:
         from batchkit.errors import Interrupted
 
@@ -33,7 +46,14 @@ class Cli(click.Group):
             ctx.exit(error.exit_code)
         except click.UsageError as error:  # it quotes the command line
             message = error.format_message()
-            if (shown := plain(masked_text(message))) == message:
+            if isinstance(error, click.NoSuchOption):
+                here = ELSEWHERE.get(error.option_name.lstrip("-"))
+                message = (
+                    f"No such option {error.option_name!r}. Did you mean '--{here}'?"
+                    if here
+                    else message
+                )
+            if (shown := plain(masked_text(message))) == error.format_message():
                 raise
             raise click.UsageError(shown, error.ctx) from None
         except Interrupted as stop:

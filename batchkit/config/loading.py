@@ -78,6 +78,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode("utf-8-sig"))
     except (RecursionError, ValueError) as error:  # ValueError also for thousands of digits
+        if path.suffix.lower() in (".yaml", ".yml"):
+            raise JobError(
+                f"{path}: is YAML, and a job file is TOML (`batchkit init` writes one)"
+            ) from None
         if path.suffix.lower() not in ("", ".toml"):
             raise JobError(
                 f"{path}: is no job file, which is TOML. If it holds the rows: batchkit run --model MODEL"

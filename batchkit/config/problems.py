@@ -169,7 +169,7 @@ def _hint(place: _Place, found: Any, table: Model) -> str:
     key = str(place.location[-1])
     is_list_of_tables = isinstance(found, list) and found and isinstance(found[0], Mapping)
     homes = [] if is_list_of_tables else homes_of(table, key)
-    if homes:
+    if homes and f"{key}s" not in place.known:
         return f"; did you mean {' or '.join(map(repr, homes))}?"
     if near := did_you_mean(key, place.known):
         return near

@@ -8,6 +8,7 @@ from glob import escape
 from pathlib import Path
 
 from batchkit.config.loading import load_job
+from batchkit.config.suggest import did_you_mean
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import latest_run, without_manifest
@@ -45,9 +46,12 @@ def find_run(
                 f"{folder}: no run there, but shards of it: name one of them, or `batchkit merge {parts}"
                 f" --into {target}` first"
             )
+        runs = [str(run) for run in folder.parent.glob("*") if is_run(run)]
+        if path.is_file():
+            dry = f"{folder}.dry-run"
+            hint = f"; its dry run is {dry}" if dry in runs else ""
+            raise JobError(f"{folder}: no run there; start one with `batchkit run {target}`{hint}")
         raise JobError(
-            f"{folder}: no run there; start one with `batchkit run {target}`"
-            if path.is_file()
-            else f"{target}: neither a run folder nor a job file"
+            f"{target}: neither a run folder nor a job file{did_you_mean(str(folder), runs)}"
         )
     return folder

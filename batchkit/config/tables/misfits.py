@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from batchkit.config.answer_schema import faults_in
 from batchkit.config.seams import SCORERS, ScorerName
-from batchkit.config.suggest import did_you_mean
+from batchkit.config.suggest import ELSEWHERE, did_you_mean
 from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.tables.scoring import ScoringTable
@@ -35,6 +35,7 @@ def misfits(job: JobConfig) -> list[str]:
         _misfits_of_retry,
         _misfits_of_prices,
         _misfits_of_answers,
+        _misfits_of_sampling,
     )
     return next(filter(None, ([*rule(job)] for rule in rules)), [])
 
@@ -241,6 +242,13 @@ def _misfits_of_prices(job: JobConfig) -> Iterator[str]:
     for name, engine in engines.items():
         if job.run.price_per_gpu_hour is not None and engine.base_url is not None:
             yield f"run.price_per_gpu_hour: {name} is a server; give run.price_per_million_tokens"
+
+
+def _misfits_of_sampling(job: JobConfig) -> Iterator[str]:
+    """Parameters that are other tools' names: no engine has them."""
+    for place, each in job.of_each_step():
+        for name in each.sampling.params().keys() & ELSEWHERE.keys():
+            yield f"{place}sampling.{name}: no such parameter; did you mean {ELSEWHERE[name]!r}?"
 
 
 def _misfits_of_answers(job: JobConfig) -> Iterator[str]:

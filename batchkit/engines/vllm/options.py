@@ -153,11 +153,13 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
-    for name in sampling:
-        if name not in known:
-            raise RequestError(
+    if unknown := [name for name in sampling if name not in known]:
+        raise RequestError(
+            "\n".join(
                 f"sampling.{name}: vLLM has no such parameter{did_you_mean(name, known)}"
+                for name in unknown
             )
+        )
     values = dict(sampling)
     if isinstance(values.get("logit_bias"), Mapping):  # JSON and TOML keys are text
         values["logit_bias"] = {_token_id(key): v for key, v in values["logit_bias"].items()}
