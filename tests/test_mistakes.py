@@ -262,6 +262,23 @@ KEYS = [
     Mistake(
         "run job.toml --set engine.api_key=good", ("unknown key; did you mean 'api_key_env'?",)
     ),
+    *(
+        Mistake(
+            f"run job.toml --set input.path=other.csv{more}",
+            ('"ok": 3',),
+            0,
+            {"other.csv": REVIEWS.replace(",", separator)},
+        )
+        for separator, more in ((";", ""), ("\t", ""), ("|", " --set 'input.separator=|'"))
+    ),
+    *(
+        Mistake(f"{command} job.toml {change}", (said,), files={"head.csv": "id,review,label\n"})
+        for command in ("run", "validate")
+        for change, said in {
+            "--set input.path=head.csv": "head.csv: has no rows",
+            "--set 'input.where={label=\"none\"}'": "no row has what input.where asks for: label",
+        }.items()
+    ),
     Mistake("run job.toml --set promt.user=a", ("promt", "did you mean 'prompt'")),
 ]
 

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import click
 
 from batchkit.config.masking import masked_text
-from batchkit.config.suggest import ELSEWHERE
 from batchkit.config.terminal import plain
 from batchkit.errors import BatchkitError, limit_reached
 
@@ -27,6 +26,8 @@ class Cli(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        from batchkit.config.suggest import ELSEWHERE
+
         name, *_ = args
         here = f"run {name}" if name.endswith(".toml") else ELSEWHERE.get(name)
         if name in self.commands or here is None:
@@ -37,6 +38,7 @@ class Cli(click.Group):
         )
 
     def invoke(self, ctx: click.Context) -> Any:
+        from batchkit.config.suggest import ELSEWHERE
         from batchkit.errors import Interrupted
 
         try:

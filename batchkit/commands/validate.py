@@ -22,6 +22,7 @@ from batchkit.execution.rollouts.function import loaded_function
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.sources import read_rows
+from batchkit.sources.input import why_empty
 from batchkit.types import Completion, Request, Row
 
 SHOWN = 20
@@ -100,6 +101,8 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
             problems.append(Problem(row.index, row.id, kind, message))
             if len(problems) > 10 * SHOWN:
                 problems = sorted(problems)[:SHOWN]
+    if not count:
+        raise JobError(why_empty(job.input))
     failed = by_kind.total()
     if first is not None:
         check_uses_a_column(job, first)

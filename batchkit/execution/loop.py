@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 from batchkit.engines.process.launcher import LOG
-from batchkit.errors import BatchkitError, Interrupted
+from batchkit.errors import BatchkitError, Interrupted, JobError
 from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.engine_notes import EngineNotes
 from batchkit.execution.first_rows import hints
@@ -205,8 +205,10 @@ class Loop:
     def _nothing_due(self) -> Outcome:
         self._tasks.check_complete()
         is_empty = self._tasks.total(None) == 0 and not self._tasks.resumed
-        done = "nothing left to run: every row has a record"
-        self._screen.say(self._tasks.input.source.if_empty if is_empty else done)
+        job, why = self._start.job, self._tasks.input.source.if_empty
+        if is_empty and job.input.path is not None and job.input.shard is None:
+            return Outcome(self._summary(JobError.exit_code), JobError(why))
+        self._screen.say(why if is_empty else "nothing left to run: every row has a record")
         return Outcome(self._summary())
 
     def _stopped(self) -> Outcome:

@@ -12,6 +12,7 @@ from batchkit.sources.files import open_input
 from batchkit.sources.formats import suffix_of
 from batchkit.sources.reader import Format, Found, Skip, check_columns, fault, shown
 
+_HEADER_BYTES = 1 << 16
 MAX_CELL_CHARS = 2**26
 """A longer cell is refused: it comes from a quote that was never closed, not from real data."""
 
@@ -24,8 +25,9 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     """
     # The limit belongs to the csv module, not to a reader; it is only ever raised.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_CHARS))
-    delimiter = "\t" if suffix_of(path) == ".tsv" else ","
-    with open_input(path) as file:
+    with open_input(path) as opened:
+        file = io.BufferedReader(opened)
+        delimiter = table.separator or _separator(path, file.peek(_HEADER_BYTES))
         # Bytes that aren't UTF-8 become lone surrogates, so that they fail one row, not the file.
         # A lone \r ends no line: it is within a text that lacks its quotes, as pandas writes it.
         text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="\n")
@@ -58,6 +60,14 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
             else:
                 yield fault(path, _lines(start, rows.line_num), _problem(cells, header))
             index += 1
+
+
+def _separator(path: str, beginning: bytes) -> str:
+    """What stands between the columns' names: a tab in ``.tsv``, else a comma, or what is there without one."""
+    if suffix_of(path) == ".tsv":
+        return "\t"
+    header = beginning.lstrip().partition(b"\n")[0]
+    return next((mark for mark in ",;\t" if mark.encode() in header), ",")
 
 
 def _has_return(path: str, number: int) -> InputError:

@@ -79,7 +79,7 @@ def from_job(job: JobConfig) -> Input:
         has_ids=has_ids(job.input, paths),
         changes=lambda thorough: changed_files(job.input, files, thorough=thorough),
         left_out=listing(job.input).left_out,
-        if_empty=_if_empty(job.input),
+        if_empty=why_empty(job.input),
     )
 
 
@@ -175,7 +175,7 @@ def distrusted(files: list[FileFingerprint], changed: Collection[str]) -> list[F
     ]
 
 
-def _if_empty(table: InputTable) -> str:
+def why_empty(table: InputTable) -> str:
     if table.shard is not None:
         return f"shard {table.shard} of {table.path} has no rows"
     wanted = ", ".join(f"{name} = {shown(value)}" for name, value in table.where.items())

@@ -32,13 +32,11 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     skipped. A formula has the value that is saved with it; without one, it fails its row."""
     with open_input(path, text=False) as file, ExitStack() as stack:
         is_computed = _is_computed(path, file)
-        sheets = [
-            _sheet(path, stack.enter_context(closing(book)), table.records)
-            for book in (_opened(path, file, data_only=True), _opened(path, file, data_only=False))
-        ]
+        books = [_opened(path, file, data_only=only) for only in (True, False)]
+        sheets = [_sheet(path, stack.enter_context(closing(book)), table.records) for book in books]
         number = 0
         try:
-            header: list[str] | None = None
+            header, header_row = list[str](), 0
             for number, cells in enumerate(_values(*sheets, is_computed=is_computed), start=1):
                 if number > _MOST_ROWS:
                     raise InputError(
@@ -47,17 +45,23 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                     )
                 if all(cell is None for cell in cells):
                     continue
-                if header is None:
-                    header = _header(path, number, cells)
+                if not header:
+                    header, header_row = _header(path, number, cells), number
                     continue
+                if number == header_row + 1:
+                    _check_header(path, header, number, cells)
                 yield None if skip(index) else _fields(path, number, cells, header)
                 index += 1
         except InputError:
             raise
         except Exception as error:  # openpyxl raises what its parsers do: KeyError, ParseError …
             raise InputError(f"{path}: broken workbook after row {number}: {error}") from error
-    if header is None:
-        raise InputError(f"{path}: its sheet is empty; the first row must name the columns")
+    if not header:
+        names = ", ".join(shown(name) for name in books[0].sheetnames)
+        raise InputError(
+            f"{path}: its sheet is empty; the first row must name the columns. input.records names the sheet: it has"
+            f" {names}"
+        )
 
 
 def _is_computed(path: str, file: IO[bytes]) -> bool:
@@ -127,6 +131,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         return int(value)
     return value
+
+
+def _check_header(path: str, header: list[str], number: int, cells: Sequence[Any]) -> None:
+    """Raises InputError if the row behind the header looks like the header: the one above it is a title."""
+    names = [cell for cell in cells if cell is not None]
+    if len(header) < len(names) and all(isinstance(name, str) for name in names):
+        raise InputError(
+            f"{path} row {number}: the header seems to be here, with {len(names)} names, and the row above it a"
+            f" title, {shown(header[0])}; remove what is above the header"
+        )
 
 
 def _header(path: str, number: int, cells: Sequence[Any]) -> list[str]:
