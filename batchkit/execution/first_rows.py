@@ -157,9 +157,6 @@ def _fields_named(job: JobConfig) -> list[tuple[str, str]]:
     named = [("output.keep", name) for name in keep]
     for key, table in _scorings(job):
         named += [(key, name) for name in sorted(fields_of(table))]
-    for place, its in job.of_each_step():
-        if (column := its.sampling.sampling_column) is not None:
-            named.append((f"{place}sampling.sampling_column", column))
     return named
 
 
@@ -181,19 +178,23 @@ def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     """A line per likely mistake in lengths, the scoring, or what templates of steps read; ``first``: a row's
     fields."""
     for place, its in job.of_each_step():
-        yield from (place + hint for hint in _of_generation(its))
+        yield from (place + hint for hint in _of_generation(its, first))
     yield from _of_steps(job, first)
     for key, table in _scorings(job):
         yield from scoring_hints(table, first, key)
 
 
-def _of_generation(job: JobConfig) -> Iterator[str]:
+def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     most, wanted = job.engine.options.get("max_model_len"), job.sampling.max_tokens
     if job.task == "generate" and isinstance(most, int) and wanted >= most:
         yield (
             f"sampling.max_tokens: {wanted} leaves no room for a prompt, as engine.options.max_model_len"
             f" is {most}, for prompt and answer together; an answer ends where they reach it"
         )
+    column = job.sampling.sampling_column
+    if column is not None and column not in first:  # it may be rare
+        hint = did_you_mean(column, map(str, first))
+        yield f"sampling.sampling_column: the first row has no field {column!r}{hint}"
 
 
 def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:

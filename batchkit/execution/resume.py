@@ -256,7 +256,7 @@ def _settle_changes(
             f"{folder}: has answers of a model, and a dry run would take their place; give the dry run another"
             " name (--set name=…)"
         )
-    if on_change == "fail" and is_answered:
+    if on_change == "fail" and (is_answered or not was_wrong):
         listed = "\n".join(f"  {change}" for change in changes)
         raise ChangedError(
             f"{folder}: job or input changed since this run began\n{listed}\n"

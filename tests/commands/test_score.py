@@ -394,12 +394,6 @@ def test_a_run_that_another_process_holds_is_not_scored(answered: Path) -> None:
         score_run(answered, say=quiet)
 
 
-def test_a_run_without_a_row_has_an_empty_table(tmp_path: Path) -> None:
-    folder = run(job(tmp_path, counted(2), input={"where": {"kind": "none of them"}}))
-    found = score_run(folder, say=quiet).to_json()
-    assert (found["total"], found["metrics"], found["overall"]["n"]) == (0, {}, 0)
-
-
 def test_a_run_without_scoring_says_what_to_set(tmp_path: Path) -> None:
     folder = run(job(tmp_path, counted(1), scoring={}))
     done = batchkit("score", folder, cwd=tmp_path)

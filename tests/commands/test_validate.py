@@ -58,11 +58,6 @@ def test_likely_mistakes_are_found(tables: dict[str, Any], hint: str | None) -> 
             {"output": {"keep": ["keyy"]}},
             "output.keep: the rows have no field 'keyy'; did you mean 'key'?",
         ),
-        # each row would be answered with the job's parameters, and not with its own
-        (
-            {"sampling": {"sampling_column": "keyy"}},
-            "sampling.sampling_column: the rows have no field",
-        ),
     ],
 )
 def test_a_field_that_no_row_has_is_refused(tables: dict[str, Any], said: str) -> None:
@@ -184,7 +179,7 @@ def test_a_repeated_id_is_found_before_the_first_answer() -> None:
         (
             "sampling",
             {"sampling_column": "qq"},
-            "steps.revise.sampling.sampling_column: the rows have no field 'qq'",
+            "steps.revise.sampling.sampling_column: the first row has no field 'qq'",
         ),
         ("reference", "qq", "steps.revise: the rows have no field 'qq'"),
         ("scorers", ["em"], "steps.revise: em needs a right answer to compare with: set"),

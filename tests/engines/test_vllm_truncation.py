@@ -70,6 +70,7 @@ def job_of(model: Path, folder: Path, rows: list[dict[str, Any]], **tables: Any)
         "engine": {"model": str(model), "options": SMALL, "in_process": True},
         "sampling": {"max_tokens": MAX_TOKENS},
         "media": {"root": str(folder)},
+        "run": {"check_rows": 0},
         "output": {"dir": str(folder / "output"), "prompt": True, "keep": ["text"]},
         "retry": {"on_too_long": "truncate-middle"},
     }

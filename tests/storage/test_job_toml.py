@@ -39,7 +39,7 @@ VALUES = st.recursive(
 def test_value_is_read_back_with_the_order_of_its_keys(value: Any) -> None:
     made = job(
         vars={"x": value, "y": 1},
-        sampling={"structured_outputs": {"json": value}},
+        sampling={"structured_outputs": {"structural_tag": value}},
         prompt={"user": "x", "chat_template_kwargs": {"x": value, "y": 1}},
     )
     with tempfile.TemporaryDirectory() as folder:
