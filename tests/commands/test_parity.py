@@ -409,7 +409,7 @@ def test_only_the_first_rows_are_asked(write: Write) -> None:
     limited = load_job(write(None, options={}), ["input.limit=3"])
     assert compare(limited, "dry-run,dry-run", rows=5).rows == 3
     none = load_job(write(None, options={}), ['input.where={id="nobody"}'])
-    with pytest.raises(JobError, match="no row has what input.where asks for"):
+    with pytest.raises(JobError, match=r"no row has what input\.where asks for"):
         compare(none, "dry-run,dry-run")
 
 
