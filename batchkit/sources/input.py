@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable, JobConfig
 from batchkit.errors import (
     BatchkitError,
@@ -253,9 +255,11 @@ def _lines_added(then: FileFingerprint, now: FileFingerprint) -> int:
         return 0
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while (left := then.size - file.tell()) > 0:
-                digest.update(file.read(min(left, _CHUNK_BYTES)))
+        with BufferedReader(open_regular(path)) as file:
+            left = then.size
+            while chunk := file.read(min(left, _CHUNK_BYTES)):
+                digest.update(chunk)
+                left -= len(chunk)
             return sum(1 for _ in file) if digest.hexdigest() == then.sha256 else 0
     except OSError:
         return 0
