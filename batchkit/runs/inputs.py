@@ -17,6 +17,7 @@ from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.runs.reach import Reach
 from batchkit.scoring import kept_fields
 from batchkit.sources import never, read_rows
+from batchkit.sources.formats import format_of, load_format
 from batchkit.sources.rowhash import input_hash, is_picture
 from batchkit.storage.plain_json import encoded
 from batchkit.types import Request, Row
@@ -120,6 +121,7 @@ class InputColumns:
         self.names = kept_fields(reach.job)
         if reach.job.output.keep == "*":
             self.names = list(dict.fromkeys([*self._all(reach), *self.names]))
+        self._wanted = frozenset(self.names)
 
     @property
     def problem(self) -> str | None:
@@ -128,22 +130,27 @@ class InputColumns:
     def of(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the row that ``record`` answers: what it kept, else what the input has."""
         kept: dict[str, Any] = record.get("fields") or {}
-        if kept.keys() >= {*self.names} or (row := self._rows.row(record)) is None:
+        if kept.keys() >= self._wanted or (row := self._rows.row(record)) is None:
             return kept
         fields: dict[str, Any] = orjson.loads(encoded({n: row.fields.get(n) for n in self.names}))
         return fields | kept
 
     def _all(self, reach: Reach) -> Iterator[str]:
-        """The names of all columns but those of pictures and bytes, as they come."""
+        """The names of all columns but those of pictures and bytes, as they come. Of one table the first row tells:
+        any other input is read to its end."""
         table, known = reach.job.input, set[str]()
         if table.path is None:
             return
         try:
-            for row in read_rows(table, files=reach.files(table)):
+            files = reach.files(table)
+            is_table = [load_format(format_of(path, table)).is_table for path in files] == [True]
+            for row in read_rows(table, files=files):
                 for name in [name for name in row.fields if name not in known]:
                     known.add(name)
                     if not isinstance(value := row.fields[name], bytes) and not is_picture(value):
                         yield name
+                if is_table and known:
+                    return
         except BatchkitError as error:
             self._rows.problem = str(error)
 
