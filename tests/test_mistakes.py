@@ -126,7 +126,10 @@ RUNS = [
     Mistake(
         "run job.toml\nrun job.toml --set engine.kind=openai-server --set engine.model=m"
         " --set engine.base_url=http://127.0.0.1:9/v1",
-        ("the earlier run was a dry run: the run begins anew", "127.0.0.1:9/v1: no answer"),
+        (
+            "the earlier run was a dry run, so the run starts from the beginning",
+            "127.0.0.1:9/v1: no answer",
+        ),
         1,
     ),
     Mistake(
@@ -172,10 +175,10 @@ RUNS = [
         + "b",
         ("vars.rules: …" + "x" * 30 + 'a" → …' + "x" * 30 + 'b"',),
     ),
-    # What failed does not stand in the way of the corrected job.
+    # Rows that failed do not block the corrected job.
     Mistake(
         "run job.toml --set 'prompt.user={{ reveiw }}' --set run.check_rows=0\nrun job.toml",
-        ("no row was answered before: the run begins anew", '"ok": 3'),
+        ("no row was answered before, so the run starts from the beginning", '"ok": 3'),
         0,
     ),
     # What no answer can fit is found before the model is loaded.

@@ -38,7 +38,6 @@ class Cli(click.Group):
         )
 
     def invoke(self, ctx: click.Context) -> Any:
-        from batchkit.config.suggest import ELSEWHERE
         from batchkit.errors import Interrupted
 
         try:
@@ -48,14 +47,7 @@ class Cli(click.Group):
             ctx.exit(error.exit_code)
         except click.UsageError as error:  # it quotes the command line
             message = error.format_message()
-            if isinstance(error, click.NoSuchOption):
-                here = ELSEWHERE.get(error.option_name.lstrip("-"))
-                message = (
-                    f"No such option {error.option_name!r}. Did you mean '--{here}'?"
-                    if here
-                    else message
-                )
-            if (shown := plain(masked_text(message))) == error.format_message():
+            if (shown := plain(masked_text(_in_our_words(error)))) == message:
                 raise
             raise click.UsageError(shown, error.ctx) from None
         except Interrupted as stop:
@@ -74,6 +66,17 @@ class Cli(click.Group):
         except (RecursionError, MemoryError) as error:  # the last resort: a traceback does not help
             echo(f"batchkit: error: {limit_reached(error)}", err=True)
             ctx.exit(1)
+
+
+def _in_our_words(error: click.UsageError) -> str:
+    """Its message; for an option of other tools, with the name that it has here."""
+    from batchkit.config.suggest import ELSEWHERE
+
+    if isinstance(error, click.NoSuchOption):
+        here = ELSEWHERE.get(error.option_name.lstrip("-"))
+        if here is not None:
+            return f"No such option {error.option_name!r}. Did you mean '--{here}'?"
+    return error.format_message()
 
 
 def show(result: Result, as_json: bool) -> None:

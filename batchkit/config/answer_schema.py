@@ -53,16 +53,16 @@ def faults_in(wanted: Any) -> Iterator[str]:
     known = (*_CONSTRAINTS, *_HOW)
     for name in wanted:
         if name not in known:
-            yield f".{name}: vLLM has no such constraint{did_you_mean(name, known) or one_of(known)}"
-    if not any(wanted.get(name) is not None for name in (*_CONSTRAINTS, *(wanted.keys() - known))):
-        yield f": has no constraint{one_of(_CONSTRAINTS)}"
+            yield f".{name}: vLLM has no such constraint{did_you_mean(name, known) or _one_of(known)}"
+    if not any(value is not None for name, value in wanted.items() if name not in _HOW):
+        yield f": has no constraint{_one_of(_CONSTRAINTS)}"
     faults = {"json": _fault_in_json, "regex": _fault_in_regex, "choice": _fault_in_choice}
     for name, fault_in in faults.items():
         if wanted.get(name) is not None and (fault := fault_in(wanted[name])) is not None:
             yield f".{name}: {fault}"
 
 
-def one_of(names: tuple[str, ...]) -> str:
+def _one_of(names: tuple[str, ...]) -> str:
     return f"; expected one of {', '.join(names)}"
 
 

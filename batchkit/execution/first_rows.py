@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class FirstFailures:
         self._most = most
         self._first = set[int]()
         self._failed = list[Counted]()
+        self._reasons = set[tuple[str, str]]()
 
     def noting(self, rows: Iterator[Row]) -> Iterator[Row]:
         """``rows``, of which the first are noted."""
@@ -70,12 +71,12 @@ class FirstFailures:
 
     def settle(self, record: Counted) -> None:
         """A row has its record."""
-        error, alike = record.error, self._failed[:1]
-        if error is None or (record.index in self._first and error.retryable):
+        if (error := record.error) is None:
             self._most = 0
         elif record.index in self._first:
             self._failed.append(record)
-            if any(of.error and _reason(of.error) != _reason(error) for of in alike):
+            self._reasons.add(_reason(error))
+            if error.retryable or len(self._reasons) > 1:
                 self._most = 0
 
     def check(self, *, is_end: bool = False) -> None:
@@ -191,10 +192,8 @@ def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
             f"sampling.max_tokens: {wanted} leaves no room for a prompt, as engine.options.max_model_len"
             f" is {most}, for prompt and answer together; an answer ends where they reach it"
         )
-    column = job.sampling.sampling_column
-    if column is not None and column not in first:  # it may be rare
-        hint = did_you_mean(column, map(str, first))
-        yield f"sampling.sampling_column: the first row has no field {column!r}{hint}"
+    if (column := job.sampling.sampling_column) is not None:
+        yield from _absent("sampling.sampling_column", [column], first)
 
 
 def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
@@ -204,10 +203,8 @@ def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     for n, step in enumerate(job.steps):
         key, prompt = f"steps.{step.name}", step.prompt if n else None  # the first is rendered
         when = [] if step.when is None else [step.when]
-        for name in sorted(names_in(job.of_step(step), prompt, when) - ours - {ROW} - first.keys()):
-            # It is probably misspelt, but may just be rare.
-            hint = did_you_mean(name, map(str, first))
-            yield f"{key}: the first row has no field {name!r}{hint}"
+        names = names_in(job.of_step(step), prompt, when) - ours - {ROW}
+        yield from _absent(key, sorted(names), first)
 
 
 def scoring_hints(
@@ -225,6 +222,14 @@ def scoring_hints(
         yield (
             f"{key}: {', '.join(lost)} {need} a right answer to compare with: set {key}.reference{or_run}"
         )
+
+
+def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterator[str]:
+    """A field that the first row lacks is probably misspelt, but may just be rare."""
+    for name in names:
+        if name not in first:
+            hint = did_you_mean(name, map(str, first))
+            yield f"{key}: the first row has no field {name!r}{hint}"
 
 
 def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

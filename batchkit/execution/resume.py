@@ -237,7 +237,8 @@ def _settle_changes(
 ) -> bool:
     """Apply ``on_change`` to any changes. True if the old run must be moved aside.
 
-    A run that ended as its job was wrong may be corrected without a change of it, in a file that a row names.
+    If the last start ended because the job was wrong, what corrects it may be in a file that a row names, and
+    so no change that shows here.
     """
     manifest, on_change = read_manifest(folder), options.on_change
     job_changes = differences(manifest.identity, new.identity)
@@ -246,7 +247,7 @@ def _settle_changes(
     if not (changes or was_wrong) or not _has_records(folder):
         return False
     if why := _nothing_to_mix(folder, manifest, new):
-        messages.append(f"{why}: the run begins anew")
+        messages.append(f"{why}, so the run starts from the beginning")
         return True
     is_answered = _are_some_ok(read_lines(folder / RESULTS))
     if is_answered and not changes:

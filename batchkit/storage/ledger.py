@@ -98,9 +98,8 @@ class Ledger:
         known = read_checkpoint(folder) or Checkpoint.none()
         self.totals = known.totals
         checksum, self._stored = known.checksum, Vectors(folder)
-        self._uncovered = dict[
-            int, Spent
-        ]()  # what records behind the checkpoint say of generations
+        # What records behind the checkpoint say of generations.
+        self._uncovered = dict[int, Spent]()
         self._known_lost = dict[int, int]()
         self._records = Log(folder / RESULTS, record_in, checksum, self._take, start=checksum.end)
         self.steps = StepsLog(folder, self.totals, known.steps, self._uncovered)

@@ -173,7 +173,7 @@ def test_file_beside_a_web_address_is_compared() -> None:
         Path(name).write_bytes(png())
     assert run("--limit", "1").exit_code == 3
     Path("also.png").write_bytes(png(BLUE))
-    assert "no row was answered before: the run begins anew" in run().stderr
+    assert "no row was answered before, so the run starts from the beginning" in run().stderr
 
 
 def test_file_that_a_row_names_is_not_compared() -> None:

@@ -62,9 +62,8 @@ def beside_answers(
         with suppress(MediaError, IndexError):
             found["image"] = as_webp(prompt.sources[0], reach, THUMB).uri
         yield record["index"], found
-        if (
-            time.monotonic() > until and not prompt.problem
-        ):  # the other rows of a slow template are not tried
+        # If a template was too slow, the other rows' are not tried, so they take no time.
+        if time.monotonic() > until and not prompt.problem:
             return
 
 
