@@ -81,8 +81,8 @@ JOB.toml --dry-run` prints the first rows as the model would get them.
 
 - **Names.** A key is written with its table: `temperature` under `[sampling]` is
   `sampling.temperature`. A key or table that is not on this page is an error, and so is a value of
-  another type; all mistakes are reported together. Free are only the names in `[vars]`,
-  `[engine.options]`, `[sampling]`, `[pooling]`, `[input.where]`, `[prompt.texts]` and
+  another type; all such mistakes are reported together, then all that vLLM's classes find. Free are
+  only the names in `[vars]`, `[engine.options]`, `[sampling]`, `[pooling]`, `[input.where]`, `[prompt.texts]` and
   `[prompt.chat_template_kwargs]`.
 - **Overrides.** `--set KEY=VALUE` lays one value over the file, for any key and as often as needed:
   `--set sampling.temperature=0 --set engine.options.max_num_seqs=64 --set vars.language=French`.

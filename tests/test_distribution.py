@@ -137,7 +137,7 @@ def test_without_vllm_the_installed_command_checks_and_runs_a_job(run: Run, tmp_
     run("export", "--parquet")
     run("report")
     assert {"results.parquet", "report.html"} <= {
-        path.name for path in (tmp_path / "output" / "colours").iterdir()
+        path.name for path in (tmp_path / "output" / "colours.dry-run").iterdir()
     }
 
 

@@ -282,7 +282,40 @@ KEYS = [
             "--set 'input.where={label=\"none\"}'": "no row has what input.where asks for: label",
         }.items()
     ),
-    Mistake("run job.toml --set promt.user=a", ("promt", "did you mean 'prompt'")),
+    # What other tools call it is said together with unknown keys.
+    Mistake(
+        "run job.toml --set promt.user=a --set sampling.max_new_tokens=3",
+        ("promt: unknown key; did you mean 'prompt'", "did you mean 'max_tokens'?"),
+    ),
+    *(
+        Mistake(
+            f"run job.toml --set engine.api_key_env={key}",
+            ("engine.api_key_env: names an environment variable, not the key",),
+            never=(key,),
+        )
+        for key in ("sk-good", "hf_aBcDeFgHiJkLmNoPqRsTuVwX")
+    ),
+    Mistake(
+        "run job.toml --set 'input.where=label == \"positive\"'",
+        ('expected a table of fields with the values to keep: { label = "positive" }',),
+    ),
+    *(
+        Mistake(
+            f"run job.toml --set 'prompt.images=[\"{image}\"]'",
+            ("prompt.images: label is a column: write {{ label }}",),
+        )
+        for image in ("label", "{label}")
+    ),
+    Mistake("run job.toml\nshow output/mood r1", ("a row is named by --id ID",)),
+    Mistake(
+        "run job.toml\nrun job.toml --fresh --skip-from output/mod",
+        ("--skip-from output/mod: not a run folder; did you mean 'output/mood'?",),
+    ),
+    Mistake(
+        "validate job.toml --set sampling.topp=1",
+        ('sampling: topp not checked, as engine.kind is "dry-run"',),
+        0,
+    ),
 ]
 
 

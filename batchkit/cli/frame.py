@@ -76,7 +76,9 @@ def _in_our_words(error: click.UsageError) -> str:
         here = ELSEWHERE.get(error.option_name.lstrip("-"))
         if here is not None:
             return f"No such option {error.option_name!r}. Did you mean '--{here}'?"
-    return error.format_message()
+    message = error.format_message()
+    is_show = error.ctx is not None and error.ctx.command.name == "show"
+    return message + "; a row is named by --id ID" * (is_show and "extra argument" in message)
 
 
 def show(result: Result, as_json: bool) -> None:

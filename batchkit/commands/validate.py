@@ -206,6 +206,10 @@ def _shown(job: JobConfig, request: Request, prompt: RenderedPrompt) -> str:
 
 def not_checked(job: JobConfig) -> Iterator[str]:
     """A line about what is known only once rows are answered."""
+    for place, its in job.of_each_step():
+        more = sorted(its.sampling.model_extra or {})
+        if more and its.engine.kind == "dry-run":
+            yield f'{place}sampling: {", ".join(more)} not checked, as engine.kind is "dry-run"'
     if job.rollout is not None:
         yield (
             "[rollout]: rows are read, and the function was imported; what it asks for is known once it"

@@ -97,7 +97,13 @@ def _all_fail(index: int, row_id: str, error: ErrorInfo, count: int, so: str) ->
 
 
 def check_uses_a_column(job: JobConfig, row: Row) -> None:
-    """Raises JobError if the prompts of all rows are equal; ``row``: one of them."""
+    """Raises JobError if the prompts of all rows are equal, or an image is named like a column; ``row``: one of
+    them."""
+    for place, its in job.of_each_step():
+        for image in its.prompt.images:
+            if image.strip(" {$}") in row.fields and "{{" not in image:
+                name = image.strip(" {$}")
+                raise JobError(f"{place}prompt.images: {name} is a column: write {{{{ {name} }}}}")
     if job.prompt.allow_constant or job.rollout is not None or row.error is not None:
         return
     texts, names = list[str](), set[str]()

@@ -19,9 +19,11 @@ from batchkit.execution.stop import Stop
 from batchkit.execution.summary import Outcome
 from batchkit.execution.tasks import Tasks, shared_ids
 from batchkit.execution.turns import grouping_of
+from batchkit.runs.finding import near_run
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.sample import check_countable, sampled
 from batchkit.storage.job_toml import check_secrets
+from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import check_one_row_each
 from batchkit.storage.temporary import remove_orphans
 
@@ -63,7 +65,9 @@ def start_run(
 
 def _check_before(start: Start, source: Input) -> None:
     """What can be refused before the run folder is touched."""
-    job = start.job
+    job, other = start.job, start.options.skip_from
+    if other is not None and not is_run(other):
+        raise JobError(f"--skip-from {other}: not a run folder{near_run(other)}")
     if start.references and source.files is not None:
         check_one_row_each(start.references, shared_ids(job, source))
     groups, why, _ = grouping_of(job)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BrokenInputError, ChangedInputError, InputError, JobError
+from batchkit.errors import BrokenInputError, ChangedInputError, InputError
 from batchkit.execution.first_rows import (
     FirstFailures,
     check_columns,
@@ -34,7 +34,6 @@ from batchkit.storage.lines import failure_kind, record_of
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import NewestLog, read_newest
-from batchkit.storage.runfolder import is_run
 from batchkit.types import Counted, Row, Task
 
 
@@ -301,8 +300,6 @@ def done_in(folder: Path, job: JobConfig, source: Input) -> Callable[[Row], bool
     there or in the input, which is read for that once an id's fields differ; and rows that can be
     read only once.
     """
-    if not is_run(folder):
-        raise JobError(f"--skip-from {folder}: not a run folder")
     check_log(folder)
     log, times, id_field = folder / RESULTS, Counter[str](), job.input.id
     if id_field is not None and read_manifest(folder).identity.get("input.id") == id_field:

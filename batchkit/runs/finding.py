@@ -21,6 +21,11 @@ def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:
     return load_job(path, overrides).folder if path.is_file() else path
 
 
+def near_run(folder: Path) -> str:
+    """What a message about ``folder``, which is no run folder, ends with: a run beside it with nearly its name."""
+    return did_you_mean(str(folder), (str(run) for run in folder.parent.glob("*") if is_run(run)))
+
+
 def find_run(
     target: str | None, overrides: Sequence[str] = (), output: Path = Path("output")
 ) -> Path:
@@ -46,12 +51,9 @@ def find_run(
                 f"{folder}: no run there, but shards of it: name one of them, or `batchkit merge {parts}"
                 f" --into {target}` first"
             )
-        runs = [str(run) for run in folder.parent.glob("*") if is_run(run)]
         if path.is_file():
-            dry = f"{folder}.dry-run"
-            hint = f"; its dry run is {dry}" if dry in runs else ""
+            dry = folder.with_name(f"{folder.name}.dry-run")
+            hint = f"; its dry run is {dry}" if is_run(dry) else ""
             raise JobError(f"{folder}: no run there; start one with `batchkit run {target}`{hint}")
-        raise JobError(
-            f"{target}: neither a run folder nor a job file{did_you_mean(str(folder), runs)}"
-        )
+        raise JobError(f"{target}: neither a run folder nor a job file{near_run(folder)}")
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from batchkit.config.server_command import check_command
 from batchkit.config.tables.base import Free, Identity, PositiveSeconds, Table
 
 DEMO_MODEL = "batchkit-demo"  # comes with the package
+_VARIABLE = re.compile(r"(?!hf_|gsk_|[a-z]+_\w{20})[A-Za-z_]\w*")  # and no key, as hf_… is
 
 
 class ServerTable(Table):
@@ -98,6 +100,16 @@ class EngineTable(Table):
         if self.model == DEMO_MODEL:
             return str(Path(__file__).parents[2] / "demo_model")
         return self.model
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _names_a_variable(cls, name: str) -> str:
+        if _VARIABLE.fullmatch(name) is None:  # never shown: it may be the key
+            raise ValueError(
+                "names an environment variable, not the key: put the key in OPENAI_API_KEY (`export"
+                " OPENAI_API_KEY=…`) and leave this out"
+            )
+        return name
 
     @model_validator(mode="after")
     def _has_model(self) -> EngineTable:

@@ -84,6 +84,16 @@ class InputTable(Table):
         is_below = "://" not in root and root and found.is_relative_to(root)
         return str(found.relative_to(root) if is_below else found)
 
+    @field_validator("where", mode="before")
+    @classmethod
+    def _is_no_expression(cls, where: Any) -> Any:
+        if isinstance(where, str):
+            raise ValueError(
+                f'found {where!r}, expected a table of fields with the values to keep: {{ label = "positive" }} or'
+                " { stars = [4, 5] }"
+            )
+        return where
+
     @field_validator("shard")
     @classmethod
     def _names_a_shard(cls, text: str | None) -> str | None:

@@ -21,7 +21,7 @@ from batchkit.config.shard import Shard
 from batchkit.config.tables.base import Free, Identity, Table
 from batchkit.config.tables.engine import EngineTable, SamplingTable
 from batchkit.config.tables.input import InputTable
-from batchkit.config.tables.misfits import misfits
+from batchkit.config.tables.misfits import misfits, names_of_other_tools
 from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
 from batchkit.config.tables.scoring import ScoringTable
@@ -225,8 +225,8 @@ class JobConfig(Table):
         try:
             return handler(tables)
         except ValidationError as error:
-            found = problems_in(error, cls, tables)
-            problems = [line for problem in found for line in problem.splitlines()]
+            found = [*problems_in(error, cls, tables), *names_of_other_tools(tables)]
+            problems = dict.fromkeys(line for problem in found for line in problem.splitlines())
             count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
             lines = "\n".join(f"  {problem}" for problem in problems)
             origin = (info.context or {}).get("origin", "JobConfig")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from batchkit.config.answer_schema import faults_in
 from batchkit.config.seams import SCORERS, ScorerName
@@ -245,9 +245,15 @@ def _misfits_of_prices(job: JobConfig) -> Iterator[str]:
 
 
 def _misfits_of_sampling(job: JobConfig) -> Iterator[str]:
-    """Parameters that are other tools' names: no engine has them."""
     for place, each in job.of_each_step():
-        for name in each.sampling.params().keys() & ELSEWHERE.keys():
+        yield from names_of_other_tools({"sampling": each.sampling.params()}, place)
+
+
+def names_of_other_tools(tables: Any, place: str = "") -> Iterator[str]:
+    """A line for each parameter in the table ``sampling`` that no engine has, and another tool calls so."""
+    sampling = tables.get("sampling") if isinstance(tables, Mapping) else None
+    for name in sampling if isinstance(sampling, Mapping) else ():
+        if name in ELSEWHERE:
             yield f"{place}sampling.{name}: no such parameter; did you mean {ELSEWHERE[name]!r}?"
 
 

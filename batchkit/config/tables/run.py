@@ -172,7 +172,7 @@ class OutputTable(Table):
     """The columns of the input that exports have: `"*"` for all of them, or some, which are also copied into each
     record, beside those that `[scoring]` reads."""
     prompt: Identity[bool] = False
-    """Also store the rendered prompt in each record."""
+    """Also store the rendered prompt in each record; with a server and `dry-run` there is none."""
     parse: Identity[Literal["json"] | None] = None
     """`json`: each answer has to be JSON, or have one fenced block of it, and to fit the schema of
     `sampling.structured_outputs` if there is one. Its value is `parsed` in the record, and its keys
