@@ -316,6 +316,31 @@ KEYS = [
         ('sampling: topp not checked, as engine.kind is "dry-run"',),
         0,
     ),
+    Mistake(
+        "run job.toml --set name=a/b", ('name: found "a/b", expected text of letters, digits',)
+    ),
+    # The keys of the one-line form that most jobs set.
+    Mistake(
+        f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --keep label --keep stars --name mine --system Short"
+        " --max-tokens 9 --temperature 0.5 --resume\nexport output/mine.dry-run --csv",
+        ("mine.dry-run/results.csv: 3 rows",),
+        0,
+    ),
+    Mistake(
+        f"{ONE_LINE} --prompt 'M {{{{ review }}}}'",
+        ("the column id names the rows; the run folder is",),
+        0,
+    ),
+    Mistake(
+        f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --id label",
+        ("the column label names the rows",),
+        0,
+    ),
+    Mistake(
+        f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --images label",
+        ("prompt.images: label is a column: write {{ label }}",),
+    ),
+    Mistake("run job.toml --resume --fresh", ("--resume continues a run, and --fresh begins",)),
 ]
 
 

@@ -44,6 +44,12 @@ _KEYS = {  # of the job, that options of `run` set
     "prompt": "prompt.user",
     "task": "task",
     "images": "prompt.images",
+    "id_column": "input.id",
+    "name": "name",
+    "system": "prompt.system",
+    "max_tokens": "sampling.max_tokens",
+    "temperature": "sampling.temperature",
+    "keep": "output.keep",
     "limit": "input.limit",
     "workers": "run.workers",
     "ray_address": "run.ray_address",
@@ -75,6 +81,7 @@ def cli() -> None:
     help="The rows: .jsonl .json .csv .parquet .txt, a glob or a URL (input.path).",
 )
 @click.option("--prompt", metavar="TEMPLATE", help="The prompt: '… {{ column }}' (prompt.user).")
+@click.option("--system", metavar="TEMPLATE", help="The system prompt (prompt.system).")
 @click.option("--task", help="embed or classify the prompts, instead of answering them (task).")
 @click.option(
     "--images",
@@ -82,6 +89,16 @@ def cli() -> None:
     metavar="TEMPLATE",
     help="An image's path: '{{ column }}' (prompt.images). May be repeated.",
 )
+@click.option("--max-tokens", type=COUNT, help="Of an answer (sampling.max_tokens).")
+@click.option("--temperature", type=float, help="0 is greedy (sampling.temperature).")
+@click.option("--id", "id_column", metavar="COLUMN", help="The column that names a row (input.id).")
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="COLUMN",
+    help="Export only these columns of the input (output.keep). May be repeated.",
+)
+@click.option("--name", help="The name of the run's folder below output/ (name).")
 @click.option(
     "--output",
     type=FILE,
@@ -107,6 +124,7 @@ def cli() -> None:
 )
 @options.NOTIFY
 @SET
+@click.option("--resume", is_flag=True, help="As without it: a run that has begun is continued.")
 @click.option("--fresh", is_flag=True, help="Start a new run; the old folder is kept as <name>.1 …")
 @click.option(
     "--on-change",
@@ -133,12 +151,13 @@ def run(
     overrides: Texts,
     dry_run: bool,
     trust: bool,
+    resume: bool,
     **how: Any,
 ) -> None:
     """Run JOB, or continue it where it stopped.
 
     Without JOB, --model, --input and --prompt make one. Its run folder is named after input and
-    model, and the same line continues it. Rows that have a prompt, and OpenAI batch files, need no
+    model, and the same line continues it; a column `id` names the rows. Rows that have a prompt, and OpenAI batch files, need no
     --prompt.
 
     The last line on stdout is a JSON object with the counts.
@@ -150,7 +169,10 @@ def run(
     from batchkit.config.loading import load_job
     from batchkit.config.shard import asked_for
 
-    how["images"] = [*how["images"]] or None
+    if resume and how["fresh"]:
+        raise click.UsageError("--resume continues a run, and --fresh begins a new one: keep one")
+    for name in ("images", "keep"):
+        how[name] = [*how[name]] or None
     values = {key: how.pop(name) for name, key in _KEYS.items()}
     given = {key: value for key, value in values.items() if value is not None}
     has_engine = "engine.model" in given or any(text.startswith("engine.") for text in overrides)
@@ -176,7 +198,8 @@ def run(
             say(line)
         return
     if job is None:
-        say(f"the run folder is {loaded.folder}; the same line continues the run")
+        ids = f"the column {loaded.input.id} names the rows; " * (loaded.input.id is not None)
+        say(f"{ids}the run folder is {loaded.folder}; the same line continues the run")
     outcome = run_job(loaded, output=output, say=say, **how)
     summary = outcome.summary
     if outcome.error is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
+from batchkit.sources import read_rows
 from batchkit.sources.files import COMPRESSIONS, name_of
 
 _MAGIC = re.compile(r"[*?\[]")  # of a glob
@@ -21,15 +22,23 @@ def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job
     Its name follows from the input and the model, so that the same line continues the same run:
     ``reviews-Qwen3-4B`` for ``data/reviews.csv`` and ``Qwen/Qwen3-4B``.
 
-    Images are looked up in the working directory, or beside an input that lies outside of it.
+    Images are looked up in the working directory, or beside an input that lies outside of it. Rows with a field
+    ``id`` are named by it.
 
     Raises:
         JobError: as ``make_job``.
+        InputError: the input can't be read.
     """
     path, model = given["input.path"], given.get("engine.model") or ""
     media = {} if "://" in path else {"root": _media_root(path)}
     table = {"name": run_name(path, model), "engine": {}, "media": media}
-    return make_job(table, "the command line", overrides, given)
+    job = make_job(table, "the command line", overrides, given)
+    rows = job.input
+    if rows.id is None and not rows.is_run and not rows.rows_are_files(path):
+        first = next(read_rows(rows.model_copy(update={"shard": None})), None)
+        if first is not None and "id" in first.fields:
+            return job.model_copy(update={"input": rows.model_copy(update={"id": "id"})})
+    return job
 
 
 def run_name(path: str, model: str) -> str:

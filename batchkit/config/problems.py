@@ -15,6 +15,10 @@ from batchkit.config.suggest import did_you_mean
 from batchkit.config.terminal import shortened
 
 Model = type[BaseModel]
+_PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "of letters, digits, dots, _ and -, beginning with a letter or digit",
+    r"^[A-Za-z_][A-Za-z0-9_]*$": "of letters, digits and _, beginning with no digit",
+}
 
 
 class _Place(NamedTuple):
@@ -92,7 +96,7 @@ def _bounds(number: type, limits: Iterable[Any]) -> Iterator[str]:
         if isinstance(limit, FieldInfo):
             yield from _bounds(number, limit.metadata)
         if pattern := getattr(limit, "pattern", None):
-            yield f"matching {pattern}"
+            yield _PATTERNS.get(pattern, f"matching {pattern}")
         for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
             bound = getattr(limit, name, None)
             if bound is not None and number is int and name == "gt":

@@ -70,7 +70,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"steps": [{"prompt": {}}]}, "steps.0.name: this key is missing"),
     (
         {"steps": [step("a b")]},
-        'steps.0.name: found "a b", expected text matching ^[A-Za-z_][A-Za-z0-9_]*$',
+        'steps.0.name: found "a b", expected text of letters, digits and _, beginning with no digit',
     ),
     (
         {"steps": [step(), step("draft")]},

@@ -47,7 +47,7 @@ class JobConfig(Table):
     """
 
     name: Free[str] = Field("batch", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names the run folder: letters, digits, `.`, `_`, `-`."""
+    """Names the run folder."""
     task: Identity[TaskName] = "generate"
     """What the model does with a row: `generate` text; or vLLM's pooling tasks: `embed` gives a
     vector, `classify` a label and the probabilities of the model's classes, `score` a number for
