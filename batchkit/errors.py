@@ -9,6 +9,7 @@ BatchkitError                  exit code
 ├── StoreError                 1   the run folder can't be written, read or locked
 │   └── LostLockError          1   … because its lock was lost: another process may have it
 ├── EngineError                1   the engine is dead, or never started
+├── FailedRowsError            3   rows failed, and the caller asked for an error then
 ├── TooManyFailuresError       1   run.fail_on_error was reached
 ├── BlockedError               1   a rollout's code lets no other row run
 ├── BudgetError                1   a budget was used up before the judge had read all answers
@@ -75,6 +76,12 @@ class ChangedInputError(BrokenInputError):
 
 class ChangedError(JobError):
     """The job or its input changed since the run began."""
+
+
+class FailedRowsError(BatchkitError):
+    """The run has ended, with failed rows; their records are on disk."""
+
+    exit_code = 3
 
 
 class StoreError(BatchkitError):

@@ -13,13 +13,14 @@ from batchkit.config.doings import doings, lines_of
 from batchkit.config.loading import load_job, parse_job, resolve_paths
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
-from batchkit.errors import BatchkitError, JobError
+from batchkit.errors import BatchkitError, FailedRowsError, JobError
 from batchkit.execution.lane import KeptEngine
 from batchkit.execution.rollouts.function import Function, with_function
 from batchkit.execution.run import start_run
 from batchkit.execution.start import OnChange, Options
 from batchkit.execution.summary import Outcome, RunSummary, notifying
 from batchkit.rendering.renderer import AdjustSampling
+from batchkit.runs.failures import lines_of as lines_of_failures
 from batchkit.sources.input import Input, from_python
 from batchkit.storage.job_toml import check_secrets
 
@@ -52,6 +53,7 @@ class ProductionBatchProcessor:
         on_change: What to do if the job or its input is no longer what the run began with: raise
             ChangedError, begin a new run, or keep the records of unchanged rows and run the rest.
         skip_from: Skip rows that have an answer in this run folder.
+        raise_on_failure: Raise FailedRowsError at the end of a call after which a row of the job is failed.
         quiet: Print nothing.
         adjust_sampling: Changes the sampling parameters of each row, its own included; not for
             ``run.workers`` or a pooling task. A resume can't compare functions: give a job with
@@ -70,6 +72,7 @@ class ProductionBatchProcessor:
         fresh: bool = False,
         on_change: OnChange = "fail",
         skip_from: str | Path | None = None,
+        raise_on_failure: bool = False,
         quiet: bool = False,
         adjust_sampling: AdjustSampling | None = None,
         rollout: Function | None = None,
@@ -104,6 +107,7 @@ class ProductionBatchProcessor:
             adjust_sampling=adjust_sampling,
             rollout=rollout,
         )
+        self._raise_on_failure = raise_on_failure
         self._kept: KeptEngine | None = None
 
     def __enter__(self) -> ProductionBatchProcessor:
@@ -170,6 +174,17 @@ class ProductionBatchProcessor:
                 options = replace(self._options, attempts=attempts)
                 outcome = start_run(job, source, options, kept=self._kept)
                 ended(outcome.summary)
+            summary = outcome.summary
+            reasons = [
+                *lines_of_failures(summary.failures, summary.folder, was_retry=attempts is not None)
+            ]
+            for line in reasons:
+                self._say(line)
+            if self._raise_on_failure and summary.failed and outcome.error is None:
+                error = FailedRowsError(
+                    f"{summary.failed:,} of {summary.total:,} rows failed\n" + "\n".join(reasons)
+                )
+                return Outcome(summary, error)
             return outcome
         except BatchkitError as error:
             message = str(error)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
 from batchkit.sources.files import is_empty, remote_error
 from batchkit.sources.finding import input_files
-from batchkit.sources.formats import ROWS_ARE_FILES, format_of, read_as
+from batchkit.sources.formats import ROWS_ARE_FILES, format_of, load_format, read_as
 from batchkit.storage.manifest import FileFingerprint
 
 
 def fingerprint(
-    table: InputTable, previous: Iterable[FileFingerprint] = ()
+    table: InputTable, previous: Sequence[FileFingerprint] = ()
 ) -> list[FileFingerprint]:
     """One fingerprint per input file, in order.
 
@@ -36,7 +37,26 @@ def fingerprint(
         else _local(path, known, is_row=format_of(path, table) in ROWS_ARE_FILES)
         for path in input_files(table)
     )
-    return [replace(file, read_as=read_as(file.path, table)) for file in found]
+    columns = {(old.path, old.sha256): old.columns for old in previous}
+    return [
+        replace(
+            file,
+            read_as=read_as(file.path, table),
+            columns=columns.get((file.path, file.sha256)) or _columns(file.path, table),
+        )
+        for file in found
+    ]
+
+
+def _columns(path: str, table: InputTable) -> tuple[str, ...]:
+    """Of a local table; none where it can't be read, which is said when its rows are."""
+    format_ = load_format(format_of(path, table))
+    if "://" in path or not format_.is_table:
+        return ()
+    with suppress(InputError):
+        for found in format_.read(path, table, lambda _: False, 0):
+            return tuple(map(str, found)) if isinstance(found, dict) else ()
+    return ()
 
 
 def content_hash(path: str) -> str:

@@ -100,7 +100,10 @@ def from_python(rows: Any, table: InputTable) -> Input:
         return Input(None, lambda skip: found.read(), lambda skip: found.read(), _unknown, has_ids)
     n_rows = found.size
     size = n_rows()
-    hashes = b"".join(bytes.fromhex(input_hash(row.fields)) for row in found.read())
+    hashes, columns = bytearray(), tuple[str, ...]()
+    for row in found.read():
+        hashes += bytes.fromhex(input_hash(row.fields))
+        columns = columns or tuple(map(str, row.fields))
     is_other = False
 
     def changes(thorough: bool) -> dict[str, str]:
@@ -119,7 +122,8 @@ def from_python(rows: Any, table: InputTable) -> Input:
                 yield row
         is_other |= end < len(hashes)
 
-    file = FileFingerprint(PLACE, size, 0, hashlib.sha256(hashes).hexdigest())
+    digest = hashlib.sha256(hashes).hexdigest()
+    file = FileFingerprint(PLACE, size, 0, digest, columns=columns)
     return Input([file], read, read, lambda: size, has_ids, changes, found.labels)
 
 
@@ -245,7 +249,18 @@ def _same(then: FileFingerprint, now: FileFingerprint) -> bool:
 def _difference_of(then: FileFingerprint | None, now: FileFingerprint | None) -> str:
     if then is not None and now is not None and (added := _lines_added(then, now)):
         return f"{added:,} lines were added at its end"
-    return f"{_described(then)} → {_described(now)}"
+    columns = "" if then is None or now is None else _columns_changed(then.columns, now.columns)
+    return f"{_described(then)} → {_described(now)}{columns}"
+
+
+def _columns_changed(then: Sequence[str], now: Sequence[str]) -> str:
+    if not then or not now:
+        return ""
+    more = [f"column {name!r} added" for name in now if name not in then]
+    return "".join(
+        f", {how}"
+        for how in (*more, *(f"column {name!r} gone" for name in then if name not in now))
+    )
 
 
 def _lines_added(then: FileFingerprint, now: FileFingerprint) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from batchkit.config.regular_file import is_file
 from batchkit.errors import JobError, RequestError
 from batchkit.sources.ids import fallback_id, row_of
 from batchkit.sources.reader import MAX_DEPTH, TOO_DEEP, check_columns, is_too_deep
@@ -42,6 +43,11 @@ def python_rows(rows: Any, key: str | None) -> Values:
         raise JobError(
             f"{PLACE}: found {type(rows).__name__} of columns or of datasets; give one of them,"
             " pandas.DataFrame(rows), or [rows] if it is one row"
+        )
+    if isinstance(rows, str) and "." in rows and is_file(rows):
+        raise JobError(
+            f"{PLACE}: {rows!r} is the name of a file, which belongs in input.path; the text itself is sent as"
+            f" [{rows!r}]"
         )
     values = _values([rows] if isinstance(rows, str | Mapping) else rows)
     looked_at: Iterable[Any] = values.read()

@@ -42,7 +42,8 @@ class FileFingerprint:
     (``fsspec``'s ``ukey``: size, ETag or time), or of its bytes if a web server reports neither ETag
     nor time; the times are then 0; of rows from Python, of the
     ``input_hash`` of each. ``ctime_ns`` changes with every write, and can't be set back as ``mtime_ns``
-    can. ``read_as`` is the format that its name or the job gives it."""
+    can. ``read_as`` is the format that its name or the job gives it; ``columns``: of a table, and of rows
+    from Python."""
 
     path: str
     size: int
@@ -50,6 +51,7 @@ class FileFingerprint:
     sha256: str
     ctime_ns: int = 0
     read_as: str = ""
+    columns: tuple[str, ...] = ()
 
 
 class _Part(BaseModel):

@@ -232,6 +232,14 @@ def test_changed_input_is_refused_by_the_name_of_its_file(change: str) -> None:
     assert len(records()) == 5
 
 
+def test_a_column_that_a_table_has_more_is_named() -> None:
+    write_job(input={"path": "in.csv"})
+    Path("in.csv").write_text("q\na\n")
+    run()
+    Path("in.csv").write_text("q,stars\na,5\n")
+    assert "read as csv, column 'stars' added" in run().stderr
+
+
 def test_touched_or_moved_input_is_no_change() -> None:
     prepare(5)
     run("--limit", "2")

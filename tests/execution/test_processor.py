@@ -11,7 +11,7 @@ import pytest
 
 from batchkit import JobConfig, ProductionBatchProcessor
 from batchkit.commands.retry import retry_failed
-from batchkit.errors import BatchkitError, ChangedError, JobError
+from batchkit.errors import BatchkitError, ChangedError, FailedRowsError, JobError
 
 DRY = {"kind": "dry-run"}
 
@@ -52,9 +52,14 @@ def test_mistyped_job_config_is_a_job_error_in_plain_words(
         (lambda: ProductionBatchProcessor(3), "job: found int"),  # type: ignore[arg-type]
         (lambda: processor(skip_from="no").process(["a"]), "skip_from=no: not a run folder"),
         (lambda: processor().process(), "no rows: give some to process()"),
+        (
+            lambda: processor().process("job.toml"),
+            "'job.toml' is the name of a file, which belongs",
+        ),
     ],
 )
 def test_wrong_argument_is_named(call: Callable[[], object], words: str) -> None:
+    Path("job.toml").write_text("")
     with pytest.raises(BatchkitError) as refused:
         call()
     assert words in str(refused.value)
@@ -67,6 +72,25 @@ def test_changed_job_names_the_arguments_that_decide() -> None:
     assert "--" not in str(refused.value)
     assert 'fresh=True or on_change="new"' in str(refused.value)
     assert processor(on_change="requeue").process(["b"]).ok == 1
+
+
+def test_a_changed_set_of_columns_is_named() -> None:
+    processor().process([{"prompt": "a", "stars": 1}])
+    with pytest.raises(ChangedError, match="column 'label' added, column 'stars' gone"):
+        processor().process([{"prompt": "a", "label": 1}])
+
+
+def test_failed_rows_are_printed_and_raised_if_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"prompt": "a"}, {"text": "b"}]
+    loud = ProductionBatchProcessor(JobConfig(engine=DRY), raise_on_failure=True)
+    with pytest.raises(FailedRowsError) as raised:
+        loud.process(rows)
+    for said in (str(raised.value), capsys.readouterr().err):
+        assert "failed by template: 1, as row 1 (id 1): nothing to send" in said
+    assert str(raised.value).startswith("1 of 2 rows failed")
+    assert processor().process(rows).exit == 3
 
 
 def test_folder_that_cannot_be_written_is_a_wrong_job(folder: Path) -> None:
@@ -90,6 +114,7 @@ def test_rows_from_python_are_retried_by_the_program() -> None:
 def test_the_signature_is_what_the_docstring_describes() -> None:
     names = [*inspect.signature(ProductionBatchProcessor).parameters]
     described = inspect.getdoc(ProductionBatchProcessor) or ""
-    options = ("fresh", "on_change", "skip_from", "quiet", "adjust_sampling", "rollout")
+    options = ("fresh", "on_change", "skip_from", "raise_on_failure", "quiet")
+    options += ("adjust_sampling", "rollout")
     assert names == ["job", *options]
     assert all(f"\n    {name}: " in described for name in names)
