@@ -341,6 +341,28 @@ KEYS = [
         ("prompt.images: label is a column: write {{ label }}",),
     ),
     Mistake("run job.toml --resume --fresh", ("--resume continues a run, and --fresh begins",)),
+    # Empty cells are counted before the run.
+    *(
+        Mistake(
+            f"{command} job.toml --set input.path=blank.csv --set input.empty={empty}",
+            (f"review is empty in 2 of the 4 rows, and {said}", ended),
+            exit_code,
+            {"blank.csv": 'id,review,label\n1,Fine,a\n2,,b\n3," ",b\n4,Bad,c\n'},
+        )
+        for command, empty, said, ended, exit_code in (
+            ("run", "keep", 'sent so; input.empty = "skip" leaves such rows out', '"ok": 4', 0),
+            ("run", "skip", "such rows are left out", '"total": 2, "ok": 2', 0),
+            ("run", "fail", "such rows fail", "review is empty, and input.empty", 3),
+            ("validate", "keep", "sent so", "4 ok", 0),
+            ("validate", "skip", "such rows are left out", "2 rows: 2 ok", 0),
+            ("validate", "fail", "such rows fail", "2 would fail", 3),
+        )
+    ),
+    Mistake(
+        "run job.toml --set input.path=blank.csv --set input.empty=skip",
+        ("blank.csv: has no row without a blank in review",),
+        files={"blank.csv": "id,review,label\n1,,a\n"},
+    ),
 ]
 
 

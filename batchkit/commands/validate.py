@@ -17,7 +17,7 @@ from batchkit.config.terminal import shortened
 from batchkit.engines.base import Preflight, RenderedPrompt
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import JobError, PromptTooLongError, RowError
-from batchkit.execution.first_rows import check_columns, check_uses_a_column, hints
+from batchkit.execution.first_rows import blanks_in, check_columns, check_uses_a_column, hints
 from batchkit.execution.rollouts.function import loaded_function
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.steps import Renderer, renderer_of
@@ -117,6 +117,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         prompt_tokens=_spread(tokens),
         hints=[
             *([] if first is None else map(masked_text, hints(job, first.fields))),
+            *blanks_in(read_rows(job.input.with_filled(frozenset())), job),
             *_of_repeats(repeats),
         ],
         not_checked=[*not_checked(job)],

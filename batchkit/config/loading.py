@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from batchkit.config.columns import with_filled
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
 from batchkit.config.problems import annotation_of, homes_of, shown
 from batchkit.config.regular_file import is_dir, read_bytes
@@ -58,7 +59,7 @@ def load_job(
 def resolved_job(path: Path) -> JobConfig:
     """The job in a ``job.toml`` that a run has written: nothing in it is filled in or looked for. Raises as
     ``load_job``."""
-    job = parse_job(_read(path), str(path))
+    job = with_filled(parse_job(_read(path), str(path)))
     learn_secrets(job)
     return job
 
@@ -248,7 +249,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     root = _media_root(job, base, input_table)
     update["media"] = job.media.model_copy(update={"root": root})
     update["input"] = input_table.below(root)
-    job = job.model_copy(update=update).as_made_in(str(Path.cwd()))
+    job = with_filled(job.model_copy(update=update)).as_made_in(str(Path.cwd()))
     learn_secrets(job)
     return job
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from batchkit.config.columns import prompt_columns
 from batchkit.config.seams import SCORERS
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, ScoringTable
@@ -17,8 +20,10 @@ from batchkit.rendering.templates import ROW
 from batchkit.rendering.templates.prompt import PromptTemplates, names_in
 from batchkit.scoring import fields_of
 from batchkit.scoring.values import numbers_in
+from batchkit.sources.where import is_blank
 from batchkit.types import Completion, Counted, ErrorInfo, Row
 
+_LOOKED_AT, _LOOK_S = 10_000, 2.0  # rows, for empty cells, and seconds
 _FEWEST = 3  # rows that say something of the job
 _NEED_NO_REFERENCE = {"reward", "judge"}  # nor may a scorer of another package
 
@@ -156,6 +161,28 @@ def check_columns(rows: Iterator[Row], job: JobConfig) -> Sequence[Row]:
             )
         )
     return taken
+
+
+def blanks_in(rows: Iterable[Row], job: JobConfig) -> Iterator[str]:
+    """A line for each column of the prompt that is null or blank in some of the first ``rows``: those that can be
+    read within two seconds, or enough of them."""
+    columns, n_rows, blank = prompt_columns(job), 0, Counter[str]()
+    if not columns:
+        return
+    until, first = time.monotonic() + _LOOK_S, ""
+    for row in rows:
+        n_rows += 1
+        blank.update(name for name in columns if name in row.fields and is_blank(row.fields[name]))
+        if n_rows == _LOOKED_AT or time.monotonic() > until:
+            first = "first "
+            break
+    then = {
+        "keep": 'and sent so; input.empty = "skip" leaves such rows out',
+        "skip": "and such rows are left out",
+        "fail": "and such rows fail",
+    }[job.input.empty]
+    for name, count in blank.items():
+        yield f"{name} is empty in {count:,} of the {first}{n_rows:,} rows, {then}"
 
 
 def _fields_named(job: JobConfig) -> list[tuple[str, str]]:

@@ -270,7 +270,10 @@ def _settle_changes(
     if on_change == "new":
         return True
     # Another filter or shard changes no answer: records of the rows that it keeps stay valid.
-    holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
+    holds = all(
+        change.startswith(("input.where:", "input.shard:", "input.empty:"))
+        for change in job_changes
+    )
     reuses = (folder / STEPS).exists() and all(map(_OF_REQUESTS.match, job_changes))
     rows = source.everything(lambda index: False) if holds or reuses else iter(())
     rows = _of_trusted_files(rows, manifest.input)

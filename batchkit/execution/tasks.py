@@ -14,6 +14,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import BrokenInputError, ChangedInputError, InputError
 from batchkit.execution.first_rows import (
     FirstFailures,
+    blanks_in,
     check_columns,
     check_first_rows,
     check_uses_a_column,
@@ -23,7 +24,7 @@ from batchkit.execution.start import Start
 from batchkit.execution.turns import Turns
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.templates.prompt import constant_files
-from batchkit.sources import is_fallback, never
+from batchkit.sources import is_fallback, never, read_rows
 from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, Total, check_unchanged, distrusted, from_job, watched
 from batchkit.sources.rowhash import input_hash
@@ -49,7 +50,7 @@ class Tasks:
         self, start: Start, run: OpenRun, source: Input, say: Callable[[str], None]
     ) -> None:
         self._start, self._run, self.input = start, run, WatchedInput(start, run, source)
-        self._total = Total(source)
+        self._total, self._say = Total(source), say
         self.turns = Turns(start.job, say)
         self._attempts = _still_due(run, start.options.attempts)
         totals = run.ledger.totals
@@ -88,6 +89,16 @@ class Tasks:
         looked_at = check_first_rows(self._rows, job, renderer)
         self._rows = chain(looked_at, self._rows)
         self._rows = chain(check_columns(self._rows, job), self._rows)
+        for line in self._blanks():
+            self._say(line)
+
+    def _blanks(self) -> Iterator[str]:
+        """What is said of empty cells, if the rows can be read twice and lie near."""
+        job, source = self._start.job, self.input.source
+        if source.files is None or any("://" in file.path for file in source.files):
+            return
+        table = job.input.with_filled(frozenset())
+        yield from blanks_in(read_rows(table) if job.input.filled else source.read(never), job)
 
     def of_each_turn(self) -> Iterator[Sequence[str]]:
         """The engines to load next, until no row waits for another."""

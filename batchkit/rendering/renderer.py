@@ -11,6 +11,7 @@ from zlib import crc32
 
 from msgspec.structs import replace
 
+from batchkit.config.columns import prompt_columns
 from batchkit.config.tables import JobConfig, MediaTable
 from batchkit.errors import PromptTooLongError, RequestError, RowError, TemplateError
 from batchkit.rendering.body import (
@@ -38,6 +39,7 @@ from batchkit.rendering.tools import RequestTools, template_kwargs_of, tools_of_
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
 from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash
+from batchkit.sources.where import is_blank
 from batchkit.storage.schema import is_count
 from batchkit.types import Completion, Pair, Request, Row, RowHint
 
@@ -72,6 +74,7 @@ class PromptRenderer:
         self._adjust_sampling, self._load = adjust_sampling, load
         self._chat_template_kwargs = chat_template_kwargs
         self._job = job
+        self._filled = prompt_columns(job) if job.input.empty == "fail" else frozenset()
         self.templates = PromptTemplates(job)
         if self.templates.files.all:
             check_root(job.media)
@@ -104,6 +107,9 @@ class PromptRenderer:
         if row.error is not None:
             raise row.error
         of_input = input_hash(row.fields) if of_input is None else of_input
+        for name in self._filled:
+            if name in row.fields and is_blank(row.fields[name]):
+                raise RequestError(f'{name} is empty, and input.empty = "fail"')
         note = self.templates.note(row.fields)
         return self._request(row, self._with_texts(row.fields), attempt, of_input, note)
 

@@ -88,7 +88,8 @@ def _rows(
     table: InputTable, skip: Callable[[int], bool], files: Mapping[str, str]
 ) -> Iterator[Row]:
     """As ``read_rows``, of all shards."""
-    keeps, filtered = compile_where(table.where), bool(table.where)
+    keeps = compile_where(table.where, table.filled)
+    filtered = bool(table.where or table.filled)
     checked = not filtered  # the first readable row has shown that the fields in `where` exist
 
     def passes_over(index: int) -> bool:
@@ -127,7 +128,7 @@ def count_rows(table: InputTable, files: Mapping[str, str] | None = None) -> int
     Raises:
         InputError: as ``read_rows``, as far as errors show without parsing.
     """
-    if table.where or table.shard:
+    if table.is_filtered:
         return sum(1 for _ in read_rows(table, files=files))
     total = 0
     for path in input_files(table) if files is None else files:

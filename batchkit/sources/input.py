@@ -91,9 +91,9 @@ def from_python(rows: Any, table: InputTable) -> Input:
     Raises:
         JobError: ``table`` has a key that only works for files, or ``rows`` are not rows.
     """
-    if table.where or table.limit or table.shard:
+    if table.where or table.limit or table.shard or table.filled:
         raise JobError(
-            "input.where, input.limit and input.shard are for files: give the rows that you want"
+            'input.where, input.limit, input.shard and input.empty = "skip" are for files: give the rows that you want'
         )
     found, has_ids = python_rows(rows, table.id), table.id is not None
     if found.size is None:
@@ -185,6 +185,8 @@ def why_empty(table: InputTable) -> str:
     if table.shard is not None:
         return f"shard {table.shard} of {table.path} has no rows"
     wanted = ", ".join(f"{name} = {shown(value)}" for name, value in table.where.items())
+    if table.filled and not wanted:
+        return f"{table.path}: has no row without a blank in {', '.join(sorted(table.filled))}"
     reason = f"no row has what input.where asks for: {wanted}" if wanted else "has no rows"
     return f"{table.path}: {reason}"
 

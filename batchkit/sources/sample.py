@@ -37,7 +37,7 @@ def only(source: Input, chosen: IndexSet, *, of: int, settled: Totals) -> Input:
 
 def indexes_of(source: Input, table: InputTable) -> Sequence[int]:
     """Those of the rows to choose from; all rows are read only if some are filtered out."""
-    if table.where or table.shard:
+    if table.is_filtered:
         return array("L", (row.index for row in source.read(lambda index: False)))
     return range(source.size() or 0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from datetime import datetime, time
 from typing import Any
 
@@ -10,8 +10,15 @@ from batchkit.errors import InputError
 from batchkit.sources.reader import one_of
 
 
-def compile_where(where: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
-    """``keeps(fields)``: every field is there, and equals its value, or one value of its list.
+def is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def compile_where(
+    where: Mapping[str, Any], filled: Set[str] = frozenset()
+) -> Callable[[Mapping[str, Any]], bool]:
+    """``keeps(fields)``: every field is there, and equals its value, or one value of its list; and none of
+    ``filled`` is blank.
 
     A value also matches as text: CSV has no numbers, and ``year = 2020`` must find "2020". A midnight
     matches as its day: Excel has no other dates.
@@ -29,7 +36,7 @@ def compile_where(where: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], boo
             found = fields[key]
             if found not in values and texts.isdisjoint(_texts(found)):
                 return False
-        return True
+        return not any(name in fields and is_blank(fields[name]) for name in filled)
 
     return keeps
 

@@ -41,13 +41,17 @@ class InputTable(Table):
     where: Identity[dict[str, Any]] = Field({})
     """Keep only rows whose field equals the value, or is in the list. Numbers, days and true or
     false are also found where they are text."""
+    empty: Identity[Literal["keep", "skip", "fail"]] = "keep"
+    """Rows in which a column of the prompt's texts is null or blank: `skip` leaves them out as `where` does, `fail`
+    makes them failed rows. How many there are among the first 10,000 is said before the run."""
     limit: Free[PositiveInt | None] = None
-    """Only the first rows, counted after `where`."""
+    """Only the first rows, counted after `where` and `empty`."""
     shard: Identity[str | None] = None
     """Only this share of those rows, `0/4` to `3/4`. It depends only on a hash of the row's id (of
     its index, if there is no `id`). `run --shard` sets it, and the run folder's name with it."""
 
     _media_root: str = PrivateAttr("")
+    _filled: frozenset[str] = PrivateAttr(frozenset())
 
     def rows_are_files(self, path: str) -> bool:
         """Whether the file or glob ``path`` is one whose rows are files or their pages."""
@@ -68,6 +72,21 @@ class InputTable(Table):
         if self.format == "auto":
             return self.path is not None and ".jsonl" in self.path.lower()
         return self.format == "openai-batch"
+
+    @property
+    def filled(self) -> frozenset[str]:
+        """The columns of which none is empty in a row that is read."""
+        return self._filled
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether only reading the rows shows how many there are to run, whatever the limit."""
+        return bool(self.where or self.shard or self.filled)
+
+    def with_filled(self, columns: frozenset[str]) -> InputTable:
+        table = self.model_copy()
+        table._filled = columns
+        return table
 
     def below(self, media_root: str) -> InputTable:
         """This table, for rows that are files: those below ``media_root`` are named from there."""
