@@ -40,7 +40,14 @@ def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
             raise NotJson(f"the number {choice.text[-20:]!r} may have had more digits")
         return parsed(choice.text, schema_in(sampling))
     except NotJson as reason:
-        if choice.finish_reason == "length":
+        is_cut = choice.finish_reason == "length"
+        if is_cut and (white := sum(map(str.isspace, choice.text))) > 0.9 * len(choice.text):
+            raise InvalidOutputError(
+                f"{white} of its {len(choice.text)} characters are white space, which JSON allows and"
+                " sampling.max_tokens ends; with vLLM, engine.options.structured_outputs_config ="
+                ' { backend = "xgrammar", disable_any_whitespace = true } allows none'
+            ) from None
+        if is_cut:
             raise TruncatedOutputError(
                 f"the answer was cut off (finish_reason length) before its JSON ended: {reason};"
                 " raise sampling.max_tokens"

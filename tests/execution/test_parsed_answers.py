@@ -68,6 +68,11 @@ TRUNCATED = ("TruncatedOutputError", "raise sampling.max_tokens")
         ("```json\n{oh}\n```", "", "not JSON"),
         ('{"n": ' + "1" * 5000 + "}", "", ""),
         (said('{"topic": "bill', finish_reason="length"), *TRUNCATED),
+        (
+            said("{" + " \n" * 31 + " ", finish_reason="length"),
+            "",
+            "63 of its 64 characters are white space, which JSON allows and sampling.max_tokens ends; with vLLM,",
+        ),
         (said("12", finish_reason="length"), *TRUNCATED),  # it may be a part of a number
     ],
 )
