@@ -363,6 +363,24 @@ KEYS = [
         ("blank.csv: has no row without a blank in review",),
         files={"blank.csv": "id,review,label\n1,,a\n"},
     ),
+    # A file that batchkit has not written is not replaced.
+    *(
+        Mistake(command, (said,), exit_code, {"mine.csv": REVIEWS, "mine.jsonl": '{"a": 1}\n'})
+        for command, said, exit_code in (
+            ("run job.toml\nexport --csv mine.csv", "mine.csv: exists, and is no export", 2),
+            ("run job.toml\nexport --jsonl mine.jsonl", "or replace it with --force", 2),
+            ("run job.toml\nexport --csv mine.csv --force", "mine.csv: 3 rows", 0),
+            ("run job.toml\nexport --csv a.csv\nexport --csv a.csv", "a.csv: 3 rows", 0),
+            ("run job.toml\nexport --jsonl a.jsonl\nexport --jsonl a.jsonl", "3 rows", 0),
+            ("run job.toml\nexport --parquet a.parquet\nexport --parquet a.parquet", "3 rows", 0),
+            ("run job.toml --output mine.csv", "exists, and is no export of batchkit", 2),
+            ("run job.toml --output a.csv\nrun job.toml --output a.csv", "a.csv: 3 rows", 0),
+        )
+    ),
+    Mistake(
+        "run job.toml --set output.dir=/proc/none",
+        ("/proc/none/mood: can't be used as a run folder", "set output.dir to a folder"),
+    ),
 ]
 
 

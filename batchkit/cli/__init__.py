@@ -307,6 +307,7 @@ def retry_failed(
     "--public", is_flag=True, help="A data set that --hub creates is public, not private."
 )
 @click.option("--only-finished", is_flag=True, help="Refuse a run with rows that have no record.")
+@click.option("--force", is_flag=True, help="Replace a file that is no export of batchkit, too.")
 @JSON
 def export(
     run: str | None,
@@ -314,6 +315,7 @@ def export(
     hub: str | None,
     public: bool,
     only_finished: bool,
+    force: bool,
     as_json: bool,
     **formats: str | None,
 ) -> None:
@@ -338,7 +340,7 @@ def export(
     folder = find(run)
     for name, path in wanted.items():
         target = Path(path) if path else None
-        for file in write(folder, name, target, say, only_finished=only_finished):
+        for file in write(folder, name, target, say, only_finished=only_finished, force=force):
             show(file, as_json)
             if hub is not None and name == "parquet":
                 show(push(folder, file.path, hub, public=public), as_json)

@@ -68,7 +68,7 @@ def _exported(outcome: Outcome, name: str, output: Path, say: Say) -> Outcome:
         )
         return outcome
     try:
-        for file in export(Path(outcome.summary.folder), name, output, say):
+        for file in export(Path(outcome.summary.folder), name, output, say, force=True):
             say(file.to_text())
     except BatchkitError as error:
         return Outcome(replace(outcome.summary, exit=error.exit_code), error)

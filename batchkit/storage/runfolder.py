@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from errno import EACCES, EEXIST, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM, EROFS
+from errno import EACCES, EEXIST, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 LOG = "run.log"  # what happened
 _HOLDER = ".holder.json"
-_REFUSED = (EACCES, EPERM, EROFS, EEXIST, ENOTDIR, ENAMETOOLONG, ELOOP)  # trying again won't help
+_REFUSED = (EACCES, EPERM, EROFS, EEXIST, ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP)  # trying again won't help
 
 
 def is_of_run(job_file: Path) -> bool:

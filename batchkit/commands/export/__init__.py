@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from batchkit.commands import Say
-from batchkit.commands.export.outputs import exporting
+from batchkit.commands.export.outputs import exporting, is_foreign, refuse_own_file
 from batchkit.config.seams import EXPORTS as SEAM
 from batchkit.errors import JobError, StoreError
 from batchkit.runs.inputs import InputColumns
@@ -82,6 +82,7 @@ def export(
     say: Say = lambda text: None,
     *,
     only_finished: bool = False,
+    force: bool = False,
 ) -> list[Exported]:
     """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``npy``, ``openai``,
     ``realhit`` or what another package adds.
@@ -91,17 +92,22 @@ def export(
     spreadsheet: a text that would be taken for a formula gets a ``'`` in front. ``npy`` writes the
     vectors as one matrix, and the ids of its rows into a file beside it. ``openai`` writes
     two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
-    folder ``path`` or as the file ``path``. ``say`` is called if rows have no answer yet, and if a spreadsheet would
+    folder ``path`` or as the file ``path``. ``force``: a file that no export has written is replaced, too. ``say`` is called if rows have no answer yet, and if a spreadsheet would
     run a cell of ``csv``.
 
     Raises:
-        JobError: ``npy``, and the run has no vectors, or they have several lengths; ``only_finished``, and rows have
+        JobError: ``path`` is a file that no export has written; ``npy``, and the run has no vectors, or they have several lengths; ``only_finished``, and rows have
             no record yet.
         StoreError: not a run folder, its log is damaged, or the file can't be written.
     """
     log, found = folder / RESULTS, status(folder)
     check_log(folder)
     path = path or folder / _NAMES.get(format_name, f"results.{format_name}")
+    if not force and is_foreign(path):
+        refuse_own_file(path, folder)
+        raise JobError(
+            f"{path}: exists, and is no export of batchkit; name another file, or replace it with --force"
+        )
     if found.pending:
         done = f"{found.ok + found.failed:,} of {found.total:,} rows; {found.pending:,} have no answer yet"
         if only_finished:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.sources.finding import input_files
@@ -54,10 +55,37 @@ def format_for(path: Path, job: JobConfig) -> str:
     files = input_files(job.input)
     if path.exists() and any(Path(file).exists() and path.samefile(file) for file in files):
         raise JobError(f"--output {path}: is the input; write to another file")
+    if is_foreign(path):
+        raise JobError(f"--output {path}: exists, and is no export of batchkit; name another file")
     is_batch = name == "jsonl" and {format_of(file, job.input) for file in files} == {
         "openai-batch"
     }
     return "openai" if is_batch else name
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether ``path`` is a table with something in it that no export has written, by how it begins."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    match path.suffix.lower():
+        case ".csv":
+            return not _beginning(path).startswith(b"index,id,")
+        case ".jsonl":
+            return b'"custom_id":' not in (line := _beginning(path)) and b'"attempt":' not in line
+        case ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            try:
+                return b"batchkit.run" not in (pq.read_schema(path).metadata or {})
+            except pa.ArrowException:
+                return True
+    return False
+
+
+def _beginning(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read(1 << 16)
 
 
 @contextmanager
@@ -68,12 +96,12 @@ def exporting(path: Path, folder: Path) -> Iterator[Path]:
         StoreError: ``path`` is one of the files of a run (of any run, or by a hard link of that in
             ``folder``), or the input of the run in ``folder``.
     """
-    _refuse_own_file(path, folder)
+    refuse_own_file(path, folder)
     with replacing(path) as temporary:
         yield temporary
 
 
-def _refuse_own_file(path: Path, folder: Path) -> None:
+def refuse_own_file(path: Path, folder: Path) -> None:
     parent, own = path.resolve().parent, [folder / name for name in _OWN_FILES]
     own += [
         *segments_of(folder).values(),
