@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -17,8 +18,9 @@ from tqdm.auto import tqdm
 
 from batchkit.config.masking import masked_text
 from batchkit.config.numbers import duration
-from batchkit.config.terminal import plain
+from batchkit.config.terminal import plain, shortened
 from batchkit.engines.memory import family_bytes, gpu_loads
+from batchkit.engines.process.launcher import LOG as ENGINE_LOG
 from batchkit.errors import StoreError
 from batchkit.execution.events import Load
 from batchkit.execution.exporter import Show
@@ -34,7 +36,9 @@ _LOOK_S = 0.25
 _RECORD_S = 1.0
 _MACHINE_S = 5.0  # reading the processes of the host may take some milliseconds
 _RATE_SPAN_S = 60.0
-_CLOCK_S = 1.0
+_CLOCK_S, _LINE_S = 1.0, 10.0
+_NEWEST_BYTES = 2048
+_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?[A-Z]+ [\d-]+ [\d:]+ \[[^]]+\] ")  # of vLLM's lines
 _OF_LOAD = set(Load._fields) & set(Metrics.__struct_fields__) - {"kv_cache_usage"}
 _IS_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
@@ -130,7 +134,7 @@ class Progress:
     """
 
     def __init__(self, folder: Path, *, interval_s: float, quiet: bool, generates: bool) -> None:
-        self._path = folder / LOG
+        self._path, self._engine_log = folder / LOG, folder / ENGINE_LOG
         self._log = TextIOWrapper(open_log(self._path), encoding="utf-8", line_buffering=True)
         self._stream = sys.stderr
         self._quiet = quiet
@@ -176,23 +180,29 @@ class Progress:
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Show ``text`` and the seconds that pass inside, where there is a bar; then the line is gone.
+        """Show ``text``, the seconds that pass inside and what the engine prints: where there is a bar as one line that
+        goes away, otherwise a plain line every few seconds.
 
         A thread draws them; tqdm has one thread at a time write.
         """
-        if not self._has_bar:
-            yield
-            return
         began, is_over, before = time.monotonic(), threading.Event(), self._bar
-        clock = self._bar = tqdm(
-            desc=text, bar_format="{desc}", file=self._stream, leave=False, dynamic_ncols=True
-        )
+        clock = None
+        if self._has_bar:
+            clock = self._bar = tqdm(
+                desc=text, bar_format="{desc}", file=self._stream, leave=False, dynamic_ncols=True
+            )
 
         def tick() -> None:
             with suppress(OSError):  # the terminal was closed
-                while not is_over.wait(_CLOCK_S):
+                while not is_over.wait(_LINE_S if clock is None else _CLOCK_S):
                     seconds = duration(time.monotonic() - began)
-                    clock.set_description_str(f"{text}, {seconds}")
+                    line = ": ".join(
+                        filter(None, [f"{text}, {seconds}", _newest(self._engine_log)])
+                    )
+                    if clock is None:
+                        self._say(line)
+                    else:
+                        clock.set_description_str(plain(masked_text(line)))
 
         ticking = threading.Thread(target=tick, name="load-clock", daemon=True)
         ticking.start()
@@ -203,7 +213,8 @@ class Progress:
             ticking.join()
             self._bar = before
             with suppress(OSError):
-                clock.close()
+                if clock is not None:
+                    clock.close()
 
     def close(self) -> None:
         if self._bar is not None:
@@ -248,6 +259,18 @@ class Progress:
     def _lose_stream(self) -> None:
         """The terminal or the pipe was closed: from now on write to run.log only."""
         self._quiet, self._has_bar = True, False
+
+
+def _newest(log: Path) -> str:
+    """What an engine printed last; empty if that is unknown."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _NEWEST_BYTES))
+            lines = re.split(r"[\r\n]+", file.read().decode(errors="replace"))
+    except OSError:
+        return ""
+    newest = next((line for line in reversed(lines) if line.strip()), "")
+    return shortened(_PREFIX.sub("", newest).strip(), 100)
 
 
 def _counts(metrics: Metrics) -> tuple[int, int, int]:

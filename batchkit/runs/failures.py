@@ -70,9 +70,12 @@ def lines_of(failures: Sequence[Failure], folder: str, *, was_retry: bool) -> It
     if again and not was_retry:
         kinds = "".join(f" --kind {kind}" for kind in again) if others else ""
         yield f"next: batchkit retry-failed{kinds} {folder}"
-    if others:
+    if same := [kind for kind in others if kind in _OF_THE_MODEL]:
         yield (
-            f"rows failed by {', '.join(others)} would fail again: first correct what the messages name"
+            f"rows failed by {', '.join(same)} would fail again at temperature 0: change the prompt, or set"
+            " retry.temperatures"
         )
+    if wrong := [kind for kind in others if kind not in _OF_THE_MODEL]:
+        yield f"rows failed by {', '.join(wrong)} would fail again: first correct what the messages name"
     if failures:
         yield f"each row with its message: batchkit show --failed {folder}"

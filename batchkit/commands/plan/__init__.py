@@ -14,6 +14,7 @@ from batchkit.commands.plan.lengths import Lengths, count_lengths
 from batchkit.commands.plan.sample import Sample, answer_sample, rows_in_kv_cache
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
+from batchkit.engines.memory import gpus
 from batchkit.errors import TooManyFailuresError
 from batchkit.runs.status import counts_of
 from batchkit.sources.input import from_job
@@ -21,6 +22,7 @@ from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.types import Usage, utc_now
 
+_SHARE = 6  # of the run that a forecast may take without a word
 SAMPLED = 64  # rows by default, at most a quarter of those that are left
 _HOUR_S = 3600.0
 
@@ -28,7 +30,7 @@ _HOUR_S = 3600.0
 class Plan(NamedTuple):
     """A forecast, as ``forecast.json`` has it. Tokens, GPU hours and price are of the whole run, what is
     done included; ``seconds`` are of the start to come, with the engine up. ``left`` rows have no record
-    yet. ``price`` is None if the job has no price, ``gpu_hours`` if it is not known which GPUs answer.
+    yet. ``price`` is None if the job has no price, ``gpu_hours`` if no GPU is here, or it is not known which answer.
     ``run``: when the run began; ``starts``: how many it had had by then; ``of``: a hash of the job.
     """
 
@@ -81,6 +83,11 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
     found = count_lengths(job, source, lengths, say)
     starts_before = len(read_manifest(job.folder).starts) if is_run(job.folder) else 0
     chosen = _chosen(found, rows, job.run.seed)
+    if len(chosen) * _SHARE > found.left:
+        say(
+            f"the forecast answers {len(chosen):,} of {found.left:,} rows, more than a sixth of the run, and loads the"
+            " model once more; they stay answered"
+        )
     sample = answer_sample(job, source, chosen, say) if chosen else Sample()
     if sample.failed == len(sample.rows) > 0:
         raise TooManyFailuresError(
@@ -119,6 +126,8 @@ def _figures(
     earlier_s = sum(start.gpu_seconds for start in starts)
     so_far = run.price_of(done, earlier_s)
     gpu_hours = rest.seconds.plus(load_s).plus(earlier_s / _HOUR_S, job.gpus / _HOUR_S)
+    # Workers on Ray may have GPUs that this machine lacks.
+    has_gpus = run.workers is not None or run.price_per_gpu_hour is not None or bool(gpus())
     is_elsewhere = any(job.with_engine(name).engine.base_url for name in job.engine_names)
     price = None if so_far is None else rest.price.plus(so_far + load_s * per_gpu_s)
     return {
@@ -133,7 +142,7 @@ def _figures(
         "completion_tokens": rest.completion_tokens.plus(done.completion_tokens).rounded(0),
         "seconds": rest.seconds.rounded(3),
         "load_seconds": round(load_s, 3),
-        "gpu_hours": None if is_elsewhere else gpu_hours.rounded(6),
+        "gpu_hours": None if is_elsewhere or not has_gpus else gpu_hours.rounded(6),
         "price": None if price is None else price.rounded(6),
         "prompts": {
             "counted": lengths.counted,

@@ -23,7 +23,7 @@ def preload() -> None:
     goes to a file here; a worker process's error appears nowhere else."""
     if os.environ.get("VLLM_LOGGING_LEVEL") == QUIET:
         del os.environ["VLLM_LOGGING_LEVEL"]  # set in the run's own process, for its terminal
-    set_environment("ERROR")
+    set_environment("INFO")
     import vllm.engine.arg_utils
     import vllm.entrypoints.llm
     import vllm.v1.engine.core  # noqa: F401
