@@ -183,6 +183,10 @@ def test_formula_without_a_value_fails_its_row_whatever_program_wrote_it(
         ([], "its sheet is empty"),
         ([["a", None, "b"], [1, 2, 3]], "row 1: column 2 of 3 has no name"),
         ([["a", "a "], [1, 2]], "row 1: two columns are named 'a'"),
+        (
+            [["Survey 2026"], ["id", "review"], [1, "Fine"]],
+            "row 2: the header seems to be here, with 2 names, and the row above it a title, 'Survey 2026'",
+        ),
     ],
 )
 def test_a_header_that_can_not_be_used_is_an_error(
@@ -190,6 +194,12 @@ def test_a_header_that_can_not_be_used_is_an_error(
 ) -> None:
     with pytest.raises(InputError, match=problem):
         rows_of(workbook(tmp_path, data=rows))
+
+
+def test_an_empty_first_sheet_is_an_error_that_names_the_others(tmp_path: Path) -> None:
+    path = workbook(tmp_path, notes=[], data=[["q"], ["a question"]])
+    with pytest.raises(InputError, match=r"input\.records names the sheet: it has 'notes', 'data'"):
+        rows_of(path)
 
 
 @pytest.mark.parametrize("number", [b"1048577", b"1000000000"])
