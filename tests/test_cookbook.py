@@ -1,6 +1,6 @@
-"""Every recipe of docs/cookbook.md runs as it is written, each in a folder of its own.
+"""Every recipe of docs/cookbook.md runs as it is written, each in a folder of its own; and docs/tutorial.md does.
 
-Instead of a model, the dry-run engine answers; the recipe with a server talks to a real one over HTTP.
+Instead of a recipe's model, the dry-run engine answers; the tutorial's is real. What has a server talks to one over HTTP.
 """
 
 from __future__ import annotations
@@ -47,7 +47,30 @@ def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 exec(compile(text, f"{title}, in docs/cookbook.md", "exec"), {})
             else:
                 assert kind == "bash", f"a {kind} block without a title"
-                run_lines(text)
+                run_lines(text, dry=True)
+
+
+@pytest.mark.vllm
+def test_the_tutorial_runs_and_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    printed = ""
+    with serving(lambda text, body: "Yes.\n[Score]: 100/100") as server:
+        server.names.append("Qwen/Qwen3-8B")
+        for kind, name, text in BLOCK.findall(page):
+            if name:
+                Path(name).write_text(text.replace("http://localhost:8000/v1", server.url))
+            if kind == "python":
+                exec(compile(text, name, "exec"), {})
+            elif kind == "bash":
+                printed = run_lines(text)
+            elif kind == "csv":
+                assert Path("questions.csv").read_text().startswith(text)
+            elif kind == "text":
+                assert [line for line in text.splitlines() if line not in printed] == [], printed
+    assert server.answered.total() == 59, "two of the sixty are equal"
 
 
 def test_every_recipe_has_a_job_and_commands_for_it() -> None:
@@ -69,13 +92,17 @@ def write_job(path: Path, text: str) -> None:
     path.write_text(tomlkit.dumps(job), encoding="utf-8")
 
 
-def run_lines(text: str) -> None:
+def run_lines(text: str, *, dry: bool = False) -> str:
+    """Run each command; returns what they print."""
+    printed = ""
     for line in text.splitlines():
         program, *args = shlex.split(line, comments=True)
         assert program == "batchkit", line
         wanted = EXITS.search(line)
-        ended = batchkit(*without_engine_options(args))
+        ended = batchkit(*(without_engine_options(args) if dry else args))
         assert ended.exit_code == int(wanted[1] if wanted else 0), f"{line}\n{ended.stderr}"
+        printed += ended.stdout + ended.stderr
+    return printed
 
 
 def without_engine_options(args: list[str]) -> list[str]:

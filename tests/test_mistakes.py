@@ -381,6 +381,14 @@ KEYS = [
         "run job.toml --set output.dir=/proc/none",
         ("/proc/none/mood: can't be used as a run folder", "set output.dir to a folder"),
     ),
+    # Where all rows fail, nothing says that the job has no scoring.
+    Mistake(
+        "run job.toml --set 'prompt.user={{ reveiw }}' --set run.check_rows=0 --set scoring.reference=label"
+        " --set 'scoring.scorers=[\"em\"]'",
+        ("| all | 0 | 0 | 3 |",),
+        3,
+        never=("nothing is scored",),
+    ),
 ]
 
 

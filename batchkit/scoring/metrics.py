@@ -113,7 +113,7 @@ class ScoreTable:
         lines += [self._spread_text(name) for name in OUT_OF_TEN if name in self.overall.scores]
         because = self.overall.unscored_because.items()
         lines += [f"unscored, {count:,} rows: {reason}" for reason, count in because]
-        if not self.names:
+        if not self.names and self.overall.unscored and not because:
             lines.append(
                 "nothing is scored: set [scoring] extract, reference and scorers in the job file, then"
                 " `batchkit score JOB.toml`"
