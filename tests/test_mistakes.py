@@ -389,6 +389,7 @@ KEYS = [
         3,
         never=("nothing is scored",),
     ),
+    Mistake("run job.toml --set engine.kind=VLLM", ("did you mean 'vllm'?",)),
 ]
 
 

@@ -31,7 +31,9 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     known = [*known]
     if (here := ELSEWHERE.get(name)) in known:
         return here
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+    by_small = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), by_small, n=1, cutoff=cutoff)
+    return by_small[near[0]] if near else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
