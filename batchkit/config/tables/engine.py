@@ -106,8 +106,8 @@ class EngineTable(Table):
     def _names_a_variable(cls, name: str) -> str:
         if _VARIABLE.fullmatch(name) is None:  # never shown: it may be the key
             raise ValueError(
-                "names an environment variable, not the key: put the key in OPENAI_API_KEY (`export"
-                " OPENAI_API_KEY=…`) and leave this out"
+                "names an environment variable, not the key: put the key into the variable OPENAI_API_KEY, and"
+                " leave this out"
             )
         return name
 
