@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from batchkit.config.columns import prompt_columns
 from batchkit.config.seams import SCORERS
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, ScoringTable
-from batchkit.errors import JobError, MediaError, RowError, WrongTaskError
+from batchkit.errors import InputError, JobError, MediaError, RowError, WrongTaskError
 from batchkit.rendering.steps import CANDIDATES, Renderer
 from batchkit.rendering.templates import ROW
 from batchkit.rendering.templates.prompt import PromptTemplates, names_in
@@ -170,12 +171,15 @@ def blanks_in(rows: Iterable[Row], job: JobConfig) -> Iterator[str]:
     if not columns:
         return
     until, first = time.monotonic() + _LOOK_S, ""
-    for row in rows:
-        n_rows += 1
-        blank.update(name for name in columns if name in row.fields and is_blank(row.fields[name]))
-        if n_rows == _LOOKED_AT or time.monotonic() > until:
-            first = "first "
-            break
+    with suppress(InputError):  # of a broken place, which stops the run only once it is there
+        for row in rows:
+            n_rows += 1
+            blank.update(
+                name for name in columns if name in row.fields and is_blank(row.fields[name])
+            )
+            if n_rows == _LOOKED_AT or time.monotonic() > until:
+                first = "first "
+                break
     then = {
         "keep": 'and sent so; input.empty = "skip" leaves such rows out',
         "skip": "and such rows are left out",

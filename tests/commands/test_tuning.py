@@ -398,7 +398,7 @@ def test_what_is_known_is_printed_when_it_is_stopped(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, signum: int, code: int
 ) -> None:
     scratch = tmp_path_factory.mktemp("tmp")
-    args = ["find-bs", "job.toml", "--low", "2", "--seconds", "1", "--write"]
+    args = ["find-bs", "job.toml", "--low", "2", "--seconds", "3", "--write"]
     process = begin(*args, cwd=folder, TMPDIR=str(scratch))
     assert process.stderr is not None
     assert process.stdout is not None
