@@ -10,6 +10,7 @@ from pathlib import Path
 from batchkit.config.loading import load_job
 from batchkit.config.suggest import did_you_mean
 from batchkit.errors import JobError, StoreError
+from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import latest_run, without_manifest
 from batchkit.storage.runfolder import MANIFEST, is_run
@@ -41,7 +42,7 @@ def find_run(
         return latest_run(output)
     path, folder = Path(target), folder_of(target, overrides)
     if not is_run(folder):
-        if os.path.lexists(folder / RESULTS):
+        if any(os.path.lexists(folder / name) for name in (RESULTS, CHECKPOINT)):
             raise StoreError(without_manifest(folder))
         shards = folder.parent.glob(f"{escape(folder.name)}.shard-*-of-*/{MANIFEST}")
         counts = {path.parent.name.rpartition("-of-")[2] for path in shards}
