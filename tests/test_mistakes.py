@@ -28,6 +28,7 @@ kind = "dry-run"
 [output]
 keep = ["label"]
 """
+LOG, MANIFEST = "output/mood/results.jsonl", "output/mood/manifest.json"
 DRY = "--set engine.kind=dry-run --set 'engine.options={}'"
 ONE_LINE = f"run --model batchkit-demo --input reviews.csv {DRY}"
 
@@ -35,13 +36,14 @@ ONE_LINE = f"run --model batchkit-demo --input reviews.csv {DRY}"
 @dataclass(frozen=True)
 class Mistake:
     """``commands``: a command each, the last of which is judged. ``says``: what it prints, stdout or stderr, in any
-    order; ``never``: what it must not print. ``files``: by name, written before."""
+    order; ``never``: what it must not print. ``files``: by name, written before; ``gone``: removed before the last."""
 
     commands: str
     says: tuple[str, ...]
     exit_code: int = 2
     files: Mapping[str, str] = field(default_factory=dict)
     never: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
 
 
 PROMPTS = [
@@ -390,6 +392,30 @@ KEYS = [
         never=("nothing is scored",),
     ),
     Mistake("run job.toml --set engine.kind=VLLM", ("did you mean 'vllm'?",)),
+    *(
+        Mistake(
+            f"run job.toml --set {table}=x", (f"expected table; set one of its keys, as {key}",)
+        )
+        for table, key in {"prompt": "prompt.user", "input": "input.path"}.items()
+    ),
+    Mistake(
+        "run job.toml --set scoring.group_by=lable --set 'scoring.scorers=[\"em\"]' --set scoring.reference=label",
+        ("scoring: the rows have no field 'lable'; did you mean 'label'?",),
+    ),
+    # What is kept of the input is no part of what was asked.
+    Mistake(
+        "run job.toml\nrun job.toml --set 'output.keep=[\"stars\"]'\nexport output/mood --csv",
+        ("output/mood/results.csv: 3 rows",),
+        0,
+    ),
+    *(
+        Mistake(command, (said,), exit_code, gone=gone)
+        for command, said, exit_code, gone in (
+            ("run job.toml\nrun job.toml", "results.jsonl: is missing; put it back", 1, (LOG,)),
+            ("run job.toml\nstatus output/mood", "but no manifest.json", 1, (MANIFEST,)),
+            ("run job.toml\nstatus output/mood", "but no manifest.json", 1, (LOG, MANIFEST)),
+        )
+    ),
 ]
 
 
@@ -418,6 +444,8 @@ def test_a_mistake_is_named_with_what_to_do(mistake: Mistake, folder: Path) -> N
     *before, last = mistake.commands.splitlines()
     for command in before:
         batchkit(*shlex.split(command))
+    for name in mistake.gone:
+        Path(name).unlink()
     ended = batchkit(*shlex.split(last))
     printed = " ".join((ended.stdout + ended.stderr).split())
     assert [said for said in mistake.says if said not in printed] == [], printed

@@ -165,6 +165,9 @@ def _problem(detail: Mapping[str, Any], place: _Place, table: Model, unknown: st
     if kind == "value_error":
         return str(detail["msg"]).removeprefix("Value error, ")
     hint = did_you_mean(str(found), _literals(place.annotation))
+    if isinstance(found, str) and (inner := _table_in(place.annotation)) is not None:
+        names = inner.model_fields
+        hint = f"; set one of its keys, as {place.location[-1]}.{'user' if 'user' in names else next(iter(names))}"
     return f"found {shown(found)}, expected {in_words(place.annotation, place.limits)}{hint}"
 
 
