@@ -32,7 +32,7 @@ from batchkit.cli.options import (
     printed,
 )
 from batchkit.cli.rows import show_rows, status, view
-from batchkit.cli.tuning import bench, find_bs, parity, plan
+from batchkit.cli.tuning import bench, find_bs, parity, plan, tune
 from batchkit.errors import JobError
 
 if TYPE_CHECKING:
@@ -524,7 +524,7 @@ def doctor() -> Result:
     return diagnose()
 
 
-for command in (status, show_rows, view, plan, find_bs, bench, parity):
+for command in (status, show_rows, view, plan, tune, find_bs, bench, parity):
     cli.add_command(command)
 
 

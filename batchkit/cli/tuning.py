@@ -108,6 +108,34 @@ def find_bs(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
 @click.command()
 @JOB
 @click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    default=20.0,
+    help="About how long to search, comparing the best with the default included.",
+)
+@options.rows("Try with the first N rows only.")
+@options.seconds("At most this long per trial, after at most as long to fill the engine.", 10.0)
+@click.option(
+    "--write", is_flag=True, help="Set the best options in JOB; nothing else in it changes."
+)
+@SET
+@printed
+def tune(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
+    """Find the engine's options with which JOB is fastest on this machine.
+
+    Only options that decide speed and not the answers are tried, with the job's own rows: how many requests run at
+    once, tokens a step, asynchronous scheduling, prefix caching, chunked prefill, eager mode. At the end, default and
+    best are measured in turn, three times. The next call goes on from what is known.
+    """
+    from batchkit.commands.tuning.tune import tune as search
+
+    write_to = job if write else None
+    return search(load(job, overrides), write_to=write_to, say=say, **limits)
+
+
+@click.command()
+@JOB
+@click.option(
     "--batch-sizes", default="1,4,16,64", metavar="N,N,…", help="How many requests run at once."
 )
 @click.option(

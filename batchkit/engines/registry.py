@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from batchkit.config.installation import how_to_install
 from batchkit.config.seams import ENGINES
@@ -59,6 +60,21 @@ def max_num_seqs_of(kind: str) -> int | None:
     opened for that, which loads no model."""
     most: int | None = getattr(ENGINES.load(kind), "MAX_NUM_SEQS", None)
     return most
+
+
+def speed_options(job: JobConfig) -> Mapping[str, Any]:
+    """The options of the job's engine that decide its speed and not its answers, with the values in force.
+
+    Raises:
+        JobError: the job can't be run.
+    """
+    kind = job.engine.kind
+    with _importing(job):
+        if (found := getattr(ENGINES.load(kind), "speed_options", None)) is not None:
+            known: Mapping[str, Any] = found(job)
+            return known
+    size = job.engine.options.get("max_num_seqs", max_num_seqs_of(kind) or 1)
+    return {"max_num_seqs": size}
 
 
 WORKS_WITHOUT = (

@@ -24,9 +24,9 @@ from PIL import Image
 
 from batchkit.commands.trial import OOM, Trial
 from batchkit.commands.trial.measurement import Figures, Idle
-from batchkit.commands.tuning.batch_size import patch, write_patch
 from batchkit.commands.tuning.bench import sizes_in
 from batchkit.commands.tuning.find import bottleneck_of, search
+from batchkit.commands.tuning.options import patch, write_patch
 from batchkit.commands.tuning.table import Line, SizeTable, line_of
 from batchkit.errors import JobError
 from tests.support.chat_server import serving
@@ -190,7 +190,7 @@ def test_one_key_is_written_and_all_else_kept(tmp_path: Path, text: str) -> None
     path = tmp_path / "job.toml"
     path.write_bytes(text.encode())
     path.chmod(0o640)
-    write_patch(path, 48)
+    write_patch(path, {"max_num_seqs": 48})
     after = path.read_bytes().decode()
     wanted = tomllib.loads(text.removeprefix("\ufeff"))
     wanted.setdefault("engine", {}).setdefault("options", {})["max_num_seqs"] = 48
@@ -205,13 +205,13 @@ def test_one_key_is_written_and_all_else_kept(tmp_path: Path, text: str) -> None
 
 
 def test_a_patch_is_toml() -> None:
-    assert tomllib.loads(patch(6)) == {"engine": {"options": {"max_num_seqs": 6}}}
+    assert tomllib.loads(patch({"max_num_seqs": 6})) == {"engine": {"options": {"max_num_seqs": 6}}}
 
 
 def test_a_link_to_a_job_file_stays_one(folder: Path) -> None:
     link = folder / "link.toml"
     link.symlink_to("job.toml")
-    write_patch(link, 9)
+    write_patch(link, {"max_num_seqs": 9})
     assert link.is_symlink()
     assert "max_num_seqs = 9  # by hand" in (folder / "job.toml").read_text()
 

@@ -11,6 +11,7 @@ few rows or little time, the whole trial is measured; and so it is if it has ans
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from batchkit.storage.metrics import Metrics
 
 ENOUGH_S, ENOUGH_ROWS, ENOUGH_WAVES = 5.0, 32, 4
 _LEAST_ROWS, _LEAST_STEADY_S = 4, 0.5
+_WINDOWS, _T_90 = 10, 1.833  # Student's t of 9 degrees of freedom, two-sided 90 %
 _CLOCK_S = 0.001  # the times of records are no finer
 
 
@@ -77,8 +79,8 @@ def seconds_at(time: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one period. ``is_typical``: the engine was as busy as in the whole job, always full; or this was
-    the whole job."""
+    """Of one period. ``interval``: 90 % of the rate, by that of its windows (Student's t). ``is_typical``: the engine
+    was as busy as in the whole job, always full; or this was the whole job."""
 
     seconds: float
     rows: int
@@ -87,6 +89,7 @@ class Figures:
     p50_ms: float
     p99_ms: float
     is_typical: bool
+    interval: tuple[float, float] = (0.0, math.inf)
 
     @classmethod
     def of(cls, answers: Sequence[Answer], seconds: float, *, is_typical: bool) -> Figures:
@@ -99,6 +102,7 @@ class Figures:
             p50_ms=1000 * _percentile(latencies, 0.50),
             p99_ms=1000 * _percentile(latencies, 0.99),
             is_typical=is_typical,
+            interval=_interval([answer.ended for answer in answers], max(seconds, _CLOCK_S)),
         )
 
     @property
@@ -206,6 +210,15 @@ def idle_of(measurement: Measurement, metrics: Sequence[Metrics]) -> Idle | None
         running=sum(line.running for line in lines) / len(lines),
         preempted=lines[-1].preemptions - lines[0].preemptions,
     )
+
+
+def _interval(ended: Sequence[float], seconds: float) -> tuple[float, float]:
+    """Of the rate at which rows ``ended``; as wide as can be if there are too few windows."""
+    rate, last = len(ended) / seconds, max(ended)
+    counts = Counter(min(_WINDOWS - 1, int((last - end) / seconds * _WINDOWS)) for end in ended)
+    rates = [counts[n] * _WINDOWS / seconds for n in range(_WINDOWS)]
+    half = _T_90 * statistics.stdev(rates) / math.sqrt(_WINDOWS)
+    return max(0.0, rate - half), rate + half
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

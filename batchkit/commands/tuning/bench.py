@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from batchkit.commands import Say
 from batchkit.commands.trial import trials_of
-from batchkit.commands.tuning.batch_size import most_of
+from batchkit.commands.tuning.options import most_of
 from batchkit.commands.tuning.table import Sizes, SizeTable
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError

@@ -10,7 +10,14 @@ from typing import Any, Literal, NamedTuple
 from batchkit.commands import Say
 from batchkit.commands.trial import OOM, trials_of
 from batchkit.commands.trial.measurement import Figures
-from batchkit.commands.tuning.batch_size import KEY, check_patch, most_of, patch, write_patch
+from batchkit.commands.tuning.options import (
+    KEY,
+    SIZE,
+    check_patch,
+    most_of,
+    patch,
+    write_patch,
+)
 from batchkit.commands.tuning.table import Line, Sizes, SizeTable
 from batchkit.config.numbers import duration, number
 from batchkit.config.tables import JobConfig
@@ -62,7 +69,7 @@ class SearchResult:
             "rows": self.rows,
             "estimated_seconds": None if estimate is None else round(estimate, 1),
             "bottleneck": None if self.bottleneck is None else self.bottleneck._asdict(),
-            "patch": None if best is None else patch(best["batch_size"]),
+            "patch": None if best is None else patch({SIZE: best["batch_size"]}),
             "written": None if self.written is None else str(self.written),
         }
 
@@ -86,7 +93,7 @@ class SearchResult:
         if self.written is not None:
             lines.append(f"{self.written}: {KEY} = {size} written")
         else:
-            lines.append(f"in the job file (or with --write):\n\n{patch(size)}")
+            lines.append(f"in the job file (or with --write):\n\n{patch({SIZE: size})}")
         return "\n".join(lines)
 
     def _largest(self) -> str:
@@ -137,7 +144,7 @@ def find_batch_size(
     if best is not None:
         bottleneck = bottleneck_of(table.lines, best, with_images=bool(job.prompt.images))
     if write_to is not None and best is not None and table.signum is None:
-        write_patch(write_to, best["batch_size"])
+        write_patch(write_to, {SIZE: best["batch_size"]})
         written = write_to
     return SearchResult(table, trials.total, high, has_flattened, bottleneck, written)
 

@@ -11,7 +11,7 @@ from typing import Any
 from batchkit.commands import Say
 from batchkit.commands.trial import OK, OOM, Trial, Trials
 from batchkit.commands.trial.measurement import Figures
-from batchkit.commands.tuning.batch_size import KEY, with_size
+from batchkit.commands.tuning.options import KEY, SIZE, with_options
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
@@ -168,7 +168,7 @@ class Sizes:
             JobError: the first trial finds the job invalid, or its rows can't be read.
         """
         self._say(f"batch size {size:,}: starting an engine")
-        trial = trials.run(with_size(self._job, size), size, seconds)
+        trial = trials.run(with_options(self._job, {SIZE: size}), size, seconds)
         self._found.setdefault(size, []).append(trial)
         self._say(in_words(line_of(size, [trial])))
         return trial

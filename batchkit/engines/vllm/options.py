@@ -88,6 +88,30 @@ def check_config(job: JobConfig) -> Any:
     return config
 
 
+_SPEEDS = {
+    "max_num_seqs": "scheduler_config",
+    "max_num_batched_tokens": "scheduler_config",
+    "async_scheduling": "scheduler_config",
+    "enable_prefix_caching": "cache_config",
+    "enable_chunked_prefill": "scheduler_config",
+    "enforce_eager": "model_config",
+}
+"""Options that decide speed and not the answers, and the part of vLLM's config with the value in force."""
+
+
+def speed_options(job: JobConfig) -> dict[str, Any]:
+    """Those that the installed vLLM has. Raises as ``check_config``."""
+    config = check_config(job)
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = EngineArgs.__dataclass_fields__
+    return {
+        name: getattr(getattr(config, part), name)
+        for name, part in _SPEEDS.items()
+        if name in known and hasattr(getattr(config, part), name)
+    }
+
+
 def why_not_bounded(sampling: Mapping[str, Any], vllm_config: Any) -> str | None:
     """Why vLLM can't end the reasoning after ``thinking_token_budget``, if it is set."""
     found = getattr(vllm_config, "reasoning_config", None)

@@ -1,10 +1,10 @@
-"""The key of the job file that decides how many requests run at once, and how it is set there."""
+"""Options of the engine that trials set, and how the best ones are set in the job file."""
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,17 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.storage.files import write_atomically
 
-KEY = "engine.options.max_num_seqs"
+_TABLE, SIZE = "engine.options", "max_num_seqs"
+KEY = f"{_TABLE}.{SIZE}"
 
 
-def with_size(job: JobConfig, size: int) -> JobConfig:
-    """The job with another batch size.
+def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
+    """The job with these options of its engine besides its own.
 
     The engine is kept from continuing at a smaller size when memory runs out: the trial is of
     this size.
     """
-    options = {**job.engine.options, "max_num_seqs": size}
+    options = {**job.engine.options, **options}
     if job.engine.kind == "transformers":
         options["shrink_on_oom"] = False
     return job.model_copy(update={"engine": job.engine.model_copy(update={"options": options})})
@@ -38,58 +39,57 @@ def most_of(job: JobConfig, rows: int) -> tuple[int, str]:
     return rows, f"there are {rows:,} rows"
 
 
-def patch(size: int) -> str:
-    """The lines of TOML that set it."""
-    table, _, name = KEY.rpartition(".")
-    return f"[{table}]\n{name} = {size}"
+def patch(options: Mapping[str, Any]) -> str:
+    """The lines of TOML that set them."""
+    return f"[{_TABLE}]\n{tomlkit.dumps(dict(options))}".rstrip()
 
 
 def check_patch(path: Path) -> None:
     """Like ``write_patch``, but only checks that it would work, because trials take long."""
-    _edited(path, 1)
+    _edited(path, {SIZE: 1})
     if not os.access(path.resolve().parent, os.W_OK):
         raise JobError(f"{path}: can't be changed: no leave to write in its folder")
 
 
-def write_patch(path: Path, size: int) -> None:
-    """Set the size in the job file at ``path``, in one step; the rest is left unchanged.
+def write_patch(path: Path, options: Mapping[str, Any]) -> None:
+    """Set the options in the job file at ``path``, in one step; the rest is left unchanged.
 
     Raises:
-        JobError: it can't be read, written, or changed in this one key alone.
+        JobError: it can't be read, written, or changed in these keys alone.
     """
-    changed = _edited(path, size)
+    changed = _edited(path, options)
     path = path.resolve()  # keep a symbolic link
     try:
         mode = path.stat().st_mode
         write_atomically(path, changed)
         path.chmod(mode)
     except OSError as error:
-        raise _not_changed(path, error, size) from error
+        raise _not_changed(path, error, options) from error
 
 
-def _edited(path: Path, size: int) -> bytes:
+def _edited(path: Path, options: Mapping[str, Any]) -> bytes:
     try:
         text = path.read_bytes().decode("utf-8-sig")
         document: Any = tomlkit.parse(text)
         wanted = tomllib.loads(text)
-        _set(document, KEY, size, tomlkit.table)
-        _set(wanted, KEY, size, dict)
+        for name, value in options.items():
+            _set(document, name, value, tomlkit.table)
+            _set(wanted, name, value, dict)
         changed = tomlkit.dumps(document)
         if tomllib.loads(changed) != wanted:  # tomlkit can't edit every form of a table
-            raise TOMLKitError(f"{KEY} can't be set without touching other keys")
+            raise TOMLKitError(f"{_TABLE} can't be set without touching other keys")
     except (OSError, ValueError, TOMLKitError) as error:
-        raise _not_changed(path, error, size) from error
+        raise _not_changed(path, error, options) from error
     return changed.encode()
 
 
-def _set(table: Any, key: str, value: int, new: Callable[[], Any]) -> None:
-    *tables, name = key.split(".")
-    for part in tables:
+def _set(table: Any, name: str, value: Any, new: Callable[[], Any]) -> None:
+    for part in _TABLE.split("."):
         if part not in table:
             table[part] = new()
         table = table[part]
     table[name] = value
 
 
-def _not_changed(path: Path, error: Exception, size: int) -> JobError:
-    return JobError(f"{path}: can't be changed: {error}; write\n{patch(size)}")
+def _not_changed(path: Path, error: Exception, options: Mapping[str, Any]) -> JobError:
+    return JobError(f"{path}: can't be changed: {error}; write\n{patch(options)}")

