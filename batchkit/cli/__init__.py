@@ -157,8 +157,8 @@ def run(
     """Run JOB, or continue it where it stopped.
 
     Without JOB, --model, --input and --prompt make one. Its run folder is named after input and
-    model, and the same line continues it; a column `id` names the rows. Rows that have a prompt, and OpenAI batch files, need no
-    --prompt.
+    model, and the same line continues it; a column `id` names the rows. Rows that have a prompt,
+    and OpenAI batch files, need no --prompt.
 
     The last line on stdout is a JSON object with the counts.
     """

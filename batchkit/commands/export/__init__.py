@@ -92,12 +92,12 @@ def export(
     spreadsheet: a text that would be taken for a formula gets a ``'`` in front. ``npy`` writes the
     vectors as one matrix, and the ids of its rows into a file beside it. ``openai`` writes
     two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
-    folder ``path`` or as the file ``path``. ``force``: a file that no export has written is replaced, too. ``say`` is called if rows have no answer yet, and if a spreadsheet would
-    run a cell of ``csv``.
+    folder ``path`` or as the file ``path``. ``force``: a file that no export has written is replaced, too. ``say``
+    is called if rows have no answer yet, and if a spreadsheet would run a cell of ``csv``.
 
     Raises:
-        JobError: ``path`` is a file that no export has written; ``npy``, and the run has no vectors, or they have several lengths; ``only_finished``, and rows have
-            no record yet.
+        JobError: ``path`` is a file that no export has written; ``npy``, and the run has no vectors, or they have
+            several lengths; ``only_finished``, and rows have no record yet.
         StoreError: not a run folder, its log is damaged, or the file can't be written.
     """
     log, found = folder / RESULTS, status(folder)

@@ -78,14 +78,17 @@ def is_foreign(path: Path) -> bool:
 
             try:
                 return b"batchkit.run" not in (pq.read_schema(path).metadata or {})
-            except pa.ArrowException:
+            except (pa.ArrowException, OSError):
                 return True
     return False
 
 
 def _beginning(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read(1 << 16)
+    try:
+        with open_regular(path) as file:
+            return file.read(1 << 16)
+    except OSError:
+        return b""
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 from batchkit.commands import Say
 from batchkit.commands.forecast_file import hash_of_job
-from batchkit.commands.trial import OK, Trial, Trials, trials_of
+from batchkit.commands.trial import OK, OOM, Trial, Trials, trials_of
 from batchkit.commands.tuning.find import LEAST_GAIN, bottleneck_of
 from batchkit.commands.tuning.options import (
     SIZE,
@@ -54,7 +54,7 @@ class Tried:
 
     @classmethod
     def of(cls, options: Options, trial: Trial) -> Tried:
-        status = trial.status if trial.status == OK else f"{trial.status}: {trial.reason}"
+        status = f"{OOM}: {trial.reason}" if trial.status == OOM else trial.status
         if (found := trial.figures) is None:
             return cls(dict(options), status, round(trial.seconds, 3))
         rates = [float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval)]
