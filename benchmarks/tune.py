@@ -141,6 +141,8 @@ class Forgetful:
 
     def keep(self, tried: Any) -> None: ...
 
+    def keep_gain(self, options: Any, ratio: float) -> None: ...
+
 
 def tuned(device: Device, random: Random) -> Tuned:
     @contextmanager
@@ -151,7 +153,7 @@ def tuned(device: Device, random: Random) -> Tuned:
     with (
         patch(f"{room}trials_of", trials_of),
         patch(f"{room}speed_options", lambda job: DEFAULT),
-        patch(f"{room}_Memory", Forgetful),
+        patch(f"{room}Known", Forgetful),
     ):
         job = JobConfig(engine={"kind": "dry-run"})  # type: ignore[arg-type]
         return tune(job, minutes=600, rows=None, seconds=10)

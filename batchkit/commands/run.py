@@ -10,6 +10,7 @@ from batchkit.commands.export import export
 from batchkit.commands.export.outputs import format_for
 from batchkit.commands.forecast_file import announced, turned_out
 from batchkit.commands.score import finish_scoring
+from batchkit.commands.tuning.known import advised
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, Interrupted, JobError
 from batchkit.execution.run import start_run
@@ -43,8 +44,9 @@ def run_job(
             f"--output {output}: the rows that {skip_from} has would be missing there; leave it out, and"
             " `batchkit export` both runs"
         )
-    if not fresh and (forecast := announced(job)) is not None:
-        say(forecast)
+    forecast = None if fresh else announced(job)
+    for text in filter(None, (forecast, advised(job))):
+        say(text)
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
             options = Options(fresh=fresh, on_change=on_change, skip_from=skip_from, command="run")

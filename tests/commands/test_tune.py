@@ -12,7 +12,8 @@ import pytest
 
 from batchkit.commands.trial import Trial
 from batchkit.commands.trial.measurement import Figures
-from batchkit.commands.tuning.tune import Tried, tune
+from batchkit.commands.tuning.known import Tried
+from batchkit.commands.tuning.tune import tune
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from tests.support.forks import Fork
@@ -83,9 +84,9 @@ def test_what_is_known_is_not_tried_again_and_holds_for_the_same_job_alone() -> 
     with MEMORY.open("a") as file:
         file.write('{"of": "cut o')
     found()
-    assert len(MEMORY.read_text().splitlines()) == known + 1 + 6, "compared again, searched no more"
+    assert len(MEMORY.read_text().splitlines()) == known + 1 + 7, "compared again, searched no more"
     tuned = found("--set", "engine.options.latency_s=0.11")
-    assert len(MEMORY.read_text().splitlines()) >= known + 1 + 6 + len(tuned["trials"])
+    assert len(MEMORY.read_text().splitlines()) >= known + 1 + 7 + len(tuned["trials"])
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -94,7 +95,7 @@ def test_a_search_that_is_stopped_keeps_what_it_knows(signum: int, code: int) ->
     process = begin("tune", "job.toml", "--seconds", "1", "--write", *slow, cwd=Path.cwd())
     assert process.stderr is not None
     for line in process.stderr:
-        if "max_num_seqs = 16: starting" in line:
+        if "max_num_seqs = 32: starting" in line:
             break
     process.send_signal(signum)
     process.communicate(timeout=30)
@@ -119,24 +120,34 @@ def test_a_trial_that_fails_costs_that_trial(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_gain_within_the_noise_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates that a trial could have shown: the best was lucky once, and is no faster when measured in turn."""
-    rates = iter([100, 120, 90, 100, 101, 100, 99, 100, 103])
+    rates = iter([100, 120, 90, 90, 100, 101, 100, 99, 100, 103])
 
     def run(self: object, job: JobConfig, at_once: int, seconds: float) -> Trial:
         return Trial("ok", "", 1.0, 0.1, Figures(1.0, next(rates), 0, 0, 1.0, 1.0, True))
 
     monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
     tuned = tune(load_job(Path("job.toml")), minutes=5, rows=None, seconds=1)
-    assert tuned.best == {"max_num_seqs": 16}
+    assert tuned.best == {"max_num_seqs": 32}
     assert not tuned.is_gain
     assert "may be chance; keep the default" in tuned.to_text()
     assert (tuned.to_json()["best"]["options"], tuned.to_json()["ratio"]) == ({}, 1.0)
 
 
-def test_the_interval_of_a_trial_is_that_of_its_windows() -> None:
+def test_a_run_says_what_was_found_as_long_as_the_job_lacks_it() -> None:
+    size = found()["best"]["options"]["max_num_seqs"]
+    ended = batchkit("run", "job.toml", cwd=Path.cwd())
+    assert f"tune found max_num_seqs = {size} to be" in ended.stderr
+    found("--write")
+    ended = batchkit("run", "job.toml", "--fresh", cwd=Path.cwd())
+    assert (ended.returncode, "tune found" in ended.stderr) == (0, False)
+
+
+def test_the_interval_of_a_trial_is_that_of_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = Figures(10.0, 100, 0, 0, 1.0, 1.0, True, (8.0, 12.0))
-    assert Tried.of({"a": 1}, Trial("ok", "", 3.0, figures=figures)) == Tried(
-        {"a": 1}, "ok", 3.0, 10.0, 8.0, 12.0
-    )
+    trial = Trial("ok", "", 3.0, figures=figures)
+    monkeypatch.setattr("batchkit.commands.trial.Trials.run", lambda *given: trial)
+    tuned = tune(load_job(Path("job.toml")), minutes=0.001, rows=None, seconds=1)
+    assert tuned.trials == [Tried({}, "ok", 3.0, 10.0, 8.0, 12.0)]
 
 
 @pytest.mark.vllm

