@@ -174,7 +174,7 @@ class _Search:
         for name, value in self._start.items():
             if isinstance(value, bool):
                 self._takes({**self._found.best, name: not value}, _LEAST_OF_FLIP)
-            else:
+            elif isinstance(value, int):  # None: vLLM decides by what else is set
                 self._walks(name, value, most if name == SIZE else None)
         if self._found.best:
             self._compare()

@@ -146,7 +146,7 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
         options["reasoning_parser"] = job.engine.reasoning_parser
     if isinstance(given := options.get("reasoning_config"), Mapping):
         options["reasoning_config"] = _reasoning_config(given)
-    # The stats carry the scheduler's load; printing them is switched off by the log level.
+    # The stats carry the scheduler's load; nothing prints them.
     return {"model": job.engine.model_source, **options, "disable_log_stats": False}
 
 
