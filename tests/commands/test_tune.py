@@ -16,24 +16,14 @@ from batchkit.commands.tuning.known import Tried
 from batchkit.commands.tuning.tune import tune
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
+from tests.commands.test_tuning import JOB as TRIED
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 
 pytestmark = pytest.mark.slow
 
-JOB = """# a job
-name = "tried"   # its name
-[input]
-path = "rows.jsonl"
-[prompt]
-user = "{{ q }}"
-[engine]
-kind = "dry-run"
-[engine.options]
-latency_s = 0.1  # of each request
-max_num_seqs = 8  # by hand
-"""
+JOB = TRIED.replace("latency_s = 0.02", "latency_s = 0.1")
 MEMORY = Path("output/tried.tune.jsonl")
 
 
