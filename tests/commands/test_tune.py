@@ -16,7 +16,7 @@ from batchkit.commands.tuning.known import Tried
 from batchkit.commands.tuning.tune import tune
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
-from tests.commands.test_tuning import JOB as TRIED
+from tests.support.dry_runs import TRIED
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
@@ -47,7 +47,7 @@ def test_the_fastest_options_are_found_compared_and_written() -> None:
     tuned = found("--write")
     size = tuned["best"]["options"]["max_num_seqs"]
     assert size in (32, 64), "more rows than that there are not"
-    assert tuned["ratio"] == tuned["compared"]["ratio"] > tuned["compared"]["low"] > 1.5
+    assert tuned["ratio"] == tuned["compared"]["ratio"] >= tuned["compared"]["low"] > 1.5
     assert tuned["default"]["rows_per_s"] < tuned["best"]["rows_per_s"]
     ok = [trial for trial in tuned["trials"] if trial["status"] == "ok"]
     assert all(trial["low"] <= trial["rows_per_s"] <= trial["high"] for trial in ok)

@@ -30,23 +30,12 @@ from batchkit.commands.tuning.options import patch, write_patch
 from batchkit.commands.tuning.table import Line, SizeTable, line_of
 from batchkit.errors import JobError
 from tests.support.chat_server import serving
+from tests.support.dry_runs import TRIED as JOB
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 
 pytestmark = pytest.mark.slow
 
-JOB = """# a job
-name = "tried"   # its name
-[input]
-path = "rows.jsonl"
-[prompt]
-user = "{{ q }}"
-[engine]
-kind = "dry-run"
-[engine.options]
-latency_s = 0.02  # of each request
-max_num_seqs = 8  # by hand
-"""
 KEYS = {
     "batch_size",
     "status",

@@ -17,6 +17,19 @@ from tests.support.rows import read_jsonl, write_jsonl
 
 RUN = Path("output/a")
 LOG = RUN / "results.jsonl"
+TRIED = """# a job
+name = "tried"   # its name
+[input]
+path = "rows.jsonl"
+[prompt]
+user = "{{ q }}"
+[engine]
+kind = "dry-run"
+[engine.options]
+latency_s = 0.02  # of each request
+max_num_seqs = 8  # by hand
+"""
+"""A job for trials, with comments that an edit has to keep."""
 READERS = [  # the commands that read records
     ["export", "--parquet"],
     ["export", "--jsonl"],
