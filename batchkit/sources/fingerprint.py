@@ -50,8 +50,10 @@ def fingerprint(
 
 def _columns(path: str, table: InputTable) -> tuple[str, ...]:
     """Of a local table; none where it can't be read, which is said when its rows are."""
+    if "://" in path:  # even to know its format, it would be opened
+        return ()
     format_ = load_format(format_of(path, table))
-    if "://" in path or not format_.is_table:
+    if not format_.is_table:
         return ()
     with suppress(InputError):
         for found in format_.read(path, table, lambda _: False, 0):

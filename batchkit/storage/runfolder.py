@@ -24,16 +24,8 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 LOG = "run.log"  # what happened
 _HOLDER = ".holder.json"
-_REFUSED = (
-    EACCES,
-    EPERM,
-    EROFS,
-    EEXIST,
-    ENOENT,
-    ENOTDIR,
-    ENAMETOOLONG,
-    ELOOP,
-)  # trying again won't help
+# Trying again won't help.
+_REFUSED = (EACCES, EPERM, EROFS, EEXIST, ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP)
 
 
 def is_of_run(job_file: Path) -> bool:
