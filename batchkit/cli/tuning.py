@@ -124,8 +124,9 @@ def tune(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
     """Find the engine's options with which JOB is fastest on this machine.
 
     Only options that decide speed and not the answers are tried, with the job's own rows: how many requests run at
-    once, tokens a step, asynchronous scheduling, prefix caching, chunked prefill, eager mode. At the end, default and
-    best are measured in turn, three times. The next call goes on from what is known.
+    once, tokens a step, asynchronous scheduling, prefix caching, chunked prefill, eager mode. At the end, the
+    default and the best options are measured by turns, three times each. Run it again to continue a search that was
+    stopped.
     """
     from batchkit.commands.tuning.tune import tune as search
 

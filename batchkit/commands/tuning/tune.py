@@ -46,8 +46,8 @@ class Comparison:
 
 @dataclass(slots=True)
 class Tuned:
-    """What was found. ``gained``: by how much the best options are slower without one of them. ``limit``: what the
-    default waits for, in words. ``written``: the job file that has the best options now."""
+    """What was found. ``gained``: the rate without one of the best options, as a share of that with all of them.
+    ``limit``: what the default waits for, in words. ``written``: the job file that has the best options now."""
 
     job: JobConfig
     trials: list[Tried] = field(default_factory=list)
@@ -130,8 +130,8 @@ def tune(
     write_to: Path | None = None,
     say: Say = lambda text: None,
 ) -> Tuned:
-    """Search for about ``minutes``; each trial has an engine of its own and at most ``seconds`` s of answers. What
-    is learned is kept in ``<name>.tune.jsonl`` beside the run folder, and not tried again by the next call.
+    """Search for about ``minutes``; each trial has an engine of its own and at most ``seconds`` s of answers. All
+    trials are written to ``<name>.tune.jsonl`` beside the run folder, and the next call does not make them again.
 
     A signal ends the search with what is known. The best options are written only to ``write_to``, and only if
     they were faster than the default in each of three rounds, in which both were measured in turn.
