@@ -12,7 +12,7 @@ reached the engine, in any batch. It ends by a stop token, after a number of tok
 with the median ``median_tokens``; only the worker knows it. The tokens are drawn when a request
 arrives, so a step costs the host next to nothing here.
 
-Steps are counted in the file ``steps``, if it is given. Engines that are given the same file ``device``
+Each step is written to the file ``steps``, if it is given: when it began and ended, and its requests (``STEP``). Engines that are given the same file ``device``
 share one accelerator: a step begins when those before it, of any of them, have ended.
 """
 
@@ -23,6 +23,7 @@ import json
 import os
 import struct
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -37,6 +38,7 @@ from vllm.v1.outputs import (
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 COSTS = "SIMULATED_ACCELERATOR"
+STEP = struct.Struct("ddi")
 SIGMA = 0.9  # of the lengths' logarithm: a twentieth is more than four times the median
 
 
@@ -60,9 +62,7 @@ class SimulatedWorker(CPUWorker):
         self.costs: dict[str, Any] = json.loads(os.environ[COSTS])
         self.stop_token: int = self.model_config.hf_text_config.eos_token_id
         self.answers: dict[str, Answer] = {}
-        self.steps = 0
-        if counted := self.costs.get("steps"):
-            self.counter = os.open(counted, os.O_WRONLY | os.O_CREAT)
+        self.timeline = Path(self.costs["steps"]).open("ab") if "steps" in self.costs else None  # noqa: SIM115
 
     def execute_model(self, scheduled: Any, *_: Any, **__: Any) -> Any:
         began = time.monotonic()
@@ -89,8 +89,21 @@ class SimulatedWorker(CPUWorker):
             req_id_to_index=dict(zip(numbers, range(len(numbers)), strict=True)),
             sampled_token_ids=[list(tokens) for tokens in sampled],
         )
-        self._count()
-        return Later(output, self._ends_at(began, self._costs_s(scheduled)))
+        return self._after(began, self._costs_s(scheduled), output)
+
+    def _after(self, began: float, costs_s: float, output: ModelRunnerOutput) -> Any:
+        later = Later(output, self._ends_at(began, costs_s))
+        if self.timeline is not None:
+            self.timeline.write(
+                STEP.pack(began, later.ready_at, len(output.req_ids), time.thread_time())
+            )
+            self.timeline.flush()
+        if not (busy := self.costs.get("busy", 0.0)):
+            return later
+        began = time.thread_time()
+        while time.thread_time() - began < busy * costs_s:
+            pass
+        return later.get_output()
 
     def _answer(self, new: Any) -> Answer:
         params = new.sampling_params
@@ -120,11 +133,6 @@ class SimulatedWorker(CPUWorker):
             + tokens * costs["token_us"] / 1e6
             + images * costs["image_ms"] / 1e3
         )
-
-    def _count(self) -> None:
-        self.steps += 1
-        if self.costs.get("steps"):
-            os.pwrite(self.counter, self.steps.to_bytes(8, "little"), 0)
 
 
 class SimulatedEmbedder(SimulatedWorker):
@@ -162,8 +170,7 @@ class SimulatedEmbedder(SimulatedWorker):
             req_id_to_index=dict(zip(computed, range(len(computed)), strict=True)),
             pooler_output=pooled,
         )
-        self._count()
-        return Later(output, began + self._costs_s(scheduled))
+        return self._after(began, self._costs_s(scheduled), output)
 
 
 def _checksum(new: Any) -> int:

@@ -8,7 +8,7 @@ a checkout. Nothing is downloaded: the models have the shapes of Qwen2-0.5B, Qwe
 Qwen3-VL-2B, and random weights that vLLM generates at load (shapes.py). With torch.compile and CUDA
 graphs a load takes about a minute, the first longer: there are four for each model in text, four in
 images, four in ledger. To save time use ``--only`` and ``--models``, or switch compilation off with
-``--eager``, which makes all sides slower. find-bs and ladder are always eager, with about ten loads
+``--no-compile`` or, without CUDA graphs, ``--eager``, which makes all sides slower. find-bs and ladder are always eager, with about ten loads
 each. ``--tiny`` runs the same on a CPU with the demo model's shape and few rows, for a test.
 
 - **text**: rows as in text.py. The scripts run vLLM as its users do: by default its engine core has a
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000, help="of text; images get a 50th")
     parser.add_argument("--limit-s", type=float, default=540, help="for each section")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
+    parser.add_argument("--no-compile", action="store_true", help="CUDA graphs, no torch.compile")
     parser.add_argument("--tiny", action="store_true", help="on a CPU: tiny shapes, few rows")
     parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -102,6 +103,12 @@ def main() -> None:
         options |= {**small, "max_model_len": 1024, "additional_config": {"median_tokens": 6}}
     else:  # below vLLM's default of 0.92: an earlier process may still hold GPU memory
         options |= {"gpu_memory_utilization": 0.85, "enforce_eager": args.eager}
+    if args.no_compile:
+        options["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 8, 32, 64, 128, 256, 384, 512, 768, 1024],
+        }
     with tempfile.TemporaryDirectory() as name:
         machine = look(Path(name))
         sections: dict[str, Found] = {}

@@ -20,12 +20,14 @@ import json
 import math
 import os
 import statistics
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +109,8 @@ def compare(
                 answers = answers or found["answers"]
                 check(f"{setting.name}, {side}, round {number + 1}", found["answers"], answers)
                 times = f"loaded in {found['load_s']:.1f} s, ran {found['seconds']:.2f} s"
-                print(f"{setting.name} {number + 1} {side}: {times}", file=sys.stderr, flush=True)
+                said = f"{setting.name} {number + 1} {side}: {times}{told(found['timeline'])}"
+                print(said, file=sys.stderr, flush=True)
         lines += _lines(setting, runs, len(answers))
     print(f"{'setting':>12} {'side':>18} {'rows':>5} {'s':>7} {'rows/s':>7}", end="")
     print(f" {'µs/token':>8} {'ms/step':>7} {'ratio':>6} {'spread':>12}  wanted")
@@ -181,9 +184,25 @@ def _run(
     if done.returncode:
         raise SystemExit(f"{setting.name}, {side}: {done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    counted = setting.costs is not None
-    found["steps"] = int.from_bytes(steps.read_bytes(), "little") if counted else 0
+    timeline = steps.read_bytes() if setting.costs is not None else b""
+    found["timeline"] = list(struct.iter_unpack("ddi", timeline))
+    found["steps"] = len(found["timeline"])
     return found
+
+
+def told(timeline: Sequence[tuple[float, float, int]]) -> str:
+    """Where a simulated accelerator's time went: ``timeline`` has each step's begin, end and requests."""
+    if not timeline:
+        return ""
+    most = max(requests for _, _, requests in timeline)
+    full = [n for n, (_, _, requests) in enumerate(timeline) if requests >= 0.9 * most]
+    idle = [max(0.0, after[0] - before[1]) for before, after in pairwise(timeline)]
+    in_full = statistics.mean(timeline[n][2] for n in range(full[0], full[-1] + 1))
+    return (
+        f"; {len(timeline)} steps in {timeline[-1][1] - timeline[0][0]:.2f} s, idle {sum(idle):.2f} s"
+        f" (median {1e3 * statistics.median(idle):.2f} ms); {full[0]} steps until it is full,"
+        f" then {in_full:.1f} requests, {len(timeline) - full[-1]} steps at the end"
+    )
 
 
 def check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:

@@ -44,6 +44,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape(256, 4, 2000), Shape(256, 12, 2000), Shape(1024, 15, 5000), Shape(64, 15, 600))
+BUSY = 0.2  # of a core, where the accelerator answers synchronously
 STEP = {"step_ms": 15, "token_us": 0, "image_ms": 0, "median_tokens": MEDIAN_TOKENS}
 
 
@@ -75,6 +76,9 @@ def settings(folder: Path, share: float) -> Iterator[Setting]:
         engine = {"engine": {"model": str(folder / "model"), "options": options}}
         wanted = {GENERATE_ALL: 1.0} | ({BATCHES_OF_64: 3.0} if seqs == 64 else {})
         yield Setting(f"{seqs}x{step_ms}", rows, costs, wanted, engine)
+        yield Setting(
+            f"{seqs}x{step_ms} sync", rows, {**costs, "busy": BUSY}, {GENERATE_ALL: 1.0}, engine
+        )
     medium = build_text_model(folder / "medium", MEDIUM)
     engine = {"engine": {"model": str(medium), "options": {**OPTIONS, "max_num_seqs": 64}}}
     rows = write(folder / "cpu.jsonl", round(share * 300))

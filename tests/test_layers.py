@@ -36,6 +36,7 @@ DOORS = {"__init__", "__main__"}
 FOREIGN_HOMES = {  # who alone may import it; never when the module itself is imported
     "vllm": {
         "engines.vllm",
+        "engines.vllm.core",
         "engines.vllm.engine",
         "engines.vllm.options",
         "engines.vllm.parsing",

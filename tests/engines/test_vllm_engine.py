@@ -14,13 +14,14 @@ from PIL import Image
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
+from batchkit.engines.faults import EngineDied
 from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.engines.vllm.engine import unknown_images
 from batchkit.engines.vllm.options import check_config
 from batchkit.errors import JobError
 from batchkit.types import Request, Row
-from tests.support.engine_requests import ask, plain, request
+from tests.support.engine_requests import ask, collect, plain, request
 from tests.support.small_vllm import SMALL
 
 pytestmark = pytest.mark.vllm
@@ -99,12 +100,35 @@ def test_a_row_without_a_token_in_time_is_aborted(
     assert "no token for" in str(stuck.error)
 
 
-def test_the_engine_stays_in_its_process_whatever_the_users_environment_says(
-    vllm_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def own_core(vllm_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+    """vLLM's engine core in a process of its own, as on a GPU (with 1 the CPU's worker would have another one)."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "01")
+    worker = {"worker_cls": "tests.support.failing_worker.FailingWorker"}
+    return vllm_job(run={"row_timeout_s": 3}, engine={"options": {**SMALL, **worker}})
+
+
+def test_a_core_in_its_own_process_answers_as_one_here_and_its_error_keeps_its_type(
+    own_core: JobConfig, vllm_job: Callable[..., JobConfig], engine: Engine
 ) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with closing(open_engine(vllm_job())) as engine:
-        assert ask(engine, plain("milk", max_tokens=1))[0].error is None
+    asked = [plain(f"tea {n}", max_tokens=8) for n in range(40)]
+    asked.append(plain("milk", structured_outputs={"choice": ["tea", "milk"]}))
+    bad = plain("tea", extra_args={"poison": "oom"})
+    with closing(open_engine(own_core)) as opened:
+        done = ask(opened, *asked)
+        opened.submit(bad)
+        with pytest.raises(EngineDied) as died:
+            collect(opened, 1)
+    assert [d.choices[0].text for d in done] == [d.choices[0].text for d in ask(engine, *asked)]
+    assert (died.value.fault.kind, died.value.fault.type) == ("oom", "OutOfMemoryError")
+
+
+def test_a_core_in_its_own_process_that_is_killed_is_noticed(own_core: JobConfig) -> None:
+    with closing(open_engine(own_core)) as opened:
+        opened.submit(plain("tea", extra_args={"poison": "kill"}))
+        with pytest.raises(EngineDied, match="SIGKILL") as died:
+            collect(opened, 1)
+    assert died.value.fault.is_unexplained_kill
 
 
 def test_what_runs_at_once_by_default_is_known_before_the_model_is_loaded(

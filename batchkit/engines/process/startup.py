@@ -10,6 +10,8 @@ import re
 
 from pydantic import ValidationError
 
+from batchkit.engines.faults import points_elsewhere
+
 # Names of types or words of the message, and what to do.
 _REMEDIES = {
     r"GatedRepoError|[Gg]ated repo":
@@ -57,19 +59,22 @@ _REMEDIES = {
 }  # fmt: skip
 
 
-def explain(error: BaseException, model: str) -> str:
+def explain(error: BaseException, model: str, fault: str = "") -> str:
     """A message that ``model`` can't be loaded: ``error``, shortened to its first paragraph, and a
-    remedy if its own type and words, or those of its causes, are known."""
+    remedy if its own type and words, or those of its causes, are known; ``fault`` is one of these."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    text = "\n".join(f"{type(link).__name__}: {link}" for link in chain)
+    text = "\n".join([fault, *(f"{type(link).__name__}: {link}" for link in chain)])
     paragraph = " ".join(_plain(error).strip().split("\n\n")[0].split())[:600]
+    shown = (
+        fault if points_elsewhere(paragraph) and fault else f"{type(error).__name__}: {paragraph}"
+    )
     for sign, remedy in _REMEDIES.items():
         if found := re.search(sign, text):
             remedy = remedy.format(**found.groupdict())
-            return f"{model} can't be loaded. {remedy}\n  ({type(error).__name__}: {paragraph})"
-    return f"{model} can't be loaded: {type(error).__name__}: {paragraph}"
+            return f"{model} can't be loaded. {remedy}\n  ({shown})"
+    return f"{model} can't be loaded: {shown}"
 
 
 def _plain(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """The vLLM engine. Only this folder imports vLLM.
 
-vLLM runs inside this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): errors keep their types, and
-the scheduler's statistics can be read after each step.
+vLLM's front end runs inside this process; ``core.py`` says where its engine core does.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import BURST_GAP_S, EngineLoad
-from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of
+from batchkit.engines.faults import EngineDied, Fault, StartFailed
 from batchkit.engines.memory import HostMemory
 from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.process.startup import explain
@@ -31,6 +31,9 @@ from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusa
 from batchkit.engines.vllm.stepper import Stepper
 from batchkit.errors import JobError, RequestError, RowError, RowTimeoutError
 from batchkit.types import Completion, Request
+
+if TYPE_CHECKING:
+    from batchkit.engines.vllm.core import CoreWatch
 
 _STUCK_CHECK_S = 1.0
 _TOKEN_LOOK_S = 0.25
@@ -76,7 +79,7 @@ class VllmEngine:
         self._next_token_look = 0.0
         self._unfinished_tokens = 0
         self.versions = {"vllm": vllm.__version__}
-        self._llm = _load(job, limits_of(vllm_config))
+        self._watch, self._llm = _load(job, limits_of(vllm_config))
         self._engine = self._llm.llm_engine
         self._lora = lora_request(job)
         self.limits = limits_of(self._engine.vllm_config)
@@ -139,8 +142,7 @@ class VllmEngine:
         now = time.monotonic()
         if now >= self._next_token_look:
             self._next_token_look = now + _TOKEN_LOOK_S
-            requests = self._engine.engine_core.engine_core.scheduler.requests.values()
-            self._unfinished_tokens = sum(request.num_output_tokens for request in requests)
+            self._unfinished_tokens = sum(self._stepper.tokens().values())
         return max(0, self._unfinished_tokens)
 
     def close(self) -> None:
@@ -153,6 +155,7 @@ class VllmEngine:
         self._running.clear()
         self._thread.join(timeout=10)
         self._engine.engine_core.shutdown()
+        self._watch.close()
         del self._llm, self._engine
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -261,7 +264,7 @@ class VllmEngine:
             # After any error in the forward pass, the engine's state can't be trusted.
             self._failed = True
             self._complete()
-            self._death = EngineDied(fault_of(error))
+            self._death = EngineDied(self._watch.fault_of(error, self._llm))
             if self._done:
                 return
             raise self._death from error
@@ -274,10 +277,22 @@ class VllmEngine:
         running.outputs[output.request_id] = output
         if len(running.outputs) < len(running.numbers):
             return
+        if _is_refused(running.prepared, output):
+            self._refuse(running.prepared)
+            return
         outputs = [running.outputs[number] for number in running.numbers]
         self._ended.append(_Ended(running.prepared, outputs, time.monotonic() - running.since))
         if running.prepared.parser is None:
             self._complete()
+
+    def _refuse(self, prepared: Prepared) -> None:
+        """The core, in a process of its own, could not take the request; what it raised is only in its log."""
+        images = _images_of(prepared.inputs[0].prompt)
+        if images and prepared.tries <= _MOST_TRIES:
+            self._queue(_Unprepared(prepared.request, images, prepared.tries))
+            return
+        error = RequestError("vLLM's engine refused it; why is in engine.log")
+        self._done.append(Completion(prepared.request, error=error))
 
     def _complete(self) -> None:
         ended, self._ended = self._ended, []
@@ -288,12 +303,11 @@ class VllmEngine:
             self._done.append(completion)
 
     def _abort_stuck(self) -> None:
-        """Abort requests that were scheduled and then got no token for ``run.row_timeout_s``.
+        """Abort requests that run and got no token for ``run.row_timeout_s``. vLLM takes them in the order of
+        their arrival, so the first ones run.
 
         With ``n > 1``, several of the scheduler's requests belong to one of ours.
         """
-        from vllm.v1.request import RequestStatus
-
         now = time.monotonic()
         if now < self._next_stuck_check:
             return
@@ -301,12 +315,11 @@ class VllmEngine:
         before, self._progress = self._progress, {}
         states = self._engine.output_processor.request_states
         stuck: dict[str, tuple[int, float]] = {}
-        for internal, request in self._engine.engine_core.engine_core.scheduler.requests.items():
-            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-                continue
-            tokens, since = before.get(internal, (-1, now))
-            if request.num_output_tokens != tokens:
-                tokens, since = request.num_output_tokens, now
+        tokens_of = self._stepper.tokens().items()
+        for internal, tokens in itertools.islice(tokens_of, self._stepper.running):
+            known, since = before.get(internal, (-1, now))
+            if tokens != known:
+                since = now
             self._progress[internal] = tokens, since
             if now - since > self._row_timeout_s:
                 state = states[internal]
@@ -339,24 +352,28 @@ class _Running:
     since: float = field(default_factory=time.monotonic)
 
 
-def _load(job: JobConfig, limits: Mapping[str, Any]) -> Any:
+def _load(job: JobConfig, limits: Mapping[str, Any]) -> tuple[CoreWatch, Any]:
     import vllm
+
+    from batchkit.engines.vllm.core import CoreWatch
 
     if SCRATCH in os.environ:  # deleted with this process: vLLM leaves files behind
         tempfile.tempdir = os.environ[SCRATCH]
+    watch = CoreWatch()
     try:
         llm = vllm.LLM(**llm_options(job))
     except Exception as error:
         # Loading runs the model's code and the device's drivers, which may raise any type.
-        message = explain(error, job.engine.model)
-        raise StartFailed(message, fault_of(error), limits) from error
+        fault = watch.fault_of(error)
+        message = explain(error, job.engine.model, str(fault))
+        raise StartFailed(message, fault, limits) from error
     if job.task != "generate":
         try:
             check_task(job, llm.pooling_task, llm.model_config)
         except JobError:
             llm.llm_engine.engine_core.shutdown()
             raise
-    return llm
+    return watch, llm
 
 
 def _renderer_of(job: JobConfig, llm: Any) -> VllmRenderer | PoolingRenderer:
@@ -366,9 +383,22 @@ def _renderer_of(job: JobConfig, llm: Any) -> VllmRenderer | PoolingRenderer:
     return PoolingRenderer(job, llm.llm_engine.renderer, config, llm.pooling_io_processors)
 
 
+def _is_refused(prepared: Prepared, output: Any) -> bool:
+    params = prepared.inputs[0].params
+    if getattr(params, "structured_outputs", None) is not None or not isinstance(
+        output.outputs, list
+    ):
+        return False  # a grammar may end an answer so; what is pooled has its own error
+    return any(choice.finish_reason == "error" for choice in output.outputs)
+
+
+def _images_of(prompt: Mapping[str, Any]) -> Sequence[str]:
+    return [image for hashes in prompt.get("mm_hashes", {}).values() for image in hashes]
+
+
 def unknown_images(error: Any, prompt: Mapping[str, Any]) -> Sequence[str]:
     """The hashes of the images that the engine was expected to have from an earlier request."""
     if isinstance(error, AssertionError) and "Expected a cached item" in str(error):  # vLLM 0.26
-        return [image for hashes in prompt["mm_hashes"].values() for image in hashes]
+        return _images_of(prompt)
     missing: Sequence[str] = getattr(error, "mm_hashes", ())  # MultiModalCacheMissError
     return missing

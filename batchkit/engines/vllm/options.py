@@ -225,7 +225,6 @@ def lora_request(job: JobConfig) -> Any:
 def set_environment(log_level: str = QUIET) -> None:
     """Variables that must be set before vLLM or transformers is imported; what only concerns logs may be
     the user's."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is stepped in this process
     for name, value in {
         # Errors reach us as exceptions; vLLM would also print its whole state.
         "VLLM_LOGGING_LEVEL": log_level,

@@ -9,15 +9,16 @@ is added while the device works.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from batchkit.engines.base import EngineLoad
 
 
 class Stepper:
-    """Steps ``engine``, a vLLM LLMEngine whose core is in this process.
+    """Steps ``engine``, a vLLM LLMEngine. ``meanwhile`` is called in each step while the device works on it; it
+    may add requests.
 
-    ``meanwhile`` is called in each step, once the device has begun it; it may add requests.
     A request with stop strings is ended by the text of its answer, so its tokens pass as they come;
     so do those with log probabilities.
     """
@@ -36,18 +37,37 @@ class Stepper:
         self._held: dict[str, Any] = {}
         client = engine.engine_core
         self._get_output, client.get_output = client.get_output, self._get
-        executor = client.engine_core.model_executor
-        self._execute_model, executor.execute_model = executor.execute_model, self._execute
+        if hasattr(client, "engine_core"):
+            executor = client.engine_core.model_executor
+            self._execute_model, executor.execute_model = executor.execute_model, self._execute
+        else:
+            self._get_output = partial(self._of_other_process, client)
 
     def step(self) -> list[Any]:
         """The RequestOutputs of one step."""
         outputs: list[Any] = self._engine.step()
         return outputs
 
+    @property
+    def running(self) -> int:
+        """Requests that ran in the last step."""
+        return self._load.running
+
     def load(self) -> EngineLoad:
         """How busy the scheduler was in the last step, with the preemptions since the last call."""
         preempted, self._preempted = self._preempted, 0
         return self._load._replace(preempted=preempted)
+
+    def tokens(self) -> dict[str, int]:
+        """By vLLM's number of each unfinished request, in the order of their arrival: how many tokens it has."""
+        return {
+            number: len(held.new_token_ids)
+            if (held := self._held.get(number)) is not None
+            else state.detokenizer.num_output_tokens()
+            if state.detokenizer is not None
+            else 0
+            for number, state in self._states.items()
+        }
 
     def forget_aborted(self) -> None:
         """Drop what is held of requests that the engine no longer knows."""
@@ -58,6 +78,12 @@ class Stepper:
         output = self._execute_model(*args, **kwargs)  # of which vLLM waits for the result later
         self._meanwhile()
         return output
+
+    def _of_other_process(self, client: Any) -> Any:
+        from batchkit.engines.vllm.core import next_outputs
+
+        self._meanwhile()  # it works without being asked
+        return next_outputs(client)
 
     def _get(self) -> Any:
         outputs = self._get_output()

@@ -1,0 +1,121 @@
+"""Where vLLM's engine core runs: its scheduler, and the model.
+
+On a CPU it is in this process. On a GPU it has a process of its own, as with ``vllm.LLM``: where steps are short
+their Python is what takes the time, and shares no lock with what takes requests in and reads answers. The
+environment's ``VLLM_ENABLE_V1_MULTIPROCESSING`` says otherwise (0: in this process). An error in another process
+loses its type on the way here, so the core leaves why it dies in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.engines.faults import Fault, fault_of, fault_of_exit
+from batchkit.engines.memory import MemoryWatch
+
+_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_CAUSE = "BATCHKIT_CORE_DIED"  # the file; the core's process inherits its name
+_END_S = 5.0
+_LOOK_S = 0.2
+# Of temporary files: vLLM's sockets there have 36 characters more, and may have 107.
+_LONGEST_FOLDER = 70
+
+
+class CoreWatch:
+    """Knows why the core died. Made before it: it decides where the core runs."""
+
+    def __init__(self) -> None:
+        from vllm import envs
+        from vllm.platforms import current_platform
+
+        is_here = current_platform.is_cpu() or len(tempfile.gettempdir()) > _LONGEST_FOLDER
+        os.environ.setdefault(_MULTIPROCESSING, "0" if is_here else "1")
+        self._memory, self._cause = MemoryWatch(), None
+        if envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+            number, self._cause = tempfile.mkstemp(prefix="core-", suffix=".json")
+            os.close(number)
+            os.environ[_CAUSE] = self._cause
+            _vllms().process.run_engine_core = staticmethod(run_engine_core)
+
+    def fault_of(self, error: BaseException, llm: Any = None) -> Fault:
+        """The core's own error, if it left one, or the signal that ended it; else that of ``error``."""
+        if self._cause is None:
+            return fault_of(error)
+        with suppress(OSError, ValueError):
+            return Fault(**json.loads(Path(self._cause).read_bytes()))
+        manager = getattr(llm and llm.llm_engine.engine_core.resources, "engine_manager", None)
+        for process in getattr(manager, "processes", ()):
+            process.join(_END_S)
+            if (process.exitcode or 0) < 0:
+                return fault_of_exit(process.exitcode, "", self._memory.evidence())
+        return fault_of(error)
+
+    def close(self) -> None:
+        if self._cause is not None:
+            Path(self._cause).unlink(missing_ok=True)
+
+
+def next_outputs(client: Any) -> Any:
+    """Of a core in another process; vLLM's ``get_output`` waits forever for one that was killed.
+
+    Raises:
+        Exception: it died.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    while True:
+        try:
+            outputs = client.outputs_queue.get(timeout=_LOOK_S)
+        except queue.Empty:
+            if client.resources.engine_dead:
+                raise EngineDeadError from None
+            continue
+        if isinstance(outputs, Exception):
+            raise client._format_exception(outputs)
+        return outputs
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """vLLM's own, in the core's process, whatever started that: what ends it is kept."""
+    _vllms().process._send_engine_dead = _keep_and_send
+    try:
+        _vllms().run(*args, **kwargs)
+    except Exception as error:  # of the start: it reports no death
+        _keep(error)
+        raise
+
+
+def _keep_and_send(core: Any) -> None:
+    if (error := sys.exc_info()[1]) is not None:
+        _keep(error)
+    _vllms().send_engine_dead(core)
+
+
+class _Vllms(NamedTuple):
+    process: Any
+    run: Callable[..., None]
+    send_engine_dead: Callable[[Any], None]
+
+
+@cache
+def _vllms() -> _Vllms:
+    """vLLM's class, and what it has in place of ours."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    return _Vllms(EngineCoreProc, EngineCoreProc.run_engine_core, EngineCoreProc._send_engine_dead)
+
+
+def _keep(error: BaseException) -> None:
+    cause = Path(os.environ[_CAUSE])
+    if not cause.stat().st_size:  # the first is the cause
+        cause.write_text(json.dumps(asdict(fault_of(error))), encoding="utf-8")
