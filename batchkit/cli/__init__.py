@@ -368,6 +368,7 @@ def score(
     """
     from batchkit.commands.score import check_overrides, job_of_rows, job_to_score, score_run
     from batchkit.commands.score.predictions import score_predictions
+    from batchkit.commands.score.values import Scores
     from batchkit.commands.trust import vouched
 
     named = job or job_file(run)
@@ -380,7 +381,7 @@ def score(
         return score_predictions(judged(job_of_rows(named, folder, overrides)), predictions, say)
     check_overrides(overrides)
     of = find(run, overrides)
-    return score_run(of, judged(job_to_score(of, named, overrides)), say=say)
+    return Scores.of(score_run(of, judged(job_to_score(of, named, overrides)), say=say), of)
 
 
 @cli.command()

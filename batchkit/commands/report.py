@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchkit.commands import Say
+from batchkit.commands.score.values import Scores
 from batchkit.commands.view.charts import spreads, timeline
 from batchkit.commands.view.detail import shown
 from batchkit.commands.view.images import Pictures
@@ -27,7 +28,6 @@ from batchkit.runs.inputs import InputRows
 from batchkit.runs.reach import Reach
 from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring import Scoring, kept_fields
-from batchkit.scoring.metrics import ScoreTable
 from batchkit.storage.metrics import read_metrics
 from batchkit.storage.newest import Generations
 from batchkit.storage.score_store import references_of
@@ -46,16 +46,16 @@ _LEFT_OUT = ("fields", "prompt", "steps", "logprobs")
 
 
 class Report(NamedTuple):
-    """The table of scores of a run, and where its page is."""
+    """The scores of a run, and where its page is."""
 
-    table: ScoreTable
+    scores: Scores
     path: Path
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.table.to_json(), "path": str(self.path)}
+        return {**self.scores.to_json(), "path": str(self.path)}
 
     def to_text(self) -> str:
-        return f"{self.table.to_text()}\n\n{self.path}"
+        return f"{self.scores.to_text()}\n\n{self.path}"
 
 
 def report(
@@ -97,7 +97,7 @@ def report(
         "rows": rows.rows,
         "pictures": rows.pictures,
     }
-    return Report(table, write_page(path, look.status.name, data))
+    return Report(Scores.of(table, folder), write_page(path, look.status.name, data))
 
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:

@@ -10,6 +10,7 @@ from batchkit.commands.export import export
 from batchkit.commands.export.outputs import format_for
 from batchkit.commands.forecast_file import announced, turned_out
 from batchkit.commands.score import finish_scoring
+from batchkit.commands.score.values import Scores
 from batchkit.commands.tuning.known import advised
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, Interrupted, JobError
@@ -89,5 +90,5 @@ def with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -
     except Interrupted as interrupt:
         return Outcome(replace(summary, exit=128 + interrupt.signum))
     if table is not None:
-        say(table.to_text())
+        say(Scores.of(table, Path(summary.folder)).to_text())
     return outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring import kept_fields
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name
+from batchkit.sources.cross import variants
 from batchkit.sources.input import input_changes
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences
@@ -29,7 +30,7 @@ _ALL_S = 1e6
 _SHOWN_DIFFERENCES = 12
 _MOST_VALUES = 20_000  # up to so many distinct differences the draws are exact
 _DRAWS = 20_000_000  # at a time
-_NUMBERING = ("input.format", "input.records")  # keys that say which rows a file has
+_NUMBERING = ("input.format", "input.records", "input.cross")  # keys that say which rows a file has
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -51,7 +52,7 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
         StoreError: one is not a run folder, or its log is damaged.
     """
     if len(folders) < 2:
-        raise JobError("a comparison needs two runs or more")
+        raise JobError("a comparison needs two runs or more, or one with input.cross")
     manifests = []
     for folder in folders:
         manifests.append(read_manifest(folder))  # raises if it is not a run
@@ -59,33 +60,74 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
     names = _names(folders)
     group_by = job_of_run(folders[0]).scoring.group_by
     baseline = _Side.of(folders[0], group_by)
-    sides = [baseline]
-    deltas: list[Delta] = []
-    flips: list[Flip] = []
-    only_in_baseline, only_in_run = {}, {}
+    others = {}
     for name, folder, manifest in zip(names[1:], folders[1:], manifests[1:], strict=True):
         by_place, side = have_same_input(manifests[0], manifest), _Side.of(folder, group_by)
         pairs = paired(baseline.snapshot, side.snapshot, by_place=by_place)
         if group_by is not None and group_by not in kept_fields(job_of_run(folder)):
             side = side.grouped_as(baseline, pairs)
-        sides.append(side)
-        only_in_baseline[name] = len(baseline.snapshot.newest) - len(pairs.before)
-        only_in_run[name] = len(side.snapshot.newest) - len(pairs.before)
+        others[name] = side, pairs
+    return replace(
+        _compared(names[0], baseline, others, resamples, seed),
+        warnings=_warnings(folders, names, manifests, group_by),
+        origins=dict(zip(names, map(origin, manifests), strict=True)),
+    )
+
+
+def compare_values(folder: Path, *, resamples: int = 1000, seed: int = 0) -> Comparison | None:
+    """As ``compare``, of the values of ``input.cross`` in one run: each with the first one, over the same rows of the
+    input. None if the run has only one, or no scores.
+
+    Rows are grouped as ``scoring.group_by`` says, unless that is one of the values.
+    """
+    job, manifest = job_of_run(folder), read_manifest(folder)
+    found, group_by = variants(job.input.cross), job.scoring.group_by
+    check_log(folder)
+    whole = _Side.of(folder, None if group_by in job.input.cross else group_by)
+    if len(found) < 2 or not whole.snapshot.scorers:
+        return None
+    names = [
+        ", ".join(f"{key} = {group_name(value)}" for key, value in variant.fields.items())
+        for variant in found
+    ]
+    baseline, *sides = (whole.of_value(number, len(found)) for number in range(len(found)))
+    others = {
+        name: (side, paired(baseline.snapshot, side.snapshot, by_place=True))
+        for name, side in zip(names[1:], sides, strict=True)
+    }
+    origins = {folder.name: origin(manifest)}
+    return replace(_compared(names[0], baseline, others, resamples, seed), origins=origins)
+
+
+def _compared(
+    name: str,
+    baseline: _Side,
+    others: Mapping[str, tuple[_Side, Pairing]],
+    resamples: int,
+    seed: int,
+) -> Comparison:
+    deltas: list[Delta] = []
+    flips: list[Flip] = []
+    for run, (side, pairs) in others.items():
         for scorer in baseline.table.names:
             if scorer in side.snapshot.scorers:
-                found = _Found(name, scorer, baseline, side, pairs)
+                found = _Found(run, scorer, baseline, side, pairs)
                 deltas += _deltas(found, resamples, seed)
                 flips += _flips(found)
+    n_rows, n_paired = (
+        len(baseline.snapshot.newest),
+        {r: len(p.before) for r, (_, p) in others.items()},
+    )
     return Comparison(
-        runs=names,
-        tables=[side.table for side in sides],
+        runs=[name, *others],
+        tables=[baseline.table, *(side.table for side, _ in others.values())],
         deltas=deltas,
         flips=flips,
-        only_in_baseline=only_in_baseline,
-        only_in_run=only_in_run,
-        warnings=_warnings(folders, names, manifests, group_by),
+        only_in_baseline={run: n_rows - n for run, n in n_paired.items()},
+        only_in_run={run: len(others[run][0].snapshot.newest) - n for run, n in n_paired.items()},
+        warnings=[],
         resamples=resamples,
-        origins=dict(zip(names, map(origin, manifests), strict=True)),
+        origins={},
     )
 
 
@@ -155,6 +197,16 @@ class _Side:
     @cached_property
     def table(self) -> ScoreTable:
         return table_of_index(self.snapshot, self.group_by)
+
+    def of_value(self, number: int, of: int) -> _Side:
+        """The rows with one of the values of ``input.cross``, known by their place in the input."""
+        snapshot = self.snapshot
+        is_chosen = snapshot.entries["row"][snapshot.newest] % of == number
+        entries = snapshot.entries.copy()
+        entries["row"] //= of
+        entries["id"] = 0
+        chosen = replace(snapshot, entries=entries, newest=snapshot.newest[is_chosen])
+        return replace(self, snapshot=chosen)
 
     def grouped_as(self, baseline: _Side, pairs: Pairing) -> _Side:
         """Rows that the baseline lacks are in no group."""

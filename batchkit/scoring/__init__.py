@@ -183,10 +183,10 @@ def score_names(table: ScoringTable) -> list[str]:
 
 
 def kept_fields(job: JobConfig) -> list[str]:
-    """The row's fields that a record keeps: those of ``output.keep``, and what its scoring reads."""
+    """The row's fields that a record keeps: those of ``output.keep`` and ``input.cross``, and what its scoring reads."""
     read = sorted(fields_of(job.scoring)) if job.scoring.is_on else []
     keep = [] if job.output.keep == "*" else job.output.keep
-    return list(dict.fromkeys([*keep, *read]))
+    return list(dict.fromkeys([*keep, *job.input.cross, *read]))
 
 
 def _as_text(value: Any) -> str:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from batchkit.config.masking import masked
 from batchkit.config.shard import parse_shard
 from batchkit.config.tables import InputTable
+from batchkit.sources.cross import crossed, variants
 from batchkit.sources.finding import Listing, input_files, listing
 from batchkit.sources.fingerprint import changed_files, content_hash, fingerprint
 from batchkit.sources.formats import ROWS_ARE_FILES, format_of, load_format
@@ -50,13 +51,14 @@ def read_rows(
     skip: Callable[[int], bool] = never,
     files: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
-    """Rows of the input, lazily: filtered by ``where``, cut at ``limit``, then those of ``shard``.
+    """Rows of the input, lazily: filtered by ``where``, cut at ``limit``, then those of ``shard``, each of them
+    once for each value of ``cross``.
 
     ``files`` are what ``fingerprint`` found earlier, with the hash of each: files that match only
     now are not read. A row that is a file, or a page of one, has that hash in its field ``sha256``,
     so that a file that changes is another row.
 
-    ``Row.index`` is the position in the unfiltered input, over all files in order. A row that can't
+    ``Row.index`` is the position in the unfiltered input, over all files in order, and all values. A row that can't
     be read has ``error`` set; it passes every filter, so that it becomes a failed record.
 
     Rows for which ``skip(index)`` is true are not yielded, but count toward the limit. They are
@@ -70,6 +72,13 @@ def read_rows(
         InputError: the input can't be read any further; the rows before it were yielded.
     """
     files = dict.fromkeys(input_files(table), "") if files is None else files
+    return crossed(table.cross, lambda skip: _of_shard(table, skip, files), skip)
+
+
+def _of_shard(
+    table: InputTable, skip: Callable[[int], bool], files: Mapping[str, str]
+) -> Iterator[Row]:
+    """As ``read_rows``, without ``cross``."""
     if table.shard is None:
         yield from _rows(table, skip, files)
         return
@@ -137,7 +146,7 @@ def count_rows(table: InputTable, files: Mapping[str, str] | None = None) -> int
         total += sum(1 for _ in islice(rows, rest))
         if total == table.limit:
             break
-    return total
+    return total * len(variants(table.cross))
 
 
 def has_ids(table: InputTable, files: Iterable[str] | None = None) -> bool:

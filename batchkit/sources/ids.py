@@ -12,7 +12,7 @@ from batchkit.errors import RequestError
 from batchkit.sources.reader import Broken, one_of, shown
 from batchkit.types import Row
 
-_FALLBACK = re.compile(r"no-id:\d+", re.ASCII)
+_FALLBACK = re.compile(r"no-id:\d+(/.*)?", re.ASCII | re.DOTALL)  # with the values of input.cross
 
 
 def row_of(

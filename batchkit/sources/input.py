@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from batchkit.sources import (
     python_rows,
     read_rows,
 )
+from batchkit.sources.cross import crossed, variants
 from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import CHANGING
@@ -97,7 +99,8 @@ def from_python(rows: Any, table: InputTable) -> Input:
         )
     found, has_ids = python_rows(rows, table.id), table.id is not None
     if found.size is None:
-        return Input(None, lambda skip: found.read(), lambda skip: found.read(), _unknown, has_ids)
+        once = partial(crossed, table.cross, lambda skip: found.read())
+        return Input(None, once, once, _unknown, has_ids)
     n_rows = found.size
     size = n_rows()
     hashes, columns = bytearray(), tuple[str, ...]()
@@ -124,7 +127,8 @@ def from_python(rows: Any, table: InputTable) -> Input:
 
     digest = hashlib.sha256(hashes).hexdigest()
     file = FileFingerprint(PLACE, size, 0, digest, columns=columns)
-    return Input([file], read, read, lambda: size, has_ids, changes, found.labels)
+    each, n_values = partial(crossed, table.cross, read), len(variants(table.cross))
+    return Input([file], each, each, lambda: size * n_values, has_ids, changes, found.labels)
 
 
 def watched(

@@ -15,6 +15,7 @@ from batchkit.config.tables.base import Free, Identity, Table
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PDF_SUFFIX = ".pdf"
+_LONGEST_VALUE = 64  # characters
 
 
 class InputTable(Table):
@@ -44,6 +45,10 @@ class InputTable(Table):
     empty: Identity[Literal["keep", "skip", "fail"]] = "keep"
     """Rows in which a column of the prompt's texts is null or blank: `skip` leaves them out as `where` does, `fail`
     makes them failed rows. How many there are among the first 10,000 is said before the run."""
+    cross: Identity[dict[str, list[str | bool | int | float]]] = Field({})
+    """Each row once for each value: `cross = { adapter = ["a", "b", ""] }` adds a column `adapter`,
+    and the row `7` becomes `7/a`, `7/b` and `7/`. Several keys: all their combinations. `limit`,
+    `shard`, `where` and `run.sample` count rows before that."""
     limit: Free[PositiveInt | None] = None
     """Only the first rows, counted after `where` and `empty`."""
     shard: Identity[str | None] = None
@@ -112,6 +117,26 @@ class InputTable(Table):
                 " { stars = [4, 5] }"
             )
         return where
+
+    @field_validator("cross", mode="before")
+    @classmethod
+    def _has_names_for_rows(cls, cross: Any) -> Any:
+        for name, values in cross.items() if isinstance(cross, dict) else ():
+            if not isinstance(values, list):
+                raise ValueError(f"{name}: found {values!r}, expected a list of values")
+            texts = [str(value) for value in values]
+            if not name or not values:
+                raise ValueError(f"{name}: has no values" if name else "a column needs a name")
+            if twice := {text for text in texts if texts.count(text) > 1}:
+                raise ValueError(f"{name}: {min(twice)!r} is given twice")
+            for text in texts:
+                if len(text) > _LONGEST_VALUE or "\n" in text:
+                    raise ValueError(
+                        f"{name}: {text[:20]!r}… is part of the rows' ids, and they are one line: at most"
+                        f' {_LONGEST_VALUE} characters. Name the text: {name} = ["brief", …], put it into'
+                        f" [vars.texts] brief = …, and write {{{{ texts[{name}] }}}}"
+                    )
+        return cross
 
     @field_validator("shard")
     @classmethod

@@ -199,6 +199,13 @@ class JobConfig(Table):
         return self
 
     @model_validator(mode="after")
+    def _groups_by_cross(self) -> JobConfig:
+        if self.scoring.group_by is None and self.input.cross:
+            scoring = self.scoring.model_copy(update={"group_by": next(iter(self.input.cross))})
+            object.__setattr__(self, "scoring", scoring)  # it is frozen
+        return self
+
+    @model_validator(mode="after")
     def _sends_texts_as_they_are(self) -> JobConfig:
         """As ``vllm.LLM.embed`` does; its server applies the chat template to images."""
         chat_is_meant = "chat" in self.prompt.model_fields_set or self.prompt.images
