@@ -133,7 +133,8 @@ class Request(Struct, frozen=True):
     functions that the model may call, and ``tool_choice``: "auto", "none", "required" or OpenAI's
     object that names one; ``parallel_tool_calls`` is False if it may call only one at a time.
     ``chat_template_kwargs``: the row's own, which override the job's; ``reasoning_effort`` among them
-    is the parameter of OpenAI's API. ``call`` is None if the row has only this one generation.
+    is the parameter of OpenAI's API. ``lora``: the name of its adapter, "" for the model alone; None if the
+    job has no ``prompt.lora``. ``call`` is None if the row has only this one generation.
     """
 
     row: Row
@@ -150,6 +151,7 @@ class Request(Struct, frozen=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pair: Pair | None = None
+    lora: str | None = None
     call: Call | None = None
 
     @property
@@ -183,11 +185,12 @@ class RowHint(NamedTuple):
     """What a row's request will be like, judged from its fields alone.
 
     ``beginning``: equal for requests that begin with the same images or the same text.
-    ``max_tokens``: the longest answer that it may get, 0 if none is given.
+    ``max_tokens``: the longest answer that it may get, 0 if none is given. ``lora``: its adapter.
     """
 
     beginning: str
     max_tokens: int
+    lora: str = ""
 
 
 BROKEN_OFF = ("abort", "error", "insufficient_system_resource", "network_error")
@@ -355,7 +358,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     ``generations``, these are their number and ``steps``, by name, what each of ``[[steps]]``
     answered; ``usage`` and ``latency_s`` are sums. ``generations_lost``: how many of them ``steps.jsonl`` lost
     in a crash.
-    ``selected`` and ``votes`` as in ``Completion``. ``dry_run``: an engine that has no model answered.
+    ``selected`` and ``votes`` as in ``Completion``. ``lora`` as in ``Request``. ``dry_run``: an engine that has no model answered.
     """
 
     attempt: Annotated[int, Meta(ge=0, lt=2**31)]
@@ -382,6 +385,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     steps: dict[str, dict[str, Any]] | Raw | None = None
     prompt: str | None = None
     truncated_tokens: int | None = None
+    lora: str | None = None
     dry_run: bool = False
 
 

@@ -61,7 +61,7 @@ def test_example_on_the_page_is_a_job(script: ModuleType) -> None:
         ("prompt.images", "list of text"),
         ("prompt.chat", "true or false"),
         ("prompt.order", '"images-first" or "text-first"'),
-        ("sampling.temperature", "number ≥ 0"),
+        ("sampling.temperature", "number ≥ 0 or text like {{ column }}"),
         ("run.max_in_flight", '"auto" or whole number ≥ 1'),
         ("run.fail_on_error", "true, false, whole number ≥ 0 or number ≥ 0 and < 1"),
         ("run.row_timeout_s", "number > 0 and ≤ 1000000"),

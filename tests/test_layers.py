@@ -36,8 +36,10 @@ DOORS = {"__init__", "__main__"}
 FOREIGN_HOMES = {  # who alone may import it; never when the module itself is imported
     "vllm": {
         "engines.vllm",
+        "engines.vllm.adapters",
         "engines.vllm.core",
         "engines.vllm.engine",
+        "engines.vllm.loras",
         "engines.vllm.options",
         "engines.vllm.parsing",
         "engines.vllm.pooling",

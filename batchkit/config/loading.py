@@ -19,6 +19,7 @@ from batchkit.config.problems import annotation_of, homes_of, shown
 from batchkit.config.regular_file import is_dir, read_bytes
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import (
+    EngineTable,
     InputTable,
     JobConfig,
     PromptTable,
@@ -240,6 +241,8 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
             for step in job.steps
         ],
         "rollout": job.rollout and _rollout_resolved(job.rollout, base),
+        "engine": _with_loras_found(job.engine, base),
+        "engines": {name: _with_loras_found(its, base) for name, its in job.engines.items()},
     }
     if job.input.path is not None:
         path = _fill(job.input.path, job, "input.path")
@@ -304,6 +307,17 @@ def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:
     if isinstance(prompt.tools, str) and not is_template(prompt.tools):
         files["tools"] = str(_find(prompt.tools, base, f"{key}.tools"))
     return prompt.model_copy(update=files)
+
+
+def _with_loras_found(engine: EngineTable, base: Path) -> EngineTable:
+    """Folders made absolute; what is no folder is a name on the hub, or is missing."""
+    if not engine.loras:
+        return engine
+    loras = {}
+    for name, value in engine.loras.items():
+        path = _find(value, base, f"engine.loras.{name}")
+        loras[name] = str(path) if path.is_dir() else value
+    return engine.model_copy(update={"loras": loras})
 
 
 def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:

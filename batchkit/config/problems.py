@@ -17,6 +17,7 @@ from batchkit.config.terminal import shortened
 Model = type[BaseModel]
 _PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "of letters, digits, dots, _ and -, beginning with a letter or digit",
+    r"^\s*\{\{.*\}\}\s*$": "like {{ column }}",
     r"^[A-Za-z_][A-Za-z0-9_]*$": "of letters, digits and _, beginning with no digit",
 }
 

@@ -119,7 +119,8 @@ def check_uses_a_column(job: JobConfig, row: Row) -> None:
             return  # the row's own prompt, messages or body is sent
         texts += [part.source for part in made.all]
         names |= {name for part in made.all for name in part.names} - its.vars.keys()
-    if names - {"steps", CANDIDATES} or job.sampling.sampling_column is not None:
+    has_own = job.sampling.sampling_column is not None or job.sampling.templates
+    if names - {"steps", CANDIDATES} or has_own:
         return
     raise JobError(
         f"prompt: no column is used, so the prompts of all rows are equal{_meant(texts, row.fields)};"
@@ -224,7 +225,12 @@ def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     most, wanted = job.engine.options.get("max_model_len"), job.sampling.max_tokens
-    if job.task == "generate" and isinstance(most, int) and wanted >= most:
+    if (
+        job.task == "generate"
+        and isinstance(most, int)
+        and isinstance(wanted, int)
+        and wanted >= most
+    ):
         yield (
             f"sampling.max_tokens: {wanted} leaves no room for a prompt, as engine.options.max_model_len"
             f" is {most}, for prompt and answer together; an answer ends where they reach it"

@@ -8,6 +8,7 @@ from typing import Any, cast
 from msgspec import UNSET, Raw
 from msgspec.structs import replace
 
+from batchkit.config.masking import masked_text
 from batchkit.errors import EmptyTextError, InvalidOutputError, ServerError
 from batchkit.execution.start import Start
 from batchkit.scoring import Scored
@@ -111,6 +112,7 @@ def to_record(
         choices=[*map(line_of_choice, kept)] if several and error is None else None,
         prompt=completion.prompt if with_prompt else None,
         truncated_tokens=_truncated_tokens(completion),
+        lora=request.lora and masked_text(request.lora),
         selected=completion.selected if error is None else None,
         votes=completion.votes if error is None else None,
         generations=completion.generations,

@@ -1,5 +1,8 @@
 """The order in which rows go to the engine: similar rows together, long answers first at the end.
 
+Rows of one adapter come together first, since few adapters fit into the engine at once, and what is computed with
+one is of no use to another.
+
 The engine caches what it computed for an image or a prompt's beginning only for a while, so rows
 that share one should be in flight together. And a long answer that begins last runs alone in the
 engine at the end. Both are corrected within a bounded look-ahead; rows that share nothing keep their
@@ -34,6 +37,7 @@ def well_ordered(
     reading them is raised once everything read before has been handed out.
     """
     coming: list[_Seen] = []
+    lora = ""  # of the row that was handed out last
     going: deque[tuple[int, _Seen]] = deque()
     held_bytes = 0
     broken: Exception | None = None
@@ -44,30 +48,41 @@ def well_ordered(
             held_bytes += n_bytes
             while len(coming) + len(going) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
                 if not going:
-                    going.extend(_alike_together(coming))
+                    going.extend(_alike_together(coming, lora))
                     coming = []
-                group, (_, first, n_bytes) = going.popleft()
+                group, (seen, first, n_bytes) = going.popleft()
                 held_bytes -= n_bytes
+                lora = seen.lora
                 yield first, group
     except Exception as error:
         broken = error
     held = [*(seen for _, seen in going), *coming]
     last = sorted(held, key=lambda seen: -seen[0].max_tokens)
     for _, equally_long in groupby(last, key=lambda seen: seen[0].max_tokens):
-        for group, (_, row, _) in _alike_together(list(equally_long)):
+        for group, (seen, row, _) in _alike_together(list(equally_long), lora):
+            lora = seen.lora
             yield row, group
     if broken is not None:
         raise broken
 
 
-def _alike_together(rows: Sequence[_Seen]) -> Iterator[tuple[int, _Seen]]:
-    """Groups of rows that begin alike, in the order of their first rows, and a number of each."""
+def _alike_together(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
+    """The rows of one adapter together, those of ``lora`` first; of each, groups of rows that begin alike, in the
+    order of their first rows, and a number of each group."""
+    by_lora: dict[str, list[_Seen]] = {lora: []}
+    for seen in rows:
+        by_lora.setdefault(seen[0].lora, []).append(seen)
+    for name, its in by_lora.items():
+        yield from _of_one_lora(its, name)
+
+
+def _of_one_lora(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
     beginnings = [hint.beginning for hint, _, _ in rows]
     shared = len(commonprefix(beginnings))  # noqa: RUF071 - by characters is intended
     groups: dict[str, list[_Seen]] = {}
     for seen in rows:
         groups.setdefault(seen[0].beginning[shared : shared + _SAME], []).append(seen)
-    return ((hash(beginning), seen) for beginning, alike in groups.items() for seen in alike)
+    return ((hash((lora, key)), seen) for key, alike in groups.items() for seen in alike)
 
 
 def size_of(values: Iterable[Any], most: int) -> int:

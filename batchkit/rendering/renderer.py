@@ -34,10 +34,10 @@ from batchkit.rendering.messages import (
     with_parts,
 )
 from batchkit.rendering.pairs import pair_of
-from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
+from batchkit.rendering.templates.prompt import PromptTemplates, number_of, sources_of
 from batchkit.rendering.tools import RequestTools, template_kwargs_of, tools_of_body
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
-from batchkit.sources.reader import shown
+from batchkit.sources.reader import one_of, shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.sources.where import is_blank
 from batchkit.storage.schema import is_count
@@ -80,7 +80,7 @@ class PromptRenderer:
             check_root(job.media)
         self._system, self._user = self.templates.system, self.templates.user
         self._images = self.templates.files.images
-        self._sampling = job.params()
+        self._sampling, self._loras = job.params(), job.engine.loras
         self._shared = SharedImages()
         self.job = self.templates.job
         """The job with the texts of its template files: they are read only once."""
@@ -132,6 +132,7 @@ class PromptRenderer:
             raise RequestError("tools need messages, and the row has a plain prompt")
         request = Request(
             row=row,
+            lora=self._lora(fields),
             messages=messages,
             prompt=prompt,
             pair=pair,
@@ -202,10 +203,10 @@ class PromptRenderer:
         try:
             own = self._own_prompt(row.fields)
             max_tokens = self._row_sampling(row.fields, own).get("max_tokens")
-            beginning = self._files(row) or self._beginning(row)
+            beginning, lora = self._files(row) or self._beginning(row), self._lora(row.fields)
         except Exception:  # the values' own code runs here; rendering will report the error
             return RowHint(str(row.index), 0)
-        return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0)
+        return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0, lora or "")
 
     def _files(self, row: Row) -> str:
         """The images and texts that the prompt includes."""
@@ -322,6 +323,18 @@ class PromptRenderer:
         of_job = partial(self.templates.tools.of_row, self.templates.with_vars(fields))
         return tools_of_body(body, of_job) if body else of_job()
 
+    def _lora(self, fields: Mapping[str, Any]) -> str | None:
+        """The name of the row's adapter; raises RequestError if the job has none of that name."""
+        if self.templates.lora is None:
+            return None
+        value = self.templates.lora.value(self.templates.with_vars(fields))
+        name = "" if value is None else str(value).strip()
+        if name and self._loras and name not in self._loras:
+            raise RequestError(
+                f"prompt.lora: {shown(name)} is not in [engine.loras]; {one_of(name, self._loras)}"
+            )
+        return name
+
     def _user_content(self, text: str, names: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         if not self._images:
             return text
@@ -346,8 +359,15 @@ class PromptRenderer:
         """``own``: the name of the field with the row's own prompt."""
         if self._job.task != "generate":
             return {**self._sampling, **pooling_of(fields["body"] if own == "body" else {})}
-        column = self._job.sampling.sampling_column
-        found = row_sampling(self._sampling, fields, column=column, with_body=own == "body")
+        column, of_job = self._job.sampling.sampling_column, self._sampling
+        if self.templates.sampling:
+            names = self.templates.with_vars(fields)
+            templates = self.templates.sampling.items()
+            of_job = {
+                **of_job,
+                **{name: number_of(template, names) for name, template in templates},
+            }
+        found = row_sampling(of_job, fields, column=column, with_body=own == "body")
         if self._adjust_sampling is None:
             return found
         return self._adjust_sampling(deepcopy(found))  # it may change what it gets; rows share it

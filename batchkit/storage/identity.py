@@ -50,6 +50,7 @@ _FOUND = (*_LEARNED, "prompt.files")
 # Here the order of keys is part of a prompt, or of what a schema enforces.
 _ORDERED = (
     "vars.",
+    "input.cross",
     "sampling.",
     "pooling.",
     "engine.options.",
@@ -115,6 +116,11 @@ def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
     its |= {
         "engine.model_files": model_fingerprint(job.engine.model_source),
         "engine.lora_files": model_fingerprint(job.engine.lora or ""),
+        "engine.loras": {
+            name: model_fingerprint(place, whole=True) or place
+            for name, place in found.pop("engine.loras").items()
+        }
+        or None,
         "engine.chat_template_text": _chat_template(options.get("chat_template")),
     }
     if (command := found.pop("engine.server.command", None)) is not None:
@@ -227,6 +233,7 @@ def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
     return {
         options.get("tokenizer"): options.get("tokenizer_revision") or "main",
         engine.lora: "main",
+        **dict.fromkeys(engine.loras.values(), "main"),
         engine.model_source: options.get("revision") or "main",
     }
 
@@ -313,9 +320,9 @@ def known_of(value: Any, other: Any, key: str = "") -> Any:
     return value
 
 
-def model_fingerprint(model: str) -> str | None:
+def model_fingerprint(model: str, *, whole: bool = False) -> str | None:
     """Hash over a model's file or files: small files whole; of large ones both ends, and blocks spread evenly,
-    since reading all of a large model would take minutes. None if ``model`` is a name."""
+    since reading all of a large model would take minutes (``whole``: all the same). None if ``model`` is a name."""
     place = Path(model)
     if not model or not (place.is_file() or place.is_dir()):
         return None
@@ -324,7 +331,7 @@ def model_fingerprint(model: str) -> str | None:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with open_regular(path) as file:
-            for start, length in _spans(size):
+            for start, length in [(0, size)] if whole else _spans(size):
                 file.seek(start)
                 digest.update(file.read(length))
     return digest.hexdigest()[:16]

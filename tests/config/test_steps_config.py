@@ -61,7 +61,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": [step(sampling={"temperature": "x"})]},
-        'steps.draft.sampling.temperature: found "x", expected number ≥ 0',
+        'steps.draft.sampling.temperature: found "x", expected number ≥ 0 or text like {{ column }}',
     ),
     (
         {"steps": [step(user="x")]},
@@ -190,7 +190,7 @@ def test_all_problems_of_steps_come_at_once() -> None:
     bad = {"prompt": {"user": 3}, "sampling": {"max_tokens": 0}}
     assert problems(steps=[step(**bad), {"prompt": {"images": [1]}}]) == [
         "steps.draft.prompt.user: found 3, expected text",
-        "steps.draft.sampling.max_tokens: found 0, expected whole number ≥ 1",
+        "steps.draft.sampling.max_tokens: found 0, expected whole number ≥ 1 or text like {{ column }}",
         "steps.1.name: this key is missing",
         "steps.1.prompt.images.0: found 1, expected text",
     ]

@@ -33,6 +33,11 @@ def chat_reference(options: dict[str, Any], groups: list[dict[str, Any]]) -> lis
     return _ask("serve", options=options, groups=groups)
 
 
+def with_loras(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
+    """The texts of ``LLM.chat``, for each of ``calls``, {"lora": an adapter's folder or None, "texts": […]}, alone."""
+    return _ask("loras", options=options, calls=calls)
+
+
 def _ask(kind: str, **task: Any) -> list[Any]:
     pipe = subprocess.PIPE
     command = [sys.executable, "-m", __name__, kind]
@@ -49,7 +54,7 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "01" if kind == "serve" else "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    answer = {"chat": _chat, "pooled": _pooled, "serve": _serve}[kind]
+    answer = {"chat": _chat, "loras": _loras, "pooled": _pooled, "serve": _serve}[kind]
     json.dump(answer(**json.load(sys.stdin)), sys.stdout)
     sys.stdout.flush()
     os._exit(0)
@@ -75,6 +80,20 @@ def _chat(options: dict[str, Any], conversations: list[Any], max_tokens: int) ->
         }
         for output in outputs
     ]
+
+
+def _loras(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(enable_lora=True, max_lora_rank=64, enable_prefix_caching=False, **options)
+    params, found = SamplingParams(temperature=0, max_tokens=12), []
+    for number, call in enumerate(calls, start=1):
+        lora = None if call["lora"] is None else LoRARequest(str(number), number, call["lora"])
+        messages = [[{"role": "user", "content": text}] for text in call["texts"]]
+        outputs = llm.chat(messages, params, use_tqdm=False, lora_request=lora)
+        found.append([output.outputs[0].text for output in outputs])
+    return found
 
 
 def _pooled(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:

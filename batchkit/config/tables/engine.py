@@ -21,6 +21,8 @@ from batchkit.config.server_command import check_command
 from batchkit.config.tables.base import Free, Identity, PositiveSeconds, Table
 
 DEMO_MODEL = "batchkit-demo"  # comes with the package
+_TEMPLATE = r"^\s*\{\{.*\}\}\s*$"
+Template = Annotated[str, Field(pattern=_TEMPLATE)]
 _VARIABLE = re.compile(r"(?!hf_|gsk_|[a-z]+_\w{20})[A-Za-z_]\w*")  # and no key, as hf_… is
 
 
@@ -93,6 +95,10 @@ class EngineTable(Table):
     lora: Identity[str | None] = None
     """Folder of a LoRA adapter, used for every row (sets `enable_lora`; with `transformers` it
     needs peft)."""
+    loras: Identity[dict[str, Annotated[str, Field(min_length=1)]]] = Field({})
+    """LoRA adapters by name, `[engine.loras]` `legal = "adapters/legal"`, each a folder or a name on
+    the hub; `prompt.lora` says which of them a row uses. Only with `vllm`. `max_loras`,
+    `max_lora_rank` and `max_cpu_loras` follow from them, unless `engine.options` has them."""
 
     @property
     def model_source(self) -> str:
@@ -132,6 +138,13 @@ class EngineTable(Table):
         knows_command = self.server is None or self.server.command or self.model.endswith(".gguf")
         if not knows_command:
             raise ValueError("server.command is missing; only a .gguf file as model needs none")
+        if self.loras and self.kind != "vllm":
+            remedy = (
+                "prompt.lora is the name that the server has for it" if is_server else "use vllm"
+            )
+            raise ValueError(f'loras: is for kind = "vllm"; kind is "{self.kind}": {remedy}')
+        if self.loras and self.lora is not None:
+            raise ValueError("lora is for every row, and loras are for some: keep one")
         if is_server and self.lora is not None:
             raise ValueError("lora: the server loads it; give the name it has there as model")
         for key in ("reasoning_parser", "tool_call_parser"):
@@ -147,7 +160,8 @@ class EngineTable(Table):
 
 
 class SamplingTable(Table):
-    """Given to `vllm.SamplingParams` as they are: any of its names may be used here.
+    """Given to `vllm.SamplingParams` as they are: any of its names may be used here. A number may be a
+    column: `temperature = "{{ t }}"`.
 
     `transformers` knows those that choose and end tokens, and refuses the others.
     """
@@ -155,17 +169,29 @@ class SamplingTable(Table):
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     temperature: Identity[
-        Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v)]
-    ] = Field(0.0, ge=0)
+        Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v), Field(ge=0)]
+        | Template
+    ] = 0.0
     """0 is greedy."""
-    max_tokens: Identity[PositiveInt] = 256
+    max_tokens: Identity[PositiveInt | Template] = 256
     """Per choice, the prompt not counted."""
     sampling_column: Identity[str | None] = None
     """A field with a row's own parameters, which override these; one that is null does not."""
 
     def params(self) -> dict[str, Any]:
-        """The names and values for ``vllm.SamplingParams``."""
-        return self.model_dump(exclude={"sampling_column"})
+        """The names and values for ``vllm.SamplingParams``, but those that each row has a value of its own for."""
+        given = self.model_dump(exclude={"sampling_column"})
+        return {name: value for name, value in given.items() if not _is_template(value)}
+
+    @property
+    def templates(self) -> dict[str, str]:
+        """Those names, with the templates of their values."""
+        given = self.model_dump(exclude={"sampling_column"})
+        return {name: value for name, value in given.items() if _is_template(value)}
+
+
+def _is_template(value: Any) -> bool:
+    return isinstance(value, str) and re.search(_TEMPLATE, value) is not None
 
 
 def _is_base_url(url: str) -> bool:

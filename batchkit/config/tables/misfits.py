@@ -35,6 +35,7 @@ def misfits(job: JobConfig) -> list[str]:
         _misfits_of_retry,
         _misfits_of_prices,
         _misfits_of_answers,
+        _misfits_of_loras,
         _misfits_of_sampling,
     )
     return next(filter(None, ([*rule(job)] for rule in rules)), [])
@@ -69,6 +70,7 @@ def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:
     yield "[select]", job.select.by is not None
     yield "[sampling]", job.sampling != SamplingTable()
     yield "prompt.tools", job.prompt.tools is not None
+    yield "prompt.lora", job.prompt.lora is not None
     yield "output.parse", job.output.parse is not None
     yield "retry.reask", job.retry.reask > 0
     yield "retry.temperatures", job.retry.temperatures is not None
@@ -138,6 +140,7 @@ def _misfits_of_rollout(job: JobConfig) -> Iterator[str]:
         "retry.reask": job.retry.reask > 0,
         'retry.on_too_long = "truncate-middle"': job.retry.on_too_long == "truncate-middle",
         "sampling.sampling_column": job.sampling.sampling_column is not None,
+        "a template in [sampling]": bool(job.sampling.templates),
         "[select]": job.select.by is not None,
     }
     for key, is_set in of_function.items():
@@ -197,7 +200,7 @@ def _read_for_choice(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
 def _may_have_several(job: JobConfig) -> bool:
     """A row's own parameters may have an ``n``, and so may the body of a request that is a row."""
     is_body = not (job.prompt.user or job.prompt.user_file)
-    has_own = is_body or job.sampling.sampling_column is not None
+    has_own = is_body or job.sampling.sampling_column is not None or "n" in job.sampling.templates
     return has_own or job.params().get("n", 1) != 1
 
 
@@ -242,6 +245,23 @@ def _misfits_of_prices(job: JobConfig) -> Iterator[str]:
     for name, engine in engines.items():
         if job.run.price_per_gpu_hour is not None and engine.base_url is not None:
             yield f"run.price_per_gpu_hour: {name} is a server; give run.price_per_million_tokens"
+
+
+def _misfits_of_loras(job: JobConfig) -> Iterator[str]:
+    used = {step.engine for step in job.steps if step.prompt.lora is not None}
+    used |= {""} if job.prompt.lora is not None else set()
+    for name in ("", *job.engines):
+        place = f"engines.{name}" if name else "engine"
+        if job.with_engine(name).engine.loras and name not in used:
+            yield f'{place}.loras: no row uses them; say which: prompt.lora = "{{{{ column }}}}"'
+    for place, each in job.of_each_step():
+        engine, lora = each.engine, each.prompt.lora
+        if lora is None:
+            continue
+        if engine.kind == "transformers":
+            yield f"{place}prompt.lora: transformers runs one adapter, engine.lora; use vllm"
+        elif engine.kind == "vllm" and not engine.loras:
+            yield f'{place}prompt.lora: there are none; name them: [engine.loras] legal = "adapters/legal"'
 
 
 def _misfits_of_sampling(job: JobConfig) -> Iterator[str]:

@@ -47,6 +47,11 @@ class PromptTable(Table):
     """`auto` (default), `none`, `required`, or the name of the function to call. vLLM's grammars
     enforce the last two, for which it needs `engine.tool_call_parser`."""
 
+    lora: Identity[str | None] = None
+    """The row's adapter: a template that gives a name of `[engine.loras]`, for example `{{ adapter
+    }}`; an empty one means the model alone. With `openai-server`, the model that the row asks for
+    instead of `engine.model`."""
+
     @field_validator("tools")
     @classmethod
     def _are_definitions(cls, tools: Any) -> Any:

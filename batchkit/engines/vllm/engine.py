@@ -24,12 +24,12 @@ from batchkit.engines.memory import HostMemory
 from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import cause
-from batchkit.engines.vllm.options import check_task, limits_of, llm_options, lora_request
-from batchkit.engines.vllm.parsing import AnswerParser
+from batchkit.engines.vllm.loras import Loras
+from batchkit.engines.vllm.options import check_task, limits_of, llm_options
 from batchkit.engines.vllm.pooling import PoolingRenderer
 from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusal
 from batchkit.engines.vllm.stepper import Stepper
-from batchkit.errors import JobError, RequestError, RowError, RowTimeoutError
+from batchkit.errors import EngineError, JobError, RequestError, RowError, RowTimeoutError
 from batchkit.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class VllmEngine:
         self.versions = {"vllm": vllm.__version__}
         self._watch, self._llm = _load(job, limits_of(vllm_config))
         self._engine = self._llm.llm_engine
-        self._lora = lora_request(job)
+        self._loras = _loras_of(job, self._llm, self._watch)
         self.limits = limits_of(self._engine.vllm_config)
         self.max_num_seqs: int = self.limits["max_num_seqs"]
         self._renderer = _renderer_of(job, self._llm)
@@ -156,7 +156,8 @@ class VllmEngine:
         self._thread.join(timeout=10)
         self._engine.engine_core.shutdown()
         self._watch.close()
-        del self._llm, self._engine
+        self._loras.close()
+        del self._llm, self._engine, self._loras
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
@@ -224,7 +225,7 @@ class VllmEngine:
         running = _Running(prepared, [str(next(self._numbers)) for _ in prepared.inputs])
         for number, one in zip(running.numbers, prepared.inputs, strict=True):
             try:
-                self._add_input(number, one, prepared.parser)
+                self._add_input(number, one, prepared)
             except VLLMValidationError as error:
                 self._engine.abort_request(running.numbers)
                 return refusal(error)
@@ -238,17 +239,18 @@ class VllmEngine:
         self._running.update(dict.fromkeys(running.numbers, running))
         return None
 
-    def _add_input(self, number: str, one: Input, parser: AnswerParser | None) -> None:
+    def _add_input(self, number: str, one: Input, prepared: Prepared) -> None:
         prompt, params = one
+        parser, lora = prepared.parser, self._loras.of(prepared.request)
         if parser is None or params.structured_outputs is None:
-            self._engine.add_request(number, prompt, params, lora_request=self._lora)
+            self._engine.add_request(number, prompt, params, lora_request=lora)
             return
         request = self._engine.input_processor.process_inputs(
             number,
             prompt,
             params,
             supported_tasks=self._engine.get_supported_tasks(),
-            lora_request=self._lora,
+            lora_request=lora,
         )
         parser.open_grammar(request)
         self._engine.add_request(number, request, params, prompt_text=prompt.get("prompt"))
@@ -374,6 +376,15 @@ def _load(job: JobConfig, limits: Mapping[str, Any]) -> tuple[CoreWatch, Any]:
             llm.llm_engine.engine_core.shutdown()
             raise
     return watch, llm
+
+
+def _loras_of(job: JobConfig, llm: Any, watch: CoreWatch) -> Loras:
+    try:
+        return Loras(job, llm)
+    except EngineError as error:
+        llm.llm_engine.engine_core.shutdown()
+        limits = limits_of(llm.llm_engine.vllm_config)
+        raise StartFailed(str(error), watch.fault_of(error, llm), limits) from error
 
 
 def _renderer_of(job: JobConfig, llm: Any) -> VllmRenderer | PoolingRenderer:

@@ -17,6 +17,7 @@ from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import chat_template, missing_model
+from batchkit.engines.vllm.adapters import adapters_of, check_adapters, lora_options
 from batchkit.engines.vllm.parsing import unknown_parsers
 from batchkit.errors import JobError, RequestError
 
@@ -66,7 +67,11 @@ def check_config(job: JobConfig) -> Any:
             " the reasoning out of the answers"
         )
     problems += unknown_parsers(job)
-    for check in (partial(_check_params, job), partial(chat_template, options)):
+    for check in (
+        partial(_check_params, job),
+        partial(chat_template, options),
+        partial(adapters_of, job),
+    ):
         try:
             check()
         except (RequestError, JobError) as error:
@@ -81,6 +86,7 @@ def check_config(job: JobConfig) -> Any:
         config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise JobError(f"engine: {explain(error, job.engine.model)}") from error
+    check_adapters(adapters_of(job), config)
     if job.task != "generate":
         check_pooling(job, config.model_config)
     elif reason := why_not_bounded(job.sampling.params(), config):
@@ -139,6 +145,7 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
         options["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     if job.engine.lora is not None:
         options.setdefault("enable_lora", True)
+    options |= lora_options(adapters_of(job), options)
     if job.task != "generate":
         options.setdefault("runner", "pooling")
     if job.engine.reasoning_parser is not None:
@@ -212,14 +219,6 @@ def limits_of(vllm_config: Any) -> dict[str, Any]:
     if cache.kv_cache_memory_bytes is not None:
         return {**limits, "kv_cache_memory_bytes": cache.kv_cache_memory_bytes}
     return {**limits, "gpu_memory_utilization": cache.gpu_memory_utilization}
-
-
-def lora_request(job: JobConfig) -> Any:
-    if job.engine.lora is None:
-        return None
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest("adapter", 1, job.engine.lora)
 
 
 def set_environment(log_level: str = QUIET) -> None:

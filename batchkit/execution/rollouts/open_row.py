@@ -215,6 +215,7 @@ def request_hash(request: Request, job: JobConfig, engine: str) -> str:
         "tool_choice": request.tool_choice,
         "parallel_tool_calls": request.parallel_tool_calls,
         "chat_template_kwargs": request.chat_template_kwargs,
+        **({} if request.lora is None else {"lora": request.lora}),
         "engine": [engine, *_model(job.engines[engine] if engine else job.engine)],
     }
     return input_hash(asked)

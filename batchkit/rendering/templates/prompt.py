@@ -9,13 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from batchkit.config.regular_file import read_text
 from batchkit.config.tables import JobConfig, PromptTable
-from batchkit.errors import JobError, MediaError, RowError
+from batchkit.errors import JobError, MediaError, RequestError, RowError
 from batchkit.rendering.media import load_bytes
 from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.sandbox import fields_read, names_in_order
 from batchkit.rendering.tools import JobTools
+from batchkit.sources.reader import shown
 
 
 class PathTemplate:
@@ -91,6 +94,12 @@ class PromptTemplates:
             self._template(f"prompt.captions.{n}", source)
             for n, source in enumerate(prompt.captions)
         ]
+        lora = prompt.lora
+        self.lora = self._template("prompt.lora", lora, keeps_type=True) if lora else None
+        self.sampling = {
+            name: self._template(f"sampling.{name}", source, keeps_type=True)
+            for name, source in job.sampling.templates.items()
+        }
         note = self._template("retry.reask_note", job.retry.reask_note)
         self._note = note if job.retry.reask else None
         texts = [*filter(None, (self.system, self.user, self.query, self.documents))]
@@ -104,7 +113,8 @@ class PromptTemplates:
         self.fields_in_order += [name for name in dict.fromkeys(in_order) if name in fields]
         self.all = [*texts, *self.captions, *tools, *self.files.all]
         """Those of the prompt."""
-        self.takes_long = any(part.is_apart for part in (*self.all, *filter(None, [self._note])))
+        others = filter(None, [self._note, self.lora, *self.sampling.values()])
+        self.takes_long = any(part.is_apart for part in (*self.all, *others))
         """True if a row's templates are rendered in a separate process."""
 
     def with_vars(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -139,6 +149,18 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
     if found is None or (isinstance(found, str | list) and not found):
         raise MediaError("the row names no image: the template's value is empty")
     return found if isinstance(found, list) else [found]
+
+
+def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
+    """The number that a template gives, also from a text; raises RequestError if it gives none."""
+    found = template.value(names)
+    try:
+        number = orjson.loads(found) if isinstance(found, str) else found
+    except orjson.JSONDecodeError:
+        number = None
+    if not isinstance(number, int | float):
+        raise RequestError(f"{template.key}: found {shown(found)}, expected a number")
+    return number
 
 
 def constant_files(job: JobConfig) -> dict[str, str]:

@@ -1,0 +1,203 @@
+"""The adapters of ``[engine.loras]``: what their files say, and the options of vLLM that follow from it.
+
+vLLM copies a smaller matrix into the corner of a larger one, so an adapter of another model may load and answer
+wrongly: sizes are compared here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.config.regular_file import open_regular, read_bytes
+from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError
+from batchkit.storage.identity import model_fingerprint
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MOST_RANK = 512  # of vLLM
+_MOST_SLOTS = 8
+_CPU_CACHE_BYTES = 4 * 2**30
+_LONGEST_HEADER = 100 * 2**20  # of safetensors
+_LAYER = re.compile(r"\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+_proj)\.lora_([AB])\.weight$")
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One of ``[engine.loras]``; ``config`` is its ``adapter_config.json``, ``shapes`` are those of its tensors."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    shapes: Shapes
+
+    @property
+    def rank(self) -> int:
+        """The highest of its matrices."""
+        its = [shape[0] for name, shape in self.shapes.items() if name.endswith("lora_A.weight")]
+        return max(int(self.config["r"]), *its)
+
+    @property
+    def n_bytes(self) -> int:
+        return (self.folder / WEIGHTS).stat().st_size
+
+    @cached_property
+    def request(self) -> Any:
+        """vLLM's name and number of it come from its files: vLLM and its prefix cache know an adapter by them."""
+        from vllm.lora.request import LoRARequest
+
+        digest = model_fingerprint(str(self.folder), whole=True) or ""
+        return LoRARequest(digest, int(digest[:15], 16) + 1, str(self.folder))
+
+
+def adapters_of(job: JobConfig) -> list[Adapter]:
+    """Those of the job's engine.
+
+    Raises:
+        JobError: one is missing or damaged, or none that vLLM runs; with a line for each.
+    """
+    found, problems = [], []
+    for name, place in job.engine.loras.items():
+        try:
+            found.append(_adapter_in(name, _folder_of(place)))
+        except _Unusable as reason:
+            problems.append(f"engine.loras.{name}: {reason}")
+    if problems:
+        raise JobError("\n".join(problems))
+    return found
+
+
+def lora_options(adapters: Sequence[Adapter], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of vLLM for ``adapters``; those ``given`` are the user's."""
+    if not adapters:
+        return {}
+    rank = next(2**n for n in range(3, 10) if 2**n >= max(adapter.rank for adapter in adapters))
+    slots = given.get("max_loras", min(len(adapters), _MOST_SLOTS))
+    cached = _CPU_CACHE_BYTES // max(1, *(adapter.n_bytes for adapter in adapters))
+    return {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_lora_rank": rank,
+        "max_cpu_loras": max(slots, min(len(adapters) + 1, cached)),  # one may be all zeros
+        **given,
+    }
+
+
+def check_adapters(adapters: Sequence[Adapter], vllm_config: Any) -> None:
+    """Raises JobError if one does not fit the model, or is of a higher rank than is allowed."""
+    most = vllm_config.lora_config.max_lora_rank if adapters else 0
+    sizes = _sizes_of(vllm_config.model_config.hf_text_config)
+    problems = []
+    for adapter in adapters:
+        place = f"engine.loras.{adapter.name}: {adapter.folder}"
+        if adapter.rank > most:
+            remedy = "raise it, or leave it out"
+            problems.append(
+                f"{place}: has rank {adapter.rank}, and engine.options.max_lora_rank is {most}: {remedy}"
+            )
+        elif (misfit := next(_misfits(adapter.shapes, sizes), None)) is not None:
+            base = adapter.config.get("base_model_name_or_path")
+            problems.append(f"{place}: is for another base model ({base}): {misfit}")
+    if problems:
+        raise JobError("\n".join(problems))
+
+
+class _Unusable(Exception):
+    """Why an adapter can't be used."""
+
+
+def _folder_of(place: str) -> Path:
+    """The folder itself, or where the hub's files are, which are fetched if they are not there."""
+    folder = Path(place)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or place.startswith(".") or place.count("/") != 1:
+        raise _Unusable(f"{place}: no such folder, and a name on the hub is owner/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(place, allow_patterns=[CONFIG, WEIGHTS]))
+    except Exception as error:  # the hub's client raises many types
+        reason = " ".join(str(error).split())[:200]
+        raise _Unusable(f"{place}: no such folder, and not found on the hub: {reason}") from error
+
+
+def _adapter_in(name: str, folder: Path) -> Adapter:
+    path = folder / CONFIG
+    try:
+        config = orjson.loads(read_bytes(path))
+    except OSError as error:
+        raise _Unusable(f"{path}: {error.strerror or error}; is it an adapter's folder?") from error
+    except orjson.JSONDecodeError as error:
+        raise _Unusable(f"{path}: is no JSON: {error}") from error
+    rank = config.get("r") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else config
+        raise _Unusable(f'{path}: peft_type is {kind!r}, expected "LORA"')
+    if not isinstance(rank, int) or not 1 <= rank <= _MOST_RANK:
+        raise _Unusable(f"{path}: r is {rank!r}, expected a rank from 1 to {_MOST_RANK}")
+    return Adapter(name, folder, config, _shapes_in(folder / WEIGHTS))
+
+
+def _shapes_in(path: Path) -> Shapes:
+    """https://huggingface.co/docs/safetensors: 8 bytes with the header's length, the header as JSON, the data."""
+    try:
+        with open_regular(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = orjson.loads(file.read(min(length, _LONGEST_HEADER)))
+            header.pop("__metadata__", None)
+            n_bytes = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+            shapes = {name: tensor["shape"] for name, tensor in header.items()}
+            size = path.stat().st_size
+    except OSError as error:
+        raise _Unusable(f"{path}: {error.strerror or error}") from error
+    except (orjson.JSONDecodeError, AttributeError, TypeError, KeyError, IndexError) as error:
+        raise _Unusable(f"{path}: is damaged: its header is no safetensors'") from error
+    if size != (expected := 8 + length + n_bytes):
+        raise _Unusable(f"{path}: is damaged: has {size:,} bytes, its header says {expected:,}")
+    if not shapes:
+        raise _Unusable(f"{path}: has no weights")
+    return shapes
+
+
+def _sizes_of(config: Any) -> dict[str, int]:
+    """Of the model that has transformers' ``config``, as far as it is built as most are."""
+    hidden, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 0)
+    head = getattr(config, "head_dim", None) or (hidden // heads if heads else 0)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return {
+        "layers": getattr(config, "num_hidden_layers", 0),
+        **dict.fromkeys(("q_proj A", "k_proj A", "v_proj A", "gate_proj A", "up_proj A"), hidden),
+        **dict.fromkeys(("o_proj B", "down_proj B"), hidden),
+        **dict.fromkeys(("q_proj B", "o_proj A"), heads * head),
+        **dict.fromkeys(("k_proj B", "v_proj B"), kv_heads * head),
+        **dict.fromkeys(("gate_proj B", "up_proj B", "down_proj A"), _width(config)),
+    }
+
+
+def _width(config: Any) -> int:
+    """Of its MLP; 0 if its layers differ."""
+    found = getattr(config, "intermediate_size", 0)
+    is_mixed = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    return found if isinstance(found, int) and not is_mixed else 0
+
+
+def _misfits(shapes: Shapes, sizes: Mapping[str, int]) -> Iterator[str]:
+    """A size of 0 is not known."""
+    for name, shape in shapes.items():
+        if (found := _LAYER.search(name)) is None:
+            continue
+        layer, module, side = found.groups()
+        if sizes["layers"] and int(layer) >= sizes["layers"]:
+            yield f"{name}: the model has {sizes['layers']} layers"
+        size, expected = shape[1 if side == "A" else 0], sizes.get(f"{module} {side}", 0)
+        if expected and size != expected:
+            yield f"{name} has a side of {size}, where the model has {expected}"

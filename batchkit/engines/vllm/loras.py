@@ -1,0 +1,158 @@
+"""Which adapter vLLM gets for a request, and the check that rows with and without one may share a batch.
+
+vLLM's CPU build (0.32) answers a row without an adapter as the adapter in its last slot would, if both kinds are in
+one batch. Nothing in an answer shows that, so it is tried when the model is loaded. If it is so, rows without an
+adapter get one whose weights are all 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import orjson
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.vllm.adapters import CONFIG, WEIGHTS, Adapter, adapters_of
+from batchkit.errors import EngineError
+from batchkit.types import Request
+
+_PROMPT, _MOST_PROMPT_TOKENS = "The quick brown fox jumps over the lazy dog.", 12
+_TOKENS = 3
+_ALTERNATIVES = 20
+_FAR = 4  # times as far from another answer as from its own
+_SAME = 0.01  # in log probability: adapters that change less are the model alone
+
+Answer = Sequence[Mapping[int, float]]
+"""Log probabilities of the likeliest tokens at each place; all but the last place have the same token."""
+
+
+class Loras:
+    """The adapters of ``job`` in ``llm``, each loaded once.
+
+    Raises:
+        EngineError: vLLM refuses one, or mixes up rows with different ones.
+    """
+
+    def __init__(self, job: JobConfig, llm: Any) -> None:
+        self._llm = llm
+        self._of_all = _of_all_rows(job)
+        self._zero: TemporaryDirectory[str] | None = None
+        self._by_name: dict[str, Any] = {"": None}
+        adapters = adapters_of(job)
+        if not adapters:
+            return
+        alone = {"": self._answers([None])[0]}
+        for adapter in adapters:
+            alone[adapter.name] = self._first_answer(adapter)
+            self._by_name[adapter.name] = adapter.request
+        if not self._is_right(alone, is_strict=True):
+            self._zero = TemporaryDirectory(prefix="zero-adapter-")
+            self._by_name[""] = _zero_adapter(adapters[0], Path(self._zero.name)).request
+            if not self._is_right(alone, is_strict=False):
+                raise EngineError(
+                    "engine.loras: this vLLM mixes up rows with different adapters in one batch: upgrade it, or"
+                    " run each adapter as a job of its own (engine.lora)"
+                )
+
+    def of(self, request: Request) -> Any:
+        """vLLM's ``LoRARequest``; None for the model alone."""
+        return self._of_all or self._by_name[request.lora or ""]
+
+    def close(self) -> None:
+        if self._zero is not None:
+            self._zero.cleanup()
+
+    def _first_answer(self, adapter: Adapter) -> Answer:
+        """Printed first, so that the log names an adapter that kills the engine."""
+        place = f"engine.loras.{adapter.name}: {adapter.folder}"
+        print(f"{place}: loading", file=sys.stderr, flush=True)
+        try:
+            return self._answers([adapter.request])[0]
+        except Exception as error:  # the adapter's loading runs the model's code
+            raise EngineError(f"{place}: {type(error).__name__}: {error}") from error
+
+    def _is_right(self, alone: Mapping[str, Answer], *, is_strict: bool) -> bool:
+        """Whether a row without an adapter, and one with each of them, answer together as each does ``alone``.
+
+        An answer has to be far nearer to its own than to any other. Adapters that answer as the model alone does
+        show nothing: none may if ``is_strict``, else they are passed over.
+        """
+        base = alone[""]
+        telling = [name for name in alone if name and _distance(alone[name], base) > _SAME]
+        if is_strict and len(telling) < len(alone) - 1:
+            return False
+        for name in telling:
+            pair = self._answers([self._by_name[""], self._by_name[name]])
+            for own, answer in zip(("", name), pair, strict=True):
+                others = [alone[other] for other in ("", *telling) if other != own]
+                own_distance = _distance(answer, alone[own])
+                if any(own_distance * _FAR > _distance(answer, other) for other in others):
+                    return False
+        return True
+
+    def _answers(self, loras: Sequence[Any]) -> list[Answer]:
+        """Of one short prompt, with each of ``loras``, in one batch."""
+        from vllm import SamplingParams
+
+        tokens = self._llm.get_tokenizer().encode(_PROMPT)[:_MOST_PROMPT_TOKENS]
+        most = self._llm.model_config.max_logprobs
+        logprobs = _ALTERNATIVES if most < 0 else min(_ALTERNATIVES, most)
+        params = SamplingParams(
+            temperature=0, max_tokens=_TOKENS, ignore_eos=True, logprobs=logprobs
+        )
+        prompts = [{"prompt_token_ids": tokens} for _ in loras]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=[*loras])
+        return [
+            [{token: found.logprob for token, found in place.items()} for place in first.logprobs]
+            for first in (output.outputs[0] for output in outputs)
+        ]
+
+
+def _of_all_rows(job: JobConfig) -> Any:
+    """``engine.lora``."""
+    if job.engine.lora is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, job.engine.lora)
+
+
+def _distance(a: Answer, b: Answer) -> float:
+    """The largest difference of a token's log probability, up to the first place where the likeliest differs."""
+    found = 0.0
+    for of_a, of_b in zip(a, b, strict=True):
+        found = max([found, *_differences(of_a, of_b), *_differences(of_b, of_a)])
+        if max(of_a, key=of_a.__getitem__) != max(of_b, key=of_b.__getitem__):
+            break
+    return found
+
+
+def _differences(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
+    """A token that ``b`` does not list is at most as likely as the last one there."""
+    least = min(b.values())
+    return [
+        abs(logprob - b[token]) if token in b else max(0.0, logprob - least)
+        for token, logprob in a.items()
+    ]
+
+
+def _zero_adapter(like: Adapter, folder: Path) -> Adapter:
+    """One that changes nothing: the matrices of ``like``, of rank 1, all 0."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    zeros = {}
+    for name, shape in like.shapes.items():
+        if name.endswith(".lora_A.weight"):
+            zeros[name] = np.zeros([1, *shape[1:]], np.float32)
+        elif name.endswith(".lora_B.weight"):
+            zeros[name] = np.zeros([*shape[:-1], 1], np.float32)
+    save_file(zeros, folder / WEIGHTS)
+    config = {**like.config, "r": 1, "lora_alpha": 1, "rank_pattern": {}, "alpha_pattern": {}}
+    (folder / CONFIG).write_bytes(orjson.dumps(config))
+    shapes = {name: tensor.shape for name, tensor in zeros.items()}
+    return Adapter("", folder, config, shapes)
