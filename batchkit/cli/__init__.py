@@ -488,10 +488,18 @@ def generate(
 @cli.command("demo-model")
 @click.argument("path", type=FILE)
 @click.option("--text-only", is_flag=True, help="A Qwen2 without vision, instead of a Qwen3-VL.")
-def demo_model(path: Path, text_only: bool) -> None:
+@click.option(
+    "--loras", is_flag=True, help="Two LoRA adapters for batchkit-demo, instead of a model."
+)
+def demo_model(path: Path, text_only: bool, loras: bool) -> None:
     """Build a tiny Qwen3-VL with random weights at PATH. Its answers mean nothing."""
+    from batchkit.commands.demo_loras import STRENGTHS, build_demo_loras
     from batchkit.commands.demo_model import build_demo_model
 
+    if loras:
+        build_demo_loras(path)
+        echo(f"{path}: two adapters with random weights: {', '.join(STRENGTHS)}")
+        return
     build_demo_model(path, text_only=text_only)
     echo(f"{path}: random weights; its answers mean nothing")
 

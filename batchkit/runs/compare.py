@@ -95,8 +95,13 @@ def compare_values(folder: Path, *, resamples: int = 1000, seed: int = 0) -> Com
         name: (side, paired(baseline.snapshot, side.snapshot, by_place=True))
         for name, side in zip(names[1:], sides, strict=True)
     }
-    origins = {folder.name: origin(manifest)}
-    return replace(_compared(names[0], baseline, others, resamples, seed), origins=origins)
+    compared = _compared(names[0], baseline, others, resamples, seed)
+    of_first = f"/{found[0].label}"
+    return replace(
+        compared,
+        flips=[replace(flip, id=flip.id.removesuffix(of_first)) for flip in compared.flips],
+        origins={folder.name: origin(manifest)},
+    )
 
 
 def _compared(

@@ -93,12 +93,14 @@ class Comparison:
         parts += [""] * bool(self.warnings)
         for run in self.runs[1:]:
             parts += [f"## {run} against {self.runs[0]}", "", self._table(run)]
-            parts += [
-                "",
-                f"Rows only in {self.runs[0]}: {self.only_in_baseline[run]:,}; only in {run}:",
-            ]
-            parts[-1] += f" {self.only_in_run[run]:,}."
-            parts += [*self._flips(run), ""]
+            parts.append("")
+            if self.only_in_baseline[run] or self.only_in_run[run]:
+                parts.append(
+                    f"Rows only in {self.runs[0]}: {self.only_in_baseline[run]:,}; only in {run}:"
+                    f" {self.only_in_run[run]:,}."
+                )
+            if flips := [*self._flips(run)]:
+                parts += [*flips, ""]
         parts.append(self.method)
         return "\n".join(parts)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,10 @@ from typing import Any
 import pytest
 import tomlkit
 
+from batchkit.config.loading import make_job
+from batchkit.engines.registry import open_preflight
+from batchkit.engines.vllm.adapters import CONFIG, WEIGHTS
+from batchkit.errors import JobError
 from batchkit.storage.newest import read_newest
 from tests.support.adapters import write_adapter
 from tests.support.forks import Fork
@@ -85,3 +92,127 @@ def test_rows_answer_as_with_their_adapter_alone(
 
 def _engine(model: Path, adapters: Path) -> dict[str, Any]:
     return {"model": str(model), "loras": {name: str(adapters / name) for name in RANKS}}
+
+
+def test_adapters_by_turns_share_no_cache_over_a_long_prefix(
+    job: Callable[..., None], text_model: Path, adapters: Path, tmp_path: Path
+) -> None:
+    prefix = "a child reads a letter from her friend near the harbour. " * 20  # several blocks
+    names = ["a", "b", "a", None, "b", "a", None]
+    rows = [{"q": f"{prefix}question {n}", "adapter": name} for n, name in enumerate(names)]
+    options = {**OPTIONS, "enable_prefix_caching": True, "max_num_seqs": 1}
+    job(rows, "ab", engine={"options": options}, run={"look_ahead": 1})
+    found = run(tmp_path)
+    calls = [
+        {"lora": name and str(adapters / name), "texts": [row["q"] for row in rows]}
+        for name in (None, "a", "b")
+    ]
+    expected = dict(
+        zip((None, "a", "b"), with_loras({**OPTIONS, "model": str(text_model)}, calls), strict=True)
+    )
+    assert [one["text"] for one in found] == [expected[name][n] for n, name in enumerate(names)]
+
+
+def test_an_unknown_name_fails_its_row_alone(job: Callable[..., None], tmp_path: Path) -> None:
+    job(
+        [
+            {"q": q, "adapter": name}
+            for q, name in zip(TEXTS, ["a", "B", "z9", *"bbbbbbbbb"], strict=True)
+        ],
+        "ab",
+    )
+    found = run(tmp_path)
+    assert [one["index"] for one in found if one["status"] == "failed"] == [1, 2]
+    assert found[1]["error"] == {
+        "kind": "invalid_request",
+        "type": "RequestError",
+        "message": "prompt.lora: 'B' is not in [engine.loras]; did you mean 'b'?",
+        "retryable": False,
+    }
+    assert "known: a, b" in found[2]["error"]["message"]
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (shutil.rmtree, "no such folder"),
+    "no config": (lambda at: (at / CONFIG).unlink(), f"{CONFIG}: No such file or directory"),
+    "no JSON": (lambda at: (at / CONFIG).write_text("{"), "is no JSON"),
+    "other kind": (
+        lambda at: _change(at, peft_type="IA3"),
+        "peft_type is 'IA3', expected \"LORA\"",
+    ),
+    "rank": (lambda at: _change(at, r="8"), "r is '8', expected a rank from 1 to 512"),
+    "no weights": (lambda at: (at / WEIGHTS).unlink(), f"{WEIGHTS}: No such file or directory"),
+    "cut off": (lambda at: os.truncate(at / WEIGHTS, 9_000), "is damaged: has 9,000 bytes"),
+    "no weights in it": (
+        lambda at: (at / WEIGHTS).write_bytes(b"x" * 99),
+        "is damaged: its header",
+    ),
+    "another model's": (lambda at: _of_other_model(at, hidden_size=32), "for another base model"),
+    "a larger model's": (lambda at: _of_other_model(at, num_hidden_layers=3), "has 2 layers"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_adapter_is_named_before_the_model_is_loaded(
+    kind: str, text_model: Path, adapters: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "legal"
+    shutil.copytree(adapters / "a", folder)
+    if kind.endswith("model's"):
+        (folder / "model").symlink_to(text_model)
+    breaks, words = BROKEN[kind]
+    breaks(folder)
+    engine = {"model": str(text_model), "options": OPTIONS, "loras": {"legal": str(folder)}}
+    with pytest.raises(JobError) as refused:
+        open_preflight(make_job({"engine": engine, "prompt": {"lora": "legal"}}, "job.toml"))
+    assert str(refused.value).startswith(f"engine.loras.legal: {folder}")
+    assert words in str(refused.value)
+
+
+def test_too_high_a_rank_for_the_users_limit_is_named(text_model: Path, adapters: Path) -> None:
+    options = {**OPTIONS, "max_lora_rank": 8}
+    engine = {"model": str(text_model), "options": options, "loras": {"d": str(adapters / "d")}}
+    with pytest.raises(JobError, match=r"has rank 64, and engine\.options\.max_lora_rank is 8"):
+        open_preflight(make_job({"engine": engine, "prompt": {"lora": "d"}}, "job.toml"))
+
+
+def test_an_adapter_that_vllm_refuses_is_named_before_the_first_row(
+    job: Callable[..., None], text_model: Path, tmp_path: Path
+) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    write_adapter(good, text_model)
+    write_adapter(bad, text_model, use_dora=True)
+    job([{"q": "tea", "adapter": "good"}], engine={"loras": {"good": str(good), "bad": str(bad)}})
+    done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
+    assert done.returncode == 1
+    assert f"engine.loras.bad: {bad}: ValueError: vLLM does not yet support DoRA" in done.stderr
+    assert not (tmp_path / "output/run/results.jsonl").read_text()
+
+
+def test_an_adapter_whose_files_were_replaced_is_another_job(
+    job: Callable[..., None], text_model: Path, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "own", text_model, seed=1)
+    job([{"q": q, "adapter": "own"} for q in TEXTS], "", engine={"loras": {"own": "own"}})
+    first = run(tmp_path, "input.limit=4")
+    write_adapter(tmp_path / "own", text_model, seed=2)
+    done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
+    assert done.returncode == 2
+    assert "engine.loras" in done.stderr
+    again = batchkit("run", "job.toml", "--on-change", "new", cwd=tmp_path, start=Fork)
+    assert again.returncode == 0, again.stderr
+    now = list(read_newest(tmp_path / "output/run/results.jsonl"))
+    assert [one["text"] for one in now[:4]] != [one["text"] for one in first]
+
+
+def _change(folder: Path, **keys: Any) -> None:
+    path = folder / CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def _of_other_model(folder: Path, **keys: Any) -> None:
+    model = folder / "other"
+    shutil.copytree(folder / "model", model, symlinks=False)
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+    write_adapter(folder, model)

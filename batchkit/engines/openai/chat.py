@@ -66,7 +66,7 @@ class Endpoint:
         self.check_names(request.sampling)
         given = {name: value for name, value in request.sampling.items() if value is not None}
         parameters = self.parameters_of(request, given)
-        body = {"model": self._model, **self.input_of(request), **parameters}
+        body = {"model": request.lora or self._model, **self.input_of(request), **parameters}
         if request.prompt is None:
             kwargs = {**self._chat_template_kwargs, **request.chat_template_kwargs}
             if request.chat_template_kwargs.get("reasoning_effort") is not None:

@@ -143,7 +143,7 @@ class Remote:
         except ValueError as problem:  # no JSON, or a ShapeError
             shape = api.in_words(response.content[:200].decode("utf-8", "replace"))
             raise NoAnswer(f"{url}: {problem}: {shape}") from None
-        self._check_model_of(answer.get("model"))
+        self._check_model_of(answer.get("model"), request.lora)
         if 0 < len(completion.choices) < n and not self._ignores_n:
             self._ignores_n = True
             self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
@@ -160,6 +160,8 @@ class Remote:
                 " task. `vllm serve` has it with --runner pooling, llama-server with --embedding or"
                 " --reranking",
             )
+        if refusal.is_of_the_model and request.lora:
+            return RequestError(f"prompt.lora: the server has no {request.lora!r}: {refusal}")
         if refusal.is_of_the_model:
             return _barred(refusal, await self._without_model(refusal))
         if refusal.is_too_long:
@@ -175,9 +177,14 @@ class Remote:
             " between it and this run, then run the same command again",
         )
 
-    def _check_model_of(self, name: Any) -> None:
-        """Raises EngineError if another model gave an answer: a run never mixes two."""
-        if isinstance(name, str) and name:
+    def _check_model_of(self, name: Any, lora: str | None) -> None:
+        """Raises EngineError if another model gave an answer: a run never mixes two, nor two adapters."""
+        if lora and name != lora:
+            raise EngineError(
+                f"{self.base_url}: answered as model {name!r}, and the row asked for {lora!r} (prompt.lora):"
+                " the server does not choose by name. vllm serve does, with --lora-modules"
+            )
+        if isinstance(name, str) and name and not lora:
             self._answered_as = self._answered_as or name
             if name != self._answered_as:
                 raise EngineError(
