@@ -176,17 +176,45 @@ def test_too_high_a_rank_for_the_users_limit_is_named(text_model: Path, adapters
         open_preflight(make_job({"engine": engine, "prompt": {"lora": "d"}}, "job.toml"))
 
 
+def _with_unknown_modules(folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data.replace(b"q_proj", b"z_proj"))
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (lambda at: _change(at, use_dora=True), "ValueError: vLLM does not yet support DoRA"),
+        (_with_unknown_modules, "expected target modules"),
+    ],
+)
 def test_an_adapter_that_vllm_refuses_is_named_before_the_first_row(
-    job: Callable[..., None], text_model: Path, tmp_path: Path
+    breaks: Callable[[Path], None],
+    words: str,
+    job: Callable[..., None],
+    text_model: Path,
+    tmp_path: Path,
 ) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     write_adapter(good, text_model)
-    write_adapter(bad, text_model, use_dora=True)
+    breaks(write_adapter(bad, text_model))
     job([{"q": "tea", "adapter": "good"}], engine={"loras": {"good": str(good), "bad": str(bad)}})
     done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
     assert done.returncode == 1
-    assert f"engine.loras.bad: {bad}: ValueError: vLLM does not yet support DoRA" in done.stderr
+    assert f"engine.loras.bad: {bad}: ValueError: " in done.stderr
+    assert words in done.stderr
     assert not (tmp_path / "output/run/results.jsonl").read_text()
+
+
+def test_an_adapter_that_kills_the_engine_is_named(
+    job: Callable[..., None], adapters: Path, tmp_path: Path
+) -> None:
+    worker = "tests.support.failing_worker.FailingWorker"
+    options = {**OPTIONS, "worker_cls": worker, "additional_config": {"lora": "b"}}
+    job([{"q": "tea", "adapter": "a"}], "abc", engine={"options": options})
+    done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
+    assert done.returncode == 1
+    assert f"died while it loaded engine.loras.b: {adapters / 'b'} (SIGKILL" in done.stderr
 
 
 def test_an_adapter_whose_files_were_replaced_is_another_job(

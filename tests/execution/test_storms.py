@@ -22,6 +22,7 @@ from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import MANIFEST
 from batchkit.storage.steps import STEPS
 from batchkit.storage.vectors import segment_path, segments_of
+from tests.support.adapters import write_adapter
 from tests.support.embed_runs import stored
 from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit, begin
@@ -33,8 +34,10 @@ from tests.support.small_vllm import SMALL
 pytestmark = pytest.mark.vllm
 
 N_KILLS = 30
+VALUES = ["a", "b", ""]  # of input.cross
 KINDS: dict[str, dict[str, Any]] = {
     "records": {"prompt": {"user": "{{ q }}"}, "output": {"keep": ["q"]}},
+    "values": {"prompt": {"user": "{{ q }}"}, "output": {"keep": ["q"]}},
     "vectors": {"prompt": {"user": "{{ q }}"}, "task": "embed"},
     "steps": {"steps": THREE},
     "rollout": {"rollout": {"function": "solve.py:solve"}},
@@ -53,10 +56,16 @@ class Stormy:
         self.run = folder / "output/storm"
         self.log = self.run / (STEPS if kind in CALLS else RESULTS)
         self.kept = b""
-        rows = [{"id": f"r{n}", "q": f"question {n}" + " tea" * (n % 29)} for n in range(n_rows)]
+        crossed = kind == "values"
+        rows = [
+            {"id": f"r{n}", "q": f"question {n}" + " tea" * (n % 29)}
+            for n in range(n_rows // len(VALUES) if crossed else n_rows)
+        ]
         write_jsonl(folder / "in.jsonl", [{**row, "file": f"{n % 8}.png"} for n, row in enumerate(rows)])  # fmt: skip
         (folder / "solve.py").write_text(SOLVE)
-        job = {"name": "storm", "input": {"path": "in.jsonl", "id": "id"}, **KINDS[kind], **tables}
+        cross = {"cross": {"adapter": VALUES}} if crossed else {}
+        table = {"path": "in.jsonl", "id": "id", **cross}
+        job = {"name": "storm", "input": table, **KINDS[kind], **tables}
         (folder / "job.toml").write_text(tomlkit.dumps(job))
 
     def strike(self, awaited: str | None, delay_s: float, *settings: str, start: Any) -> int:
@@ -168,7 +177,9 @@ def test_kills_lose_nothing_and_repeat_nothing(kind: str, tmp_path: Path) -> Non
     print(f"{N_KILLS} kills; done after each: {done}")
 
 
-@pytest.mark.parametrize(("kind", "n_rows"), [("records", 300), ("steps", 96), ("vectors", 600)])
+@pytest.mark.parametrize(
+    ("kind", "n_rows"), [("records", 300), ("values", 300), ("steps", 96), ("vectors", 600)]
+)
 def test_kills_on_vllm_change_no_answer(
     kind: str, n_rows: int, tmp_path: Path, text_model: Path, demo_model: Path
 ) -> None:
@@ -185,6 +196,11 @@ def test_kills_on_vllm_change_no_answer(
     if kind == "vectors":
         model, tables = build_embedding_model(tmp_path / "model", text_model), {}
     tables |= {"engine": {"model": str(model), "options": options}}
+    if kind == "values":  # one adapter for each
+        for seed, name in enumerate("ab"):
+            write_adapter(tmp_path / name, text_model, seed=seed)
+        tables["engine"]["loras"] = {name: name for name in "ab"}
+        tables["prompt"] = {**KINDS[kind]["prompt"], "lora": "{{ adapter }}"}
     tables |= {"run": {"checkpoint_interval_s": 0.2}}
     run, random = Stormy(tmp_path, kind, n_rows, tables), Random(20261123)
     written = (SEGMENT, 0.01) if kind == "vectors" else (RESULTS, 0.02)

@@ -7,6 +7,7 @@ faults: oom, error, kill, hang.
 - ``over``: more running requests than this run out of memory
 - ``load_over``: so does loading with a larger ``max_num_seqs``
 - ``load_s``: each load takes this much longer; ``reload_s``: so does every one but the first
+- ``lora``: any request with an adapter in a folder of that name is killed
 - ``prompt_over``: so does a step with a prompt longer than this
 - ``random``: {seed, kinds, mean_s, until} fails once in each engine's life, ``mean_s`` after its
   first step on average, but not after that time of day (seconds since 1970)
@@ -71,6 +72,8 @@ class FailingWorker(CPUWorker):
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             if "poison" in extra:
                 self.poison[new.req_id] = extra["poison"]
+            if new.lora_request and Path(new.lora_request.path).name == self.faults.get("lora"):
+                self._fail("kill", "lora")
             if len(new.prompt_token_ids) > self.faults.get("prompt_over", 10**9):
                 self._fail("oom", "prompt_over")
         for name, kind in self.poison.items():

@@ -38,7 +38,7 @@ from batchkit.engines.process.channel import (
     Turn,
     Unsendable,
 )
-from batchkit.engines.process.launcher import LOG, EngineLog, Launcher
+from batchkit.engines.process.launcher import DOING, LOG, EngineLog, Launcher
 from batchkit.errors import EngineError, JobError, RequestError
 from batchkit.isolation.client import Child, Gone
 from batchkit.types import Completion, Request, Row
@@ -173,7 +173,8 @@ class ProcessEngine:
             message = self._channel.recv()
         except (EOFError, OSError):
             fault = self._exit_fault()
-            died = f"{job.engine.model}: the engine's process died while it loaded ({fault})"
+            doing = _doing(self._printed.printed())
+            died = f"{job.engine.model}: the engine's process died while {doing} ({fault})"
             raise StartFailed(died, fault, {}, log=self._log) from None
         if isinstance(message, Ready):
             return message
@@ -244,6 +245,12 @@ class ProcessEngine:
         finally:
             if self._ends_launcher:
                 self._launcher.close()
+
+
+def _doing(log: str) -> str:
+    """What an engine that loads was doing, as it printed it last."""
+    lines = [line for line in log.splitlines() if line.startswith(DOING)]
+    return lines[-1].removeprefix(DOING) if lines else "it loaded"
 
 
 def _last_words(log: str) -> str:

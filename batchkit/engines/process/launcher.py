@@ -21,6 +21,7 @@ from batchkit.isolation.client import Child, Server
 from batchkit.storage.files import open_log
 
 LOG = "engine.log"
+DOING = "batchkit: now "  # begins a line that says what an engine does while it loads
 SCRATCH = "BATCHKIT_SCRATCH"  # in a process's environment: a folder that is emptied when it ends
 MOST_BYTES = 32 * 2**20  # of a log
 KEPT_BYTES = 4 * 2**20

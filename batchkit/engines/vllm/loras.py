@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from batchkit.config.tables import JobConfig
+from batchkit.engines.process.launcher import DOING
 from batchkit.engines.vllm.adapters import CONFIG, WEIGHTS, Adapter, adapters_of
 from batchkit.errors import EngineError
 from batchkit.types import Request
@@ -49,6 +50,7 @@ class Loras:
         for adapter in adapters:
             alone[adapter.name] = self._first_answer(adapter)
             self._by_name[adapter.name] = adapter.request
+        print(f"{DOING}it checked the adapters together", file=sys.stderr, flush=True)
         if not self._is_right(alone, is_strict=True):
             self._zero = TemporaryDirectory(prefix="zero-adapter-")
             self._by_name[""] = _zero_adapter(adapters[0], Path(self._zero.name)).request
@@ -67,9 +69,9 @@ class Loras:
             self._zero.cleanup()
 
     def _first_answer(self, adapter: Adapter) -> Answer:
-        """Printed first, so that the log names an adapter that kills the engine."""
+        """Printed first, so that one that kills the engine can be named."""
         place = f"engine.loras.{adapter.name}: {adapter.folder}"
-        print(f"{place}: loading", file=sys.stderr, flush=True)
+        print(f"{DOING}it loaded {place}", file=sys.stderr, flush=True)
         try:
             return self._answers([adapter.request])[0]
         except Exception as error:  # the adapter's loading runs the model's code
