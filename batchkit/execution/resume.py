@@ -271,7 +271,7 @@ def _settle_changes(
         return True
     # Another filter or shard changes no answer: records of the rows that it keeps stay valid.
     holds = all(
-        change.startswith(("input.where:", "input.shard:", "input.empty:"))
+        change.startswith(("input.where:", "input.shard:", "input.empty:", "input.cross:"))
         for change in job_changes
     )
     reuses = (folder / STEPS).exists() and all(map(_OF_REQUESTS.match, job_changes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
+from batchkit.config.cross import variants
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import BatchkitError, JobError
@@ -106,7 +107,8 @@ def _settled(
 def _sample_of(source: Input, job: JobConfig) -> str:
     if source.sample_of is None or job.run.sample is None:
         return ""
-    n_rows, size = source.sample_of, min(job.run.sample or 0, source.sample_of)
+    n_rows, n_values = source.sample_of, len(variants(job.input.cross))
+    size = min(job.run.sample * n_values, n_rows)
     return (
         f"run.sample: {size:,} of {n_rows:,} rows, drawn at random with run.seed = {job.run.seed}; a start"
         " without it runs the rest"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from batchkit.config.cross import variants
 from batchkit.errors import JobError
 from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip, origin
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring import kept_fields
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name
-from batchkit.sources.cross import variants
 from batchkit.sources.input import input_changes
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences

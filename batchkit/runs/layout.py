@@ -47,6 +47,8 @@ class Layout(NamedTuple):
         job, log = job_of_run(folder), folder / RESULTS
         embedding = vector_type(folder, job) if vectors else None
         found = {**_COLUMNS, **_answer_columns(log, job)}
+        if job.prompt.lora is not None:
+            found |= _LORA
         if embedding is not None:
             found[EMBEDDING] = Column(VECTOR, (EMBEDDING,))
         if job.scoring.is_on:
@@ -112,6 +114,7 @@ _TOOL_CALLS = {"tool_calls": Column("string", ("tool_calls",))}
 _GENERATIONS = {"generations": Column("int64", ("generations",))}
 _SELECTED = {"selected": Column("int64", ("selected",))}
 _VOTES = {"votes": Column("string", ("votes",))}
+_LORA = {"lora": Column("string", ("lora",))}
 _CLASSES = {
     "label": Column("string", ("label",)),
     "probabilities": Column("list<double>", ("probabilities",)),

@@ -11,10 +11,11 @@ from itertools import islice
 
 from msgspec.structs import replace
 
+from batchkit.config.cross import variants
 from batchkit.config.masking import masked
 from batchkit.config.shard import parse_shard
 from batchkit.config.tables import InputTable
-from batchkit.sources.cross import crossed, variants
+from batchkit.sources.cross import crossed
 from batchkit.sources.finding import Listing, input_files, listing
 from batchkit.sources.fingerprint import changed_files, content_hash, fingerprint
 from batchkit.sources.formats import ROWS_ARE_FILES, format_of, load_format

@@ -7,30 +7,15 @@ only depends on the input and on ``cross``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
+from batchkit.config.cross import Variant, variants
 from batchkit.errors import RequestError
 from batchkit.types import Row
 
 Skip = Callable[[int], bool]
-
-
-class Variant(NamedTuple):
-    """One combination of values: the columns that it adds to a row, and its part of the row's id."""
-
-    fields: Mapping[str, Any]
-    label: str
-
-
-def variants(cross: Mapping[str, Sequence[Any]]) -> list[Variant]:
-    """In the order of the rows; one that adds nothing if ``cross`` is empty."""
-    return [
-        Variant(dict(zip(cross, values, strict=True)), "/".join(map(str, values)))
-        for values in product(*cross.values())
-    ]
 
 
 def crossed(

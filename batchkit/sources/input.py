@@ -12,6 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchkit.config.cross import variants
 from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable, JobConfig
 from batchkit.errors import (
@@ -31,7 +32,7 @@ from batchkit.sources import (
     python_rows,
     read_rows,
 )
-from batchkit.sources.cross import crossed, variants
+from batchkit.sources.cross import crossed
 from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import CHANGING
@@ -128,7 +129,8 @@ def from_python(rows: Any, table: InputTable) -> Input:
     digest = hashlib.sha256(hashes).hexdigest()
     file = FileFingerprint(PLACE, size, 0, digest, columns=columns)
     each, n_values = partial(crossed, table.cross, read), len(variants(table.cross))
-    return Input([file], each, each, lambda: size * n_values, has_ids, changes, found.labels)
+    labels = None if found.labels is None else found.labels.repeat(n_values)
+    return Input([file], each, each, lambda: size * n_values, has_ids, changes, labels)
 
 
 def watched(

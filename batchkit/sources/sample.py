@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from random import Random
 
+from batchkit.config.cross import variants
 from batchkit.config.tables import InputTable
 from batchkit.errors import JobError
 from batchkit.sources.input import Input
@@ -14,14 +15,16 @@ from batchkit.storage.index_set import IndexSet
 
 
 def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: Totals) -> Input:
-    """``source``, of which only ``size`` rows are read. The same rows for the same ``seed``; a larger
-    sample has all rows of a smaller one. Rows that are ``settled`` count beside them.
+    """``source``, of which only ``size`` rows are read, each with all values of ``input.cross``. The same rows for
+    the same ``seed``; a larger sample has all rows of a smaller one. Rows that are ``settled`` count beside them.
 
     Raises:
         InputError: as ``read_rows``.
     """
-    indexes = indexes_of(source, table)
-    chosen = IndexSet(in_random_order(indexes, seed=seed, most=size))
+    indexes, n = indexes_of(source, table), len(variants(table.cross))
+    rows = indexes if n == 1 else [*dict.fromkeys(index // n for index in indexes)]
+    drawn = in_random_order(rows, seed=seed, most=size)
+    chosen = IndexSet(index for row in drawn for index in range(row * n, row * n + n))
     return only(source, chosen, of=len(indexes), settled=settled)
 
 

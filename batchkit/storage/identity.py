@@ -46,7 +46,7 @@ _FILE_OPTIONS = ("tokenizer", "generation_config", "hf_config_path")
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
 # What was found behind names, by name; compared where both sides have found something.
 _LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
-_FOUND = (*_LEARNED, "prompt.files")
+_FOUND = (*_LEARNED, "prompt.files", "engine.loras")
 # Here the order of keys is part of a prompt, or of what a schema enforces.
 _ORDERED = (
     "vars.",
@@ -116,15 +116,13 @@ def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
     its |= {
         "engine.model_files": model_fingerprint(job.engine.model_source),
         "engine.lora_files": model_fingerprint(job.engine.lora or ""),
-        "engine.loras": {
-            name: model_fingerprint(place, whole=True) or place
-            for name, place in found.pop("engine.loras").items()
-        }
-        or None,
         "engine.chat_template_text": _chat_template(options.get("chat_template")),
     }
     if (command := found.pop("engine.server.command", None)) is not None:
         its["engine.server.command"] = what_decides_answers(command)
+    if loras := found.pop("engine.loras"):
+        of_files = {name: model_fingerprint(place, whole=True) for name, place in loras.items()}
+        its["engine.loras"] = {name: of_files[name] or place for name, place in loras.items()}
     if files := {name: model_fingerprint(name) for name in _files(job)}:
         its["engine.files"] = files
     if commits := hub_commits(job):

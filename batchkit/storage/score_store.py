@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from batchkit.config.cross import variants
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.checkpoint import check_log
@@ -112,7 +113,8 @@ def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[
 
 
 def references_of(job: JobConfig) -> dict[str, str | None] | None:
-    """The right answers by id, from the run in ``scoring.reference_run``; None if it is not set.
+    """The right answers by id, from the run in ``scoring.reference_run``; None if it is not set. With ``input.cross``,
+    those of a row count for all of its values, unless that run has the values, too.
 
     Raises:
         JobError: there is no such run, it has no predictions, or an id names several of its rows.
@@ -140,7 +142,11 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
                 f" [scoring] extract, and `batchkit score` it"
             )
         found[record["id"]] = record["prediction"]
-    return found
+    if not job.input.cross:
+        return found
+    labels = [variant.label for variant in variants(job.input.cross)]
+    of_values = {f"{name}/{label}": its for name, its in found.items() for label in labels}
+    return of_values | found
 
 
 def check_one_row_each(references: Mapping[str, Any], shared_ids: Iterable[str]) -> None:

@@ -154,7 +154,7 @@ class ChatServer:
             self.answered[text] += 1
         return {
             "object": "chat.completion" if is_chat else "text_completion",
-            "model": MODEL,
+            "model": body["model"],
             "choices": [
                 {"index": i, "finish_reason": reason, **_said(said, body, is_chat)}
                 for i in reversed(range(n))

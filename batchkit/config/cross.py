@@ -1,0 +1,22 @@
+"""The combinations of values that ``input.cross`` stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+
+class Variant(NamedTuple):
+    """One combination of values: the columns that it adds to a row, and its part of the row's id."""
+
+    fields: Mapping[str, Any]
+    label: str
+
+
+def variants(cross: Mapping[str, Sequence[Any]]) -> list[Variant]:
+    """In the order of the rows; one that adds nothing if ``cross`` is empty."""
+    return [
+        Variant(dict(zip(cross, values, strict=True)), "/".join(map(str, values)))
+        for values in product(*cross.values())
+    ]
