@@ -15,7 +15,7 @@ from batchkit.engines.registry import require
 from batchkit.errors import JobError
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-STRENGTHS = {"gentle": 0.01, "rough": 0.6}
+STRENGTHS = {"gentle": 0.01, "rough": 0.35}
 """How much each adapter changes of ``batchkit-demo``."""
 
 

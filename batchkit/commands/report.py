@@ -88,16 +88,18 @@ def report(
     if is_mixed(folder):
         say(f"{folder}: its rows are scored in more than one way; `batchkit score` fixes that")
     rows = _read_rows(index, snapshot, reach, images=images)
+    scores = Scores.of(table, folder)
     found = overview(look, index, snapshot, Figures(table, spreads(snapshot)))
     notes = ["The run had not ended when this page was made."] * (look.state == "running")
     data = {
         "status": {**found, "folder": folder.name, "notes": [*notes, *found["notes"], *rows.notes]},
         "about": about(folder, reach),
         "metrics": timeline(read_metrics(folder)),
+        "values": scores.comparison and scores.comparison.to_json(),
         "rows": rows.rows,
         "pictures": rows.pictures,
     }
-    return Report(Scores.of(table, folder), write_page(path, look.status.name, data))
+    return Report(scores, write_page(path, look.status.name, data))
 
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:

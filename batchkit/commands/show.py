@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from batchkit.config.cross import variants
 from batchkit.config.masking import masked_text
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import JobError, MediaError
@@ -149,7 +150,8 @@ def show_rows(
     most: int | None,
     media: Sequence[Path] = (),
 ) -> ShownRows:
-    """The first ``most`` rows in the order of the input: only those that ``failed``, or with ``ids``.
+    """The first ``most`` rows in the order of the input: only those that ``failed``, or with ``ids``. The id of a row
+    means all of its values, if the job has ``input.cross``.
 
     Without ``most``: five, or all with ``ids``. Prompts are rendered again from the input, as far as a reader
     may open it (``Reach``).
@@ -159,13 +161,19 @@ def show_rows(
     """
     check_log(folder)
     reach = Reach.of(folder, media)
+    cross = reach.job.input.cross
+    labels = [f"/{variant.label}" * bool(cross) for variant in variants(cross)]
+
+    def names_of(record: Mapping[str, Any]) -> set[str]:
+        return {record["id"], record["id"].removesuffix(labels[record["index"] % len(labels)])}
+
     wanted = (
         record
         for record in read_scored(folder)
-        if (not failed or failure_kind(record)) and (not ids or record["id"] in ids)
+        if (not failed or failure_kind(record)) and (not ids or names_of(record) & {*ids})
     )
     records = list(islice(wanted, most or (None if ids else 5)))
-    if missing := {*ids} - {record["id"] for record in records}:
+    if missing := {*ids}.difference(*map(names_of, records)):
         which = "failed record" if failed else "record"
         raise JobError(f"{folder}: no {which} with the id {', '.join(sorted(missing))}")
     inputs = InputRows(reach.job, {record["index"] for record in records}, reach)

@@ -13,6 +13,12 @@ class Variant(NamedTuple):
     fields: Mapping[str, Any]
     label: str
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        values = {key: "(none)" if value == "" else value for key, value in self.fields.items()}
+        return ", ".join(f"{key} = {value}" for key, value in values.items())
+
 
 def variants(cross: Mapping[str, Sequence[Any]]) -> list[Variant]:
     """In the order of the rows; one that adds nothing if ``cross`` is empty."""

@@ -86,10 +86,7 @@ def compare_values(folder: Path, *, resamples: int = 1000, seed: int = 0) -> Com
     whole = _Side.of(folder, None if group_by in job.input.cross else group_by)
     if len(found) < 2 or not whole.snapshot.scorers:
         return None
-    names = [
-        ", ".join(f"{key} = {group_name(value)}" for key, value in variant.fields.items())
-        for variant in found
-    ]
+    names = [variant.name for variant in found]
     baseline, *sides = (whole.of_value(number, len(found)) for number in range(len(found)))
     others = {
         name: (side, paired(baseline.snapshot, side.snapshot, by_place=True))

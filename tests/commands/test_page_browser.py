@@ -474,3 +474,26 @@ def test_a_forecast_and_that_the_folder_or_the_server_is_gone_are_shown(
     opened.sees("#lost", "does not answer")
     with viewing("output", cwd=tmp_path, port=view.client.base_url.port or 0):
         opened.page.locator("#lost").wait_for(state="hidden")
+
+
+@pytest.mark.parametrize("form", ["server", "file"])
+def test_the_values_of_a_row_are_side_by_side(
+    form: str, visit: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare(
+        4,
+        input={"cross": {"adapter": ["", "b"]}},
+        scoring={"reference": "q", "scorers": ["f1"]},
+    )
+    assert batchkit("run", "job.toml").exit_code == 0
+    report(LOG.parent, tmp_path / "report.html")
+    with viewing("output", cwd=tmp_path) as view:
+        address = (tmp_path / "report.html").as_uri() if form == "file" else f"{view.url}run/a"
+        opened = visit(address)
+        opened.sees("#values h2", "adapter = b")
+        opened.sees("#values td", r"\+0.00")
+        opened.sees("#detail .step strong", "^adapter = b$")
+        opened.sees("#detail .step .full", "no model answered row 1")
+        opened.page.keyboard.press("j")
+        opened.sees("#detail .step strong", r"^adapter = \(none\)$")

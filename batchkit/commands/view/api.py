@@ -23,7 +23,7 @@ from batchkit.commands.view.rows import Query, Rows, Side, labels_of
 from batchkit.commands.view.runs import Runs, look_at
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, MediaError
-from batchkit.runs.compare import compare, have_same_input
+from batchkit.runs.compare import compare, compare_values, have_same_input
 from batchkit.runs.index import Index, Snapshot, Table, stamp_of
 from batchkit.runs.reach import Reach
 from batchkit.runs.scores import table_of_index
@@ -73,6 +73,10 @@ class Api:
     def about(self, request: Request) -> Response:
         folder = self._folder(request)
         return _json(about(folder, Reach.of(folder, self._runs.media)))
+
+    def values(self, request: Request) -> Response:
+        found = compare_values(self._folder(request))
+        return _json(found and found.to_json())
 
     def metrics(self, request: Request) -> Response:
         return _json(timeline(read_metrics(self._folder(request))))

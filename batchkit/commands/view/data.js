@@ -1,5 +1,5 @@
 // Where the page's data is from: the server, or the file that the page is, which holds the server's
-// answers: {status, about, metrics, rows, pictures}, or {comparison}.
+// answers: {status, about, metrics, values, rows, pictures}, or {comparison}.
 const held = JSON.parse(byId("data").textContent);
 const runUrl = (run) => `/run/${encodeURIComponent(run)}`;
 const apiUrl = (run, rest = "") => `/api/runs/${encodeURIComponent(run)}${rest}`;

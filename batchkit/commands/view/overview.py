@@ -12,6 +12,7 @@ from batchkit.commands.view.charts import spreads
 from batchkit.commands.view.detail import in_words
 from batchkit.commands.view.rows import failures, template_in
 from batchkit.commands.view.runs import Look
+from batchkit.config.cross import variants
 from batchkit.config.masking import masked_text
 from batchkit.config.numbers import percent
 from batchkit.config.regular_file import read_bytes
@@ -53,6 +54,7 @@ def overview(look: Look, index: Index, snapshot: Snapshot, figures: Figures) -> 
         "failures": failures(index, snapshot),
         "groups": [*table.groups][:_MOST_GROUPS],
         "group_by": index.group_by,
+        "values": [variant.name for variant in variants(job.input.cross)],
         "scorers": [
             {"name": name, "head": head(name), "scale": 1 if name in OUT_OF_TEN else 100}
             for name in table.names

@@ -21,6 +21,7 @@ function openRows(run) {
   let at = -1; // the open row's place on the page
   let open = null; // its index
   let shown = ""; // which record of it the detail shows
+  let values = []; // of input.cross: the rows of the input come once for each
   let drawn = ""; // the page that the list shows
   let done = null; // rows of the run that have a record
   let asking = null, askingRow = null, holding = null, refresh = null, tookMs = 0;
@@ -188,11 +189,26 @@ function openRows(run) {
       detail.dataset.index = index;
       highlight(detail, filters.values().search ?? "");
       shown = wanted;
+      await showValues(index, signal);
     } catch (error) {
       if (signal.aborted) return;
       detail.replaceChildren(make("p", "error", error.message));
       shown = "";
     }
+  }
+
+  // What the same row of the input was answered with the other values of input.cross.
+  async function showValues(index, signal) {
+    if (values.length < 2) return;
+    const first = index - index % values.length;
+    const found = await Promise.all(values.map((_, n) => (first + n === index ? null
+      : fetchJson(apiUrl(run, `/rows/${first + n}`), { signal }).catch(() => null))));
+    if (signal.aborted) return;
+    const boxes = found.map((row, n) => row && stepOf(
+      { ...row.record, step: values[n], text: row.answers?.[0] ?? row.record.text }, filters.scorers()));
+    const box = make("div");
+    box.append(...boxes.filter(Boolean));
+    detail.insertBefore(titled("With other values", box), detail.querySelector(":scope > details"));
   }
 
   function showPlace() {
@@ -250,6 +266,7 @@ function openRows(run) {
 
   function runChanged(status) {
     filters.offer(status);
+    values = status.values;
     const before = done;
     done = status.ok + status.failed;
     if (before === null) load("open");

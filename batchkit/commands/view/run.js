@@ -51,6 +51,13 @@ function openRun() {
     draw();
   }
 
+  // The values of input.cross against the first one.
+  async function loadValues() {
+    const heads = new Map(status.scorers.map(({ name, head }) => [name, head]));
+    const found = await fetchJson(apiUrl(run, "/values")).catch(() => null);
+    if (found) drawDeltas(byId("values"), found, (scorer) => heads.get(scorer) ?? scorer);
+  }
+
   // What is drawn already stays: a selection, the focus and what a screen reader is at.
   const drawn = new Map();
 
@@ -88,6 +95,7 @@ function openRun() {
     byId("notes").hidden = !notes.length;
     byId("notes").replaceChildren(...notes.map((text) => make("li", "", text)));
     if (isNew("scores", [scores, scorers])) drawScores(status, rows.set);
+    if (status.values.length > 1 && !isRunning && isNew("values", scores)) loadValues();
     if (isNew("spreads", spreads)) byId("spreads").replaceChildren(...spreads.map(spreadFigure));
     drawFailures();
     drawEngine();

@@ -15,6 +15,8 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
     ``overview.about``: where the answers come from.
 ``/api/runs/{run}/metrics``
     ``charts.timeline``: columns of equal length. ``seconds``: of work, over all starts.
+``/api/runs/{run}/values``
+    ``Comparison.to_json`` of the values of ``input.cross`` in the run; null if there are no two, or no scores.
 ``/api/runs/{run}/rows?offset=0&limit=50&…`` (``rows.Query``)
     {total, offset, rows, indexed, next, has_images}; rows as ``rows.Side.row``. ``indexed``: the share of the log that the
     answer is over; ask again if it is below 1. ``next``: the offset of the next page, or null.
@@ -81,6 +83,7 @@ def make_app(runs: Runs, host: str) -> ASGIApp:
             Route("/api/runs/{run}/rows/{row:int}", api.row),
             Route("/api/runs/{run}/rows/{row:int}/images/{n:int}", api.image),
             Route("/api/runs/{run}/about", api.about),
+            Route("/api/runs/{run}/values", api.values),
             Route("/api/compare", api.compare),
             Route("/api/comparison", api.comparison),
         ],
