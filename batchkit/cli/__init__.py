@@ -493,12 +493,12 @@ def generate(
 )
 def demo_model(path: Path, text_only: bool, loras: bool) -> None:
     """Build a tiny Qwen3-VL with random weights at PATH. Its answers mean nothing."""
-    from batchkit.commands.demo_loras import STRENGTHS, build_demo_loras
+    from batchkit.commands.demo_loras import LORAS, build_demo_loras
     from batchkit.commands.demo_model import build_demo_model
 
     if loras:
         build_demo_loras(path)
-        echo(f"{path}: two adapters with random weights: {', '.join(STRENGTHS)}")
+        echo(f"{path}: two adapters with random weights: {', '.join(LORAS)}")
         return
     build_demo_model(path, text_only=text_only)
     echo(f"{path}: random weights; its answers mean nothing")

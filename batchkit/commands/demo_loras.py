@@ -15,8 +15,8 @@ from batchkit.engines.registry import require
 from batchkit.errors import JobError
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-STRENGTHS = {"gentle": 0.01, "rough": 0.35}
-"""How much each adapter changes of ``batchkit-demo``."""
+LORAS = {"gentle": (0, 0.01), "rough": (3, 0.35)}
+"""The seed of each adapter for ``batchkit-demo``, and how much it changes."""
 
 
 def build_demo_loras(folder: Path) -> None:
@@ -27,7 +27,7 @@ def build_demo_loras(folder: Path) -> None:
     """
     require(("safetensors",), user="an adapter", extra="transformers")
     model = Path(EngineTable(model=DEMO_MODEL).model_source)
-    for seed, (name, strength) in enumerate(STRENGTHS.items()):
+    for name, (seed, strength) in LORAS.items():
         if (folder / name).exists():
             raise JobError(f"{folder / name}: is there already; name another folder")
         try:
