@@ -24,8 +24,8 @@ from batchkit.types import Request
 _PROMPT, _MOST_PROMPT_TOKENS = "The quick brown fox jumps over the lazy dog.", 12
 _TOKENS = 3
 _ALTERNATIVES = 20
-_FAR = 4  # times as far from another answer as from its own
-_SAME = 0.01  # in log probability: adapters that change less are the model alone
+_FAR = 4  # times as far from another answer as from its own, or as what the batch's size changes
+_LEAST = 0.01  # in log probability: a smaller difference shows nothing
 
 Answer = Sequence[Mapping[int, float]]
 """Log probabilities of the likeliest tokens at each place; all but the last place have the same token."""
@@ -46,18 +46,21 @@ class Loras:
         adapters = adapters_of(job)
         if not adapters:
             return
-        alone = {"": self._answers([None])[0]}
+        self._alone = {"": self._answers([None])[0]}
         for adapter in adapters:
-            alone[adapter.name] = self._first_answer(adapter)
+            self._alone[adapter.name] = self._first_answer(adapter)
             self._by_name[adapter.name] = adapter.request
         print(f"{DOING}it checked the adapters together", file=sys.stderr, flush=True)
-        if not self._is_right(alone, is_strict=True):
+        twice = self._answers([None, None])
+        noise = max(_distance(answer, self._alone[""]) for answer in twice)
+        self._clear = max(_LEAST, _FAR * noise)
+        if not self._base_is_right():
             self._zero = TemporaryDirectory(prefix="zero-adapter-")
             self._by_name[""] = _zero_adapter(adapters[0], Path(self._zero.name)).request
-            if not self._is_right(alone, is_strict=False):
+            if mixed := self._mixed_up():
                 raise EngineError(
-                    "engine.loras: this vLLM mixes up rows with different adapters in one batch: upgrade it, or"
-                    " run each adapter as a job of its own (engine.lora)"
+                    f"engine.loras: this vLLM mixes up rows of different adapters in one batch ({mixed}): upgrade"
+                    " it, or run each adapter as a job of its own (engine.lora)"
                 )
 
     def of(self, request: Request) -> Any:
@@ -77,24 +80,33 @@ class Loras:
         except Exception as error:  # the adapter's loading runs the model's code
             raise EngineError(f"{place}: {type(error).__name__}: {error}") from error
 
-    def _is_right(self, alone: Mapping[str, Answer], *, is_strict: bool) -> bool:
-        """Whether a row without an adapter, and one with each of them, answer together as each does ``alone``.
+    def _base_is_right(self) -> bool:
+        """Whether a row without an adapter and one with each of them answer together as each does alone. False
+        also if an adapter changes too little for that to show."""
+        alone = self._alone
+        for name in alone.keys() - {""}:
+            if _distance(alone[""], alone[name]) <= self._clear:
+                return False
+            base, other = self._answers([None, self._by_name[name]])
+            moved = _distance(other, alone[name]) * _FAR > _distance(other, alone[""])
+            for one in alone.keys() - {""}:
+                moved |= _distance(base, alone[""]) * _FAR > _distance(base, alone[one])
+            if moved:
+                return False
+        return True
 
-        An answer has to be far nearer to its own than to any other. Adapters that answer as the model alone does
-        show nothing: none may if ``is_strict``, else they are passed over.
-        """
-        base = alone[""]
-        telling = [name for name in alone if name and _distance(alone[name], base) > _SAME]
-        if is_strict and len(telling) < len(alone) - 1:
-            return False
-        for name in telling:
+    def _mixed_up(self) -> str:
+        """Of a row that answers as one with another adapter does if both are in a batch: the two names. Adapters that
+        answer alike are not told apart."""
+        for name in self._alone.keys() - {""}:
             pair = self._answers([self._by_name[""], self._by_name[name]])
             for own, answer in zip(("", name), pair, strict=True):
-                others = [alone[other] for other in ("", *telling) if other != own]
-                own_distance = _distance(answer, alone[own])
-                if any(own_distance * _FAR > _distance(answer, other) for other in others):
-                    return False
-        return True
+                distance = _distance(answer, self._alone[own])
+                for other, its in self._alone.items():
+                    is_clear = _distance(its, self._alone[own]) > self._clear
+                    if is_clear and _distance(answer, its) < distance:
+                        return f"{own or 'none'} answers as {other or 'none'}"
+        return ""
 
     def _answers(self, loras: Sequence[Any]) -> list[Answer]:
         """Of one short prompt, with each of ``loras``, in one batch."""
@@ -124,13 +136,14 @@ def _of_all_rows(job: JobConfig) -> Any:
 
 
 def _distance(a: Answer, b: Answer) -> float:
-    """The largest difference of a token's log probability, up to the first place where the likeliest differs."""
-    found = 0.0
+    """The mean difference of a token's log probability, up to the first place where the likeliest differs: less
+    moved by rounding than the largest one."""
+    found = list[float]()
     for of_a, of_b in zip(a, b, strict=True):
-        found = max([found, *_differences(of_a, of_b), *_differences(of_b, of_a)])
+        found += [*_differences(of_a, of_b), *_differences(of_b, of_a)]
         if max(of_a, key=of_a.__getitem__) != max(of_b, key=of_b.__getitem__):
             break
-    return found
+    return sum(found) / len(found)
 
 
 def _differences(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
