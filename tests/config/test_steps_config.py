@@ -54,7 +54,33 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 ENGINE = {"judge": DRY}
+VLLM = {"model": "m"}
+BY_ROW = {"user": "{{ q }}", "lora": "{{ a }}"}
 WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        {"engine": VLLM, "prompt": BY_ROW},
+        'prompt.lora: no adapters are named; add [engine.loras] with legal = "adapters/legal", for example',
+    ),
+    (
+        {"engine": {**VLLM, "loras": {"a": "x"}}},
+        'engine.loras: no row uses them; set prompt.lora, for example to "{{ column }}"',
+    ),
+    (
+        {"engine": {**VLLM, "kind": "transformers"}, "steps": [step(prompt=BY_ROW)]},
+        "steps.draft.prompt.lora: transformers runs one adapter, engine.lora; use vllm",
+    ),
+    (
+        {"engine": {**VLLM, "loras": {"a": "x"}, "lora": "y"}, "prompt": BY_ROW},
+        "engine: lora is for every row, and loras are for some: keep one",
+    ),
+    (
+        {"engine": {**VLLM, "loras": {" a": "x"}}, "prompt": BY_ROW},
+        "engine: loras: ' a' is no name; an empty one means the model alone",
+    ),
+    (
+        {"prompt": BY_ROW, "task": "embed"},
+        'prompt.lora: is for task = "generate", whose answer is a text; task is "embed", so leave it out',
+    ),
     (
         {"steps": [step(), step("b", smapling={})]},
         "steps.b.smapling: unknown key; did you mean 'sampling'?",

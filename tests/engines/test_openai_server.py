@@ -169,6 +169,7 @@ def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
         ({"base_url": "http://host:port/v1"}, "expected http"),
         ({"kind": "vllm", "base_url": "http://host/v1"}, 'kind is "vllm"'),
         ({"lora": "here"}, "lora"),
+        ({"loras": {"a": "here"}}, "prompt.lora is the name that the server has for it"),
         ({"model": ""}, "model is missing"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def test_rows_that_begin_alike_stand_together_in_the_order_of_their_first() -> N
     documents = [text.replace("Who?", "x" * 300) for text in texts]
     beginnings = [f"{documents[n % 2]} {n}" for n in range(6)]
     assert ordered([RowHint(b, 0) for b in beginnings]) == [0, 2, 4, 1, 3, 5]
+
+
+def test_rows_of_one_adapter_stand_together_and_blocks_begin_with_the_last_one() -> None:
+    hints = [RowHint(beginning, 0, lora) for beginning in "xy" for lora in ("a", "b", "")] * 2
+    assert ordered(hints) == [2, 8, 5, 11, 0, 6, 3, 9, 1, 7, 4, 10]
+    loras = [hints[index].lora for index in ordered(hints, look_ahead=6)]
+    assert sum(a != b for a, b in pairwise(loras)) == 4
 
 
 def test_the_longest_answers_come_first_at_the_end_only() -> None:

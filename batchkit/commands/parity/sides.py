@@ -39,7 +39,7 @@ _OPTIONS = {
     "dry-run": ("max_num_seqs",),
 }
 # A server loads its adapter and parses its answers itself.
-_NOT_OF_SERVER = ("lora", "reasoning_parser", "tool_call_parser")
+_NOT_OF_SERVER = ("lora", "loras", "reasoning_parser", "tool_call_parser")
 # Keys of the other engines; those not named here describe a server.
 _KEYS = ("kind", "model", "options", "in_process", *_NOT_OF_SERVER)
 # Only OpenAI has this one. For an unknown name, vLLM itself reports the error.

@@ -138,6 +138,10 @@ class EngineTable(Table):
         knows_command = self.server is None or self.server.command or self.model.endswith(".gguf")
         if not knows_command:
             raise ValueError("server.command is missing; only a .gguf file as model needs none")
+        if unusable := [name for name in self.loras if not name or name != name.strip()]:
+            raise ValueError(
+                f"loras: {unusable[0]!r} is no name; an empty one means the model alone"
+            )
         if self.loras and self.kind != "vllm":
             remedy = (
                 "prompt.lora is the name that the server has for it" if is_server else "use vllm"
@@ -182,6 +186,10 @@ class SamplingTable(Table):
         """The names and values for ``vllm.SamplingParams``, but those that each row has a value of its own for."""
         given = self.model_dump(exclude={"sampling_column"})
         return {name: value for name, value in given.items() if not _is_template(value)}
+
+    def example(self) -> dict[str, Any]:
+        """As ``params``, with 1 for the values of a row's own: for checks of their names."""
+        return {**self.params(), **dict.fromkeys(self.templates, 1)}
 
     @property
     def templates(self) -> dict[str, str]:

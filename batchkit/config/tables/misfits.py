@@ -253,7 +253,7 @@ def _misfits_of_loras(job: JobConfig) -> Iterator[str]:
     for name in ("", *job.engines):
         place = f"engines.{name}" if name else "engine"
         if job.with_engine(name).engine.loras and name not in used:
-            yield f'{place}.loras: no row uses them; say which: prompt.lora = "{{{{ column }}}}"'
+            yield f'{place}.loras: no row uses them; set prompt.lora, for example to "{{{{ column }}}}"'
     for place, each in job.of_each_step():
         engine, lora = each.engine, each.prompt.lora
         if lora is None:
@@ -261,7 +261,7 @@ def _misfits_of_loras(job: JobConfig) -> Iterator[str]:
         if engine.kind == "transformers":
             yield f"{place}prompt.lora: transformers runs one adapter, engine.lora; use vllm"
         elif engine.kind == "vllm" and not engine.loras:
-            yield f'{place}prompt.lora: there are none; name them: [engine.loras] legal = "adapters/legal"'
+            yield f'{place}prompt.lora: no adapters are named; add [engine.loras] with legal = "adapters/legal", for example'
 
 
 def _misfits_of_sampling(job: JobConfig) -> Iterator[str]:

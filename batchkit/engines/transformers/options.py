@@ -61,7 +61,7 @@ def options_of(job: JobConfig) -> Options:
     problems = request_checks.problems_with("engine.options", Options, given, job.engine.kind)
     try:
         template = None if problems else request_checks.chat_template(given)
-        sampling_of(job.sampling.params())
+        sampling_of(job.sampling.example())
     except (JobError, RequestError) as error:
         problems.append(str(error))
     if (missing := request_checks.missing_model(job.engine.model)) is not None:

@@ -132,7 +132,7 @@ def why_not_bounded(sampling: Mapping[str, Any], vllm_config: Any) -> str | None
 
 def _check_params(job: JobConfig) -> None:
     if job.task == "generate":
-        sampling_params(job.params())
+        sampling_params(job.sampling.example())
     else:
         pooling_params(job.params(), of_pair=job.task == "score")
 
