@@ -37,6 +37,7 @@ SCRIPTS = [
     "text",
     "images",
     "order",
+    "adapters",
     "embed",
     "run_batch",
     "ray_data",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ import orjson
 from batchkit.config.regular_file import open_regular, read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
-from batchkit.storage.identity import model_fingerprint
+from batchkit.storage.identity import ADAPTER_FILES, adapter_fingerprint
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_FILES
 _MOST_RANK = 512  # of vLLM
 _MOST_SLOTS = 8
 _CPU_CACHE_BYTES = 4 * 2**30
@@ -54,7 +54,7 @@ class Adapter:
         """vLLM's name and number of it come from its files: vLLM and its prefix cache know an adapter by them."""
         from vllm.lora.request import LoRARequest
 
-        digest = model_fingerprint(str(self.folder), whole=True) or ""
+        digest = adapter_fingerprint(str(self.folder)) or ""
         return LoRARequest(digest, int(digest[:15], 16) + 1, str(self.folder))
 
 
@@ -115,16 +115,22 @@ class _Unusable(Exception):
 
 
 def _folder_of(place: str) -> Path:
-    """The folder itself, or where the hub's files are, which are fetched if they are not there."""
+    """The folder itself, or where the hub's files are."""
     folder = Path(place)
     if folder.is_dir():
         return folder
     if folder.is_absolute() or place.startswith(".") or place.count("/") != 1:
         raise _Unusable(f"{place}: no such folder, and a name on the hub is owner/name")
+    return _from_hub(place)
+
+
+@cache
+def _from_hub(place: str) -> Path:
+    """Fetched if they are not there."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(place, allow_patterns=[CONFIG, WEIGHTS]))
+        return Path(snapshot_download(place, allow_patterns=[*ADAPTER_FILES]))
     except Exception as error:  # the hub's client raises many types
         reason = " ".join(str(error).split())[:200]
         raise _Unusable(f"{place}: no such folder, and not found on the hub: {reason}") from error
