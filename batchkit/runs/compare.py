@@ -35,7 +35,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) -> Comparison:
-    """Compare every run with the first one, row by row, by the rows' ids.
+    """Compare every run with the first one, row by row, by the rows' ids; or the values in one run (``compare_values``).
 
     A difference is the mean over the rows that both runs have scored; its interval is the
     percentile interval of the paired bootstrap: rows are drawn with replacement, both of a row's
@@ -48,9 +48,11 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
     input, or in order, if the runs have not read the same one.
 
     Raises:
-        JobError: fewer than two runs.
+        JobError: one run, without ``input.cross`` or scores.
         StoreError: one is not a run folder, or its log is damaged.
     """
+    if len(folders) == 1 and (found := compare_values(folders[0], resamples=resamples, seed=seed)):
+        return found
     if len(folders) < 2:
         raise JobError("a comparison needs two runs or more, or one with input.cross")
     manifests = []

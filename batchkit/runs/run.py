@@ -129,7 +129,8 @@ class Run:
 
     def compare(self, *others: Run | str | os.PathLike[str]) -> Comparison:
         """This run against others of the same rows: differences of scores with their intervals, and the rows
-        that became better or worse, as ``batchkit report`` prints them."""
+        that became better or worse, as ``batchkit report`` prints them. Without others: the values of ``input.cross``
+        in this run."""
         from batchkit.runs.compare import compare
 
         runs = [other if isinstance(other, Run) else Run(other) for other in others]

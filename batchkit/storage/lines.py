@@ -46,6 +46,7 @@ class Generation(msgspec.Struct, kw_only=True, omit_defaults=True):
     choices: Sequence[ChoiceLine] | None = None
     selected: Count | None = None
     votes: Mapping[str, Count] | None = None
+    lora: str | None = None
     replay: Literal["fresh"] | None = None
 
 

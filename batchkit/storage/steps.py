@@ -20,6 +20,7 @@ import orjson
 from msgspec.structs import replace
 
 import batchkit.errors
+from batchkit.config.masking import masked_text
 from batchkit.errors import RowError, ServerError, StoreError
 from batchkit.storage.checkpoint import StepsPoint, Totals
 from batchkit.storage.lines import Generation, Spent, encoded, generation_in
@@ -63,6 +64,7 @@ def generation_line(completion: Completion) -> GenerationLine:
         choices=[*map(line_of_choice, completion.choices)] if several else None,
         selected=completion.selected,
         votes=completion.votes,
+        lora=request.lora and masked_text(request.lora),
     )
     return line_with(generation)
 

@@ -13,7 +13,7 @@ import tomlkit
 
 from batchkit.config.tables import JobConfig
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.runs.compare import compare_values
+from batchkit.runs.run import Run
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, run, shard
@@ -177,8 +177,7 @@ def test_values_are_compared_over_the_same_rows(server: ChatServer) -> None:
     write_scored_job(server, scoring={"group_by": "kind"})
     done = run()
     assert done.exit_code == 0, done.stderr
-    found = compare_values(RUN)
-    assert found is not None
+    found = Run(RUN).compare()
     assert found.runs == ["adapter = (none)", "adapter = a", "adapter = b"]
     deltas = {(delta.run[-1], delta.group): delta for delta in found.deltas}
     assert {key: (delta.n, delta.delta) for key, delta in deltas.items()} == {
