@@ -15,11 +15,13 @@ import tomlkit
 
 from batchkit.config.loading import make_job
 from batchkit.engines.registry import open_preflight
-from batchkit.engines.vllm.adapters import CONFIG, WEIGHTS
+from batchkit.engines.vllm.adapters import CONFIG, WEIGHTS, adapters_of
 from batchkit.errors import JobError
+from batchkit.storage.identity import identity
 from batchkit.storage.newest import read_newest
 from tests.support.adapters import write_adapter
 from tests.support.forks import Fork
+from tests.support.hub_server import COMMIT
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
@@ -174,6 +176,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "is damaged: its header",
     ),
     "another model's": (lambda at: _of_other_model(at, hidden_size=32), "for another base model"),
+    "a narrow model's": (
+        lambda at: _of_other_model(at, head_dim=16),
+        "k_proj.lora_B.weight has a side of 16, and the model's weights have 32",
+    ),
     "a larger model's": (lambda at: _of_other_model(at, num_hidden_layers=3), "has 2 layers"),
 }
 
@@ -193,6 +199,26 @@ def test_a_broken_adapter_is_named_before_the_model_is_loaded(
         open_preflight(make_job({"engine": engine, "prompt": {"lora": "legal"}}, "job.toml"))
     assert str(refused.value).startswith(f"engine.loras.legal: {folder}")
     assert words in str(refused.value)
+
+
+def test_an_adapter_on_the_hub_is_found_by_its_name(
+    text_model: Path, adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached = tmp_path / "models--some--legal"
+    shutil.copytree(adapters / "a", cached / "snapshots" / COMMIT)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(COMMIT)
+    engine = {"model": str(text_model), "options": OPTIONS, "loras": {"legal": "some/legal"}}
+    job = make_job({"engine": engine, "prompt": {"lora": "legal"}}, "job.toml")
+    open_preflight(job)
+    (adapter,) = adapters_of(job)
+    assert adapter.folder == cached / "snapshots" / COMMIT
+    assert identity(job)["engine.commits"] == {"some/legal": COMMIT}
+    engine["loras"] = {"gone": "some/gone"}
+    with pytest.raises(JobError, match=r"engine\.loras\.gone: some/gone: .* not found on the hub"):
+        open_preflight(make_job({"engine": engine, "prompt": {"lora": "gone"}}, "job.toml"))
 
 
 def test_too_high_a_rank_for_the_users_limit_is_named(text_model: Path, adapters: Path) -> None:

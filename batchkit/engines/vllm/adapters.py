@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -25,7 +26,14 @@ _MOST_RANK = 512  # of vLLM
 _MOST_SLOTS = 8
 _CPU_CACHE_BYTES = 4 * 2**30
 _LONGEST_HEADER = 100 * 2**20  # of safetensors
-_LAYER = re.compile(r"\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+_proj)\.lora_([AB])\.weight$")
+# Of a language model, not of a tower for images or sound, whose layers are others.
+_LAYER = re.compile(
+    r"base_model\.model\.(?:model\.|language_model\.)*layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
+)
+# Sides that have the model's hidden size in any model; those of other modules, and their other sides, vary.
+_HIDDEN = frozenset(
+    [f"{name}_proj A" for name in ("q", "k", "v", "gate", "up")] + ["o_proj B", "down_proj B"]
+)
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -94,7 +102,8 @@ def lora_options(adapters: Sequence[Adapter], given: Mapping[str, Any]) -> dict[
 def check_adapters(adapters: Sequence[Adapter], vllm_config: Any) -> None:
     """Raises JobError if one does not fit the model, or is of a higher rank than is allowed."""
     most = vllm_config.lora_config.max_lora_rank if adapters else 0
-    sizes = _sizes_of(vllm_config.model_config.hf_text_config)
+    model = vllm_config.model_config
+    config, weights = model.hf_text_config, _weights_of(model) if adapters else {}
     problems = []
     for adapter in adapters:
         place = f"engine.loras.{adapter.name}: {adapter.folder}"
@@ -103,7 +112,7 @@ def check_adapters(adapters: Sequence[Adapter], vllm_config: Any) -> None:
             problems.append(
                 f"{place}: has rank {adapter.rank}, and engine.options.max_lora_rank is {most}: {remedy}"
             )
-        elif (misfit := next(_misfits(adapter.shapes, sizes), None)) is not None:
+        elif (misfit := next(_misfits(adapter.shapes, config, weights), None)) is not None:
             base = adapter.config.get("base_model_name_or_path")
             problems.append(f"{place}: is for another base model ({base}): {misfit}")
     if problems:
@@ -174,36 +183,32 @@ def _shapes_in(path: Path) -> Shapes:
     return shapes
 
 
-def _sizes_of(config: Any) -> dict[str, int]:
-    """Of the model that has transformers' ``config``, as far as it is built as most are."""
-    hidden, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 0)
-    head = getattr(config, "head_dim", None) or (hidden // heads if heads else 0)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return {
-        "layers": getattr(config, "num_hidden_layers", 0),
-        **dict.fromkeys(("q_proj A", "k_proj A", "v_proj A", "gate_proj A", "up_proj A"), hidden),
-        **dict.fromkeys(("o_proj B", "down_proj B"), hidden),
-        **dict.fromkeys(("q_proj B", "o_proj A"), heads * head),
-        **dict.fromkeys(("k_proj B", "v_proj B"), kv_heads * head),
-        **dict.fromkeys(("gate_proj B", "up_proj B", "down_proj A"), _width(config)),
-    }
+def _weights_of(model_config: Any) -> Shapes:
+    """Shapes of the model's weights, if they are in a folder, and as they were trained."""
+    folder, shapes = Path(model_config.model), dict[str, Sequence[int]]()
+    if getattr(model_config.hf_config, "quantization_config", None) is None:
+        for path in folder.glob("*.safetensors"):
+            with suppress(_Unusable):
+                shapes |= _shapes_in(path)
+    return shapes
 
 
-def _width(config: Any) -> int:
-    """Of its MLP; 0 if its layers differ."""
-    found = getattr(config, "intermediate_size", 0)
-    is_mixed = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
-    return found if isinstance(found, int) and not is_mixed else 0
-
-
-def _misfits(shapes: Shapes, sizes: Mapping[str, int]) -> Iterator[str]:
-    """A size of 0 is not known."""
+def _misfits(shapes: Shapes, config: Any, weights: Shapes) -> Iterator[str]:
+    """Where ``shapes`` don't fit the model that has transformers' ``config`` and these ``weights``."""
     for name, shape in shapes.items():
-        if (found := _LAYER.search(name)) is None:
+        module, _, side = name.removesuffix(".weight").rpartition(".lora_")
+        weight = weights.get(f"{module.removeprefix('base_model.model.')}.weight", ())
+        if len(weight) == len(shape) == 2 and side in ("A", "B"):
+            size, expected = (shape[1], weight[1]) if side == "A" else (shape[0], weight[0])
+            if size != expected:
+                yield f"{name} has a side of {size}, and the model's weights have {expected}"
+    hidden, n_layers = (getattr(config, name, 0) for name in ("hidden_size", "num_hidden_layers"))
+    for name, shape in shapes.items():
+        if (found := _LAYER.fullmatch(name)) is None:
             continue
         layer, module, side = found.groups()
-        if sizes["layers"] and int(layer) >= sizes["layers"]:
-            yield f"{name}: the model has {sizes['layers']} layers"
-        size, expected = shape[1 if side == "A" else 0], sizes.get(f"{module} {side}", 0)
-        if expected and size != expected:
-            yield f"{name} has a side of {size}, where the model has {expected}"
+        if n_layers and int(layer) >= n_layers:
+            yield f"{name}: the model has {n_layers} layers"
+        size = shape[1 if side == "A" else 0]
+        if hidden and f"{module} {side}" in _HIDDEN and size != hidden:
+            yield f"{name} has a side of {size}, and the model's hidden size is {hidden}"
