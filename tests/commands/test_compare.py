@@ -12,7 +12,8 @@ import pytest
 
 from batchkit.commands.report import write_comparison
 from batchkit.errors import JobError, StoreError
-from batchkit.runs.compare import bootstrap_interval, compare
+from batchkit.runs.compare import compare
+from batchkit.runs.paired import bootstrap_interval
 from tests.support.made_runs import GROUPS, failure, make_run, rows
 from tests.support.pages import data_in
 

@@ -208,6 +208,19 @@ def test_scores_are_grouped_by_the_value(server: ChatServer) -> None:
     }
 
 
+def test_a_reference_run_without_values_has_the_answer_of_each() -> None:
+    prompt = {"user": "{{ q }}", "lora": ""}
+    extract = {"extract": "final-answer"}
+    write_job(name="first", input={"cross": {}}, prompt=prompt, scoring=extract)
+    assert run().exit_code == 0
+    write_job(scoring={**extract, "reference_run": "output/first", "scorers": ["em"]})
+    assert run().exit_code == 0
+    found = json.loads(batchkit("score", RUN, "--json").stdout)
+    assert (found["scored"], found["unscored"]) == (ALL, 0)
+    right = [record["id"] for record in read_jsonl(LOG) if record["scores"]["em"]]
+    assert right == ["r0/"]  # the dry-run engine answers with the row's place
+
+
 def test_a_name_that_the_server_lacks_fails_its_rows(server: ChatServer) -> None:
     write_scored_job(server, input={"cross": {"adapter": ["a", "z"]}})
     assert run().exit_code == 3

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from batchkit.commands.view.rows import Page, Side
-from batchkit.runs.compare import flipped, paired
 from batchkit.runs.index import Snapshot, Table
+from batchkit.runs.paired import flipped, paired
 
 
 class PairsQuery(Page):

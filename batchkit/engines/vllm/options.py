@@ -67,11 +67,8 @@ def check_config(job: JobConfig) -> Any:
             " the reasoning out of the answers"
         )
     problems += unknown_parsers(job)
-    for check in (
-        partial(_check_params, job),
-        partial(chat_template, options),
-        partial(adapters_of, job),
-    ):
+    checks = partial(_check_params, job), partial(chat_template, options), partial(adapters_of, job)
+    for check in checks:
         try:
             check()
         except (RequestError, JobError) as error:

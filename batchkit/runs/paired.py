@@ -1,0 +1,190 @@
+"""The rows of two sides of a comparison, paired; the differences of their scores, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Delta, Flip
+from batchkit.runs.index import Index, Snapshot, Table
+from batchkit.runs.scores import table_of_index
+from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_ALL_S = 1e6
+_MOST_VALUES = 20_000  # up to so many distinct differences the draws are exact
+_DRAWS = 20_000_000  # at a time
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Side:
+    index: Index
+    snapshot: Snapshot
+    group_by: str | None
+
+    @classmethod
+    def of(cls, folder: Path, group_by: str | None) -> Side:
+        index = Index(folder, group_by)
+        return cls(index, index.grow(_ALL_S), group_by)
+
+    @cached_property
+    def table(self) -> ScoreTable:
+        return table_of_index(self.snapshot, self.group_by)
+
+    def of_value(self, number: int, of: int) -> Side:
+        """The rows with one of the values of ``input.cross``, known by their place in the input."""
+        snapshot = self.snapshot
+        is_chosen = snapshot.entries["row"][snapshot.newest] % of == number
+        entries = snapshot.entries.copy()
+        entries["row"] //= of
+        entries["id"] = 0
+        chosen = replace(snapshot, entries=entries, newest=snapshot.newest[is_chosen])
+        return replace(self, snapshot=chosen)
+
+    def grouped_as(self, baseline: Side, pairs: Pairing) -> Side:
+        """Rows that the baseline lacks are in no group."""
+        theirs, entries = baseline.snapshot, self.snapshot.entries.copy()
+        groups = [*dict.fromkeys([*theirs.groups, group_name(None)])]
+        entries["group"] = groups.index(group_name(None))
+        entries["group"][pairs.after] = theirs.entries["group"][pairs.before]
+        return replace(self, snapshot=replace(self.snapshot, entries=entries, groups=groups))
+
+
+class Pairing(NamedTuple):
+    """Numbers of the newest entries of the same rows in two runs, in the order of the first."""
+
+    before: Table
+    after: Table
+
+
+def paired(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairing:
+    """Rows that share an id are paired ``by_place`` in the input, or in their order."""
+    _, before, after = np.intersect1d(
+        _unique(a, by_place), _unique(b, by_place), return_indices=True
+    )
+    order = np.argsort(before)
+    return Pairing(a.newest[before[order]], b.newest[after[order]])
+
+
+def _unique(snapshot: Snapshot, by_place: bool) -> Table:
+    """For each row, a number that is equal in both runs for the row with an id at the same index, or for
+    the n-th row with that id."""
+    rows = snapshot.entries[snapshot.newest]
+    ids: Table = rows["id"]
+    if by_place:
+        found: Table = ids + rows["row"].astype(np.uint64) * _GOLDEN
+        return found
+    order = np.argsort(ids, kind="stable")
+    ordered, places = ids[order], np.arange(len(ids))
+    is_first = np.append(True, ordered[1:] != ordered[:-1])[: len(ids)]
+    nth = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    unique = np.empty_like(ids)
+    unique[order] = ordered + nth.astype(np.uint64) * _GOLDEN
+    return unique
+
+
+class PairedScores(NamedTuple):
+    """One scorer of one run against the baseline."""
+
+    run: str
+    scorer: str
+    baseline: Side
+    side: Side
+    pairs: Pairing
+
+    @property
+    def scores(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        a, b = self.baseline.snapshot, self.side.snapshot
+        before = a.scores[self.pairs.before, a.scorers.index(self.scorer)]
+        return before, b.scores[self.pairs.after, b.scorers.index(self.scorer)]
+
+    @property
+    def groups(self) -> Table:
+        """A number in the baseline's ``groups`` for each pair."""
+        found: Table = self.baseline.snapshot.entries["group"][self.pairs.before]
+        return found
+
+
+def deltas(found: PairedScores, resamples: int, seed: int) -> Iterator[Delta]:
+    """By group, then over all rows. Each has its own random numbers: another group or scorer does
+    not change the intervals of the others."""
+    before, after = found.scores
+    scored = ~np.isnan(before) & ~np.isnan(after)
+    ways = flipped(found.scorer, before, after)
+    scale = 1.0 if found.scorer in OUT_OF_TEN else 100.0
+    names = found.baseline.snapshot.groups
+    masks: list[tuple[str | None, Any]] = [
+        (name, scored & (found.groups == names.index(name))) for name in found.baseline.table.groups
+    ]
+    for name, chosen in [*masks, (None, scored)]:
+        if not chosen.any():
+            continue
+        change = (after - before)[chosen]
+        rng = np.random.default_rng([seed, *(name or "").encode(), *found.scorer.encode()])
+        low, high = bootstrap_interval(change, resamples=resamples, rng=rng)
+        yield Delta(
+            run=found.run,
+            group=name,
+            scorer=found.scorer,
+            n=int(chosen.sum()),
+            delta=float(change.mean()) * scale,
+            low=low * scale,
+            high=high * scale,
+            better=int((ways[chosen] > 0).sum()),
+            worse=int((ways[chosen] < 0).sum()),
+        )
+
+
+def bootstrap_interval(
+    differences: NDArray[np.float64], *, resamples: int, rng: np.random.Generator
+) -> tuple[float, float]:
+    """The 2.5th and 97.5th percentile of the mean over rows drawn with replacement.
+
+    Rows with the same difference are drawn together, as a multinomial: the same distribution,
+    without a table of rows × resamples. Beyond 20,000 distinct differences they are rounded to
+    0.0001.
+    """
+    values, counts = np.unique(differences, return_counts=True)
+    if len(values) > _MOST_VALUES:
+        values, counts = np.unique(np.round(differences, 4), return_counts=True)
+    n, means = len(differences), []
+    shares = counts / n
+    step = max(1, _DRAWS // len(values))
+    for start in range(0, resamples, step):
+        drawn = rng.multinomial(n, shares, size=min(step, resamples - start))
+        means.append(drawn @ values / n)
+    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def flips(found: PairedScores) -> Iterator[Flip]:
+    before, after = found.scores
+    index, snapshot = found.baseline.index, found.baseline.snapshot
+    for place in np.flatnonzero(flipped(found.scorer, before, after)).tolist():
+        entry = snapshot.entries[found.pairs.before[place]]
+        yield Flip(
+            run=found.run,
+            scorer=found.scorer,
+            id=index.record(entry)["id"],
+            group=snapshot.groups[entry["group"]] if snapshot.groups else group_name(None),
+            before=float(before[place]),
+            after=float(after[place]),
+        )
+
+
+def flipped(scorer: str, before: Table, after: Table) -> Table:
+    """1 better, -1 worse, 0 neither; for each row. nan: not scored."""
+    change = np.nan_to_num(after - before)
+    is_binary = all(np.isin(found[~np.isnan(found)], (0, 1)).all() for found in (before, after))
+    graded = REWARD_STEP if scorer in OUT_OF_TEN else GRADED_STEP
+    step = 1.0 if is_binary and scorer not in OUT_OF_TEN else graded
+    found: Table = np.sign(change) * (np.abs(change) >= step - 1e-9)
+    return found
