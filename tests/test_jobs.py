@@ -26,6 +26,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.messages import with_note
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.steps import renderer_of
+from batchkit.runs.run import Run
 from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
 from tests.support.forks import Fork
@@ -228,6 +229,21 @@ def test_most_of_nine_answers_decide_on_vllm(tmp_path: Path) -> None:
     ]
     right = [record["scores"]["em"] for record in records]
     assert len(records) * sum(answers) < len(answers) * sum(right)
+
+
+def test_adapters_are_compared_on_vllm(tmp_path: Path) -> None:
+    for _ in range(2):
+        made = batchkit("demo-model", "adapters", "--loras", cwd=tmp_path)
+    assert "gentle: is there already" in made.stderr
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) < 2 * 100 * 1024
+    records = run_on_vllm("compare_adapters", tmp_path)
+    right = dict.fromkeys(("", "gentle", "rough"), 0.0)
+    for record in records:
+        right[record["lora"]] += record["scores"]["em"]
+    assert right["rough"] < right["gentle"] <= right[""] == 40
+    found = Run(tmp_path / "output/compare_adapters").compare()
+    (delta,) = [one for one in found.deltas if "rough" in one.run and one.group is None]
+    assert delta.high < 0
 
 
 # RealHiTBench: the prompts
