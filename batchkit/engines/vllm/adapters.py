@@ -87,15 +87,16 @@ def lora_options(adapters: Sequence[Adapter], given: Mapping[str, Any]) -> dict[
     """Options of vLLM for ``adapters``; those ``given`` are the user's."""
     if not adapters:
         return {}
-    rank = next(2**n for n in range(3, 10) if 2**n >= max(adapter.rank for adapter in adapters))
+    highest = max(adapter.rank for adapter in adapters)
+    rank = next((2**n for n in range(3, 10) if 2**n >= highest), _MOST_RANK)
     slots = given.get("max_loras", min(len(adapters), _MOST_SLOTS))
     cached = _CPU_CACHE_BYTES // max(1, *(adapter.n_bytes for adapter in adapters))
     return {
-        "enable_lora": True,
         "max_loras": slots,
         "max_lora_rank": rank,
         "max_cpu_loras": max(slots, min(len(adapters) + 1, cached)),  # one may be all zeros
         **given,
+        "enable_lora": True,
     }
 
 
