@@ -90,11 +90,12 @@ def lora_options(adapters: Sequence[Adapter], given: Mapping[str, Any]) -> dict[
     highest = max(adapter.rank for adapter in adapters)
     rank = next((2**n for n in range(3, 10) if 2**n >= highest), _MOST_RANK)
     slots = given.get("max_loras", min(len(adapters), _MOST_SLOTS))
+    fitting = slots if isinstance(slots, int) else 1  # vLLM refuses another
     cached = _CPU_CACHE_BYTES // max(1, *(adapter.n_bytes for adapter in adapters))
     return {
         "max_loras": slots,
         "max_lora_rank": rank,
-        "max_cpu_loras": max(slots, min(len(adapters) + 1, cached)),  # one may be all zeros
+        "max_cpu_loras": max(fitting, min(len(adapters) + 1, cached)),  # one may be all zeros
         **given,
         "enable_lora": True,
     }
