@@ -226,13 +226,14 @@ class Usage(Struct, frozen=True, omit_defaults=True):
 
 class Pooled(Struct, frozen=True):
     """What a pooling model answers, depending on the job's task: ``vector`` (embed; float32, little
-    endian), ``probabilities`` of the model's classes in their order, with the ``label`` of the
+    endian), or one for each of the prompt's ``tokens`` in a row (token_embed), ``probabilities`` of the model's classes in their order, with the ``label`` of the
     likeliest (classify), or ``scores``, one for each document of the request's pair (score)."""
 
     vector: bytes | None = None
     probabilities: Sequence[float] | None = None
     label: str | None = None
     scores: Sequence[float] | None = None
+    tokens: int | None = None
 
 
 class ErrorInfo(Struct, frozen=True):
@@ -321,12 +322,14 @@ class ChoiceLine(TypedDict):
     logprobs: NotRequired[Any]
 
 
-class VectorPlace(Struct, frozen=True):
-    """Where a vector is: the number of its segment, and of its row in there; as in its record."""
+class VectorPlace(Struct, frozen=True, omit_defaults=True):
+    """Where a vector is: the number of its segment, and of its row in there; as in its record. ``tokens``: a
+    matrix begins there, with a vector for each so many tokens."""
 
     segment: Count
     row: Count
     dimensions: Annotated[int, Meta(ge=1, lt=COUNT_LIMIT)]
+    tokens: Annotated[int, Meta(ge=1, lt=COUNT_LIMIT)] | None = None
 
 
 class Counted(Struct, kw_only=True, omit_defaults=True):
@@ -354,7 +357,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     not; ``unscored`` says why some of them could not be computed. ``earlier_usage`` as in ``Completion``. Of a pooling
     task, ``text`` is None, and set are ``label`` and ``probabilities`` (classify); ``score``, a list
     if the row gives a list of documents, with ``order``, their numbers, best first (score); or
-    ``embedding`` (embed). Of a row with several
+    ``embedding`` (embed, token_embed). Of a row with several
     ``generations``, these are their number and ``steps``, by name, what each of ``[[steps]]``
     answered; ``usage`` and ``latency_s`` are sums. ``generations_lost``: how many of them ``steps.jsonl`` lost
     in a crash.

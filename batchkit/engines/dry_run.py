@@ -130,6 +130,10 @@ def _pooled(request: Request, task: TaskName) -> Pooled:
         probabilities = [number / sum(numbers) for number in numbers]
         likeliest = max(range(len(_LABELS)), key=probabilities.__getitem__)
         return Pooled(probabilities=probabilities, label=_LABELS[likeliest])
+    if task == "token_embed":
+        whole = _pooled(request, "embed").vector or b""
+        tokens = 1 + len((request.prompt or "").split())  # of several lengths, as a model's
+        return Pooled(vector=whole * tokens, tokens=tokens)
     vector = [2 * n - 1 for n in _numbers(request, request.sampling.get("dimensions", _DIMENSIONS))]
     length = math.hypot(*vector) if request.sampling.get("use_activation", True) else 1.0
     return Pooled(vector=struct.pack(f"<{len(vector)}f", *(part / length for part in vector)))

@@ -29,6 +29,7 @@ WorkerPool = Worker | RayPool
 _BEGUN = {
     "generate": "generating",
     "embed": "embedding",
+    "token_embed": "embedding tokens",
     "classify": "classifying",
     "score": "scoring pairs",
 }

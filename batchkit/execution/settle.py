@@ -56,8 +56,9 @@ def settle(start: Start, completion: Completion) -> SettledLine:
     )
     record.dry_run = start.is_dry
     pooled = completion.pooled if completion.error is None else None
-    vector = None if pooled is None else pooled.vector
-    return line_of(record, vector, start.job.output.vector_dtype)
+    if pooled is None:
+        return line_of(record)
+    return line_of(record, pooled.vector, start.job.output.vector_dtype, pooled.tokens)
 
 
 def _scored(start: Start, completion: Completion) -> Scored | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.config.answer_schema import resolved, schema_in
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import WITH_VECTORS, JobConfig
 from batchkit.scoring import score_names
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import whole_record
@@ -18,7 +18,7 @@ from batchkit.storage.newest import NewestLog, read_newest
 from batchkit.storage.vectors import Vectors, VectorType, segments_of
 
 EMBEDDING = "embedding"
-VECTOR = "vector"
+VECTOR, MATRIX = "vector", "matrix"
 _MOST_COLUMNS = 1_000  # an answer may use names or dates as keys
 _TEXT = "string"  # also for what has no other type, as JSON
 _UNKNOWN = "null"
@@ -26,7 +26,7 @@ _OF_SCHEMA = {"string": _TEXT, "integer": "int64", "number": "double", "boolean"
 
 
 class Column(NamedTuple):
-    """Its Arrow type, or ``VECTOR``, and the keys of its value in a record."""
+    """Its Arrow type, or ``VECTOR`` or ``MATRIX``, and the keys of its value in a record."""
 
     type: str
     keys: tuple[str, ...]
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
         if job.prompt.lora is not None:
             found |= _LORA
         if embedding is not None:
-            found[EMBEDDING] = Column(VECTOR, (EMBEDDING,))
+            found[EMBEDDING] = Column(VECTOR if job.task == "embed" else MATRIX, (EMBEDDING,))
         if job.scoring.is_on:
             found["prediction"] = Column("string", ("prediction",))
             for name in score_names(job.scoring):
@@ -75,8 +75,8 @@ def free_name(name: str, prefix: str, taken: Container[str]) -> str:
 
 
 def vector_type(folder: Path, job: JobConfig) -> VectorType | None:
-    """The type of the vectors that the newest records name; None if the job's task is not embed."""
-    if job.task != "embed":
+    """The type of the vectors that the newest records name; None if the job's task gives none."""
+    if job.task not in WITH_VECTORS:
         return None
     vectors = Vectors(folder)
     types = {vectors.type_of(number) for number in segments_of(folder)} - {None}
@@ -133,7 +133,7 @@ def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
         return _CLASSES
     if job.task == "score":
         return _SCORES if any("order" in record for record in read_newest(log)) else _SCORE
-    if job.task == "embed":
+    if job.task in WITH_VECTORS:
         return {}
     by = job.select.by
     engine, is_server = job.engine, job.engine.kind == "openai-server"

@@ -38,7 +38,7 @@ _MOST_TEXT = 300
 
 
 class RowVector(NamedTuple):
-    """The vector of one row of an embed run, a NumPy array."""
+    """The vector of one row of an embed run, a NumPy array; of ``token_embed`` a matrix, a line for each token."""
 
     id: str
     vector: np.ndarray[Any, Any]

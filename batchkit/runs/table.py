@@ -13,7 +13,7 @@ import orjson
 
 from batchkit.errors import ChangedInputError, InputError
 from batchkit.runs.inputs import InputColumns
-from batchkit.runs.layout import VECTOR, Column, Layout, free_name
+from batchkit.runs.layout import MATRIX, VECTOR, Column, Layout, free_name
 from batchkit.sources import never
 from batchkit.sources.input import Input, input_changes, watched
 from batchkit.sources.rowhash import is_picture
@@ -79,7 +79,7 @@ def read_batches(
                     record.fields = inputs.of({name: getattr(record, name) for name in names})
             arrays = [
                 _vectors(records, vectors, field.type)
-                if column.type == VECTOR
+                if column.type in (VECTOR, MATRIX)
                 else _array(records, column, field.type)
                 for column, field in zip(layout.columns.values(), schema, strict=True)
             ]
@@ -149,9 +149,10 @@ def frame_of(table: pa.Table) -> pd.DataFrame:
 def _arrow_type(kind: str, embedding: VectorType | None) -> pa.DataType:
     import pyarrow as pa
 
-    if kind == VECTOR and embedding is not None:
+    if kind in (VECTOR, MATRIX) and embedding is not None:
         value = {"float32": pa.float32(), "float16": pa.float16()}[embedding.dtype]
-        return pa.list_(value, embedding.dimensions or -1)
+        vector = pa.list_(value, embedding.dimensions or -1)
+        return vector if kind == VECTOR else pa.list_(vector)
     inner = kind.removeprefix("list<").removesuffix(">")
     found = pa.type_for_alias(inner)
     return found if inner == kind else pa.list_(found)
@@ -203,12 +204,26 @@ def _vectors(records: Sequence[Record], vectors: Vectors, kind: pa.DataType) -> 
         None if record.embedding is None else vectors.read(record.index, record.embedding)
         for record in records
     ]
+    if pa.types.is_list(kind) and pa.types.is_fixed_size_list(kind.value_type):
+        return _matrices(found, kind.value_type)
     if not pa.types.is_fixed_size_list(kind):
         return pa.array([None if one is None else one.tolist() for one in found], kind)
     none = np.zeros(kind.list_size, kind.value_type.to_pandas_dtype())
     matrix = np.array([none if one is None else one for one in found])
     is_null = pa.array([one is None for one in found])
     return pa.FixedSizeListArray.from_arrays(matrix.reshape(-1), kind.list_size, mask=is_null)
+
+
+def _matrices(found: Sequence[Any], vector: pa.DataType) -> pa.Array:
+    import numpy as np
+    import pyarrow as pa
+
+    ends = np.cumsum([0, *(0 if one is None else len(one) for one in found)])
+    is_null = [*(one is None for one in found), False]
+    none = np.zeros((0, vector.list_size), vector.value_type.to_pandas_dtype())
+    values = np.concatenate([none, *(one for one in found if one is not None)]).reshape(-1)
+    vectors = pa.FixedSizeListArray.from_arrays(values, vector.list_size)
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32(), mask=np.array(is_null)), vectors)
 
 
 def _table(folder: Path, layout: Layout, inputs: InputColumns | None = None) -> pa.Table:

@@ -16,7 +16,8 @@ def answers_in_words(record: Mapping[str, Any]) -> list[str]:
     if (score := record.get("score")) is not None:
         return [_scores(score, record.get("order")) if isinstance(score, list) else f"{score:.4g}"]
     if (place := record.get("embedding")) is not None:
-        return [f"embedding of {place['dimensions']:,} dimensions"]
+        tokens = f"{place['tokens']:,} tokens, each " if "tokens" in place else ""
+        return [f"embedding of {tokens}{place['dimensions']:,} dimensions"]
     return [choice_in_words(choice) for choice in record.get("choices") or [record]]
 
 

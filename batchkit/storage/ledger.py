@@ -46,16 +46,20 @@ class RecordLine(NamedTuple):
 
 
 def line_of(
-    record: Record, vector: bytes | None = None, vector_dtype: str = "float32"
+    record: Record,
+    vector: bytes | None = None,
+    vector_dtype: str = "float32",
+    tokens: int | None = None,
 ) -> RecordLine:
-    """The log line for ``record``; its vector (float32, little endian) will be stored as ``vector_dtype``."""
+    """The log line for ``record``; its vector (float32, little endian) will be stored as ``vector_dtype``, as a
+    matrix if it is of several ``tokens``."""
     if vector is None:
         return RecordLine(lines.encoded(record), record)
     import numpy as np
 
-    return RecordLine(
-        lines.encoded(record), record, np.frombuffer(vector, "<f4").astype(vector_dtype)
-    )
+    found = np.frombuffer(vector, "<f4").astype(vector_dtype)
+    found = found if tokens is None else found.reshape(tokens, -1)
+    return RecordLine(lines.encoded(record), record, found)
 
 
 def raw_line(raw: bytes, vector: np.ndarray[Any, Any] | None = None) -> RecordLine:

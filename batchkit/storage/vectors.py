@@ -3,7 +3,8 @@
 Each file is a segment, an Arrow IPC stream of the columns ``index`` (int64: the row that the vector
 belongs to), ``vector`` (a fixed-size list of float32 or float16) and ``crc32`` (of the vector's bytes).
 A record names its vector by
-``{"segment", "row", "dimensions"}``, and is written once the vector is on disk. Nothing is added to a
+``{"segment", "row", "dimensions"}``; a matrix, of ``task = "token_embed"``, is as many vectors as it has ``tokens``,
+from that row on, and all in one record batch. A record is written once the vector is on disk. Nothing is added to a
 segment that an earlier start left, so no record names its torn end if that start was killed.
 """
 
@@ -104,7 +105,7 @@ class VectorWriter:
         """
         by_type: dict[VectorType, list[int]] = {}
         for number, vector in enumerate(vectors):
-            by_type.setdefault(VectorType(vector.dtype.name, len(vector)), []).append(number)
+            by_type.setdefault(VectorType(vector.dtype.name, vector.shape[-1]), []).append(number)
         places: dict[int, VectorPlace] = {}
         for kind, numbers in by_type.items():
             try:
@@ -137,11 +138,12 @@ class VectorWriter:
             self._close(kind)
             raise
         self.ends[name] += block.size
-        first, segment.rows = segment.rows, segment.rows + len(rows)
-        return [
-            VectorPlace(segment.number, row, len(vector))
-            for row, (_, vector) in enumerate(rows, first)
-        ]
+        places = []
+        for _, vector in rows:
+            tokens = len(vector) if vector.ndim == 2 else None
+            places.append(VectorPlace(segment.number, segment.rows, vector.shape[-1], tokens))
+            segment.rows += tokens or 1
+        return places
 
     def _begin(self, kind: VectorType) -> _OpenSegment:
         number = max([self._first, *(known + 1 for known in segments_of(self._folder))])
@@ -179,13 +181,12 @@ class Vectors:
         self._read_bytes = 0
 
     def of(self, record: Mapping[str, Any]) -> Vector:
-        """A copy of the vector that ``record`` names. Raises StoreError as ``read``."""
-        named = record["embedding"]
-        place = VectorPlace(named["segment"], named["row"], named["dimensions"])
+        """A copy of the vector, or of the matrix, that ``record`` names. Raises StoreError as ``read``."""
+        place = VectorPlace(**record["embedding"])
         return self.read(record["index"], place).copy()
 
     def read(self, index: int, place: VectorPlace) -> Vector:
-        """The vector at ``place``, which is that of the row ``index``; a view of the segment's file.
+        """The vector, or the matrix, at ``place``, which is that of the row ``index``; a view of the segment's file.
 
         Raises:
             LostVectorError: it is not there, is damaged, or is another row's.
@@ -193,16 +194,19 @@ class Vectors:
         """
         segment = self._segment(place.segment, place.row)
         batch = bisect_right(segment.firsts, place.row) - 1
-        if not 0 <= place.row < segment.n_rows:
+        end = place.row + (place.tokens or 1)
+        if not 0 <= place.row < end <= segment.n_rows:
             raise self._error(segment, index, place, f"has {segment.n_rows:,} whole vectors")
-        at = place.row - segment.firsts[batch]
-        indexes, vectors, checksums = segment.batches[batch]
-        vector: Vector = vectors[at]
-        if len(vector) != place.dimensions or indexes[at] != index:
-            found = f"has the vector of row {indexes[at]}, with {len(vector):,} dimensions, at that place"
+        at = slice(place.row - segment.firsts[batch], end - segment.firsts[batch])
+        indexes, vectors, checksums = (column[at] for column in segment.batches[batch])
+        others = indexes[indexes != index]
+        if vectors.shape != (end - place.row, place.dimensions) or len(others):
+            owner = others[0] if len(others) else index
+            found = f"has the vector of row {owner}, with {vectors.shape[1]:,} dimensions, at that place"
             raise self._error(segment, index, place, found)
-        if zlib.crc32(vector.data) != checksums[at]:
+        if any(zlib.crc32(v.data) != crc for v, crc in zip(vectors, checksums, strict=True)):
             raise self._error(segment, index, place, "is damaged at that place")
+        vector: Vector = vectors[0] if place.tokens is None else vectors
         self._read_bytes += vector.nbytes
         if self._read_bytes > _RELEASE_BYTES:
             self._read_bytes = 0
@@ -294,10 +298,11 @@ def _batch(kind: VectorType, rows: Sequence[tuple[int, Vector]]) -> pa.RecordBat
     import pyarrow as pa
 
     schema = _schema(kind)
-    indexes = pa.array([index for index, _ in rows], pa.int64())
-    values = pa.array(np.concatenate([vector for _, vector in rows]))
-    vectors = pa.FixedSizeListArray.from_arrays(values, kind.dimensions)
-    checksums = pa.array([zlib.crc32(vector.data) for _, vector in rows], pa.uint32())
+    matrix = np.concatenate([np.atleast_2d(vector) for _, vector in rows])
+    counts = [len(vector) if vector.ndim == 2 else 1 for _, vector in rows]
+    indexes = pa.array(np.repeat([index for index, _ in rows], counts), pa.int64())
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(matrix.reshape(-1)), kind.dimensions)
+    checksums = pa.array([zlib.crc32(vector.data) for vector in matrix], pa.uint32())
     return pa.RecordBatch.from_arrays([indexes, vectors, checksums], schema=schema)
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchkit import Run
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.storage.ledger import Ledger, line_of
 from batchkit.storage.vectors import segment_path
@@ -22,7 +23,7 @@ from tests.support.dry_runs import RUN, run
 from tests.support.embed_runs import expected, prepare, stored
 from tests.support.mounts import mounted
 from tests.support.records import record, with_vector
-from tests.support.rows import read_jsonl
+from tests.support.rows import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -76,6 +77,36 @@ def test_each_format_has_the_vectors_at_their_rows(dtype: str) -> None:
     assert pd.read_csv(RUN / "results.csv").columns.tolist() == others
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_each_format_has_a_matrix_for_each_row_of_token_embed(dtype: str) -> None:
+    prepare(10, failing=FAILED, output={"vector_dtype": dtype}, task="token_embed")
+    rows = [
+        {**row, **({"q": "a " * n} if "q" in row else {})}
+        for n, row in enumerate(read_jsonl(Path("in.jsonl")))
+    ]
+    write_jsonl(Path("in.jsonl"), rows)
+    assert run().exit_code == 3
+    assert batchkit("verify", str(RUN)).exit_code == 0
+    matrices = [one.reshape(-1, 8) for one in expected(rows)]
+    answered = [matrices[row] for row in ANSWERED]
+    assert [len(matrix) for matrix in answered] == [row + 1 for row in ANSWERED]
+    for found, matrix in zip(Run(RUN).vectors(), answered, strict=True):
+        np.testing.assert_array_equal(found.vector, matrix)
+    export("--parquet", "--npy", "--jsonl")
+    column = pq.read_table(RUN / "results.parquet")["embedding"]
+    assert column.is_null().to_pylist() == [row in FAILED for row in range(10)]
+    assert column.drop_null().to_pylist() == [matrix.tolist() for matrix in answered]
+    lines = [one for one in read_jsonl(RUN / "results.newest.jsonl") if "embedding" in one]
+    for one, matrix in zip(lines, answered, strict=True):
+        np.testing.assert_array_equal(np.dtype(dtype).type(one["embedding"]), matrix)
+    whole, offsets = np.load(RUN / "results.npy"), np.load(RUN / "results.offsets.npy")
+    parts = np.split(whole, offsets[1:-1])
+    assert (offsets[0], offsets[-1]) == (0, len(whole))
+    for part, matrix in zip(parts, answered, strict=True):
+        np.testing.assert_array_equal(part, matrix)
+    assert "→ embedding of 2 tokens, each 8 dimensions" in batchkit("show", "--id", "k1").stdout
+
+
 def test_npy_of_many_rows_can_be_mapped() -> None:
     """The number of its rows, which is not known at first, has more digits than a zero."""
     prepare(12_345)
@@ -98,7 +129,7 @@ def test_output_of_a_run_may_be_a_matrix_if_it_has_vectors() -> None:
     assert run("--fresh").exit_code == 0
     done = batchkit("export", "--npy")
     assert done.exit_code == 2
-    assert '--npy is for task = "embed", and its task is "generate"' in done.stderr
+    assert '--npy is for task = "embed" or "token_embed", and its task is "generate"' in done.stderr
 
 
 def test_run_without_an_answer_has_an_empty_column_and_no_matrix() -> None:

@@ -62,6 +62,17 @@ def refusal(**tables: Any) -> str:
             {"task": "embed", "engine": {"kind": "transformers", "model": "m"}},
             'engine.kind: "transformers" has no task "embed"',
         ),
+        (
+            {
+                "task": "token_embed",
+                "engine": {
+                    "kind": "openai-server",
+                    "model": "m",
+                    "base_url": "http://localhost/v1",
+                },
+            },
+            'engine.kind: "openai-server" has no task "token_embed"',
+        ),
     ],
     ids=lambda found: None if isinstance(found, str) else "-".join(found),
 )

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import tomlkit
 from PIL import Image
@@ -138,6 +139,19 @@ def test_vectors_equal_those_of_llm_embed(models: Models, run: Any, tmp_path: Pa
     assert "the text is empty" in records[20]["error"]["message"]
 
 
+def test_token_vectors_equal_those_of_llm_encode(models: Models, run: Any, tmp_path: Path) -> None:
+    rows = [{"q": text} for text in [*TEXTS, "", TOO_LONG]]
+    records = run(rows, models.embedding, 3, task="token_embed", prompt={"user": "{{ q }}"})
+    options = {**TEXT_ONLY, "pooler_config": {"task": "token_embed"}}
+    expected = reference(models.embedding, options, method="token_embed", texts=TEXTS)
+    vectors = Vectors(tmp_path / "output/a")
+    assert len({len(matrix) for matrix in expected}) > 5
+    for record, matrix in zip(records, expected, strict=False):
+        assert len(matrix) == record["usage"]["prompt_tokens"]
+        np.testing.assert_allclose(vectors.of(record), matrix, rtol=1e-5, atol=1e-5)
+    assert kinds(records) == {20: "invalid_request", 21: "prompt_too_long"}
+
+
 def test_parameters_are_vllms_and_pairs_of_vectors_are_compared(
     models: Models, launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -175,9 +189,16 @@ def test_late_interaction_equals_llm_score(models: Models, launcher: Launcher) -
         )
     options = {**TEXT_ONLY, **options}
     query = {"query": "tea", "documents": TEXTS[:5]}
-    expected = reference(models.embedding, options, method="score", **query)
+    calls = [
+        {"method": "score", "params": {}, **query},
+        {"method": "token_embed", "params": {}, "texts": ["tea", *TEXTS[:5]]},
+    ]
+    expected, matrices = pooled({**options, "model": str(models.embedding)}, calls)
+    asked, *found = map(np.array, matrices)
+    by_numpy = [float((asked @ one.T).max(axis=1).sum()) for one in found]
     assert scored.pooled is not None
     assert scored.pooled.scores == pytest.approx(expected, **NEAR)
+    assert scored.pooled.scores == pytest.approx(by_numpy, rel=1e-4)
     assert "document 1: the text is empty" in str(refused.error)
 
 

@@ -172,6 +172,34 @@ def test_no_changed_byte_gives_another_vector(tmp_path: Path) -> None:
     assert refused > 3 * 3 * 4 * 4  # more than those of the values' own bytes
 
 
+def test_matrix_is_whole_or_refused(tmp_path: Path) -> None:
+    """Between vectors of its length; each of its vectors is checked."""
+    matrix = np.stack([vector(token) for token in range(7, 10)])
+    ledger = Ledger(tmp_path)
+    ledger.write([with_vector(0), line_of(record(1), matrix.tobytes(), tokens=3), with_vector(2)])
+    ledger.close()
+    path, records = segment_path(tmp_path, 0), list(read_newest(tmp_path / RESULTS))
+    places = [one["embedding"] for one in records]
+    assert [(place["row"], place.get("tokens")) for place in places] == [
+        (0, None),
+        (1, 3),
+        (4, None),
+    ]
+    np.testing.assert_array_equal(Vectors(tmp_path).of(records[1]), matrix)
+    for number in (0, 2):
+        np.testing.assert_array_equal(Vectors(tmp_path).of(records[number]), vector(number))
+    whole = path.read_bytes()
+    for token in matrix:
+        path.write_bytes(whole.replace(token.tobytes(), np.zeros(4, np.float32).tobytes()))
+        with pytest.raises(StoreError, match="is damaged at that place"):
+            Vectors(tmp_path).of(records[1])
+    path.write_bytes(whole)
+    with pytest.raises(StoreError, match="has the vector of row 2"):
+        Vectors(tmp_path).of({**records[1], "embedding": {**places[1], "row": 2}})
+    with pytest.raises(StoreError, match="has 5 whole vectors"):
+        Vectors(tmp_path).of({**records[1], "embedding": {**places[1], "row": 3}})
+
+
 def test_missing_segment_is_named(tmp_path: Path) -> None:
     written(tmp_path, 0)
     shutil.rmtree(tmp_path / "vectors")

@@ -22,7 +22,7 @@ from tests.support.rows import read_jsonl, write_jsonl
 Vector = np.ndarray[Any, Any]
 
 
-def write_job(**tables: dict[str, Any]) -> None:
+def write_job(**tables: Any) -> None:
     job: dict[str, Any] = {
         "name": "a",
         "task": "embed",
@@ -33,7 +33,7 @@ def write_job(**tables: dict[str, Any]) -> None:
     Path("job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
 
 
-def prepare(n: int = 10, failing: tuple[int, ...] = (), **tables: dict[str, Any]) -> None:
+def prepare(n: int = 10, failing: tuple[int, ...] = (), **tables: Any) -> None:
     """``n`` rows; those in ``failing`` lack the field that the template asks for."""
     rows = [{"key": f"k{row}", "q": f"question {row}"} for row in range(n)]
     for row in failing:

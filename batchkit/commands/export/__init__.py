@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -90,7 +91,8 @@ def export(
     Without ``path``: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
     since ``results.jsonl`` is the log). ``safe-csv`` is a CSV that is safe to open in a
     spreadsheet: a text that would be taken for a formula gets a ``'`` in front. ``npy`` writes the
-    vectors as one matrix, and the ids of its rows into a file beside it. ``openai`` writes
+    vectors as one matrix, and the ids of its rows into a file beside it; of ``token_embed``, which has several
+    vectors a row, also where each row's begin (``offsets.npy``). ``openai`` writes
     two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
     folder ``path`` or as the file ``path``. ``force``: a file that no export has written is replaced, too. ``say``
     is called if rows have no answer yet, and if a spreadsheet would run a cell of ``csv``.
@@ -237,7 +239,7 @@ def _is_formula(value: Any) -> bool:
 
 def write_npy(folder: Path, path: Path) -> dict[Path, int]:
     """The vectors as one matrix that numpy can map, and the ids of its rows as a JSON list. A row that failed is in
-    neither of them.
+    neither of them. Of ``token_embed``, the vectors of row n are those from ``offsets[n]`` to ``offsets[n + 1]``.
 
     Raises:
         JobError: there are no vectors, or they have several lengths.
@@ -246,7 +248,7 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
     kind = vector_type(folder, job)
     if kind is None:
         raise JobError(
-            f'{folder}: --npy is for task = "embed", and its task is "{job.task}"; --parquet has what it'
+            f'{folder}: --npy is for task = "embed" or "token_embed", and its task is "{job.task}"; --parquet has what it'
             " answered"
         )
     if kind.dimensions is None:
@@ -254,25 +256,41 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
             f"{folder}: has no vectors yet, or vectors of several lengths, and a matrix needs one length;"
             " --parquet has them as lists"
         )
-    ids_path, rows = path.with_name(f"{path.stem}.ids.json"), 0
+    ids_path, ends = path.with_name(f"{path.stem}.ids.json"), [0]
+    rows, is_ragged = 0, job.task == "token_embed"
     with (
         exporting(path, folder) as temporary,
         exporting(ids_path, folder) as temporary_ids,
         temporary.open("wb") as file,
         temporary_ids.open("wb") as ids_file,
     ):
-        _write_head(file, rows, kind)
+        _write_head(file, 0, kind)
         for table in read_batches(folder, Layout.of(folder)):
             answered = table.filter(table[EMBEDDING].is_valid())
             for chunk in answered[EMBEDDING].chunks:
-                file.write(chunk.flatten().to_numpy().data)
+                lengths = chunk.value_lengths().to_pylist() if is_ragged else [1] * len(chunk)
+                values = chunk.flatten().flatten() if is_ragged else chunk.flatten()
+                file.write(values.to_numpy().data)
+                ends += accumulate(lengths, initial=ends.pop())
             for row_id in answered["id"].to_pylist():
                 ids_file.write((b",\n" if rows else b"[") + orjson.dumps(row_id))
                 rows += 1
         ids_file.write(b"]\n" if rows else b"[]\n")
         file.seek(0)
-        _write_head(file, rows, kind)
-    return {path: rows, ids_path: rows}
+        _write_head(file, ends[-1], kind)
+    written = {path: rows, ids_path: rows}
+    if is_ragged:
+        written[_write_offsets(folder, path, ends)] = rows
+    return written
+
+
+def _write_offsets(folder: Path, path: Path, ends: Sequence[int]) -> Path:
+    import numpy as np
+
+    offsets = path.with_name(f"{path.stem}.offsets.npy")
+    with exporting(offsets, folder) as temporary, temporary.open("wb") as file:
+        np.save(file, np.array(ends, np.int64))
+    return offsets
 
 
 def _write_head(file: BinaryIO, rows: int, kind: VectorType) -> None:

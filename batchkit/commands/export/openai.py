@@ -48,6 +48,7 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
     names = {"url", "body"} if job.task == "score" and not job.pair.is_set else set()
     answer_of: Callable[[dict[str, Any], Mapping[str, Any]], Answer] = {
         "embed": lambda record, _: _vector(record, vectors),
+        "token_embed": lambda record, _: _matrix(record, vectors),
         "classify": lambda record, _: _classes(record),
         "score": _scores,
     }.get(job.task, lambda record, _: _chat(record))
@@ -165,6 +166,12 @@ def _usage(usage: Mapping[str, int] | None) -> dict[str, Any] | None:
 def _vector(record: Mapping[str, Any], vectors: Vectors) -> Answer:
     vector = {"index": 0, "object": "embedding", "embedding": vectors.of(record)}
     return _listed("embd", record, [vector])
+
+
+def _matrix(record: Mapping[str, Any], vectors: Vectors) -> Answer:
+    """As ``/pooling`` of `vllm serve` answers."""
+    found = {"index": 0, "object": "pooling", "data": vectors.of(record)}
+    return _listed("pool", record, [found])
 
 
 def _classes(record: Mapping[str, Any]) -> Answer:

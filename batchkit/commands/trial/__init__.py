@@ -26,7 +26,7 @@ from batchkit.commands.trial.measurement import (
     idle_of,
     seconds_at,
 )
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import WITH_VECTORS, JobConfig
 from batchkit.engines.faults import EngineDied, StartFailed
 from batchkit.engines.memory import family_bytes, gpu_bytes
 from batchkit.engines.process.launcher import LOG
@@ -227,7 +227,7 @@ class _Watch:
 
     def __init__(self, job: JobConfig, measurement: Measurement) -> None:
         self._folder, self._measurement = job.folder, measurement
-        self._lag_s = VECTORS_LAG_S if job.task == "embed" else 0.0
+        self._lag_s = VECTORS_LAG_S if job.task in WITH_VECTORS else 0.0
         self._samples_memory = holds_model(job.engine.kind)
         self.stop = StopRequest(drain_s=0)
         self.began = 0.0

@@ -50,7 +50,7 @@ class JobConfig(Table):
     """Names the run folder."""
     task: Identity[TaskName] = "generate"
     """What the model does with a row: `generate` text; or vLLM's pooling tasks: `embed` gives a
-    vector, `classify` a label and the probabilities of the model's classes, `score` a number for
+    vector, `token_embed` one for each token of the prompt, `classify` a label and the probabilities of the model's classes, `score` a number for
     each document of `[pair]`."""
     input: InputTable = InputTable()
     vars: Identity[dict[str, Any]] = Field({})

@@ -183,7 +183,7 @@ class OutputTable(Table):
     """What happens to a row whose function asks for something else than before it was interrupted:
     it fails with `rollout`, or has the new answer."""
     vector_dtype: Identity[Literal["float32", "float16"]] = "float32"
-    """For `task = "embed"`: the type that vectors are stored with."""
+    """For `task = "embed"` and `"token_embed"`: the type that vectors are stored with."""
 
 
 def words_of(command: str | Sequence[str]) -> list[str]:

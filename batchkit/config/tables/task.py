@@ -8,7 +8,8 @@ from pydantic import ConfigDict, Field, PositiveInt, model_validator
 
 from batchkit.config.tables.base import Identity, Table
 
-TaskName = Literal["generate", "embed", "classify", "score"]
+TaskName = Literal["generate", "embed", "token_embed", "classify", "score"]
+WITH_VECTORS = ("embed", "token_embed")
 
 
 class PairTable(Table):
@@ -32,16 +33,16 @@ class PairTable(Table):
 
 
 class PoolingTable(Table):
-    """For the tasks `embed`, `classify` and `score`: given to `vllm.PoolingParams` as they are, so any
+    """For the tasks other than `generate`: given to `vllm.PoolingParams` as they are, so any
     of its names may be used here."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     dimensions: Identity[PositiveInt | None] = None
-    """For `embed`: only the first so many of a vector, if the model was trained for it
+    """For `embed` and `token_embed`: only the first so many of a vector, if the model was trained for it
     (Matryoshka). With `dry-run`: the length of its vectors (8)."""
     normalize: Identity[bool | None] = None
-    """For `embed`: whether vectors get the length 1, by default as the model says. It is what vLLM
+    """For `embed` and `token_embed`: whether vectors get the length 1, by default as the model says. It is what vLLM
     calls `use_activation`."""
 
     def params(self) -> dict[str, Any]:

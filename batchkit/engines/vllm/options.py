@@ -33,6 +33,7 @@ _LIMITS = ("max_tokens_per_query", "max_tokens_per_doc")
 # What vLLM calls the tasks of a model that can do the job's.
 _NEEDED = {
     "embed": ("embed",),
+    "token_embed": ("token_embed",),
     "classify": ("classify",),
     "score": ("embed", "classify", "token_embed"),
 }
@@ -145,6 +146,10 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
     options |= lora_options(adapters_of(job), options)
     if job.task != "generate":
         options.setdefault("runner", "pooling")
+    if job.task == "token_embed":  # vLLM refuses the task of a request that is not the model's
+        given = options.get("pooler_config") or {}
+        if isinstance(given, Mapping):
+            options["pooler_config"] = {"task": job.task, **given}
     if job.engine.reasoning_parser is not None:
         # A grammar then applies to the answer behind the reasoning; thinking_token_budget needs it, too.
         options["reasoning_parser"] = job.engine.reasoning_parser
@@ -304,6 +309,7 @@ def check_task(job: JobConfig, vllm_task: str | None, model_config: Any) -> None
     remedies = {
         "embed": 'take an embedding model, or set engine.options.convert = "embed" to use what it has'
         " instead of a head",
+        "token_embed": "take an embedding model",
         "classify": "take a model with classes (…ForSequenceClassification)",
         "score": "take a cross-encoder, or an embedding model",
     }

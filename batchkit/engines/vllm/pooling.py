@@ -138,6 +138,8 @@ class PoolingRenderer:
         found = output.outputs.data.float().cpu()
         if self._task == "embed":
             return Pooled(vector=found.numpy().astype("<f4").tobytes())
+        if self._task == "token_embed":
+            return Pooled(vector=found.numpy().astype("<f4").tobytes(), tokens=len(found))
         likeliest = int(found.argmax())
         label = self._labels.get(likeliest, f"LABEL_{likeliest}")
         return Pooled(probabilities=found.tolist(), label=label)
