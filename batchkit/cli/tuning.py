@@ -116,6 +116,11 @@ def find_bs(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
 @options.rows("Try with the first N rows only.")
 @options.seconds("At most this long per trial, after at most as long to fill the engine.", 10.0)
 @click.option(
+    "--allow-changes",
+    is_flag=True,
+    help="Also try what changes answers: bfloat16, fp8 weights, an fp8 KV cache; count the changed ones.",
+)
+@click.option(
     "--write", is_flag=True, help="Set the best options in JOB; nothing else in it changes."
 )
 @SET
@@ -123,7 +128,7 @@ def find_bs(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
 def tune(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
     """Find the engine's options with which JOB is fastest on this machine.
 
-    Only options that decide speed and not the answers are tried, with the job's own rows: how many requests run at
+    Options that decide speed and not the answers are tried with the job's own rows: how many requests run at
     once, tokens a step, asynchronous scheduling, prefix caching, chunked prefill, eager mode. At the end, the
     default and the best options are measured by turns, three times each. Run it again to continue a search that was
     stopped.

@@ -77,6 +77,14 @@ def speed_options(job: JobConfig) -> Mapping[str, Any]:
     return {"max_num_seqs": size}
 
 
+def changing_options(job: JobConfig) -> Mapping[str, Any]:
+    """Values of other options that may be faster, and change the answers. Raises as ``speed_options``."""
+    with _importing(job):
+        found = getattr(ENGINES.load(job.engine.kind), "changing_options", None)
+        known: Mapping[str, Any] = {} if found is None else found(job)
+        return known
+
+
 WORKS_WITHOUT = (
     'Without it: --set engine.kind=dry-run tries the job, and a server answers it (engine.kind = "openai-server").'
     " For a machine without a GPU, `make setup` in a checkout installs vLLM's CPU build"

@@ -16,6 +16,7 @@ from batchkit.commands.tuning.known import Tried
 from batchkit.commands.tuning.tune import tune
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError
 from tests.support.dry_runs import TRIED
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
@@ -140,14 +141,52 @@ def test_the_interval_of_a_trial_is_that_of_its_windows(monkeypatch: pytest.Monk
     assert tuned.trials == [Tried({}, "ok", 3.0, 10.0, 8.0, 12.0)]
 
 
+VLLM = (
+    JOB.partition("[engine]")[0]
+    + """
+[sampling]
+max_tokens = 4
+[engine]
+model = "MODEL"
+[engine.options]
+dtype = "float32"
+enforce_eager = true
+max_model_len = 256
+max_num_seqs = 4
+kv_cache_memory_bytes = 67108864
+"""
+)
+
+
+@pytest.mark.vllm
+def test_of_options_that_change_answers_the_changed_ones_are_counted(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rates are made up, for on this machine none is faster; the answers are not."""
+
+    def run(self: object, job: JobConfig, at_once: int, seconds: float) -> Trial:
+        if "fp8" in job.engine.options.values():
+            return Trial("error: this device has none", "", 1.0)
+        rate = 150.0 if job.engine.options["dtype"] == "bfloat16" else 100.0
+        return Trial("ok", "", 1.0, 0.1, Figures(1.0, rate, 0, 0, 1.0, 1.0, True))
+
+    monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
+    Path("job.toml").write_text(VLLM.replace("MODEL", str(text_model)))
+    job = load_job(Path("job.toml"))
+    assert tune(job, minutes=5, rows=None, seconds=1).best == {}
+    tuned = tune(job, minutes=5, rows=None, seconds=1, allow_changes=True)
+    assert tuned.best == {"dtype": "bfloat16"}
+    assert tuned.differ is not None
+    assert 0 < tuned.differ < 1, "random weights round otherwise now and then"
+    assert f"{tuned.differ:.0%} of the answers differ" in tuned.to_text()
+    embedded = job.model_copy(update={"task": "embed"})
+    with pytest.raises(JobError, match="counted only for one generated text"):
+        tune(embedded, minutes=5, rows=None, seconds=1, allow_changes=True)
+
+
 @pytest.mark.vllm
 def test_without_time_to_search_the_default_is_measured_alone(text_model: Path) -> None:
-    options = 'dtype = "float32"\nenforce_eager = true\nmax_model_len = 256\nmax_num_seqs = 4\n'
-    Path("job.toml").write_text(
-        JOB.partition("[engine]")[0]
-        + f'[sampling]\nmax_tokens = 4\n[engine]\nmodel = "{text_model}"\n[engine.options]\n{options}'
-        "kv_cache_memory_bytes = 67108864\n"
-    )
+    Path("job.toml").write_text(VLLM.replace("MODEL", str(text_model)))
     ended = batchkit(
         *("tune", "job.toml", "--json", "--seconds", "1", "--minutes", "0.01"),
         cwd=Path.cwd(),

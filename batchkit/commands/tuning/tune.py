@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.commands import Say
+from batchkit.commands.parity import parity
 from batchkit.commands.trial import OK, OOM, Trial, Trials, trials_of
 from batchkit.commands.tuning.find import LEAST_GAIN, bottleneck_of
 from batchkit.commands.tuning.known import Known, Options, Tried, words
@@ -24,7 +26,7 @@ from batchkit.commands.tuning.options import (
 from batchkit.commands.tuning.table import line_of
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
-from batchkit.engines.registry import speed_options
+from batchkit.engines.registry import changing_options, speed_options
 from batchkit.errors import JobError
 from batchkit.scoring.metrics import markdown
 
@@ -32,6 +34,7 @@ _FACTORS = (4.0, 2.0)
 _MOST_TRIALS = 15  # before the comparison
 _LEAST_OF_FLIP = 0.015  # it costs one trial; LEAST_GAIN is a step's, which others follow
 _ROUNDS = 3  # of default and best, in turn
+_ROWS_OF_PARITY = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Comparison:
 @dataclass(slots=True)
 class Tuned:
     """What was found. ``gained``: the rate without one of the best options, as a share of that with all of them.
-    ``limit``: what the default waits for, in words. ``written``: the job file that has the best options now."""
+    ``limit``: what the default waits for, in words. ``differ``: the share of rows that the best options answer
+    otherwise; None if they can't. ``written``: the job file that has the best options now."""
 
     job: JobConfig
     trials: list[Tried] = field(default_factory=list)
@@ -55,6 +59,7 @@ class Tuned:
     compared: Comparison | None = None
     gained: dict[str, float] = field(default_factory=dict)
     limit: str = ""
+    differ: float | None = None
     signum: int | None = None
     written: Path | None = None
 
@@ -77,6 +82,7 @@ class Tuned:
             "compared": None if self.compared is None else asdict(self.compared),
             "gained": self.gained,
             "limit": self.limit,
+            "differ": self.differ,
             "trials": [asdict(tried) for tried in self.trials],
             "serve": self._serve(),
             "interrupted": self.signum is not None,
@@ -104,6 +110,8 @@ class Tuned:
             yield f"{words(self.best)}: {times}, which may be chance; keep the default"
             return
         yield f"{words(self.best)}: {times}"
+        if self.differ is not None:
+            yield f"{self.differ:.0%} of the answers differ (greedy, the first {_ROWS_OF_PARITY} rows): see parity"
         yield from (f"without {name}: {share:.2f} of that" for name, share in self.gained.items())
         if self.written is not None:
             yield f"{self.written}: written"
@@ -127,12 +135,14 @@ def tune(
     minutes: float,
     rows: int | None,
     seconds: float,
+    allow_changes: bool = False,
     write_to: Path | None = None,
     say: Say = lambda text: None,
 ) -> Tuned:
     """Search for about ``minutes``; each trial has an engine of its own and at most ``seconds`` s of answers. All
     trials are written to ``<name>.tune.jsonl`` beside the run folder, and the next call does not make them again.
 
+    ``allow_changes``: try options that change answers, too, and count the answers that the best ones change.
     A signal ends the search with what is known. The best options are written only to ``write_to``, and only if
     they were faster than the default in each of three rounds, in which both were measured in turn.
 
@@ -141,13 +151,20 @@ def tune(
     """
     if len(job.engine_names) > 1:
         raise JobError("[engines]: one engine is tuned; try a job with the steps of one of them")
+    if allow_changes and (job.task != "generate" or job.has_several):
+        raise JobError(
+            "--allow-changes: changed answers are counted only for one generated text a row"
+        )
     if write_to is not None:
         check_patch(write_to)
-    start, found = speed_options(job), Tuned(job)
+    changes = changing_options(job) if allow_changes else {}
+    space, found = {**speed_options(job), **changes}, Tuned(job)
     with trials_of(job, rows) as trials:
-        search = _Search(found, trials, start, seconds, time.monotonic() + 60 * minutes, say)
+        search = _Search(found, trials, space, seconds, time.monotonic() + 60 * minutes, say)
         search.run()
     found.signum = trials.signum
+    if found.is_gain and found.signum is None and found.best.keys() & changes.keys():
+        found.differ = _share_that_differs(job, found.best, say)
     if write_to is not None and found.is_gain and found.signum is None:
         write_patch(write_to, found.best)
         found.written = write_to
@@ -156,7 +173,7 @@ def tune(
 
 class _Search:
     """One option after another, from the fastest options so far: a number multiplied or divided as long as that
-    gains, true and false swapped."""
+    gains, true and false swapped, a text tried."""
 
     def __init__(
         self, found: Tuned, trials: Trials, start: Options, seconds: float, until: float, say: Say
@@ -174,6 +191,8 @@ class _Search:
         for name, value in self._start.items():
             if isinstance(value, bool):
                 self._takes({**self._found.best, name: not value}, _LEAST_OF_FLIP)
+            elif isinstance(value, str):
+                self._takes({**self._found.best, name: value}, _LEAST_OF_FLIP)
             elif isinstance(value, int):  # None: vLLM decides by what else is set
                 self._walks(name, value, most if name == SIZE else None)
         if self._found.best:
@@ -254,6 +273,13 @@ class _Search:
             if time.monotonic() < self._until:
                 rate = self._try({key: value for key, value in best.items() if key != name})
                 self._found.gained[name] = round(rate / statistics.median(rates), 4)
+
+
+def _share_that_differs(job: JobConfig, options: Options, say: Say) -> float:
+    kinds = ",".join([job.engine.kind] * 2)
+    settings = [f"engine.options.{name}={json.dumps(value)}" for name, value in options.items()]
+    found = parity(job, kinds, rows=_ROWS_OF_PARITY, tie=0, settings=((), settings), say=say)
+    return (found.rows - found.equal - found.failed_on_both) / found.rows
 
 
 def _tried(options: Options, trial: Trial) -> Tried:

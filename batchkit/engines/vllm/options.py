@@ -116,6 +116,21 @@ def speed_options(job: JobConfig) -> dict[str, Any]:
     }
 
 
+def changing_options(job: JobConfig) -> dict[str, Any]:
+    """Options that make the job faster, if the device has them, and change its answers; each with a value that
+    is not in force. Raises as ``check_config``."""
+    config = check_config(job)
+    model, cache = config.model_config, config.cache_config
+    found: dict[str, Any] = {}
+    if str(model.dtype) != "torch.bfloat16":
+        found["dtype"] = "bfloat16"
+    if model.quantization is None:
+        found["quantization"] = "fp8"
+    if "fp8" not in cache.cache_dtype:
+        found["kv_cache_dtype"] = "fp8"
+    return found
+
+
 def why_not_bounded(sampling: Mapping[str, Any], vllm_config: Any) -> str | None:
     """Why vLLM can't end the reasoning after ``thinking_token_budget``, if it is set."""
     found = getattr(vllm_config, "reasoning_config", None)
