@@ -67,24 +67,30 @@ def read_batches(
     path, schema, vectors = folder / RESULTS, schema_of(layout), Vectors(folder)
     scores = Scores(folder)
     with closing(NewestLog(path)) as newest:
-        for part in _parts(newest, layout.embedding):
+        for part in _parts(newest):
             places = zip(newest.starts[part].tolist(), newest.ends[part].tolist(), strict=True)
-            records = [sound_record(newest.view[start:end], path, start) for start, end in places]
-            for record in records:
-                line = scores.of(record.index, record.input_hash, record.finished_at)
-                if line is not None:
-                    record.prediction, record.scores = line.prediction, line.scores
-                if inputs is not None:
-                    names = ("index", "id", "input_hash", "fields")
-                    record.fields = inputs.of({name: getattr(record, name) for name in names})
-            arrays = [
-                _vectors(records, vectors, field.type)
-                if column.type in (VECTOR, MATRIX)
-                else _array(records, column, field.type)
-                for column, field in zip(layout.columns.values(), schema, strict=True)
-            ]
-            yield pa.Table.from_arrays(arrays, schema=schema)
+            found = [sound_record(newest.view[start:end], path, start) for start, end in places]
+            for records in _portions(found, layout.embedding):
+                _complete(records, scores, inputs)
+                arrays = [
+                    _vectors(records, vectors, field.type)
+                    if column.type in (VECTOR, MATRIX)
+                    else _array(records, column, field.type)
+                    for column, field in zip(layout.columns.values(), schema, strict=True)
+                ]
+                yield pa.Table.from_arrays(arrays, schema=schema)
             newest.release()
+
+
+def _complete(records: Sequence[Record], scores: Scores, inputs: InputColumns | None) -> None:
+    """Give them their newest scores, and the input's columns."""
+    for record in records:
+        line = scores.of(record.index, record.input_hash, record.finished_at)
+        if line is not None:
+            record.prediction, record.scores = line.prediction, line.scores
+        if inputs is not None:
+            names = ("index", "id", "input_hash", "fields")
+            record.fields = inputs.of({name: getattr(record, name) for name in names})
 
 
 def joined_table(folder: Path, source: Input) -> pa.Table:
@@ -158,21 +164,33 @@ def _arrow_type(kind: str, embedding: VectorType | None) -> pa.DataType:
     return found if inner == kind else pa.list_(found)
 
 
-def _parts(newest: NewestLog, embedding: VectorType | None) -> Iterator[slice]:
-    """Which rows are one batch."""
+def _parts(newest: NewestLog) -> Iterator[slice]:
+    """Which rows are read at once."""
     import numpy as np
 
-    at_once = _BATCH
-    if embedding is not None:
-        largest = 4 * (embedding.dimensions or 4096)  # bytes
-        at_once = max(1, min(_BATCH, _VECTOR_BYTES // largest))
     n_bytes = np.cumsum(newest.ends - newest.starts)
     start = done = 0
     while start < len(n_bytes):
         fitting = int(np.searchsorted(n_bytes, done + _BATCH_BYTES, "right"))
-        end = max(start + 1, min(start + at_once, fitting))
+        end = max(start + 1, min(start + _BATCH, fitting))
         yield slice(start, end)
         start, done = end, n_bytes[end - 1]
+
+
+def _portions(records: Sequence[Record], embedding: VectorType | None) -> Iterator[list[Record]]:
+    """Which of them are one batch, by the size of their vectors."""
+    largest = 0 if embedding is None else 4 * (embedding.dimensions or 4096)  # bytes of a vector
+    portion, n_bytes = list[Record](), 0
+    for record in records:
+        place = record.embedding
+        size = 0 if place is None else largest * (1 if place.tokens is None else place.tokens)
+        if portion and n_bytes + size > _VECTOR_BYTES:
+            yield portion
+            portion, n_bytes = [], 0
+        portion.append(record)
+        n_bytes += size
+    if portion:
+        yield portion
 
 
 def _array(records: Sequence[Record], column: Column, kind: pa.DataType) -> pa.Array:

@@ -16,6 +16,8 @@ import pytest
 
 from batchkit import Run
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.runs.layout import Layout
+from batchkit.runs.table import read_batches
 from batchkit.storage.ledger import Ledger, line_of
 from batchkit.storage.vectors import segment_path
 from tests.support.command_line import batchkit
@@ -78,7 +80,9 @@ def test_each_format_has_the_vectors_at_their_rows(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_each_format_has_a_matrix_for_each_row_of_token_embed(dtype: str) -> None:
+def test_each_format_has_a_matrix_for_each_row_of_token_embed(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare(10, failing=FAILED, output={"vector_dtype": dtype}, task="token_embed")
     rows = [
         {**row, **({"q": "a " * n} if "q" in row else {})}
@@ -96,6 +100,10 @@ def test_each_format_has_a_matrix_for_each_row_of_token_embed(dtype: str) -> Non
     column = pq.read_table(RUN / "results.parquet")["embedding"]
     assert column.is_null().to_pylist() == [row in FAILED for row in range(10)]
     assert column.drop_null().to_pylist() == [matrix.tolist() for matrix in answered]
+    monkeypatch.setattr("batchkit.runs.table._VECTOR_BYTES", 320)  # ten tokens
+    batches = list(read_batches(RUN, Layout.of(RUN)))
+    assert 1 < len(batches) < len(rows)
+    assert pa.concat_tables(batches)["embedding"].combine_chunks() == column.combine_chunks()
     lines = [one for one in read_jsonl(RUN / "results.newest.jsonl") if "embedding" in one]
     for one, matrix in zip(lines, answered, strict=True):
         np.testing.assert_array_equal(np.dtype(dtype).type(one["embedding"]), matrix)
