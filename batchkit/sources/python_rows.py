@@ -78,7 +78,9 @@ def _values(rows: Any) -> Values:
         return Values(lambda: _of_pandas(frame), lambda: len(frame), frame.index)
     if _is_column(rows):
         column = _listed(rows)
-        return Values(lambda: iter(column), lambda: len(column), getattr(rows, "index", None))
+        index = getattr(rows, "index", None)  # of a pyarrow.Array it is a method
+        labels = None if callable(index) else index
+        return Values(lambda: iter(column), lambda: len(column), labels)
     if isinstance(rows, Sequence):
         return Values(lambda: iter(rows), rows.__len__)
     if hasattr(rows, "__arrow_c_stream__") and not hasattr(rows, "with_format"):
