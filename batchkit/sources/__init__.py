@@ -73,7 +73,7 @@ def read_rows(
         InputError: the input can't be read any further; the rows before it were yielded.
     """
     files = dict.fromkeys(input_files(table), "") if files is None else files
-    return crossed(table.cross, lambda skip: _of_shard(table, skip, files), skip)
+    yield from crossed(table.cross, lambda skip: _of_shard(table, skip, files), skip)
 
 
 def _of_shard(
