@@ -94,9 +94,7 @@ class SimulatedWorker(CPUWorker):
     def _after(self, began: float, costs_s: float, output: ModelRunnerOutput) -> Any:
         later = Later(output, self._ends_at(began, costs_s))
         if self.timeline is not None:
-            self.timeline.write(
-                STEP.pack(began, later.ready_at, len(output.req_ids), time.thread_time())
-            )
+            self.timeline.write(STEP.pack(began, later.ready_at, len(output.req_ids)))
             self.timeline.flush()
         if not (busy := self.costs.get("busy", 0.0)):
             return later
