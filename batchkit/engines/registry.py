@@ -63,7 +63,8 @@ def max_num_seqs_of(kind: str) -> int | None:
 
 
 def speed_options(job: JobConfig) -> Mapping[str, Any]:
-    """The options of the job's engine that decide its speed and not its answers, with the values in force.
+    """The options of the job's engine that decide its speed and not its answers: the value in force, from which
+    others follow, or other values in a list.
 
     Raises:
         JobError: the job can't be run.
@@ -78,7 +79,7 @@ def speed_options(job: JobConfig) -> Mapping[str, Any]:
 
 
 def changing_options(job: JobConfig) -> Mapping[str, Any]:
-    """Values of other options that may be faster, and change the answers. Raises as ``speed_options``."""
+    """Values of other options, in lists, that may be faster and change the answers. Raises as ``speed_options``."""
     with _importing(job):
         found = getattr(ENGINES.load(job.engine.kind), "changing_options", None)
         known: Mapping[str, Any] = {} if found is None else found(job)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchkit.commands.trial.measurement import Answer, Figures, Measurement, idle_of
+from batchkit.commands.trial.measurement import Answer, Figures, Measurement, hung_s, idle_of
 from batchkit.storage.metrics import Metrics
 
 
@@ -146,3 +146,40 @@ def test_what_the_engine_waits_for(
     assert idle.running == figures["running"]
     assert idle.preempted == 6, "in the five seconds of its round"
     assert idle_of(trial, lines[:1]) is None, "it was not full yet"
+
+
+@pytest.mark.parametrize(("least", "over_at"), [(0.0, 6), (9.0, 6), (20.0, 2)])
+def test_a_trial_that_is_clearly_behind_ends_early(least: float, over_at: float) -> None:
+    """Ten rows a second, of which four run at once: without ``least`` it takes five seconds."""
+    trial = Measurement(4, 60, total=1000, first=range(4))
+    trial.least = least
+    ended = next(
+        each.ended for each in steady(10, 400) if trial.add(each) or trial.is_over(0.0, each.ended)
+    )
+    assert ended == pytest.approx(over_at, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "in_flight", "silent_s"),
+    [((9, 9, 9), 4, 20.0), ((7, 8, 9), 4, 0.0), ((9, 9, 9), 0, 0.0), ((5, 7, 7), 4, 10.0)],
+    ids=["hung", "one long answer", "at its end", "hung later: not yet for long enough"],
+)
+def test_a_trial_whose_engine_generates_nothing_has_hung(
+    tokens: tuple[int, ...], in_flight: int, silent_s: float
+) -> None:
+    trial = Measurement(4, 30, total=100, first=range(4))
+    for each in answers(1.0, 2.0, 3.0):
+        trial.add(each)
+    lines = [
+        Metrics(
+            at=datetime.fromtimestamp(3.0 + 10 * n, UTC).isoformat(),
+            start=1,
+            seconds=0,
+            rows_ok=3,
+            rows_failed=0,
+            unfinished_tokens=unfinished,
+            in_flight=in_flight,
+        )
+        for n, unfinished in enumerate(tokens)
+    ]
+    assert hung_s(trial, lines) == (silent_s if silent_s > 15 else 0.0)

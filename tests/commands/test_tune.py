@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from batchkit.commands.trial import Trial
-from batchkit.commands.trial.measurement import Figures
-from batchkit.commands.tuning.known import Tried
+from batchkit.commands.trial.measurement import Figures, Idle
+from batchkit.commands.tuning.options import patch
 from batchkit.commands.tuning.tune import tune
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
@@ -59,7 +59,13 @@ def test_the_fastest_options_are_found_compared_and_written() -> None:
     text = Path("job.toml").read_text()
     assert text == JOB.replace("max_num_seqs = 8", f"max_num_seqs = {size}")
     assert tuned["written"] == "job.toml"
-    assert sorted(path.name for path in Path("output").iterdir()) == [MEMORY.name]
+    assert sorted(path.name for path in Path("output").iterdir()) == [
+        "tried.tune.html",
+        MEMORY.name,
+    ]
+    page = Path("output/tried.tune.html").read_text()
+    assert page.count("<circle") == len(ok)
+    assert f"max_num_seqs = {size}" in page
 
 
 def test_a_default_that_is_best_stays() -> None:
@@ -109,11 +115,63 @@ def test_a_trial_that_fails_costs_that_trial(monkeypatch: pytest.MonkeyPatch) ->
     assert "no_such_option" in tuned.to_text()
 
 
+def test_options_of_the_run_are_tried_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers on Ray answer as many rows as twice the size would."""
+    space = {"max_num_seqs": 8, "run.workers": [2], "run.look_ahead": [0]}
+    monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
+    rates = {(None, 1024): 100, (2, 1024): 180, (2, 0): 190}
+
+    def run(self: object, job: JobConfig, at_once: int, *_: float) -> Trial:
+        assert at_once == job.engine.options["max_num_seqs"] * (job.run.workers or 1)
+        rate = rates.get((job.run.workers, job.run.look_ahead), 10)
+        if job.engine.options["max_num_seqs"] != 8 or job.run.render_threads != 4:
+            rate = 1
+        return Trial("ok", "", 1.0, 0.1, Figures(1.0, rate, 0, 0, 1.0, 1.0, True))
+
+    monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
+    job = load_job(Path("job.toml"))
+    tuned = tune(job, minutes=5, rows=None, seconds=1, write_to=Path("job.toml"))
+    assert tuned.best == {"run.workers": 2, "run.look_ahead": 0}
+    assert tomllib.loads(Path("job.toml").read_text())["run"] == {"workers": 2, "look_ahead": 0}
+    assert "[run]\nworkers = 2\nlook_ahead = 0" in patch(tuned.best)
+
+
+@pytest.mark.ray
+def test_a_trial_with_workers_is_one_on_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = {"max_num_seqs": 8, "run.workers": [2]}
+    monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
+    monkeypatch.setattr("batchkit.commands.tuning.tune._MOST_TRIALS", 4)
+    tuned = tune(load_job(Path("job.toml")), minutes=5, rows=None, seconds=1)
+    on_ray = [t for t in tuned.trials if t.options.get("run.workers") == 2]
+    assert on_ray
+    assert {trial.status for trial in on_ray} == {"ok"}
+
+
+def test_only_what_helps_against_the_limit_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = {"max_num_seqs": 64, "gpu_memory_utilization": [0.95], "block_size": [32]}
+    monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
+    full = Idle(0.0, 0.0, 0.6, 31.0, 14)
+    figures = Figures(1.0, 100, 1000, 1000, 1.0, 1.0, True)
+
+    def run(idle: Idle | None) -> Trial:
+        return Trial("ok", "", 1.0, 0.1, figures, idle=idle)
+
+    job = load_job(Path("job.toml"))
+    for idle, tried in ((full, True), (full._replace(kv_cache=0.0), False), (None, False)):
+        monkeypatch.setattr("batchkit.commands.trial.Trials.run", lambda *_, idle=idle: run(idle))
+        MEMORY.unlink(missing_ok=True)
+        tuned = tune(job, minutes=5, rows=None, seconds=1)
+        names = {name for trial in tuned.trials for name in trial.options}
+        assert ({"gpu_memory_utilization", "block_size"} <= names) == tried
+        if tried:
+            assert "31 of 64 requests ran at once, and 14% of them were preempted" in tuned.limit
+
+
 def test_a_gain_within_the_noise_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates that a trial could have shown: the best was lucky once, and is no faster when measured in turn."""
     rates = iter([100, 120, 90, 90, 100, 101, 100, 99, 100, 103])
 
-    def run(self: object, job: JobConfig, at_once: int, seconds: float) -> Trial:
+    def run(self: object, job: JobConfig, at_once: int, seconds: float, least: float) -> Trial:
         return Trial("ok", "", 1.0, 0.1, Figures(1.0, next(rates), 0, 0, 1.0, 1.0, True))
 
     monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
@@ -138,7 +196,9 @@ def test_the_interval_of_a_trial_is_that_of_its_windows(monkeypatch: pytest.Monk
     trial = Trial("ok", "", 3.0, figures=figures)
     monkeypatch.setattr("batchkit.commands.trial.Trials.run", lambda *given: trial)
     tuned = tune(load_job(Path("job.toml")), minutes=0.001, rows=None, seconds=1)
-    assert tuned.trials == [Tried({}, "ok", 3.0, 10.0, 8.0, 12.0)]
+    (trial_of_default,) = tuned.trials
+    assert (trial_of_default.low, trial_of_default.high) == (8.0, 12.0)
+    assert (trial_of_default.status, trial_of_default.rows_per_s) == ("ok", 10.0)
 
 
 VLLM = (
@@ -164,7 +224,7 @@ def test_of_options_that_change_answers_the_changed_ones_are_counted(
 ) -> None:
     """The rates are made up, for on this machine none is faster; the answers are not."""
 
-    def run(self: object, job: JobConfig, at_once: int, seconds: float) -> Trial:
+    def run(self: object, job: JobConfig, at_once: int, seconds: float, least: float) -> Trial:
         if "fp8" in job.engine.options.values():
             return Trial("error: this device has none", "", 1.0)
         rate = 150.0 if job.engine.options["dtype"] == "bfloat16" else 100.0

@@ -23,6 +23,7 @@ from batchkit.commands.trial.measurement import (
     Idle,
     Measurement,
     answers_in,
+    hung_s,
     idle_of,
     seconds_at,
 )
@@ -148,9 +149,10 @@ class Trials:
         self._hint = renderer_of(job).hint
         self._number = 0
 
-    def run(self, job: JobConfig, at_once: int, seconds: float) -> Trial:
+    def run(self, job: JobConfig, at_once: int, seconds: float, least: float = 0.0) -> Trial:
         """Measure ``job``, the one that the trials are of but for its settings, which runs ``at_once``
-        requests at once: for at most ``seconds``, after as many to fill the engine.
+        requests at once: for at most ``seconds``, after as many to fill the engine, and no longer than it takes to
+        see that it answers fewer than ``least`` rows a second.
 
         Raises:
             JobError: the first trial finds the job invalid, or its rows can't be read.
@@ -158,6 +160,7 @@ class Trials:
         self._number += 1
         job = _of_trial(job, self._folder / str(self._number))
         measurement = self._measurement(job, at_once, seconds)
+        measurement.least = least
         status, reason, started = OK, "", time.time()
         with closing(_Watch(job, measurement)) as watch:
             try:
@@ -166,7 +169,9 @@ class Trials:
                 if self._number == 1 and isinstance(error, JobError):
                     raise
                 status, reason = _failure(error)
-        ended = time.time()
+        ended, metrics = time.time(), read_metrics(job.folder)
+        if status == OK and (silent_s := hung_s(measurement, metrics)):
+            status = f"error: hung: nothing was generated in the last {silent_s:.0f} s"
         is_sample = self.rows < self.total
         figures = measurement.figures(ended, is_sample=is_sample) if status == OK else None
         if status == OK and figures is None:
@@ -180,7 +185,7 @@ class Trials:
             len(measurement.answers),
             measurement.failed,
             watch.memory,
-            None if job.has_several else idle_of(measurement, read_metrics(job.folder)),
+            None if job.has_several else idle_of(measurement, metrics),
         )
 
     def _measurement(self, job: JobConfig, at_once: int, seconds: float) -> Measurement:
@@ -204,9 +209,7 @@ class Trials:
 
 def _of_trial(job: JobConfig, folder: Path) -> JobConfig:
     """A death of the engine ends a trial; rows that fail do not."""
-    run = job.run.of_part(
-        workers=None, max_seconds=None, max_completion_tokens=None, max_host_gb=None
-    )
+    run = job.run.of_part(max_seconds=None, max_completion_tokens=None, max_host_gb=None)
     return job.model_copy(
         update={
             "name": folder.name,

@@ -26,6 +26,7 @@ from batchkit.storage.metrics import Metrics
 
 ENOUGH_S, ENOUGH_ROWS, ENOUGH_WAVES = 5.0, 32, 4
 _LEAST_ROWS, _LEAST_STEADY_S = 4, 0.5
+_LEAST_S_BEHIND = 1.0
 _WINDOWS, _T_90 = 10, 1.833  # Student's t of 9 degrees of freedom, two-sided 90 %
 _CLOCK_S = 0.001  # the times of records are no finer
 
@@ -122,11 +123,13 @@ class Measurement:
     """Of a trial while it is running: ``at_once`` rows run at once, of ``total``, for at most ``seconds``
     with the engine full, and as long before that. ``first``: the rows that are submitted first.
 
-    It is over earlier once the engine was full for 5 s, and for 32 rows and 4 for each that runs at once.
+    It is over earlier once the engine was full for 5 s, and for 32 rows and 4 for each that runs at once; and
+    after a second and half as many, if the rate is below ``least`` even at the upper end of its interval.
     """
 
     def __init__(self, at_once: int, seconds: float, *, total: int, first: Collection[int]) -> None:
         self.at_once, self.seconds = at_once, seconds
+        self.least = 0.0
         self._left = total
         self._first = set(first)
         self.full: list[Answer] = []
@@ -158,7 +161,13 @@ class Measurement:
             return now >= began + self.seconds
         enough = max(ENOUGH_ROWS, ENOUGH_WAVES * self.at_once)
         is_enough = self.full_s >= ENOUGH_S and len(self.full) > enough
-        return is_enough or now >= self.full[0].ended + self.seconds
+        return is_enough or now >= self.full[0].ended + self.seconds or self._is_behind(enough)
+
+    def _is_behind(self, enough: int) -> bool:
+        if self.full_s < _LEAST_S_BEHIND or len(self.full) <= enough / 2:
+            return False
+        ended = [answer.ended for answer in self.full[1:]]
+        return _interval(ended, self.full_s)[1] < self.least
 
     def figures(self, ended: float, *, is_sample: bool) -> Figures | None:
         """Of a trial that ``ended`` then; None if nothing was answered. ``is_sample``: the job has other
@@ -172,6 +181,22 @@ class Measurement:
         end = ended if self._left else answers[-1].ended
         began = min(answer.began for answer in answers)
         return Figures.of(answers, end - began, is_typical=is_whole)
+
+
+def hung_s(measurement: Measurement, metrics: Sequence[Metrics]) -> float:
+    """For how long the engine had generated nothing when the trial ended; 0 unless that is half of its time, and
+    twice as long as any answer took."""
+    if not measurement.answers or not metrics or not metrics[-1].in_flight:
+        return 0.0
+    last = metrics[-1]
+    moved = next(line.at for line in metrics if _generated(line) == _generated(last))
+    silent_s = seconds_at(last.at) - max(seconds_at(moved), measurement.answers[-1].ended)
+    longest = max(answer.latency_s for answer in measurement.answers)
+    return silent_s if silent_s > max(2 * longest, measurement.seconds / 2) else 0.0
+
+
+def _generated(line: Metrics) -> int:
+    return line.completion_tokens + line.unfinished_tokens + line.rows_ok
 
 
 class Idle(NamedTuple):

@@ -193,11 +193,12 @@ def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bo
             f" {what} there on one thread, too slowly",
         )
     if waits["kv_cache"] > _MOSTLY:
+        again = best["preempted"] / max(1, best["rows"])
         return Bottleneck(
             "kv-cache",
-            f"the KV cache was full for {waits['kv_cache']:.0%} of the time, and {best['running']:.0f} of"
-            f" {best['batch_size']:,} requests ran at once: more memory for it, or a smaller"
-            " max_model_len, would let more of them run",
+            f"the KV cache was full for {waits['kv_cache']:.0%} of the time, {best['running']:.0f} of"
+            f" {best['batch_size']:,} requests ran at once, and {again:.0%} of them were preempted and begun again:"
+            " fewer at once, more memory for it, or a smaller max_model_len",
         )
     return _compute(lines, best)
 

@@ -25,7 +25,8 @@ Options = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Tried:
     """One trial, as ``tune.jsonl`` and JSON have it. ``options``: of the engine, besides the job's own; none of the
-    default. ``low`` to ``high``: 90 % of ``rows_per_s``, by windows of the measured time; None unless it is ok."""
+    default. ``low`` to ``high``: 90 % of ``rows_per_s``, by windows of the measured time; None unless it is ok.
+    ``waits_for``: the resource that it waited for, and ``limit`` the same in words with figures."""
 
     options: dict[str, Any]
     status: str
@@ -33,6 +34,8 @@ class Tried:
     rows_per_s: float | None = None
     low: float | None = None
     high: float | None = None
+    waits_for: str = "unknown"
+    limit: str = ""
 
 
 class Known:

@@ -1,4 +1,7 @@
-"""Options of the engine that trials set, and how the best ones are set in the job file."""
+"""Options that trials set, and how the best ones are set in the job file.
+
+A name without a dot is an option of the engine (``engine.options``), any other one is a key of the job file.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,23 @@ KEY = f"{_TABLE}.{SIZE}"
 
 
 def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
-    """The job with these options of its engine besides its own.
+    """The job with these options besides its own, and without workers unless they are among them.
 
     The engine is kept from continuing at a smaller size when memory runs out: the trial is of
     this size.
     """
-    options = {**job.engine.options, **options}
+    of_run = {"workers": None} | {
+        name.partition(".")[2]: value for name, value in options.items() if "." in name
+    }
+    options = job.engine.options | {n: value for n, value in options.items() if "." not in n}
     if job.engine.kind == "transformers":
         options["shrink_on_oom"] = False
-    return job.model_copy(update={"engine": job.engine.model_copy(update={"options": options})})
+    return job.model_copy(
+        update={
+            "engine": job.engine.model_copy(update={"options": options}),
+            "run": job.run.model_copy(update=of_run),
+        }
+    )
 
 
 def most_of(job: JobConfig, rows: int) -> tuple[int, str]:
@@ -41,7 +52,15 @@ def most_of(job: JobConfig, rows: int) -> tuple[int, str]:
 
 def patch(options: Mapping[str, Any]) -> str:
     """The lines of TOML that set them."""
-    return f"[{_TABLE}]\n{tomlkit.dumps(dict(options))}".rstrip()
+    tables = dict[str, dict[str, Any]]()
+    for name, value in options.items():
+        table, _, key = _key(name).rpartition(".")
+        tables.setdefault(table, {})[key] = value
+    return "\n".join(f"[{table}]\n{tomlkit.dumps(keys)}" for table, keys in tables.items()).rstrip()
+
+
+def _key(name: str) -> str:
+    return name if "." in name else f"{_TABLE}.{name}"
 
 
 def check_patch(path: Path) -> None:
@@ -77,18 +96,20 @@ def _edited(path: Path, options: Mapping[str, Any]) -> bytes:
             _set(wanted, name, value, dict)
         changed = tomlkit.dumps(document)
         if tomllib.loads(changed) != wanted:  # tomlkit can't edit every form of a table
-            raise TOMLKitError(f"{_TABLE} can't be set without touching other keys")
+            keys = ", ".join(map(_key, options))
+            raise TOMLKitError(f"{keys} can't be set without touching other keys")
     except (OSError, ValueError, TOMLKitError) as error:
         raise _not_changed(path, error, options) from error
     return changed.encode()
 
 
 def _set(table: Any, name: str, value: Any, new: Callable[[], Any]) -> None:
-    for part in _TABLE.split("."):
+    *parts, key = _key(name).split(".")
+    for part in parts:
         if part not in table:
             table[part] = new()
         table = table[part]
-    table[name] = value
+    table[key] = value
 
 
 def _not_changed(path: Path, error: Exception, options: Mapping[str, Any]) -> JobError:

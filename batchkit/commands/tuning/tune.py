@@ -23,6 +23,8 @@ from batchkit.commands.tuning.options import (
     with_options,
     write_patch,
 )
+from batchkit.commands.tuning.picture import draw
+from batchkit.commands.tuning.space import Choice, choices
 from batchkit.commands.tuning.table import line_of
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
@@ -50,7 +52,7 @@ class Comparison:
 @dataclass(slots=True)
 class Tuned:
     """What was found. ``gained``: the rate without one of the best options, as a share of that with all of them.
-    ``limit``: what the default waits for, in words. ``differ``: the share of rows that the best options answer
+    ``differ``: the share of rows that the best options answer
     otherwise; None if they can't. ``written``: the job file that has the best options now."""
 
     job: JobConfig
@@ -58,10 +60,15 @@ class Tuned:
     best: dict[str, Any] = field(default_factory=dict)
     compared: Comparison | None = None
     gained: dict[str, float] = field(default_factory=dict)
-    limit: str = ""
     differ: float | None = None
     signum: int | None = None
     written: Path | None = None
+    picture: Path | None = None
+
+    @property
+    def limit(self) -> str:
+        """What the default waits for, in words."""
+        return next((tried.limit for tried in self.trials if not tried.options), "")
 
     @property
     def is_gain(self) -> bool:
@@ -82,6 +89,7 @@ class Tuned:
             "compared": None if self.compared is None else asdict(self.compared),
             "gained": self.gained,
             "limit": self.limit,
+            "picture": None if self.picture is None else str(self.picture),
             "differ": self.differ,
             "trials": [asdict(tried) for tried in self.trials],
             "serve": self._serve(),
@@ -101,6 +109,8 @@ class Tuned:
         yield markdown(heads, [_cells(tried) for tried in self.trials])
         if self.limit:
             yield f"the default: {self.limit}"
+        if self.picture is not None:
+            yield f"drawn: {self.picture}"
         if self.compared is None:
             yield "nothing that was tried is clearly faster than the default"
             return
@@ -121,10 +131,14 @@ class Tuned:
             yield f"the same server: {self._serve()}"
 
     def _serve(self) -> str:
+        best = dict(self.best if self.is_gain else {})
+        if (workers := best.pop("run.workers", 1)) > 1:
+            best["data_parallel_size"] = workers
         flags = (
             f"--{'no-' * (value is False)}{name.replace('_', '-')}"
             + ("" if isinstance(value, bool) else f" {value}")
-            for name, value in (self.best if self.is_gain else {}).items()
+            for name, value in best.items()
+            if "." not in name
         )
         return " ".join(["vllm serve", self.job.engine.model, *flags])
 
@@ -158,45 +172,58 @@ def tune(
     if write_to is not None:
         check_patch(write_to)
     changes = changing_options(job) if allow_changes else {}
-    space, found = {**speed_options(job), **changes}, Tuned(job)
+    space = choices(job, {**speed_options(job), **changes})
+    found = Tuned(job)
     with trials_of(job, rows) as trials:
-        search = _Search(found, trials, space, seconds, time.monotonic() + 60 * minutes, say)
-        search.run()
+        _Search(found, trials, space, seconds, time.monotonic() + 60 * minutes, say).run()
     found.signum = trials.signum
     if found.is_gain and found.signum is None and found.best.keys() & changes.keys():
         found.differ = _share_that_differs(job, found.best, say)
     if write_to is not None and found.is_gain and found.signum is None:
         write_patch(write_to, found.best)
         found.written = write_to
+    if found.trials:
+        found.picture = draw(job, found.trials, found.best if found.is_gain else {})
     return found
 
 
 class _Search:
     """One option after another, from the fastest options so far: a number multiplied or divided as long as that
-    gains, true and false swapped, a text tried."""
+    gains, other values tried. An option that would help against something else than what the fastest options wait
+    for is left out."""
 
     def __init__(
-        self, found: Tuned, trials: Trials, start: Options, seconds: float, until: float, say: Say
+        self,
+        found: Tuned,
+        trials: Trials,
+        space: Sequence[Choice],
+        seconds: float,
+        until: float,
+        say: Say,
     ) -> None:
         self._found, self._trials, self._say = found, trials, say
-        self._start, self._seconds, self._until = start, seconds, until
+        self._space, self._seconds, self._until = space, seconds, until
+        self._size = next((choice.walk for choice in space if choice.name == SIZE), None) or 1
         self._known = Known(found.job)
-        self._rates = dict[str, float]()
+        self._tried = dict[str, Tried]()
 
     def run(self) -> None:
-        base = self._try({})
-        if base == 0.0:
+        if self._try({}) == 0.0:
             return
         most, _ = most_of(self._found.job, self._trials.rows)
-        for name, value in self._start.items():
-            if isinstance(value, bool):
-                self._takes({**self._found.best, name: not value}, _LEAST_OF_FLIP)
-            elif isinstance(value, str):
-                self._takes({**self._found.best, name: value}, _LEAST_OF_FLIP)
-            elif isinstance(value, int):  # None: vLLM decides by what else is set
-                self._walks(name, value, most if name == SIZE else None)
+        for choice in self._space:
+            if choice.helps not in ("", self._waits_for):
+                continue
+            if choice.walk is not None:
+                self._walks(choice.name, choice.walk, most if choice.name == SIZE else None)
+            for options in choice.others:
+                self._takes({**self._found.best, **options}, _LEAST_OF_FLIP)
         if self._found.best:
             self._compare()
+
+    @property
+    def _waits_for(self) -> str:
+        return self._tried[words(self._found.best)].waits_for
 
     def _walks(self, name: str, value: int, most: int | None) -> None:
         """In large steps, then in small ones: the first small ones of a long way may gain too little to be seen."""
@@ -225,31 +252,30 @@ class _Search:
 
     def _is_time(self) -> bool:
         """Whether a trial can be followed by the rounds that compare it, as long as trials took so far."""
-        if len(self._rates) >= _MOST_TRIALS:
+        if len(self._tried) >= _MOST_TRIALS:
             return False
         took = statistics.mean(tried.seconds for tried in self._found.trials)
         return time.monotonic() + took * (1 + 2 * _ROUNDS) < self._until
 
     def _try(self, options: Options) -> float:
-        """Its rate, in rows a second, 0 if it failed; measured once."""
+        """Its rate, in rows a second, 0 if it failed; measured once. One that is clearly slower than the best so far
+        is measured only until that shows."""
         key = words(options)
-        if key not in self._rates:
-            tried = self._known.of(options) or self._measured(options)
+        if key not in self._tried:
+            best = self._tried.get(words(self._found.best))
+            least = (best.rows_per_s or 0.0) if best is not None else 0.0
+            tried = self._known.of(options) or self._measured(options, least)
             if tried not in self._found.trials:
                 self._found.trials.append(tried)
-            self._rates[key] = tried.rows_per_s or 0.0
-        return self._rates[key]
+            self._tried[key] = tried
+        return self._tried[key].rows_per_s or 0.0
 
-    def _measured(self, options: Options) -> Tried:
+    def _measured(self, options: Options, least: float = 0.0) -> Tried:
         self._say(f"{words(options)}: starting an engine")
         job = with_options(self._found.job, options)
-        size = options.get(SIZE, self._start[SIZE])
-        trial = self._trials.run(job, size, self._seconds)
-        if not options and trial.figures is not None:
-            line = line_of(size, [trial])
-            images = bool(job.prompt.images)
-            self._found.limit = bottleneck_of([line], line, with_images=images).reason
-        tried = _tried(options, trial)
+        at_once = options.get(SIZE, self._size) * (job.run.workers or 1)
+        trial = self._trials.run(job, at_once, self._seconds, least)
+        tried = _tried(job, options, at_once, trial)
         self._known.keep(tried)
         rate = f"{number(tried.rows_per_s)} rows/s" if tried.status == OK else tried.status
         self._say(f"{words(options)}: {rate}")
@@ -277,17 +303,23 @@ class _Search:
 
 def _share_that_differs(job: JobConfig, options: Options, say: Say) -> float:
     kinds = ",".join([job.engine.kind] * 2)
-    settings = [f"engine.options.{name}={json.dumps(value)}" for name, value in options.items()]
+    settings = [
+        f"engine.options.{name}={json.dumps(value)}"
+        for name, value in options.items()
+        if "." not in name
+    ]
     found = parity(job, kinds, rows=_ROWS_OF_PARITY, tie=0, settings=((), settings), say=say)
     return (found.rows - found.equal - found.failed_on_both) / found.rows
 
 
-def _tried(options: Options, trial: Trial) -> Tried:
+def _tried(job: JobConfig, options: Options, at_once: int, trial: Trial) -> Tried:
     status = f"{OOM}: {trial.reason}" if trial.status == OOM else trial.status
     if (found := trial.figures) is None:
         return Tried(dict(options), status, round(trial.seconds, 3))
-    rates = [float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval)]
-    return Tried(dict(options), status, round(trial.seconds, 3), *rates)
+    rate, low, high = (float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval))
+    line = line_of(at_once, [trial])
+    limit = bottleneck_of([line], line, with_images=bool(job.prompt.images))
+    return Tried(dict(options), status, round(trial.seconds, 3), rate, low, high, *limit)
 
 
 def _cells(tried: Tried) -> Sequence[str]:

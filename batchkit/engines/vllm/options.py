@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, get_type_hints
@@ -101,33 +101,57 @@ _SPEEDS = {
     "enforce_eager": "model_config",
 }
 """Options that decide speed and not the answers, and the part of vLLM's config with the value in force."""
+_MOST_OF_GPU = 0.95  # the share of its memory that tune asks for at most
+_LONG_PROMPT = 0.04  # of max_model_len, where vLLM itself bounds the prefill of long prompts
 
 
 def speed_options(job: JobConfig) -> dict[str, Any]:
-    """Those that the installed vLLM has. Raises as ``check_config``."""
+    """Those that the installed vLLM has: the value in force, or other values in a list. Raises as
+    ``check_config``."""
     config = check_config(job)
     from vllm.engine.arg_utils import EngineArgs
 
     known = EngineArgs.__dataclass_fields__
-    return {
+    in_force = {
         name: getattr(getattr(config, part), name)
         for name, part in _SPEEDS.items()
         if name in known and hasattr(getattr(config, part), name)
     }
+    others = {name: values for name, values in _other_values(job, config) if name in known}
+    return in_force | others
+
+
+def _other_values(job: JobConfig, config: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Of options for which twice or half the value says nothing."""
+    cache, scheduler = config.cache_config, config.scheduler_config
+    if (claimed := cache.kv_cache_memory_bytes) is not None:
+        yield "kv_cache_memory_bytes", [2 * claimed]
+    elif cache.gpu_memory_utilization < _MOST_OF_GPU:
+        yield "gpu_memory_utilization", [_MOST_OF_GPU]
+    graphs = getattr(config.compilation_config, "max_cudagraph_capture_size", None)
+    if graphs and graphs < scheduler.max_num_seqs and not config.model_config.enforce_eager:
+        yield "max_cudagraph_capture_size", [scheduler.max_num_seqs]
+    if job.prompt.images:
+        yield "mm_processor_cache_gb", [4.0, 0]
+    if scheduler.enable_chunked_prefill and not scheduler.long_prefill_token_threshold:
+        threshold = int(config.model_config.max_model_len * _LONG_PROMPT)
+        yield "long_prefill_token_threshold", [max(1, threshold)]
+    if isinstance(cache.block_size, int) and not cache.user_specified_block_size:
+        yield "block_size", [2 * cache.block_size]
 
 
 def changing_options(job: JobConfig) -> dict[str, Any]:
-    """Options that make the job faster, if the device has them, and change its answers; each with a value that
-    is not in force. Raises as ``check_config``."""
+    """Options that make the job faster, if the device has them, and change its answers; each with values that
+    are not in force. Raises as ``check_config``."""
     config = check_config(job)
     model, cache = config.model_config, config.cache_config
     found: dict[str, Any] = {}
     if str(model.dtype) != "torch.bfloat16":
-        found["dtype"] = "bfloat16"
+        found["dtype"] = ["bfloat16"]
     if model.quantization is None:
-        found["quantization"] = "fp8"
+        found["quantization"] = ["fp8"]
     if "fp8" not in cache.cache_dtype:
-        found["kv_cache_dtype"] = "fp8"
+        found["kv_cache_dtype"] = ["fp8"]
     return found
 
 
