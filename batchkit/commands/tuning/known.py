@@ -26,7 +26,8 @@ Options = Mapping[str, Any]
 class Tried:
     """One trial, as ``tune.jsonl`` and JSON have it. ``options``: of the engine, besides the job's own; none of the
     default. ``low`` to ``high``: 90 % of ``rows_per_s``, by windows of the measured time; None unless it is ok.
-    ``waits_for``: the resource that it waited for, and ``limit`` the same in words with figures."""
+    ``waits_for``: the resource that it waited for, and ``limit`` the same in words with figures; ``running``: how many
+    requests ran at once, on average."""
 
     options: dict[str, Any]
     status: str
@@ -36,6 +37,7 @@ class Tried:
     high: float | None = None
     waits_for: str = "unknown"
     limit: str = ""
+    running: int | None = None
 
 
 class Known:

@@ -10,7 +10,7 @@ from batchkit.commands.tuning.options import SIZE
 from batchkit.config.tables import JobConfig
 from batchkit.engines.memory import gpus
 
-_HELPS: Mapping[str, str] = {
+_ONLY_FOR: Mapping[str, str] = {
     "run.render_threads": "rendering",
     "mm_processor_cache_gb": "preprocessing",
     "gpu_memory_utilization": "kv-cache",
@@ -20,35 +20,57 @@ _HELPS: Mapping[str, str] = {
     "long_prefill_token_threshold": "prefill",
 }
 """Options that are tried only while this is what the fastest options so far wait for."""
+_GPUS = ("run.workers", "tensor_parallel_size")
+_FIRST_FOR: Mapping[str, str] = {
+    "max_num_batched_tokens": "prefill",
+    "enable_prefix_caching": "prefill",
+    "enable_chunked_prefill": "prefill",
+    "async_scheduling": "decode",
+    "enforce_eager": "decode",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """An option of the search: a number to ``walk`` from, the value in force, or ``others``, each a set of options
-    that is tried as a whole. ``helps``: what it takes away, as ``Bottleneck.resource`` has it; "" for any."""
+    that is tried as a whole. ``helps``: against what, as ``Bottleneck.resource`` has it; ``is_only``: against nothing
+    else."""
 
     name: str
     walk: int | None = None
     others: list[dict[str, Any]] = field(default_factory=list)
     helps: str = ""
+    is_only: bool = False
 
 
 def choices(job: JobConfig, options: Mapping[str, Any]) -> list[Choice]:
-    """Of the engine's ``options`` and of ours: how many requests run at once, then how the GPUs are used, then the
-    rest."""
+    """Of the engine's ``options`` and of ours: how the GPUs are used, which decides how many requests fit, then how many
+    run at once, then the rest."""
     found = [_choice(name, value) for name, value in options.items()]
-    ours = [*_of_gpus(job), *_of_run(job)]
-    first = [choice for choice in found if choice.name == SIZE]
-    return first + ours + [choice for choice in found if choice.name != SIZE]
+    found.sort(key=lambda choice: choice.name != SIZE)
+    return [*_of_gpus(job), *found, *_of_run(job)]
+
+
+def next_of(left: list[Choice], waits_for: str) -> Choice | None:
+    """Take out the one that is worth trying next, while the fastest options wait for ``waits_for``."""
+    may = [choice for choice in left if not choice.is_only or choice.helps == waits_for]
+    if not may:
+        return None
+    found = min(
+        may,
+        key=lambda c: (c.name not in _GPUS, not c.is_only, c.name != SIZE, c.helps != waits_for),
+    )
+    left.remove(found)
+    return found
 
 
 def _choice(name: str, value: Any) -> Choice:
-    helps = _HELPS.get(name, "")
-    if isinstance(value, bool):
-        return Choice(name, others=[{name: not value}])
-    if isinstance(value, list):
-        return Choice(name, others=[{name: other} for other in value], helps=helps)
-    return Choice(name, walk=value if isinstance(value, int) else None, helps=helps)
+    is_only = name in _ONLY_FOR
+    helps = (_ONLY_FOR if is_only else _FIRST_FOR).get(name, "")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Choice(name, walk=value, helps=helps, is_only=is_only)
+    values = {bool: [not value], list: value}.get(type(value), [])
+    return Choice(name, others=[{name: other} for other in values], helps=helps, is_only=is_only)
 
 
 def _of_run(job: JobConfig) -> Iterator[Choice]:

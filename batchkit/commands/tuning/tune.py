@@ -24,7 +24,7 @@ from batchkit.commands.tuning.options import (
     write_patch,
 )
 from batchkit.commands.tuning.picture import draw
-from batchkit.commands.tuning.space import Choice, choices
+from batchkit.commands.tuning.space import Choice, choices, next_of
 from batchkit.commands.tuning.table import line_of
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
@@ -32,7 +32,7 @@ from batchkit.engines.registry import changing_options, speed_options
 from batchkit.errors import JobError
 from batchkit.scoring.metrics import markdown
 
-_FACTORS = (4.0, 2.0)
+_FACTORS, _FINE = (4.0, 2.0), 1.4
 _MOST_TRIALS = 15  # before the comparison
 _LEAST_OF_FLIP = 0.015  # it costs one trial; LEAST_GAIN is a step's, which others follow
 _ROUNDS = 3  # of default and best, in turn
@@ -202,53 +202,72 @@ class _Search:
         say: Say,
     ) -> None:
         self._found, self._trials, self._say = found, trials, say
-        self._space, self._seconds, self._until = space, seconds, until
+        self._space, self._seconds, self._until = [*space], seconds, until
         self._size = next((choice.walk for choice in space if choice.name == SIZE), None) or 1
         self._known = Known(found.job)
         self._tried = dict[str, Tried]()
+        self._small = dict[str, Any]()
 
     def run(self) -> None:
         if self._try({}) == 0.0:
             return
         most, _ = most_of(self._found.job, self._trials.rows)
-        for choice in self._space:
-            if choice.helps not in ("", self._waits_for):
-                continue
-            if choice.walk is not None:
+        while (choice := next_of(self._space, self._best.waits_for)) is not None:
+            if choice.walk is not None and choice.is_only:
+                self._raises(choice.name, choice.walk, choice.helps)
+            elif choice.walk is not None:
                 self._walks(choice.name, choice.walk, most if choice.name == SIZE else None)
             for options in choice.others:
-                self._takes({**self._found.best, **options}, _LEAST_OF_FLIP)
+                self._takes(options, _LEAST_OF_FLIP)
+        if len(self._small) > 1:
+            self._takes(dict(self._small), _LEAST_OF_FLIP)
+        size = self._found.best.get(SIZE, self._size)
+        if not self._walk(SIZE, size, _FINE, most):
+            self._walk(SIZE, size, 1 / _FINE, None)
         if self._found.best:
             self._compare()
 
     @property
-    def _waits_for(self) -> str:
-        return self._tried[words(self._found.best)].waits_for
+    def _best(self) -> Tried:
+        return self._tried[words(self._found.best)]
 
     def _walks(self, name: str, value: int, most: int | None) -> None:
-        """In large steps, then in small ones: the first small ones of a long way may gain too little to be seen."""
+        """In large steps, then in small ones: the first small ones of a long way may gain too little to be seen. Where
+        the KV cache is full, as many requests as it held are tried first, and never more."""
+        if name == SIZE and self._best.waits_for == "kv-cache" and (held := self._best.running):
+            self._takes({name: held})
+            self._walk(name, self._found.best.get(name, value), 1 / 2, None)
+            return
         for factor in _FACTORS:
             value = self._found.best.get(name, value)
             if not self._walk(name, value, factor, most):
                 self._walk(name, value, 1 / factor, None)
 
+    def _raises(self, name: str, value: int, against: str) -> None:
+        """Double it as long as the fastest options wait for what it helps ``against``."""
+        while self._best.waits_for == against and self._takes({name: 2 * value}):
+            value *= 2
+
     def _walk(self, name: str, value: int, factor: float, most: int | None) -> bool:
         """Whether a first step of ``factor`` gained; then it has taken all steps that did."""
         steps = 0
         while (after := int(value * factor)) >= 1 and (most is None or after <= most):
-            if not self._takes({**self._found.best, name: after}):
+            if not self._takes({name: after}):
                 break
             value, steps = after, steps + 1
         return steps > 0
 
-    def _takes(self, options: dict[str, Any], least: float = LEAST_GAIN) -> bool:
-        """Try ``options``; they are the best from now on if they gain more than ``least``."""
+    def _takes(self, change: Options, least: float = LEAST_GAIN) -> bool:
+        """Try the best options with ``change``; they are the best from now on if they gain more than ``least``."""
         if not self._is_time():
             return False
-        if self._try(options) <= self._try(self._found.best) * (1 + least):
-            return False
-        self._found.best = options
-        return True
+        options = {**self._found.best, **change}
+        gain = self._try(options) / self._try(self._found.best) - 1
+        if gain > least:
+            self._found.best = options
+        elif gain > 0:  # several of these may be a gain together
+            self._small |= change
+        return gain > least
 
     def _is_time(self) -> bool:
         """Whether a trial can be followed by the rounds that compare it, as long as trials took so far."""
@@ -319,7 +338,8 @@ def _tried(job: JobConfig, options: Options, at_once: int, trial: Trial) -> Trie
     rate, low, high = (float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval))
     line = line_of(at_once, [trial])
     limit = bottleneck_of([line], line, with_images=bool(job.prompt.images))
-    return Tried(dict(options), status, round(trial.seconds, 3), rate, low, high, *limit)
+    running = None if trial.idle is None else round(trial.idle.running)
+    return Tried(dict(options), status, round(trial.seconds, 3), rate, low, high, *limit, running)
 
 
 def _cells(tried: Tried) -> Sequence[str]:
