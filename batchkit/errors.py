@@ -8,6 +8,7 @@ BatchkitError                  exit code
 │   └── ChangedError           2   the job or its input changed since the run began
 ├── StoreError                 1   the run folder can't be written, read or locked
 │   └── LostLockError          1   … because its lock was lost: another process may have it
+├── UploadError                1   an export could not be sent
 ├── EngineError                1   the engine is dead, or never started
 ├── FailedRowsError            3   rows failed, and the caller asked for an error then
 ├── TooManyFailuresError       1   run.fail_on_error was reached
@@ -94,6 +95,10 @@ class LostVectorError(StoreError):
 
 class LostLockError(StoreError):
     """This process no longer holds the run folder's lock: it must write nothing there."""
+
+
+class UploadError(BatchkitError):
+    """An export is written, and a server refused it or can't be reached."""
 
 
 class EngineError(BatchkitError):

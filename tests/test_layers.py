@@ -60,7 +60,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "engines.transformers.rendering",
     },
     "torchvision": set(),
-    "httpx": {"engines.openai.connections", "rendering.media.download"},
+    "httpx": {"commands.export.upload", "engines.openai.connections", "rendering.media.download"},
     "pandas": set(),
     "prometheus_client": {"execution.exporter"},
     "ray": {

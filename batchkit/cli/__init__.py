@@ -306,6 +306,12 @@ def retry_failed(
 @click.option(
     "--public", is_flag=True, help="A data set that --hub creates is public, not private."
 )
+@click.option(
+    "--upload",
+    metavar="ADDRESS",
+    help="Send what is written to ADDRESS with PUT, instead of that of the job (output.upload).",
+)
+@options.TRUST
 @click.option("--only-finished", is_flag=True, help="Refuse a run with rows that have no record.")
 @click.option("--force", is_flag=True, help="Replace a file that is no export of batchkit, too.")
 @JSON
@@ -314,6 +320,8 @@ def export(
     safe_csv: bool,
     hub: str | None,
     public: bool,
+    upload: str | None,
+    trust: bool,
     only_finished: bool,
     force: bool,
     as_json: bool,
@@ -321,10 +329,12 @@ def export(
 ) -> None:
     """Write the newest record of each row of RUN, in input order.
 
-    Without PATH: a file (--realhit: a folder) in the run folder. Scores are the newest, too.
+    Without PATH: a file (--realhit: a folder) in the run folder. Scores are the newest, too. Exits with 1 if
+    they are written, but could not be sent.
     """
     from batchkit.commands.export import export as write
     from batchkit.commands.export.hub import check_hub, push
+    from batchkit.commands.export.upload import send, to_send
     from batchkit.config.seams import EXPORTS
 
     wanted = {name: path for name, path in formats.items() if path is not None}
@@ -338,12 +348,18 @@ def export(
         check_hub(hub)
     run = run or _run_taken_for_path(wanted)
     folder = find(run)
+    address, due = to_send(folder, job_file(run), [*wanted], upload, trust=trust, say=say)
+    files: list[Path] = []
     for name, path in wanted.items():
         target = Path(path) if path else None
         for file in write(folder, name, target, say, only_finished=only_finished, force=force):
             show(file, as_json)
+            files += [file.path] * (name in due)
             if hub is not None and name == "parquet":
                 show(push(folder, file.path, hub, public=public), as_json)
+    if address is not None:
+        for sent in send(files, address, say):
+            show(sent, as_json)
 
 
 @cli.command()

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from batchkit.commands import Say
+from batchkit.commands.at_end import planned, with_exports
 from batchkit.commands.run import with_scores
 from batchkit.commands.trust import vouched
 from batchkit.config.loading import load_job, masked_override
@@ -103,11 +104,15 @@ def retry_failed(
         overrides=overrides,
         command="retry-failed",
     )
-    with notifying(job, say) as ended, StopRequest().installed() as stop:
-        outcome = start_run(_with_secrets(job, given, say), options=options, stop=stop)
-        ended(outcome.summary)
-        outcome.checked()
-        outcome = with_scores(outcome, job_of_run(folder), stop, say)
+    end = planned(job) if job.output.export else None
+    with notifying(job, say) as ended:
+        with StopRequest().installed() as stop:
+            outcome = start_run(_with_secrets(job, given, say), options=options, stop=stop)
+            ended(outcome.summary)
+            outcome.checked()
+            outcome = with_scores(outcome, job_of_run(folder), stop, say)
+        if end is not None:
+            outcome = with_exports(outcome, end, say)
         ended(outcome.summary)
         summary = outcome.checked()
     recovered = sum(

@@ -6,13 +6,13 @@ the user's job file, or the command line, says the same; or with ``--trust``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from batchkit.commands import Say
-from batchkit.config.doings import ON_END, Doing, doings, lines_of
+from batchkit.config.doings import ON_END, OPTIONAL, Doing, doings, lines_of
 from batchkit.config.loading import load_job
-from batchkit.config.masking import masked
+from batchkit.config.masking import UPLOAD, masked
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.storage.manifest import place_of_job, read_manifest
@@ -31,7 +31,7 @@ def vouched(
 ) -> JobConfig:
     """``job``, once ``say`` has what it executes, imports and sends, of the keys that begin with one ``of``
     these. If it is a run folder's, ``named`` is the user's job file, by default the one that the manifest names;
-    an ``on_end`` that is not there is left out. ``fresh``: a new run begins.
+    what is ``OPTIONAL`` and not there is left out. ``fresh``: a new run begins.
 
     Raises:
         JobError: the job file does not say the same, or a key would go to another host than the run's.
@@ -66,17 +66,28 @@ def _as_in_job_file(
     given = {override.partition("=")[0].strip() for override in overrides}
     foreign = [doing for doing in due if doing not in known and not given.issuperset(doing.keys)]
     why = f"only {folder / JOB} says so" if theirs is None else f"{file} says otherwise"
-    if refused := [doing.line for doing in foreign if doing.keys[0] != ON_END]:
+    if refused := [doing.line for doing in foreign if doing.keys[0] not in OPTIONAL]:
         lines = "\n".join(f"  {line}" for line in refused)
         raise JobError(
             f"{why}, and nothing that a run folder holds is executed, imported or sent a key:\n{lines}\nName"
             " the job file that says it, or give --trust to do it"
         )
-    if foreign:
-        say(f"run.on_end is left out, for {why} (--trust runs it): {foreign[0].line}")
-    on_end = job.run.on_end if theirs is None or ON_END in given else theirs.run.on_end
-    run = job.run.model_copy(update={"on_end": None if foreign else on_end})
-    return job.model_copy(update={"run": run})
+    for doing in foreign:
+        (key,) = doing.keys
+        say(f"{key} is left out, for {why} (--trust {OPTIONAL[key]} it): {doing.line}")
+    return _with_optional(job, job if theirs is None else theirs, given, foreign)
+
+
+def _with_optional(
+    job: JobConfig, theirs: JobConfig, given: Collection[str], foreign: Sequence[Doing]
+) -> JobConfig:
+    """``job`` with what is ``OPTIONAL`` as the user has it: as ``given``, else as in ``theirs``; without the ``foreign``."""
+    left_out = {doing.keys[0] for doing in foreign}
+    on_end = (job if ON_END in given else theirs).run.on_end
+    upload = (job if UPLOAD in given else theirs).output.upload
+    run = job.run.model_copy(update={"on_end": None if ON_END in left_out else on_end})
+    output = job.output.model_copy(update={"upload": None if UPLOAD in left_out else upload})
+    return job.model_copy(update={"run": run, "output": output})
 
 
 def _check_hosts(folder: Path, due: Sequence[Doing]) -> None:

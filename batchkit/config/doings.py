@@ -1,5 +1,5 @@
-"""What a job has this machine do besides asking a model: commands that run, code that is imported, and keys that
-are sent to servers."""
+"""What a job has this machine do besides asking a model: commands that run, code that is imported, and keys and
+exports that are sent."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from batchkit.config.masking import masked_text
+from batchkit.config.masking import UPLOAD, masked_text
 from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.config.terminal import shortened
+from batchkit.config.upload import host_of, variables_in
 
 ON_END, REMOTE_CODE = "run.on_end", "trust_remote_code"
+OPTIONAL = {ON_END: "runs", UPLOAD: "sends"}
+"""Keys that a command can do without, and what would happen by them."""
 
 
 class Doing(NamedTuple):
@@ -64,6 +67,10 @@ def _doings(job: JobConfig) -> Iterator[Doing]:
         if engine.base_url is not None and os.environ.get(engine.api_key_env, "").strip():
             keys = f"{key}.base_url", f"{key}.api_key_env"
             yield Doing(keys, f"sends ${engine.api_key_env} to {_host(engine)}")
+    address = None if job.is_trial else job.output.upload
+    if address is not None and (host := host_of(address)):  # without one, it is refused
+        secrets = "".join(f"${name}, " for name in variables_in(address))
+        yield Doing((UPLOAD,), f"sends {secrets}exports to {host}")
     if (command_ := job.run.on_end) is not None:
         text = command_ if isinstance(command_, str) else shlex.join(command_)
         yield Doing((ON_END,), f"runs: {text}")

@@ -17,6 +17,7 @@ from batchkit.config.regular_file import exists
 MASK = "***"
 Mask = Callable[[str], str]
 FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")  # how a manifest has a secret
+UPLOAD = "output.upload"
 # Keys of a job that hold text for the model, or values of the rows: they are never secrets.
 CONTENT = frozenset(
     [
@@ -53,6 +54,9 @@ _OF_STEP = re.compile(  # as a job has it, and as the identity of a run does: wi
     r"steps\.(?:(?!prompt\.|sampling\.)\w+\.)?((?:prompt|sampling|retry|output)\..*|[^.]+)"
 )
 _OF_ENGINE = re.compile(r"engines\.[^.]+(.*)")
+_TOKEN = re.compile(
+    r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w-]{32,}", re.ASCII
+)  # a part of a path that permits
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
 
 _SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: a URL made into a path
@@ -216,9 +220,23 @@ def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> 
         }
     if isinstance(value, list | tuple):
         return [_masked(part, key, is_own, mask, mask_part) for part in value]
+    if key == UPLOAD and isinstance(value, str):
+        return _in_address(value, mask_part)
     if is_own and isinstance(value, str | int | float) and not isinstance(value, bool):
         return mask(str(value)) if value != "" else value
     return _in_text(value, mask_part, mask) if isinstance(value, str) else value
+
+
+def _in_address(address: str, mask: Mask) -> str:
+    """``address``, to which only a signature permits to send, without all values of its query."""
+    path, mark, query = without_user_info(address, mask).partition("?")
+    path = "/".join(mask(part) if _TOKEN.fullmatch(part) else part for part in path.split("/"))
+    return path + mark + "&".join(_without_any_value(pair, mask) for pair in query.split("&"))
+
+
+def _without_any_value(pair: str, mask: Mask) -> str:
+    name, sign, value = pair.rpartition("=")
+    return pair if not value or value.startswith(("{", "$")) else name + sign + mask(value)
 
 
 def _in_text(text: str, mask: Mask, mask_alike: Mask) -> str:

@@ -93,6 +93,8 @@ FormatName = Annotated[str, READERS, AfterValidator(READERS.check)]
 ScorerName = Annotated[str, SCORERS, AfterValidator(SCORERS.check)]
 Extract = Annotated[str, EXTRACTORS, AfterValidator(EXTRACTORS.check)]
 
+ExportName = Annotated[str, EXPORTS, AfterValidator(EXPORTS.check)]
+
 
 def found_at(target: str) -> Any:
     """The module, or what has the name in it, at ``"module"`` or ``"module:Name"``."""

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from batchkit.config.doings import doings, lines_of
 from batchkit.config.loading import load_job, parse_job, resolve_paths
+from batchkit.config.masking import UPLOAD
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, FailedRowsError, JobError
@@ -167,8 +168,12 @@ class ProductionBatchProcessor:
         if rows is None and job.input.path is None:
             raise JobError("no rows: give some to process(), or set the job's input.path")
         source: Input | None = None if rows is None else from_python(rows, job.input)
-        for line in lines_of(doings(job)):
+        for line in lines_of(doing for doing in doings(job) if doing.keys[0] != UPLOAD):
             self._say(line)
+        if job.output.export or job.output.upload is not None:
+            self._say(
+                "output.export and output.upload: are done by `batchkit run` and `export`, not by process()"
+            )
         try:
             with notifying(job, self._say) as ended:
                 options = replace(self._options, attempts=attempts)

@@ -74,12 +74,13 @@ def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:
 
 
 def check_secrets(job: JobConfig) -> None:
-    """Refuse a job that would run without its secrets, for example one read from a ``job.toml``.
+    """Refuse a job that would run without its secrets, for example one read from a ``job.toml``. That of
+    ``output.upload`` is looked for where it is needed.
 
     Raises:
         JobError: names the keys.
     """
-    keys = [*masking.masked_keys(job.model_dump(exclude={"scoring"}))]
+    keys = [*masking.masked_keys(job.model_dump(exclude={"scoring": True, "output": {"upload"}}))]
     if keys:
         raise JobError(
             f"{', '.join(keys)}: a secret, of which a run folder keeps only {MASK}; name the job file"

@@ -15,7 +15,13 @@ from batchkit.storage.job_toml import job_of_run, toml_of
 from batchkit.storage.manifest import Manifest, read_manifest
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-_ON_THIS_MACHINE = (("input", "shard"), ("output", "dir"), ("media", "root"), ("engine", "server"))
+_ON_THIS_MACHINE = (
+    ("input", "shard"),
+    ("output", "dir"),
+    ("output", "upload"),
+    ("media", "root"),
+    ("engine", "server"),
+)
 _FOLDERS = re.compile(r"(?<=\")(?:/|~/)[^\"\s]*/(?=[^\"\s/]+/?\")")  # of an absolute path in TOML
 
 

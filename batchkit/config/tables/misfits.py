@@ -31,6 +31,7 @@ def misfits(job: JobConfig) -> list[str]:
     keeps the earlier ones."""
     rules = (
         _misfits_of_task,
+        _misfits_of_exports,
         _misfits_of_steps,
         _misfits_of_calls,
         _misfits_of_retry,
@@ -66,6 +67,11 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
         yield from _misfits_of_score(job)
     elif not job.prompt.chat and (job.prompt.system or job.prompt.system_file):
         yield f"prompt.system: task {task} sends only prompt.user, unless prompt.chat = true"
+
+
+def _misfits_of_exports(job: JobConfig) -> Iterator[str]:
+    if "npy" in job.output.export and job.task not in WITH_VECTORS:
+        yield f'output.export: "npy" is for task = "embed" or "token_embed"; task is "{job.task}"'
 
 
 def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:

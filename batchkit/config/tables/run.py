@@ -16,7 +16,9 @@ from pydantic import (
     model_validator,
 )
 
+from batchkit.config.seams import ExportName
 from batchkit.config.tables.base import Free, Identity, PositiveSeconds, Seconds, Table
+from batchkit.config.upload import check_address
 from batchkit.types import Usage
 
 _HOUR_S = 3600.0
@@ -184,6 +186,17 @@ class OutputTable(Table):
     it fails with `rollout`, or has the new answer."""
     vector_dtype: Identity[Literal["float32", "float16"]] = "float32"
     """For `task = "embed"` and `"token_embed"`: the type that vectors are stored with."""
+    export: Free[list[ExportName]] = Field([])
+    """Formats that `batchkit run` and `retry-failed` write into the run folder once all rows are done, as `batchkit export`
+    names them."""
+    upload: Free[str | None] = None
+    """Where these are sent then, each with one PUT: a web address, usually a signed one. `${NAME}` in it is that environment
+    variable, `{name}` the file's name, which must be there if several files are sent."""
+
+    @field_validator("upload")
+    @classmethod
+    def _can_be_sent_to(cls, address: str | None) -> str | None:
+        return None if address is None else check_address(address)
 
 
 def words_of(command: str | Sequence[str]) -> list[str]:

@@ -1,0 +1,225 @@
+"""``output.upload`` and ``export --upload``: files that were exported, each sent with one PUT."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from batchkit.commands import Say
+from batchkit.commands.trust import vouched
+from batchkit.config.loading import load_job
+from batchkit.config.masking import UPLOAD, masked_text
+from batchkit.config.terminal import plain
+from batchkit.config.upload import PLACE, address_of, check_address, is_local, shown, url_for
+from batchkit.errors import JobError, UploadError
+from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.runfolder import is_of_run
+
+if TYPE_CHECKING:
+    import httpx
+
+TRIES = 6
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_CONNECT_S, _ANSWER_S = 60.0, 300.0  # a store answers once it has stored all of a file
+_LONGEST_REASON = 200
+_MOST_ERROR_BYTES = 4096
+_SEVERAL = ("npy", "openai", "realhit")  # formats of more than one file
+_AZURE = {"x-ms-blob-type": "BlockBlob"}  # without it, Azure's store refuses a PUT
+
+
+class Sent(NamedTuple):
+    """A file that a server has taken; ``url`` has no query."""
+
+    file: Path
+    url: str
+    bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"file": str(self.file), "url": self.url, "bytes": self.bytes}
+
+    def to_text(self) -> str:
+        return f"{self.url}: has {self.file.name}, {self.bytes:,} bytes"
+
+
+class ToSend(NamedTuple):
+    """The formats that are sent, and where."""
+
+    address: str | None
+    formats: Sequence[str]
+
+
+def address_for(text: str, formats: Sequence[str]) -> str:
+    """The address in ``text``, before anything is written.
+
+    Raises:
+        JobError: it can't be used, or has no place for the names of the files that ``formats`` give.
+    """
+    address = address_of(text)
+    if PLACE not in address and (len(formats) > 1 or {*formats} & {*_SEVERAL}):
+        raise _needs_place(address, ", ".join(formats))
+    return address
+
+
+def to_send(
+    folder: Path,
+    job_file: Path | None,
+    formats: Sequence[str],
+    given: str | None,
+    *,
+    trust: bool,
+    say: Say,
+) -> ToSend:
+    """Which of ``formats`` that ``batchkit export`` writes are sent, and where: all of them to ``given``, else those that
+    the job asks for to its own address, which ``vouched`` takes from the user's job file.
+
+    Raises:
+        JobError: they can't be sent there.
+    """
+    if given is not None:
+        return ToSend(address_for(_checked(given), formats), formats)
+    is_own = job_file is not None and not is_of_run(job_file)
+    job = load_job(job_file) if job_file is not None and is_own else job_of_run(folder)
+    if job.output.upload is None or job.is_trial:
+        return ToSend(None, ())
+    job = vouched(job, say, of=(UPLOAD,), trust=trust, named=job_file)
+    due = [name for name in formats if name in (job.output.export or formats)]
+    if others := [name for name in formats if name not in due]:
+        say(
+            f"{', '.join(others)}: not sent, for output.export has {', '.join(job.output.export)}; --upload ADDRESS"
+            " sends any format"
+        )
+    if job.output.upload is None or not due:
+        return ToSend(None, ())
+    return ToSend(address_for(job.output.upload, due), due)
+
+
+def _checked(address: str) -> str:
+    try:
+        return check_address(address)
+    except ValueError as error:
+        raise JobError(f"--upload: {error}") from None
+
+
+def send(
+    files: Sequence[Path], address: str, say: Say, *, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[Sent]:
+    """Send each of ``files``. ``say`` gets what is sent before it is, and each try that is repeated.
+
+    Raises:
+        JobError: they need names in ``address``, which has no place for them.
+        UploadError: a server refuses a file, or can't be reached; those before it were sent.
+    """
+    names = [file.name for file in files]
+    if PLACE not in address and len(names) > 1:
+        raise _needs_place(address, ", ".join(names))
+    if len({*names}) < len(names):
+        raise JobError(
+            f"{UPLOAD}: two of {', '.join(names)} would go to one address; give each its name"
+        )
+    for file in files:
+        yield _sent(file, url_for(address, file.name), say, sleep)
+
+
+def _needs_place(address: str, what: str) -> JobError:
+    return JobError(
+        f"{UPLOAD}: {shown(address)}: is one address for several files ({what}); write {PLACE} where the name of"
+        " each belongs"
+    )
+
+
+def _sent(file: Path, url: str, say: Say, sleep: Callable[[float], None]) -> Sent:
+    where = shown(url)
+    try:
+        size = file.stat().st_size
+        say(f"sends {file} ({size:,} bytes) to {where}")
+        for tried in range(1, TRIES + 1):
+            answer = _put(file, url)
+            if answer.status in range(200, 300):
+                return Sent(file, where.removesuffix("?…"), size)
+            if tried == TRIES or not answer.may_pass:
+                break
+            pause = _pause_s(tried, answer.retry_after_s)
+            say(f"{file.name}: {answer.reason}; next try in {pause:.1f} s")
+            sleep(pause)
+    except OSError as error:
+        raise UploadError(f"{file}: not sent to {where}: {error.strerror or error}") from error
+    times = f" ({tried} tries)" * (tried > 1)
+    raise UploadError(f"{file}: not sent to {where}: {answer.reason}{times}")
+
+
+def _pause_s(tried: int, asked_for_s: float) -> float:
+    """Seconds after that many tries: doubled each time, and jittered, so that runs that failed together don't
+    try again together; or what the server asks for, within limits."""
+    return min(
+        max(_FIRST_PAUSE_S * 2.0 ** (tried - 1) * random.uniform(0.5, 1.0), asked_for_s),
+        _LONGEST_PAUSE_S,
+    )
+
+
+class _Answer(NamedTuple):
+    """What became of one try. ``status`` is 0 if there was no response."""
+
+    status: int
+    reason: str
+    retry_after_s: float = 0
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether another try may end otherwise."""
+        return self.status == 0 or self.status == 429 or self.status >= 500
+
+
+def _put(file: Path, url: str) -> _Answer:
+    """httpx takes the length from the open file, and reads it in pieces."""
+    import httpx
+
+    headers = {"User-Agent": "batchkit", "Accept-Encoding": "identity"}
+    parameters = httpx.URL(url).params
+    if {"sv", "sig"} <= {*parameters}:
+        headers |= _AZURE
+    timeout = httpx.Timeout(_CONNECT_S, read=_ANSWER_S)
+    try:
+        with (
+            file.open("rb") as content,
+            httpx.Client(timeout=timeout, trust_env=not is_local(url)) as client,
+            client.stream("PUT", url, content=content, headers=headers) as response,
+        ):
+            return _read(response)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
+        raise UploadError(f"{file}: not sent to {shown(url)}: {masked_text(str(error))}") from error
+    except (ValueError, ImportError) as error:
+        raise UploadError(
+            f"{file}: not sent: the proxy that the environment names can't be used: {masked_text(str(error))}"
+        ) from error
+    except httpx.HTTPError as error:
+        kind = type(error).__name__
+        return _Answer(
+            0, f"the connection failed ({kind}: {masked_text(str(error)) or 'no reason given'})"
+        )
+
+
+def _read(response: httpx.Response) -> _Answer:
+    status = response.status_code
+    if 300 <= status < 400:
+        to = shown(_in_one_line(response.headers.get("location", "")))
+        return _Answer(
+            status,
+            f"answered {status}, moved to {to}; redirects are not followed: give the new address",
+        )
+    body = bytearray()
+    if status >= 400:
+        for piece in response.iter_raw(_MOST_ERROR_BYTES):
+            body += piece
+            if len(body) >= _MOST_ERROR_BYTES:
+                break
+    words = masked_text(_in_one_line(body.decode("utf-8", "replace")))[:_LONGEST_REASON]
+    reason = f"answered {status} {response.reason_phrase}".rstrip() + (words and f": {words}")
+    after = response.headers.get("retry-after", "")
+    return _Answer(status, reason, float(after) if after.isdecimal() else 0)
+
+
+def _in_one_line(text: str) -> str:
+    return plain(" ".join(text.split()))
