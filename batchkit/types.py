@@ -224,16 +224,29 @@ class Usage(Struct, frozen=True, omit_defaults=True):
     reasoning_tokens: Count | None = None
 
 
+class Entity(TypedDict):
+    """A named entity: the characters from ``start`` to ``end`` of the prompt that the model saw."""
+
+    label: str
+    text: str
+    start: int
+    end: int
+    score: float
+
+
 class Pooled(Struct, frozen=True):
     """What a pooling model answers, depending on the job's task: ``vector`` (embed; float32, little
-    endian), or one for each of the prompt's ``tokens`` in a row (token_embed), ``probabilities`` of the model's classes in their order, with the ``label`` of the
-    likeliest (classify), or ``scores``, one for each document of the request's pair (score)."""
+    endian), or one for each of the prompt's ``tokens`` in a row (token_embed; token_classify, with the ``entities``
+    that these scores make, None if the tokens have no place in a text), ``probabilities`` of the model's classes in
+    their order, with the ``label`` of the likeliest (classify), or ``scores``, one for each document of the request's
+    pair (score)."""
 
     vector: bytes | None = None
     probabilities: Sequence[float] | None = None
     label: str | None = None
     scores: Sequence[float] | None = None
     tokens: int | None = None
+    entities: Sequence[Entity] | None = None
 
 
 class ErrorInfo(Struct, frozen=True):
@@ -357,7 +370,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     not; ``unscored`` says why some of them could not be computed. ``earlier_usage`` as in ``Completion``. Of a pooling
     task, ``text`` is None, and set are ``label`` and ``probabilities`` (classify); ``score``, a list
     if the row gives a list of documents, with ``order``, their numbers, best first (score); or
-    ``embedding`` (embed, token_embed). Of a row with several
+    ``embedding`` (embed, token_embed, token_classify), with ``entities`` as in ``Pooled``. Of a row with several
     ``generations``, these are their number and ``steps``, by name, what each of ``[[steps]]``
     answered; ``usage`` and ``latency_s`` are sums. ``generations_lost``: how many of them ``steps.jsonl`` lost
     in a crash.
@@ -385,6 +398,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     score: float | Sequence[float] | None = None
     order: Sequence[Count] | None = None
     embedding: VectorPlace | None = None
+    entities: Sequence[Entity] | None = None
     steps: dict[str, dict[str, Any]] | Raw | None = None
     prompt: str | None = None
     truncated_tokens: int | None = None

@@ -151,7 +151,7 @@ def _answer(record: dict[str, Any]) -> bytes:
         (choice.get("text"), [call["function"] for call in choice.get("tool_calls") or ()])
         for choice in record.get("choices") or [record]
     ]
-    return orjson.dumps([parts, record.get("label"), record.get("score")])
+    return orjson.dumps([parts, record.get("label"), record.get("score"), record.get("entities")])
 
 
 def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:

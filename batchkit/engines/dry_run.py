@@ -9,6 +9,7 @@ Vectors, probabilities and scores are made from the row's hash.
 from __future__ import annotations
 
 import math
+import re
 import struct
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from pydantic import PositiveInt
 from batchkit.config.answer_schema import example, schema_in
 from batchkit.config.tables import JobConfig, Table, TaskName
 from batchkit.engines.base import EngineLoad, RenderedPrompt
+from batchkit.engines.entities import entities_in, tags_of
 from batchkit.engines.request_checks import problems_with
 from batchkit.errors import JobError
 from batchkit.rendering.messages import as_text
@@ -134,9 +136,23 @@ def _pooled(request: Request, task: TaskName) -> Pooled:
         whole = _pooled(request, "embed").vector or b""
         tokens = 1 + len((request.prompt or "").split())  # of several lengths, as a model's
         return Pooled(vector=whole * tokens, tokens=tokens)
+    if task == "token_classify":
+        return _classified(as_text(request), _numbers(request, len(_LABELS)))
     vector = [2 * n - 1 for n in _numbers(request, request.sampling.get("dimensions", _DIMENSIONS))]
     length = math.hypot(*vector) if request.sampling.get("use_activation", True) else 1.0
     return Pooled(vector=struct.pack(f"<{len(vector)}f", *(part / length for part in vector)))
+
+
+def _classified(text: str, numbers: Sequence[float]) -> Pooled:
+    """Each word is a token; the numbers take turns, so that words have different labels."""
+    import numpy as np
+
+    words = [match.span() for match in re.finditer(r"\S+", text)]
+    places: list[tuple[int, int] | None] = [None, *words]  # with a special token, as a model's
+    scores = np.array([np.roll(numbers, n % len(_LABELS)) for n in range(len(places))], "<f4")
+    scores /= scores.sum(axis=1, keepdims=True)
+    entities = entities_in(text, places, scores, tags_of(dict(enumerate(_LABELS)), len(_LABELS)))
+    return Pooled(vector=scores.tobytes(), tokens=len(places), entities=entities)
 
 
 def _numbers(request: Request, count: int) -> list[float]:

@@ -31,6 +31,7 @@ _BEGUN = {
     "embed": "embedding",
     "token_embed": "embedding tokens",
     "classify": "classifying",
+    "token_classify": "classifying tokens",
     "score": "scoring pairs",
 }
 

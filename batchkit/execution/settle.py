@@ -136,7 +136,11 @@ def _of_pooled(completion: Completion) -> dict[str, Any]:
     assert pooled is not None
     scores = pooled.scores
     if scores is None or pair is None:
-        return {"label": pooled.label, "probabilities": pooled.probabilities}
+        return {
+            "label": pooled.label,
+            "probabilities": pooled.probabilities,
+            "entities": pooled.entities,
+        }
     if not pair.is_list:
         return {"score": scores[0]}
     return {"score": scores, "order": sorted(range(len(scores)), key=lambda n: -scores[n])}

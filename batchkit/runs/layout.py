@@ -119,6 +119,7 @@ _CLASSES = {
     "label": Column("string", ("label",)),
     "probabilities": Column("list<double>", ("probabilities",)),
 }
+_ENTITIES = {"entities": Column("string", ("entities",))}
 _SCORE = {"score": Column("double", ("score",))}
 _SCORES = {
     "score": Column("list<double>", ("score",)),
@@ -134,7 +135,7 @@ def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
     if job.task == "score":
         return _SCORES if any("order" in record for record in read_newest(log)) else _SCORE
     if job.task in WITH_VECTORS:
-        return {}
+        return _ENTITIES if job.task == "token_classify" else {}
     by = job.select.by
     engine, is_server = job.engine, job.engine.kind == "openai-server"
     return {

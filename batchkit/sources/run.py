@@ -18,7 +18,7 @@ from batchkit.storage.score_store import SCORES, read_scored
 _ALWAYS = ("id", "status", "text", "prediction", "scores", "fields")
 _IF_SET = (
     *("reasoning", "tool_calls", "parsed", "choices", "steps"),
-    *("label", "probabilities", "score", "order", "error"),
+    *("label", "probabilities", "score", "order", "entities", "error"),
 )
 
 

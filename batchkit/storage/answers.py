@@ -15,6 +15,8 @@ def answers_in_words(record: Mapping[str, Any]) -> list[str]:
         return [label if likeliest is None else f"{label} ({likeliest:.3g})"]
     if (score := record.get("score")) is not None:
         return [_scores(score, record.get("order")) if isinstance(score, list) else f"{score:.4g}"]
+    if (entities := record.get("entities")) is not None:
+        return [_entities(entities)]
     if (place := record.get("embedding")) is not None:
         tokens = f"{place['tokens']:,} tokens, each " if "tokens" in place else ""
         return [f"embedding of {tokens}{place['dimensions']:,} dimensions"]
@@ -27,6 +29,12 @@ def _scores(scores: Sequence[float], order: Sequence[int] | None) -> str:
     shown = [f"document {n}: {scores[n]:.4g}" for n in numbers[:_MOST_SCORES]]
     more = len(numbers) - len(shown)
     return ", ".join([*shown, *([f"… and {more:,} more"] if more else [])])
+
+
+def _entities(entities: Sequence[Mapping[str, Any]]) -> str:
+    shown = [f"{entity['text']} ({entity['label']})" for entity in entities[:_MOST_SCORES]]
+    more = len(entities) - len(shown)
+    return ", ".join([*shown, *([f"… and {more:,} more"] if more else [])]) or "no entities"
 
 
 def calls_in_words(message: Mapping[str, Any]) -> list[str]:

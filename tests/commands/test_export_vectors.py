@@ -115,6 +115,34 @@ def test_each_format_has_a_matrix_for_each_row_of_token_embed(
     assert "→ embedding of 2 tokens, each 8 dimensions" in batchkit("show", "--id", "k1").stdout
 
 
+def test_each_format_has_the_entities_of_token_classify() -> None:
+    prepare(4, failing=(2,), task="token_classify")
+    rows = read_jsonl(Path("in.jsonl"))
+    rows[1]["q"] = "  Zoë, a 😀  b "
+    write_jsonl(Path("in.jsonl"), rows)
+    assert run().exit_code == 3
+    assert batchkit("verify", str(RUN)).exit_code == 0
+    export("--parquet", "--npy", "--jsonl", "--csv")
+    table = pq.read_table(RUN / "results.parquet")
+    found = [value and json.loads(value) for value in table["entities"].to_pylist()]
+    assert found[2] is None
+    assert [entity["text"] for entity in found[1]] == ["Zoë,", "a", "😀", "b"]
+    for row, entities in zip(rows, found, strict=True):
+        for entity in entities or ():
+            assert row["q"][entity["start"] : entity["end"]] == entity["text"]
+    lines = read_jsonl(RUN / "results.newest.jsonl")
+    assert [line.get("entities") for line in lines] == found
+    cells = pd.read_csv(RUN / "results.csv")["entities"].dropna()
+    assert [*map(json.loads, cells)] == [found[0], found[1], found[3]]
+    whole, offsets = np.load(RUN / "results.npy"), np.load(RUN / "results.offsets.npy")
+    assert (whole.shape, offsets.tolist()) == ((11, 2), [0, 3, 8, 11])
+    for entity, scores in zip(found[1], whole[4:8], strict=True):  # behind its special token
+        assert entity["label"] == f"LABEL_{scores.argmax()}"
+        assert entity["score"] == scores.max()
+    assert table["embedding"].to_pylist()[1] == whole[3:8].tolist()
+    assert f"Zoë, ({found[1][0]['label']}), a (" in batchkit("show", "--id", "k1").stdout
+
+
 def test_npy_of_many_rows_can_be_mapped() -> None:
     """The number of its rows, which is not known at first, has more digits than a zero."""
     prepare(12_345)
@@ -137,7 +165,8 @@ def test_output_of_a_run_may_be_a_matrix_if_it_has_vectors() -> None:
     assert run("--fresh").exit_code == 0
     done = batchkit("export", "--npy")
     assert done.exit_code == 2
-    assert '--npy is for task = "embed" or "token_embed", and its task is "generate"' in done.stderr
+    assert '--npy is for task = "embed", "token_embed" or' in done.stderr
+    assert 'and its task is "generate"' in done.stderr
 
 
 def test_run_without_an_answer_has_an_empty_column_and_no_matrix() -> None:

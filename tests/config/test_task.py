@@ -63,6 +63,10 @@ def refusal(**tables: Any) -> str:
             'engine.kind: "transformers" has no task "embed"',
         ),
         (
+            {"task": "token_classify", "pooling": {"dimensions": 4}},
+            '[pooling]: dimensions and normalize are for task = "embed"',
+        ),
+        (
             {
                 "task": "token_embed",
                 "engine": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -25,7 +27,11 @@ from batchkit.types import Completion, Pair, Request, Row
 from tests.support.engine_requests import ask
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
-from tests.support.pooling_models import build_classifier, build_embedding_model
+from tests.support.pooling_models import (
+    build_classifier,
+    build_embedding_model,
+    build_token_classifier,
+)
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 from tests.support.vllm_reference import pooled
@@ -35,6 +41,14 @@ pytestmark = pytest.mark.vllm
 TEXT_ONLY = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 TEXTS = [f"question {n} " + "about tea and coffee " * (n * 7 % 23) for n in range(20)]
 TOO_LONG = "word " * 600
+BIO = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+NAMES = [
+    "Ada Lovelace of LONDON met Zoë Ångström; 北京, 😀 O'Brien-Smith!",
+    "x",
+    "[SEP]",
+    "",
+    *TEXTS,
+]
 PAIR = {"query": "{{ q }}", "documents": "{{ d }}"}
 NEAR = {"rel": 1e-5, "abs": 1e-5}
 
@@ -43,6 +57,7 @@ class Models(NamedTuple):
     embedding: Path
     classifier: Path
     cross_encoder: Path
+    token_classifier: Path
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +67,7 @@ def models(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Models
         build_embedding_model(folder / "embedding", text_model),
         build_classifier(folder / "classifier", text_model),
         build_classifier(folder / "cross-encoder", text_model, labels=("relevant",)),
+        build_token_classifier(folder / "token-classifier", labels=BIO),
     )
 
 
@@ -111,6 +127,15 @@ def reference(model: Path, options: Mapping[str, Any] = TEXT_ONLY, **call: Any) 
     return answers
 
 
+def entities_of_transformers(model: Path, texts: list[str]) -> list[list[tuple[Any, ...]]]:
+    """Their labels, places and scores."""
+    from transformers import pipeline
+
+    find = pipeline("token-classification", str(model), aggregation_strategy="simple")
+    names = ("entity_group", "start", "end", "score")
+    return [[tuple(entity[name] for name in names) for entity in find(text)] for text in texts]
+
+
 def pictures(folder: Path, n: int) -> list[str]:
     paths = [str(folder / f"{number}.png") for number in range(n)]
     for number, path in enumerate(paths):
@@ -150,6 +175,74 @@ def test_token_vectors_equal_those_of_llm_encode(models: Models, run: Any, tmp_p
         assert len(matrix) == record["usage"]["prompt_tokens"]
         np.testing.assert_allclose(vectors.of(record), matrix, rtol=1e-5, atol=1e-5)
     assert kinds(records) == {20: "invalid_request", 21: "prompt_too_long"}
+
+
+def test_entities_equal_those_of_transformers_and_scores_those_of_llm_encode(
+    models: Models, run: Any, tmp_path: Path
+) -> None:
+    rows = [{"q": text} for text in [*NAMES, TOO_LONG]]
+    tables = {"output": {"prompt": True}, "retry": {"on_too_long": "truncate-middle"}}
+    model = models.token_classifier
+    records = run(rows, model, 0, task="token_classify", prompt={"user": "{{ q }}"}, **tables)
+    expected = reference(model, method="token_classify", texts=NAMES)
+    vectors = Vectors(tmp_path / "output/a")
+    for record, matrix in zip(records, expected, strict=False):
+        assert len(matrix) == record["usage"]["prompt_tokens"]
+        np.testing.assert_allclose(vectors.of(record), matrix, rtol=1e-5, atol=1e-5)
+    texts = [*NAMES, records[-1]["prompt"]]
+    assert len(texts[-1]) < len(TOO_LONG)
+    assert records[-1]["truncated_tokens"] > 0
+    by_transformers = entities_of_transformers(model, texts)
+    assert len({entity[0] for entities in by_transformers for entity in entities}) == 2
+    for record, text, entities in zip(records, texts, by_transformers, strict=True):
+        found = [(e["label"], e["start"], e["end"]) for e in record["entities"]]
+        if text == "[SEP]":  # a special token; transformers calls only those special that it adds
+            assert found == []
+            continue
+        assert found == [entity[:3] for entity in entities]
+        for entity, (*_, score) in zip(record["entities"], entities, strict=True):
+            assert entity["text"] == text[entity["start"] : entity["end"]]
+            assert entity["score"] == pytest.approx(score, **NEAR)
+
+
+def test_labels_without_names_are_numbered_and_tokens_of_a_chat_template_have_none(
+    models: Models, launcher: Launcher, tmp_path: Path
+) -> None:
+    """A model with classes for whole texts gives them for tokens, too."""
+    model = build_classifier(tmp_path / "unnamed", models.embedding, labels=None)
+    text = "tea for Ada Lovelace,\n and  coffee"
+    with closing(
+        open_engine(job_of(model, "token_classify", output={"prompt": True}), launcher)
+    ) as engine:
+        plain, chat = ask(
+            engine,
+            embed(0, text),
+            Request(Row(1, "1", {}), [{"role": "user", "content": text}], None, {}, ""),
+        )
+    options = {**TEXT_ONLY, "pooler_config": {"task": "token_classify"}}
+    expected = reference(model, options, method="token_classify", texts=[text, chat.prompt])
+    for done, matrix in zip((plain, chat), expected, strict=True):
+        assert vector_of(done) == pytest.approx(np.ravel(matrix).tolist(), **NEAR)
+        assert done.prompt is not None
+        assert done.pooled is not None
+        entities = done.pooled.entities or ()
+        assert {entity["label"] for entity in entities} == {"LABEL_0", "LABEL_1"}
+        assert "".join("".join(entity["text"].split()) for entity in entities) == "".join(
+            re.sub(r"<\|.*?\|>", "", done.prompt).split()
+        )
+        for entity in entities:
+            assert entity["text"] == done.prompt[entity["start"] : entity["end"]]
+
+
+def test_a_tokenizer_that_does_not_know_places_is_refused(
+    models: Models, launcher: Launcher, tmp_path: Path
+) -> None:
+    shutil.copytree(models.token_classifier, folder := tmp_path / "slow")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    with pytest.raises(JobError, match="take a model with a fast tokenizer") as caught:
+        open_engine(job_of(folder, "token_classify"), launcher)
+    assert "slow (" in str(caught.value)
 
 
 def test_parameters_are_vllms_and_pairs_of_vectors_are_compared(
@@ -295,6 +388,8 @@ def test_the_texts_of_a_pair_are_shown_as_the_model_gets_them(
         ("classifier", "embed", 'or set engine.options.convert = "embed"'),
         ("classifier", "score", "has 3 classes, and a model that scores pairs has one"),
         ("embedding", "classify", "take a model with classes"),
+        ("embedding", "token_classify", "take a model with classes for tokens"),
+        ("token_classifier", "classify", "vLLM runs"),
     ],
 )
 def test_a_model_that_lacks_the_task_is_refused_with_the_remedy(

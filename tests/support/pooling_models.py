@@ -16,16 +16,12 @@ def build_embedding_model(folder: Path, text_model: Path) -> Path:
     return _build(folder, text_model, "Qwen3ForCausalLM", is_matryoshka=True)
 
 
-def build_classifier(folder: Path, text_model: Path, labels: tuple[str, ...] = LABELS) -> Path:
-    """Classes called ``labels``; with one, it scores pairs."""
-    names = {str(n): label for n, label in enumerate(labels)}
-    return _build(
-        folder,
-        text_model,
-        "Qwen3ForSequenceClassification",
-        id2label=names,
-        label2id={label: n for n, label in enumerate(labels)},
-    )
+def build_classifier(
+    folder: Path, text_model: Path, labels: tuple[str, ...] | None = LABELS
+) -> Path:
+    """Classes called ``labels``, or two without names; with one, it scores pairs."""
+    names = {"num_labels": 2} if labels is None else _names(labels)
+    return _build(folder, text_model, "Qwen3ForSequenceClassification", **names)
 
 
 def _build(folder: Path, text_model: Path, architecture: str, **config: Any) -> Path:
@@ -53,3 +49,46 @@ def _build(folder: Path, text_model: Path, architecture: str, **config: Any) -> 
     for name in _TOKENIZER:
         shutil.copy(text_model / name, folder / name)
     return folder
+
+
+def build_token_classifier(folder: Path, labels: tuple[str, ...]) -> Path:
+    """BERT's architecture; its tokenizer ignores case, and splits words into letters."""
+    import torch
+    import transformers
+    from tokenizers import BertWordPieceTokenizer
+
+    special = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+    }
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    pieces = [*special.values(), *letters, *(f"##{letter}" for letter in letters), "ada", "tea"]
+    tokenizer = BertWordPieceTokenizer({piece: n for n, piece in enumerate(pieces)})
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), **special
+    ).save_pretrained(folder)
+    made = transformers.BertConfig(
+        vocab_size=len(pieces),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.2,
+        architectures=["BertForTokenClassification"],
+        dtype="float32",
+        **_names(labels),
+    )
+    torch.manual_seed(7)
+    transformers.BertForTokenClassification(made).save_pretrained(folder)
+    return folder
+
+
+def _names(labels: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: n for n, label in enumerate(labels)},
+    }

@@ -21,7 +21,7 @@ def reference(options: dict[str, Any], conversations: list[Any], max_tokens: int
 
 
 def pooled(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
-    """Pooling calls, {"method": "embed" (or "token_embed"), "texts": […], "params": {…}}; one of ``score`` has "query" and
+    """Pooling calls, {"method": "embed" (or "token_embed", …), "texts": […], "params": {…}}; one of ``score`` has "query" and
     "documents" instead of "texts". A text with an image is {"prompt": its text with the image's place in
     it, "image": path}, a document {"text": …, "image": path}. A list for each call."""
     return _ask("pooled", options=options, calls=calls)
@@ -110,7 +110,7 @@ def _answer(llm: Any, method: str, params: dict[str, Any], **given: Any) -> list
     if method == "score":
         outputs = llm.score(given["query"], [*map(_document, given["documents"])], **common)
         return [output.outputs.score for output in outputs]
-    if method == "token_embed":
+    if method in ("token_embed", "token_classify"):
         outputs = llm.encode([*map(_prompt, given["texts"])], pooling_task=method, **common)
         return [output.outputs.data.tolist() for output in outputs]
     outputs = getattr(llm, method)([*map(_prompt, given["texts"])], **common)

@@ -18,6 +18,7 @@ import orjson
 from batchkit.commands import Say
 from batchkit.commands.export.outputs import exporting, is_foreign, refuse_own_file
 from batchkit.config.seams import EXPORTS as SEAM
+from batchkit.config.tables import OF_TOKENS
 from batchkit.errors import JobError, StoreError
 from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import EMBEDDING, Layout, vector_type
@@ -91,8 +92,8 @@ def export(
     Without ``path``: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
     since ``results.jsonl`` is the log). ``safe-csv`` is a CSV that is safe to open in a
     spreadsheet: a text that would be taken for a formula gets a ``'`` in front. ``npy`` writes the
-    vectors as one matrix, and the ids of its rows into a file beside it; of ``token_embed``, which has several
-    vectors a row, also where each row's begin (``offsets.npy``). ``openai`` writes
+    vectors as one matrix, and the ids of its rows into a file beside it; of ``token_embed`` and ``token_classify``,
+    which have several vectors a row, also where each row's begin (``offsets.npy``). ``openai`` writes
     two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
     folder ``path`` or as the file ``path``. ``force``: a file that no export has written is replaced, too. ``say``
     is called if rows have no answer yet, and if a spreadsheet would run a cell of ``csv``.
@@ -239,7 +240,8 @@ def _is_formula(value: Any) -> bool:
 
 def write_npy(folder: Path, path: Path) -> dict[Path, int]:
     """The vectors as one matrix that numpy can map, and the ids of its rows as a JSON list. A row that failed is in
-    neither of them. Of ``token_embed``, the vectors of row n are those from ``offsets[n]`` to ``offsets[n + 1]``.
+    neither of them. Of a task with a vector for each token, those of row n are the lines from ``offsets[n]`` to
+    ``offsets[n + 1]``.
 
     Raises:
         JobError: there are no vectors, or they have several lengths.
@@ -248,8 +250,8 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
     kind = vector_type(folder, job)
     if kind is None:
         raise JobError(
-            f'{folder}: --npy is for task = "embed" or "token_embed", and its task is "{job.task}"; --parquet has what it'
-            " answered"
+            f'{folder}: --npy is for task = "embed", "token_embed" or "token_classify", and its task is "{job.task}";'
+            " --parquet has what it answered"
         )
     if kind.dimensions is None:
         raise JobError(
@@ -257,7 +259,7 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
             " --parquet has them as lists"
         )
     ids_path, ends = path.with_name(f"{path.stem}.ids.json"), [0]
-    rows, is_ragged = 0, job.task == "token_embed"
+    rows, is_ragged = 0, job.task in OF_TOKENS
     with (
         exporting(path, folder) as temporary,
         exporting(ids_path, folder) as temporary_ids,

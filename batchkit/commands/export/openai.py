@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.commands.export.outputs import exporting
+from batchkit.config.tables import OF_TOKENS
 from batchkit.rendering.body import sides_of
 from batchkit.runs.inputs import with_fields
 from batchkit.storage.job_toml import job_of_run
@@ -48,7 +49,7 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
     names = {"url", "body"} if job.task == "score" and not job.pair.is_set else set()
     answer_of: Callable[[dict[str, Any], Mapping[str, Any]], Answer] = {
         "embed": lambda record, _: _vector(record, vectors),
-        "token_embed": lambda record, _: _matrix(record, vectors),
+        **dict.fromkeys(OF_TOKENS, lambda record, _: _matrix(record, vectors)),
         "classify": lambda record, _: _classes(record),
         "score": _scores,
     }.get(job.task, lambda record, _: _chat(record))

@@ -45,7 +45,8 @@ def format_for(path: Path, job: JobConfig) -> str:
         )
     if name == "npy" and job.task not in WITH_VECTORS:
         raise JobError(
-            f'--output {path}: there are vectors only with task = "embed" or "token_embed"; name a .parquet'
+            f'--output {path}: there are vectors only with task = "embed", "token_embed" or "token_classify"; name'
+            " a .parquet"
         )
     if path.is_dir():
         raise JobError(f"--output {path}: is a folder; name a file in it")

@@ -50,8 +50,9 @@ class JobConfig(Table):
     """Names the run folder."""
     task: Identity[TaskName] = "generate"
     """What the model does with a row: `generate` text; or vLLM's pooling tasks: `embed` gives a
-    vector, `token_embed` one for each token of the prompt, `classify` a label and the probabilities of the model's classes, `score` a number for
-    each document of `[pair]`."""
+    vector, `token_embed` one for each token of the prompt, `classify` a label and the probabilities of the model's
+    classes, `token_classify` these for each token of the prompt, and named entities, `score` a number for each document
+    of `[pair]`."""
     input: InputTable = InputTable()
     vars: Identity[dict[str, Any]] = Field({})
     """Free names for the templates."""

@@ -13,7 +13,7 @@ from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.tables.scoring import ScoringTable
 from batchkit.config.tables.steps import StepTable
-from batchkit.config.tables.task import WITH_VECTORS
+from batchkit.config.tables.task import OF_TOKENS
 from batchkit.config.tool_definitions import why_not_forced
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
     for key, is_set in _of_generation(job):
         if is_set:
             yield f'{key}: is for task = "generate", whose answer is a text; task is "{task}", so leave it out'
-    if task == "token_embed" and job.engine.kind == "openai-server":
-        yield 'engine.kind: "openai-server" has no task "token_embed"; use "vllm"'
-    if task not in WITH_VECTORS and (
+    if task in OF_TOKENS and job.engine.kind == "openai-server":
+        yield f'engine.kind: "openai-server" has no task "{task}"; use "vllm"'
+    if task not in ("embed", "token_embed") and (
         pooling.dimensions is not None or pooling.normalize is not None
     ):
         yield f'[pooling]: dimensions and normalize are for task = "embed" or "token_embed"; task is "{task}"'

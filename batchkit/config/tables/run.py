@@ -185,7 +185,7 @@ class OutputTable(Table):
     """What happens to a row whose function asks for something else than before it was interrupted:
     it fails with `rollout`, or has the new answer."""
     vector_dtype: Identity[Literal["float32", "float16"]] = "float32"
-    """For `task = "embed"` and `"token_embed"`: the type that vectors are stored with."""
+    """For `task = "embed"`, `"token_embed"` and `"token_classify"`: the type that vectors are stored with."""
     export: Free[list[ExportName]] = Field([])
     """Formats that `batchkit run` and `retry-failed` write into the run folder once all rows are done, as `batchkit export`
     names them."""

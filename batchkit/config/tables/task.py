@@ -8,8 +8,9 @@ from pydantic import ConfigDict, Field, PositiveInt, model_validator
 
 from batchkit.config.tables.base import Identity, Table
 
-TaskName = Literal["generate", "embed", "token_embed", "classify", "score"]
-WITH_VECTORS = ("embed", "token_embed")
+TaskName = Literal["generate", "embed", "token_embed", "classify", "token_classify", "score"]
+OF_TOKENS = ("token_embed", "token_classify")
+WITH_VECTORS = ("embed", *OF_TOKENS)
 
 
 class PairTable(Table):

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from pydantic import ValidationError
 
 from batchkit.config.suggest import did_you_mean
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import OF_TOKENS, JobConfig
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import chat_template, missing_model
 from batchkit.engines.vllm.adapters import adapters_of, check_adapters, lora_options
@@ -30,11 +30,14 @@ _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 QUIET = "CRITICAL"
 _INTERNAL = ("task", "requires_token_ids", "late_interaction_params", "output_kind")
 _LIMITS = ("max_tokens_per_query", "max_tokens_per_doc")
+# By vLLM's ``convert_type``: the tasks of a model that got another head, the default first.
+_CONVERTED = {"embed": ("embed", "token_embed"), "classify": ("classify", "token_classify")}
 # What vLLM calls the tasks of a model that can do the job's.
 _NEEDED = {
     "embed": ("embed",),
     "token_embed": ("token_embed",),
     "classify": ("classify",),
+    "token_classify": ("token_classify",),
     "score": ("embed", "classify", "token_embed"),
 }
 
@@ -185,7 +188,7 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
     options |= lora_options(adapters_of(job), options)
     if job.task != "generate":
         options.setdefault("runner", "pooling")
-    if job.task == "token_embed":  # vLLM refuses the task of a request that is not the model's
+    if job.task in OF_TOKENS:  # vLLM refuses the task of a request that is not the model's
         given = options.get("pooler_config") or {}
         if isinstance(given, Mapping):
             options["pooler_config"] = {"task": job.task, **given}
@@ -323,9 +326,9 @@ def check_pooling(job: JobConfig, model_config: Any) -> None:
 
     if find_spec("vllm.entrypoints.pooling.offline") is None:
         raise JobError(f'task = "{job.task}": needs vLLM 0.32 or newer; found {vllm.__version__}')
-    converted = {"embed": "embed", "classify": "classify"}.get(model_config.convert_type)
-    if converted is not None and getattr(model_config.pooler_config, "task", None) is None:
-        check_task(job, converted, model_config)
+    converted = _CONVERTED.get(model_config.convert_type, ())
+    if converted and getattr(model_config.pooler_config, "task", None) not in converted:
+        check_task(job, converted[0], model_config)
     task = job.task if job.task != "score" else task_by_config(model_config)
     try:
         params = pooling_params(job.params(), task, of_pair=job.task == "score")
@@ -350,6 +353,7 @@ def check_task(job: JobConfig, vllm_task: str | None, model_config: Any) -> None
         " instead of a head",
         "token_embed": "take an embedding model",
         "classify": "take a model with classes (…ForSequenceClassification)",
+        "token_classify": "take a model with classes for tokens (…ForTokenClassification)",
         "score": "take a cross-encoder, or an embedding model",
     }
     raise JobError(

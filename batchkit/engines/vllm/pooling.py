@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import OF_TOKENS, JobConfig
 from batchkit.engines.base import RenderedPrompt
+from batchkit.engines.entities import entities_in, tags_of
 from batchkit.engines.request_checks import chat_template, check_length
 from batchkit.engines.vllm.options import pooling_params, task_by_config
 from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusing
@@ -32,8 +33,12 @@ class PoolingRenderer:
         self._max_model_len: int = model_config.max_model_len
         self._chat_template = chat_template(job.engine.options)
         self._keeps_prompt = job.output.prompt
-        self._labels: Mapping[int, str] = getattr(model_config.hf_config, "id2label", None) or {}
+        config = model_config.hf_config
+        self._labels: Mapping[int, str] = getattr(config, "id2label", None) or {}
+        self._tags = tags_of(self._labels, getattr(config, "num_labels", 0))
         self._task = job.task
+        if job.task == "token_classify":
+            self._special_tokens = _special_tokens(job, self._tokenizer)
 
     def render(self, request: Request) -> RenderedPrompt:
         inputs = self.prepare(request).inputs
@@ -71,7 +76,10 @@ class PoolingRenderer:
         if errors := [output.error for output in outputs if output.error is not None]:
             error = RequestError(f"vLLM: {errors[0].message}")
             return Completion(request, usage=usage, latency_s=latency_s, error=error)
-        pooled = self._pooled(outputs)
+        try:
+            pooled = self._pooled(prepared, outputs)
+        except RequestError as error:
+            return Completion(request, usage=usage, latency_s=latency_s, error=error)
         return Completion(request, (), usage, latency_s, prompt=prepared.text, pooled=pooled)
 
     def _parts(self, request: Request, params: Any) -> list[Any]:
@@ -100,7 +108,7 @@ class PoolingRenderer:
 
     def _input(self, request: Request, parts: Sequence[Any], number: int) -> Input:
         part = parts[number]
-        part["tok_params"] = self._prompts.counting_all(part["tok_params"])
+        part["tok_params"] = self._prompts.tokenizing(part["tok_params"])
         try:
             with refusing(request):
                 rendered = self._processor.render(part)
@@ -125,7 +133,7 @@ class PoolingRenderer:
             prompt.get("prompt") or self._tokenizer.decode(_tokens(prompt)) for prompt in prompts
         )
 
-    def _pooled(self, outputs: Sequence[Any]) -> Pooled:
+    def _pooled(self, prepared: Prepared, outputs: Sequence[Any]) -> Pooled:
         from vllm.entrypoints.pooling.typing import OfflineOutputsContext
         from vllm.outputs import ScoringRequestOutput
 
@@ -138,11 +146,26 @@ class PoolingRenderer:
         found = output.outputs.data.float().cpu()
         if self._task == "embed":
             return Pooled(vector=found.numpy().astype("<f4").tobytes())
-        if self._task == "token_embed":
-            return Pooled(vector=found.numpy().astype("<f4").tobytes(), tokens=len(found))
+        if self._task in OF_TOKENS:
+            return self._of_tokens(prepared.inputs[0].prompt, found.numpy())
         likeliest = int(found.argmax())
         label = self._labels.get(likeliest, f"LABEL_{likeliest}")
         return Pooled(probabilities=found.tolist(), label=label)
+
+    def _of_tokens(self, prompt: Mapping[str, Any], matrix: Any) -> Pooled:
+        """``entities`` are None if ``matrix`` has not a line for each token and a column for each label (some reward
+        models), and if the prompt has images."""
+        if not len(matrix):
+            raise RequestError("the model gave numbers for none of the prompt's tokens")
+        entities, offsets = None, prompt.get("prompt_token_offsets") or ()
+        if self._task == "token_classify" and matrix.shape == (len(offsets), len(self._tags)):
+            places = [
+                None if token in self._special_tokens else place
+                for token, place in zip(_tokens(prompt), offsets, strict=True)
+            ]
+            entities = entities_in(prompt.get("prompt", ""), places, matrix, self._tags)
+        vector = matrix.astype("<f4").tobytes()
+        return Pooled(vector=vector, tokens=len(matrix), entities=entities)
 
 
 def processors_without_model(job: JobConfig, renderer: Any, vllm_config: Any) -> dict[str, Any]:
@@ -171,6 +194,22 @@ def _processor_of(job: JobConfig, processors: Mapping[str, Any]) -> Any:
             f" {', '.join(processors) or 'generation'}"
         )
     return found[0]
+
+
+def _special_tokens(job: JobConfig, tokenizer: Any) -> frozenset[int]:
+    """All but the one for unknown words, which stands for a part of the text.
+
+    Raises:
+        JobError: the tokenizer is not a fast one, which knows the places of tokens in a text.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise JobError(
+            f'task = "token_classify": the tokenizer of {job.engine.model} ({type(tokenizer).__name__}) does not know'
+            " where its tokens are in a text; take a model with a fast tokenizer"
+        )
+    added = tokenizer.added_tokens_decoder.items()
+    special = {number for number, token in added if token.special}
+    return frozenset(special - {tokenizer.unk_token_id})
 
 
 def _score_input(content: Content) -> Any:

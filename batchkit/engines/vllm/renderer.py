@@ -61,7 +61,7 @@ class VllmRenderer:
         self._vllm_config, self._model_config = vllm_config, vllm_config.model_config
         self._max_model_len: int = self._model_config.max_model_len
         self._parsing = parsing_of(job, renderer.get_tokenizer(), self._model_config)
-        self._is_limited = job.retry.on_too_long == "fail"  # else a cut needs the full count
+        self._tokenization = _tokenization(job)
         self._job = job
         self._chat_params = ChatParams(
             chat_template=chat_template(job.engine.options), chat_template_kwargs={}
@@ -127,9 +127,9 @@ class VllmRenderer:
 
         if request.messages is None:
             parsed = parse_model_prompt(self._model_config, {"prompt": request.prompt})
-            tokenization = self.counting_all(self._renderer.default_cmpl_tok_params)
+            tokenization = self.tokenizing(self._renderer.default_cmpl_tok_params)
             return self._renderer.render_cmpl([parsed], tokenization)[0]
-        tokenization = self.counting_all(
+        tokenization = self.tokenizing(
             self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
         )
         conversation = [_with_reasoning(message) for message in request.messages]
@@ -158,9 +158,20 @@ class VllmRenderer:
             **template_kwargs(self._job, request),
         }
 
-    def counting_all(self, tokenization: Any) -> Any:
-        """vLLM stops counting at its limit, which is enough to refuse a prompt but not to cut it."""
-        return tokenization if self._is_limited else replace(tokenization, max_total_tokens=None)
+    def tokenizing(self, tokenization: Any) -> Any:
+        return replace(tokenization, **self._tokenization)
+
+
+def _tokenization(job: JobConfig) -> dict[str, Any]:
+    """What differs from vLLM's own ``TokenizeParams``."""
+    changed: dict[str, Any] = {}
+    if (
+        job.retry.on_too_long != "fail"
+    ):  # vLLM stops counting at its limit, and a cut needs the full count
+        changed["max_total_tokens"] = None
+    if job.task == "token_classify":
+        changed["return_token_offsets"] = True
+    return changed
 
 
 @contextmanager
