@@ -1,6 +1,6 @@
 """batchkit on an NVIDIA GPU: against plain scripts, and when GPU memory runs out.
 
-    python benchmarks/gpu.py [--only text,images,ledger,find-bs,ladder] [--models 0.5B,7B] [--tiny]
+    python benchmarks/gpu.py [--only text,tune,images,ledger,find-bs,ladder] [--models 0.5B,7B] [--tiny]
 
 On a machine with a GPU and no network: unpack vLLM for CUDA (0.26 to 0.33) and batchkit's own
 dependencies, set the environment variables that they need, then run ``python benchmarks/gpu.py`` in
@@ -14,6 +14,7 @@ each. ``--tiny`` runs the same on a CPU with the demo model's shape and few rows
 - **text**: rows as in text.py. The scripts run vLLM as its users do: by default its engine core has a
   process of its own; ``in process`` is without that, only for information. Batches of 64 get only the
   first rows: they take much longer. Ratios are of rows/s.
+- **tune**: the same rows; `batchkit tune`, whose last rounds are the default against what it found.
 - **images**: as in images.py; then find-bs with one batch size, to find the bottleneck.
 - **ledger**: as in ledger.py, with the 0.5B shape instead of the dry-run engine.
 - **find-bs**, **ladder**: too many requests at once end in the device's own error: CUDA's out of
@@ -55,6 +56,7 @@ from gpu_place import (
     environment,
     find_bs,
     python,
+    tune,
     wait_for_card,
 )
 from ledger import AS_IT_IS, TIMED
@@ -174,6 +176,24 @@ def text_section(place: Place, found: Found) -> None:
         beside(place, shape, rows, ways, job, found)
 
 
+def tune_section(place: Place, found: Found) -> None:
+    """Its own limit of minutes is what is left to the section, by equal parts."""
+    rows = text.write(place.folder / "rows.jsonl", place.rows)
+    results = found["results"] = []
+    minutes = 0.1 if place.tiny else place.left_s / 60 / len(place.models) - 1
+    for shape in place.models:
+        model = shapes.build_shape(place.folder / shape, TEXT_SHAPES[shape], text_only=True)
+        job = {"prompt": {"user": "{{ q }}"}, **place.job(model, text.MAX_TOKENS)}
+        tuned = tune(place, {**job, "input": {"path": str(rows)}}, minutes)
+        results.append({"shape": shape, **tuned})
+        compared = tuned["compared"] or {"ratio": 1.0, "low": 1.0, "high": 1.0}
+        print(
+            "{}: {ratio:.2f} x the default ({low:.2f} to {high:.2f})".format(shape, **compared),
+            tuned["best"]["options"],
+            flush=True,
+        )
+
+
 def images_section(place: Place, found: Found) -> None:
     rows = images.write(place.folder, 8 if place.tiny else max(1, place.rows // 50))
     shape = shapes.TINY_VL if place.tiny else shapes.QWEN3_VL_2B
@@ -234,6 +254,7 @@ def ledger_section(place: Place, found: Found) -> None:
 
 SECTIONS: Mapping[str, Callable[[Place, Found], None]] = {
     "text": text_section,
+    "tune": tune_section,
     "images": images_section,
     "ledger": ledger_section,
     "find-bs": find_bs_section,

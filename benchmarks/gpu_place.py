@@ -111,21 +111,8 @@ def find_bs(
     Raises:
         SectionError: it printed nothing.
     """
-    wait_for_card()
-    path = place.folder / "find-bs.toml"
-    path.write_text(tomlkit.dumps({**job, "name": "tried"}))
-    words = python("batchkit", "find-bs", str(path), "--json")
-    words += ["--low", str(low), "--high", str(high), "--seconds", str(seconds)]
-    done = bounded.run(
-        words,
-        cwd=place.folder,
-        limit_s=place.left_s - bounded.INTERRUPTED_S,
-        environment=environment(hungry_bytes),
-        interrupt=True,
-    )
-    if not done.stdout:
-        raise SectionError(f"find-bs: {done.message}")
-    tried: dict[str, Any] = json.loads(done.stdout[-1])
+    limits = ["--low", str(low), "--high", str(high), "--seconds", str(seconds)]
+    tried = _trials(place, "find-bs", job, limits, hungry_bytes)
     print(f"{'batch size':>10} {'status':>6} {'s':>6} {'rows/s':>8} {'memory':>15}  reason")
     for line in tried["batch_sizes"]:
         per_s = "" if line["rows_per_s"] is None else f"{line['rows_per_s']:.1f}"
@@ -139,6 +126,35 @@ def find_bs(
         )
     print(f"best {tried['best']}, largest that fits {tried['largest']}", flush=True)
     return tried
+
+
+def tune(place: Place, job: Mapping[str, Any], minutes: float) -> dict[str, Any]:
+    """Run `batchkit tune`, print its trials, return its JSON. Raises as ``find_bs``."""
+    limits = ["--minutes", str(minutes), "--seconds", "1" if place.tiny else "15"]
+    tuned = _trials(place, "tune", job, limits)
+    for trial in tuned["trials"]:
+        print(f"{trial['status'][:60]:>6} {trial['rows_per_s']} {trial['options']}")
+    print(f"the default: {tuned['limit']}", flush=True)
+    return tuned
+
+
+def _trials(
+    place: Place, command: str, job: Mapping[str, Any], limits: Sequence[str], hungry_bytes: int = 0
+) -> dict[str, Any]:
+    wait_for_card()
+    path = place.folder / f"{command}.toml"
+    path.write_text(tomlkit.dumps({**job, "name": "tried"}))
+    done = bounded.run(
+        [*python("batchkit", command, str(path), "--json"), *limits],
+        cwd=place.folder,
+        limit_s=place.left_s - bounded.INTERRUPTED_S,
+        environment=environment(hungry_bytes),
+        interrupt=True,
+    )
+    if not done.stdout:
+        raise SectionError(f"{command}: {done.message}")
+    found: dict[str, Any] = json.loads(done.stdout[-1])
+    return found
 
 
 def wait_for_card() -> None:

@@ -126,12 +126,12 @@ def find_bs(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
 @SET
 @printed
 def tune(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
-    """Find the engine's options with which JOB is fastest on this machine.
+    """Find the options with which JOB is fastest on this machine.
 
-    Options that decide speed and not the answers are tried with the job's own rows: how many requests run at
-    once, tokens a step, asynchronous scheduling, prefix caching, chunked prefill, eager mode. At the end, the
-    default and the best options are measured by turns, three times each. Run it again to continue a search that was
-    stopped.
+    Options that decide speed and not the answers are tried with the job's own rows: how the GPUs are used, how many
+    requests run at once, tokens a step, memory, CUDA graphs, and what else helps against what the job waits for. At the
+    end, the default and the best options are measured by turns, three times each. The trials are drawn in
+    NAME.tune.html beside the run folder. Run it again to continue a search that was stopped.
     """
     from batchkit.commands.tuning.tune import tune as search
 

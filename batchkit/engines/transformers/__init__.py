@@ -11,6 +11,9 @@ longest row has ended, and its stop strings, ``min_tokens`` and logprobs differ 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Any
+
 from batchkit.config.tables import JobConfig
 from batchkit.engines.transformers.engine import TransformersEngine
 from batchkit.engines.transformers.options import Options, Sampling, options_of
@@ -20,6 +23,14 @@ from batchkit.engines.vllm.options import set_environment
 REQUIRES = ("torch", "transformers")
 SAMPLING = Sampling.model_fields
 MAX_NUM_SEQS: int = Options.model_fields["max_num_seqs"].default
+
+
+def speed_options(job: JobConfig) -> dict[str, Any]:
+    """See ``registry.speed_options``. Raises JobError if the job can't be run."""
+    options = options_of(job)
+    attentions = ["sdpa", "flash_attention_2"] if find_spec("flash_attn") else ["sdpa"]
+    others = [name for name in attentions if name != (options.attn_implementation or "sdpa")]
+    return {"max_num_seqs": options.max_num_seqs, "attn_implementation": others}
 
 
 def preload() -> None:

@@ -136,10 +136,10 @@ def _other_values(job: JobConfig, config: Any) -> Iterator[tuple[str, list[Any]]
         yield "max_cudagraph_capture_size", [scheduler.max_num_seqs]
     if job.prompt.images:
         yield "mm_processor_cache_gb", [4.0, 0]
-    if scheduler.enable_chunked_prefill and not scheduler.long_prefill_token_threshold:
+    if scheduler.enable_chunked_prefill and not scheduler.long_prefill_token_threshold:  # 0: none
         threshold = int(config.model_config.max_model_len * _LONG_PROMPT)
         yield "long_prefill_token_threshold", [max(1, threshold)]
-    if isinstance(cache.block_size, int) and not cache.user_specified_block_size:
+    if isinstance(cache.block_size, int) and "block_size" not in job.engine.options:
         yield "block_size", [2 * cache.block_size]
 
 
