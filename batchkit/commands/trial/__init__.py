@@ -120,11 +120,11 @@ def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
         InputError: its input has no rows.
     """
     with (
-        StopRequest().installed(),
+        StopRequest().installed() as stop,
         scratch_folder("trial") as folder,
         closing(KeptEngine(folder / LOG)) as kept,  # its engines are forks of one process
     ):
-        trials = Trials(job, rows, folder, kept)
+        trials = Trials(job, rows, folder, kept, stop)
         try:
             yield trials
         except Interrupted as interrupted:
@@ -137,13 +137,15 @@ class Trials:
     ``total``: rows of the job, of which the trials use the first ``rows``.
     """
 
-    def __init__(self, job: JobConfig, rows: int | None, folder: Path, kept: KeptEngine) -> None:
+    def __init__(
+        self, job: JobConfig, rows: int | None, folder: Path, kept: KeptEngine, stop: StopRequest
+    ) -> None:
         self.total = count_rows(job.input)
         if not self.total:
             raise InputError(f"{job.input.path}: no rows to try it with")
         self.rows = self.total if rows is None else min(rows, self.total)
         self.signum: int | None = None
-        self._folder, self._kept = folder, kept
+        self._folder, self._kept, self._stop = folder, kept, stop
         table = job.input.model_copy(update={"limit": self.rows})
         self._source = from_job(job.model_copy(update={"input": table}))
         self._hint = renderer_of(job).hint
@@ -169,6 +171,8 @@ class Trials:
                 if self._number == 1 and isinstance(error, JobError):
                     raise
                 status, reason = _failure(error)
+        if self._stop.signum is not None:  # what a signal has cut off may end as anything
+            raise Interrupted(self._stop.signum)
         ended, metrics = time.time(), read_metrics(job.folder)
         if status == OK and (silent_s := hung_s(measurement, metrics)):
             status = f"error: hung: nothing was generated in the last {silent_s:.0f} s"

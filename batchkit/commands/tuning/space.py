@@ -42,6 +42,11 @@ class Choice:
     helps: str = ""
     is_only: bool = False
 
+    @property
+    def is_first(self) -> bool:
+        """Whether more requests at once would hide what it gains."""
+        return self.is_only and self.helps in ("rendering", "preprocessing", "kv-cache")
+
 
 def choices(job: JobConfig, options: Mapping[str, Any]) -> list[Choice]:
     """Of the engine's ``options`` and of ours: how the GPUs are used, which decides how many requests fit, then how many

@@ -107,6 +107,7 @@ class Tuned:
     def _lines(self) -> Iterator[str]:
         heads = ["options", "status", "rows/s", "90 %", "time"]
         yield markdown(heads, [_cells(tried) for tried in self.trials])
+        yield from (f"{words(t.options)}: {t.status}" for t in self.trials if t.status != OK)
         if self.limit:
             yield f"the default: {self.limit}"
         if self.picture is not None:
