@@ -171,8 +171,6 @@ class Trials:
                 if self._number == 1 and isinstance(error, JobError):
                     raise
                 status, reason = _failure(error)
-        if self._stop.signum is not None:  # what a signal has cut off may end as anything
-            raise Interrupted(self._stop.signum)
         ended, metrics = time.time(), read_metrics(job.folder)
         if status == OK and (silent_s := hung_s(measurement, metrics)):
             status = f"error: hung: nothing was generated in the last {silent_s:.0f} s"
@@ -209,6 +207,8 @@ class Trials:
             for loaded in self._kept.idle.values():
                 loaded.engine.close()
             self._kept.idle.clear()
+            if self._stop.signum is not None:  # what a signal has cut off may end as anything
+                raise Interrupted(self._stop.signum)
 
 
 def _of_trial(job: JobConfig, folder: Path) -> JobConfig:
