@@ -9,12 +9,16 @@ The second step asks about the first one's answer. Real vLLM with a simulated ac
   is the sum, so that their second load of the model is not counted.
 - **whole**: from the start of the command, or of the first of two, to the end of the last.
 
+What can be gained of two jobs is computed from the same lengths (``most``): steps that each takes if a place of
+the batch that becomes free is filled at once, and nothing else costs time. No side knows a length beforehand.
+
 Ray Data has an engine for each stage, and streams blocks of rows from one to the other;
 both engines are on one accelerator, which works on one step at a time.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import statistics
 import struct
@@ -51,9 +55,12 @@ SHAPES = (Shape(64, 15, 300), Shape(256, 12, 1000), Shape(256, 12, 2000))
 
 
 class Found(NamedTuple):
+    """``lengths``: the tokens of each row's two answers."""
+
     at_work_s: float
     whole_s: float
     answers: list[Any]
+    lengths: Sequence[tuple[int, int]] = ()
 
 
 def main() -> None:
@@ -72,7 +79,7 @@ def main() -> None:
     print(f"{'setting':>18} {'side':>16} {'at work':>26} {'whole':>26}")
     for line in results:
         clocks = "".join(f" {of_clock(line[clock]):>26}" for clock in ("at_work", "whole"))
-        wanted = "" if line["wanted"] is None else f"  wanted {line['wanted']:.1f}"
+        wanted = "" if line["wanted"] is None else f"  wanted {line['wanted']:.2f}"
         print(f"{line['setting']:>18} {line['side']:>16}{clocks}{wanted}")
     figures = [
         Figure(
@@ -103,16 +110,34 @@ def measured(shape: Shape, folder: Path, rounds: int) -> list[dict[str, Any]]:
             took[side].append(found)
             times = f"{found.at_work_s:.2f} s at work, {found.whole_s:.1f} s in all"
             print(f"{shape.name} {number + 1} {side}: {times}", file=sys.stderr, flush=True)
+    best = most(took[STEPS][0].lengths, shape.max_num_seqs)
+    print(f"{shape.name}, {shape.rows} rows: at most {best:.2f} x two jobs", file=sys.stderr)
+    wanted = {**WANTED, JOBS: min(WANTED[JOBS], best)}
     return [
         {
             "setting": f"{shape.name}, {shape.rows} rows",
             "side": side,
             "at_work": against([f.at_work_s for f in found], [f.at_work_s for f in took[STEPS]]),
             "whole": against([f.whole_s for f in found], [f.whole_s for f in took[STEPS]]),
-            "wanted": WANTED.get(side),
+            "wanted": wanted.get(side),
         }
         for side, found in took.items()
     ]
+
+
+def most(lengths: Sequence[tuple[int, int]], places: int) -> float:
+    """The steps of two jobs, one after the other, by those of one in which a row's second answer follows its first."""
+    two_jobs = sum(steps_of([(row[n],) for row in lengths], places) for n in (0, 1))
+    return two_jobs / steps_of(lengths, places)
+
+
+def steps_of(rows: Sequence[tuple[int, ...]], places: int) -> int:
+    """Rows in this order; a place takes the next row when it has ended all answers of one. A token is a step, and so is
+    the stop token of each answer."""
+    free = [0] * places
+    for row in rows:
+        heapq.heapreplace(free, free[0] + sum(row) + len(row))
+    return max(free)
 
 
 def against(seconds: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
@@ -128,7 +153,8 @@ def run_steps(shape: Shape, rows: Path, model: Path, folder: Path) -> Found:
         {"name": "check", "prompt": {"user": THEN + "{{ steps.answer.text }}"}},
     ]
     job = {"input": {"path": str(rows)}, "steps": steps}
-    return Found(*run_batchkit("steps", job, shape, model, folder), answers_of(folder, "steps"))
+    clocks = run_batchkit("steps", job, shape, model, folder)
+    return Found(*clocks, answers_of(folder, "steps"), lengths_of(folder / "output" / "steps"))
 
 
 def run_two_jobs(shape: Shape, rows: Path, model: Path, folder: Path) -> Found:
@@ -207,6 +233,14 @@ def answers_of(folder: Path, name: str) -> list[Any]:
         [r["text"], found[r["index"]]["usage"]["completion_tokens"]]
         for r in sorted(records, key=lambda r: r["index"])
     ]
+
+
+def lengths_of(run: Path) -> list[tuple[int, int]]:
+    found: dict[int, dict[str, int]] = {}
+    for generation in map(json.loads, (run / "steps.jsonl").open()):
+        tokens = generation["usage"]["completion_tokens"]
+        found.setdefault(generation["index"], {})[generation["step"]] = tokens
+    return [(found[index]["answer"], found[index]["check"]) for index in sorted(found)]
 
 
 if __name__ == "__main__":
