@@ -33,6 +33,7 @@ from batchkit.errors import JobError
 from batchkit.scoring.metrics import markdown
 
 _FACTORS, _FINE = (4.0, 2.0), 1.4
+_BUDGET = "max_num_batched_tokens"
 _MOST_TRIALS = 15  # before the comparison
 _LEAST_OF_FLIP = 0.015  # it costs one trial; LEAST_GAIN is a step's, which others follow
 _ROUNDS = 3  # of default and best, in turn
@@ -234,14 +235,16 @@ class _Search:
 
     def _walks(self, name: str, value: int, most: int | None) -> None:
         """In large steps, then in small ones: the first small ones of a long way may gain too little to be seen. Where
-        the KV cache is full, as many requests as it held are tried first, and never more."""
+        the KV cache is full, as many requests as it held are tried first, and never more; where prompts take the time, no
+        fewer tokens a step."""
         if name == SIZE and self._best.waits_for == "kv-cache" and (held := self._best.running):
             self._takes({name: held})
             self._walk(name, self._found.best.get(name, value), 1 / 2, None)
             return
+        grows_only = name == _BUDGET and self._best.waits_for == "prefill"
         for factor in _FACTORS:
             value = self._found.best.get(name, value)
-            if not self._walk(name, value, factor, most):
+            if not self._walk(name, value, factor, most) and not grows_only:
                 self._walk(name, value, 1 / factor, None)
 
     def _raises(self, name: str, value: int, against: str) -> None:
