@@ -7,6 +7,8 @@ Compared: `run --workers 2`, from the first worker that is up to the last record
 `--shard 0/2` and `1/2` at once, each from its own loaded model; the later end counts. The ideal
 split is the time that both would need together at the rates that each had alone, in those halves.
 
+**Even workers.** The same with two that are equally fast: what leases and Ray cost where they gain nothing.
+
 **The driver.** The dry-run engine only counts, so that only leases, records and the ledger are
 measured: rows per second over no, one, two and four workers (they and the driver share two cores),
 and the driver's own CPU time per row, which limits how many rows per second one driver can handle.
@@ -107,7 +109,8 @@ def main() -> None:
         folder = Path(name)
         build_demo_model(folder / "model", text_only=True)
         uneven = [uneven_round(folder, n_uneven) for _ in range(n_rounds)]
-        measured = report_uneven(uneven, n_uneven)
+        even = [uneven_round(folder, n_uneven, is_even=True) for _ in range(n_rounds)]
+        measured = report_uneven(uneven, n_uneven) + report_even(even, n_uneven)
         counted: dict[int, list[Beside]] = {n: [] for n in (0, 1, 2, 4)}
         for _ in range(n_rounds):
             for n_workers, runs in counted.items():
@@ -123,13 +126,17 @@ def main() -> None:
     )
 
 
-def uneven_round(folder: Path, n_rows: int) -> Uneven:
+def uneven_round(folder: Path, n_rows: int, *, is_even: bool = False) -> Uneven:
     write(folder, JOB + VLLM.replace("MODEL", str(folder / "model")), n_rows)
+    slow = folder / "slow"
+    if is_even:
+        slow.touch()
     leased = summary_of(start(folder, "--workers", "2"))["seconds"]
-    (folder / "slow").unlink()
+    if not is_even:
+        slow.unlink()
     shards = [start(folder, "--shard", f"{number}/2") for number in range(2)]
     halves = [summary_of(shard) for shard in shards]
-    (folder / "slow").unlink()
+    slow.unlink()
     shutil.rmtree(folder / "output")
     rate = sum(half["ok"] / half["seconds"] for half in halves)
     return Uneven(leased, max(half["seconds"] for half in halves), n_rows / rate)
@@ -157,6 +164,14 @@ def report_uneven(rounds: Sequence[Uneven], n_rows: int) -> list[Figure]:
         ),
         Figure("the same, faster than static halves", statistics.median(against_halves)),
     ]
+
+
+def report_even(rounds: Sequence[Uneven], n_rows: int) -> list[Figure]:
+    ratios = [one.halves / one.leased for one in rounds]
+    print(
+        f"{n_rows} rows over two equal workers: {statistics.median(ratios):.2f} ({spread(ratios)}) x two static halves\n"
+    )
+    return [Figure("two equal workers against two processes", statistics.median(ratios), "×", 0.98)]
 
 
 def counted_run(folder: Path, n_rows: int, n_workers: int) -> Counted:
