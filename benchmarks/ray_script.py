@@ -2,7 +2,7 @@
 
     python ray_script.py ROWS RESULTS '{"model": …, "options": {…}, "stages": {…}, "sampling": {…}}'
 
-With ``"then": "…"`` each answer goes through a second stage, behind that text (steps.py); its engine is
+A row's ``model`` is the folder of its adapter (adapters.py). With ``"then": "…"`` each answer goes through a second stage, behind that text (steps.py); its engine is
 another one, and its rows are those blocks of which the first stage has answered every row.
 
 Ray is started for this script alone, on 127.0.0.1, without dashboard and usage statistics.
@@ -65,7 +65,8 @@ def generate(rows: str, results: str, table: dict[str, Any]) -> None:
 
     def asked(row: dict[str, Any]) -> dict[str, Any]:
         messages = [{"role": "user", "content": row["q"]}]
-        return {"messages": messages, "sampling_params": sampling}
+        adapter = {"model": row["model"]} if "model" in row else {}
+        return {"messages": messages, "sampling_params": sampling, **adapter}
 
     def asked_then(row: dict[str, Any]) -> dict[str, Any]:
         messages = [{"role": "user", "content": table["then"] + row["text"]}]
