@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -37,6 +37,7 @@ from batchkit.errors import JobError
 
 if TYPE_CHECKING:
     from batchkit.config.tables import JobConfig
+    from batchkit.execution.summary import Outcome
 
 _KEYS = {  # of the job, that options of `run` set
     "model": "engine.model",
@@ -200,14 +201,18 @@ def run(
     if job is None:
         ids = f"the column {loaded.input.id} names the rows; " * (loaded.input.id is not None)
         say(f"{ids}the run folder is {loaded.folder}; the same line continues the run")
-    outcome = run_job(loaded, output=output, say=say, **how)
+    _end(run_job(loaded, output=output, say=say, **how))
+
+
+def _end(outcome: Outcome) -> NoReturn:
+    """Print the counts, and exit as the run ended; a run that did not begin has none."""
     summary = outcome.summary
+    if outcome.error is None:
+        say_summary(summary)
+    if outcome.error is None or outcome.error.exit_code == 1:
+        echo(json.dumps(summary.to_json()))
     if outcome.error is not None:
-        if outcome.error.exit_code == 1:
-            echo(json.dumps(summary.to_json()))
         raise outcome.error
-    say_summary(summary)
-    echo(json.dumps(summary.to_json()))
     raise SystemExit(summary.exit)
 
 
