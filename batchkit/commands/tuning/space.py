@@ -33,7 +33,7 @@ _FIRST_FOR: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True)
 class Choice:
     """An option of the search: a number to ``walk`` from, the value in force, or ``others``, each a set of options
-    that is tried as a whole. ``helps``: against what, as ``Bottleneck.resource`` has it; ``is_only``: against nothing
+    that is tried as a whole, None for the job's own. ``helps``: against what, as ``Bottleneck.resource`` has it; ``is_only``: against nothing
     else."""
 
     name: str
@@ -63,7 +63,7 @@ def next_of(left: list[Choice], waits_for: str) -> Choice | None:
         return None
     found = min(
         may,
-        key=lambda c: (c.name not in _GPUS, not c.is_only, c.name != SIZE, c.helps != waits_for),
+        key=lambda c: (c.name not in _GPUS, not c.is_first, c.name != SIZE, c.helps != waits_for),
     )
     left.remove(found)
     return found
@@ -92,6 +92,9 @@ def _of_gpus(job: JobConfig) -> Iterator[Choice]:
     if across > 1 or job.run.workers is not None:
         return
     groups = [2**n for n in range(1, 8) if 2**n <= n_gpus]
-    others = [{"tensor_parallel_size": n, "run.workers": n_gpus // n} for n in groups]
+    others = [
+        {"tensor_parallel_size": n, "run.workers": n_gpus // n if n_gpus > n else None}
+        for n in groups
+    ]
     if others:
         yield Choice("tensor_parallel_size", others=others)

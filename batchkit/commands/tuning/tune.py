@@ -265,7 +265,7 @@ class _Search:
         """Try the best options with ``change``; they are the best from now on if they gain more than ``least``."""
         if not self._is_time():
             return False
-        options = {**self._found.best, **change}
+        options = {n: v for n, v in {**self._found.best, **change}.items() if v is not None}
         gain = self._try(options) / self._try(self._found.best) - 1
         if gain > least:
             self._found.best = options
