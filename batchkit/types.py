@@ -134,7 +134,8 @@ class Request(Struct, frozen=True):
     object that names one; ``parallel_tool_calls`` is False if it may call only one at a time.
     ``chat_template_kwargs``: the row's own, which override the job's; ``reasoning_effort`` among them
     is the parameter of OpenAI's API. ``lora``: the name of its adapter, "" for the model alone; None if the
-    job has no ``prompt.lora``. ``call`` is None if the row has only this one generation.
+    job has no ``prompt.lora``. ``endpoint``: the one of OpenAI's API that the row's batch line is for, as
+    "responses" or "chat/completions"; None if the row is no such line. ``call`` is None if the row has only this one generation.
     """
 
     row: Row
@@ -152,6 +153,7 @@ class Request(Struct, frozen=True):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pair: Pair | None = None
     lora: str | None = None
+    endpoint: str | None = None
     call: Call | None = None
 
     @property
@@ -374,7 +376,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     ``generations``, these are their number and ``steps``, by name, what each of ``[[steps]]``
     answered; ``usage`` and ``latency_s`` are sums. ``generations_lost``: how many of them ``steps.jsonl`` lost
     in a crash.
-    ``selected`` and ``votes`` as in ``Completion``. ``lora`` as in ``Request``. ``dry_run``: an engine that has no model answered.
+    ``selected`` and ``votes`` as in ``Completion``. ``lora`` and ``endpoint`` as in ``Request``. ``dry_run``: an engine that has no model answered.
     """
 
     attempt: Annotated[int, Meta(ge=0, lt=2**31)]
@@ -403,6 +405,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     prompt: str | None = None
     truncated_tokens: int | None = None
     lora: str | None = None
+    endpoint: str | None = None
     dry_run: bool = False
 
 

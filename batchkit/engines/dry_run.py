@@ -26,6 +26,7 @@ from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.entities import entities_in, tags_of
 from batchkit.engines.request_checks import problems_with
 from batchkit.errors import JobError
+from batchkit.rendering.body import task_of
 from batchkit.rendering.messages import as_text
 from batchkit.types import Choice, Completion, Pooled, Request, Usage
 
@@ -75,7 +76,8 @@ class DryRunEngine:
     def _answer(self, request: Request) -> Completion:
         prompt_tokens = len(as_text(request).split())
         if self._task != "generate":
-            usage, pooled = Usage(prompt_tokens, 0), _pooled(request, self._task)
+            task = task_of(request.endpoint, self._task)
+            usage, pooled = Usage(prompt_tokens, 0), _pooled(request, task)
             return Completion(request, usage=usage, latency_s=self._latency_s, pooled=pooled)
         choice, n = self._choice(request), request.sampling.get("n") or 1
         usage = Usage(prompt_tokens, n * len(choice.text.split()))

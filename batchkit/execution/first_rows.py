@@ -15,7 +15,15 @@ from batchkit.config.columns import prompt_columns
 from batchkit.config.seams import SCORERS
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, ScoringTable
-from batchkit.errors import InputError, JobError, MediaError, RowError, WrongTaskError
+from batchkit.errors import (
+    InputError,
+    JobError,
+    MediaError,
+    RequestError,
+    RowError,
+    WrongTaskError,
+)
+from batchkit.rendering.body import endpoint_of
 from batchkit.rendering.steps import CANDIDATES, Renderer
 from batchkit.rendering.templates import ROW
 from batchkit.rendering.templates.prompt import PromptTemplates, names_in
@@ -29,9 +37,12 @@ _FEWEST = 3  # rows that say something of the job
 _NEED_NO_REFERENCE = {"reward", "judge"}  # nor may a scorer of another package
 
 
-def check_first_rows(rows: Iterator[Row], job: JobConfig, renderer: Renderer) -> Sequence[Row]:
+def check_first_rows(
+    rows: Iterator[Row], job: JobConfig, renderer: Renderer, all_rows: Iterable[Row] = ()
+) -> Sequence[Row]:
     """Take rows from ``rows`` until one can be rendered, or fails as no other does, but at most
-    ``run.check_rows``: usually one. Returns those taken.
+    ``run.check_rows``: usually one. Returns those taken. ``all_rows``: the same ones again, if they can be read
+    twice; lines of a batch file for other tasks may come before those that the job can answer.
 
     Workers on Ray may see media that this process can't, so a failure by them means nothing then; what a
     rollout asks is known once it runs.
@@ -52,10 +63,25 @@ def check_first_rows(rows: Iterator[Row], job: JobConfig, renderer: Renderer) ->
         first = first or error
     is_elsewhere = job.run.workers is not None and isinstance(first, MediaError)
     is_enough = len(taken) >= min(_FEWEST, job.run.check_rows) or isinstance(first, WrongTaskError)
+    if isinstance(first, WrongTaskError) and _has_line_for(job, all_rows):
+        return taken
     if first is not None and is_enough and not is_elsewhere:
         info = ErrorInfo(first.kind, type(first).__name__, str(first), first.retryable)
         raise _all_fail(taken[0].index, taken[0].id, info, len(taken), "the model was not loaded")
     return taken
+
+
+def _has_line_for(job: JobConfig, rows: Iterable[Row]) -> bool:
+    """Whether the job's engine may answer one of the ``rows``, as far as can be read within two seconds."""
+    until = time.monotonic() + _LOOK_S
+    with suppress(InputError):  # of a broken place, which stops the run only once it is there
+        for row in rows:
+            with suppress(RequestError):
+                if row.error is None and endpoint_of(row.fields.get("url"), job.task):
+                    return True
+            if time.monotonic() > until:
+                break
+    return False
 
 
 class FirstFailures:
@@ -79,6 +105,8 @@ class FirstFailures:
         """A row has its record."""
         if (error := record.error) is None:
             self._most = 0
+        elif error.type == WrongTaskError.__name__:
+            self._most = 0  # others of the file may be for the job's task
         elif record.index in self._first:
             self._failed.append(record)
             self._reasons.add(_reason(error))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batchkit.config.masking import masked
-from batchkit.config.tables import WITH_VECTORS, JobConfig
+from batchkit.config.tables import JobConfig
 from batchkit.errors import (
     BatchkitError,
     ChangedError,
@@ -139,7 +139,7 @@ def _import_what_writes(job: JobConfig) -> None:
     Raises:
         JobError: it is.
     """
-    for name in ["numpy", *["pyarrow"] * (job.task in WITH_VECTORS)]:
+    for name in ["numpy", *["pyarrow"] * job.may_have_vectors]:
         try:
             import_module(name)
         except Exception as error:  # a broken package may raise anything

@@ -114,6 +114,7 @@ def to_record(
         prompt=completion.prompt if with_prompt else None,
         truncated_tokens=_truncated_tokens(completion),
         lora=request.lora and masked_text(request.lora),
+        endpoint=request.endpoint,
         selected=completion.selected if error is None else None,
         votes=completion.votes if error is None else None,
         generations=completion.generations,

@@ -86,19 +86,18 @@ class Tasks:
         if (first := next(self._rows, None)) is not None:
             check_uses_a_column(renderer.job, first)
             self._rows = chain([first], self._rows)
-        looked_at = check_first_rows(self._rows, job, renderer)
+        looked_at = check_first_rows(self._rows, job, renderer, self._read_again())
         self._rows = chain(looked_at, self._rows)
         self._rows = chain(check_columns(self._rows, job), self._rows)
-        for line in self._blanks():
+        for line in blanks_in(self._read_again(), job):
             self._say(line)
 
-    def _blanks(self) -> Iterator[str]:
-        """What is said of empty cells, if the rows can be read twice and lie near."""
-        job, source = self._start.job, self.input.source
+    def _read_again(self) -> Iterator[Row]:
+        """All rows, also those with an empty cell; none if they can't be read twice or don't lie near."""
+        table, source = self._start.job.input, self.input.source
         if source.files is None or any("://" in file.path for file in source.files):
             return
-        table = job.input.with_filled(frozenset())
-        yield from blanks_in(read_rows(table) if job.input.filled else source.read(never), job)
+        yield from read_rows(table.with_filled(frozenset())) if table.filled else source.read(never)
 
     def of_each_turn(self) -> Iterator[Sequence[str]]:
         """The engines to load next, until no row waits for another."""

@@ -1,7 +1,7 @@
 """The body of an OpenAI batch line, in vLLM's terms, and a request's sampling parameters.
 
 https://platform.openai.com/docs/api-reference/batch: ``/v1/chat/completions`` has ``messages``,
-``/v1/completions`` has ``prompt``. For a pooling model, as ``vllm run-batch`` takes it, ``/v1/embeddings``
+``/v1/completions`` has ``prompt``, and ``responses.py`` reads ``/v1/responses``. For a pooling model, as ``vllm run-batch`` takes it, ``/v1/embeddings``
 has ``input`` or ``messages``, ``/v1/score`` and ``/v1/rerank`` have a query and its documents.
 ``/classify``, which run-batch does not know, is like ``/v1/embeddings``.
 """
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batchkit.config.tables import RetryTable
+from batchkit.config.tables import RetryTable, TaskName
 from batchkit.errors import RequestError, WrongTaskError
+from batchkit.rendering.responses import as_chat
 from batchkit.sources.reader import shown
 
 # Keys that are no sampling parameters, or do not change the answer when one model answers the whole
@@ -27,14 +28,27 @@ _NO_SAMPLING = {
 }
 _NEWER_NAMES = {"max_completion_tokens": "max_tokens"}
 _REFUSED = ("functions", "audio", "suffix", "echo", "best_of")
-_TASKS = {
+_TASKS: dict[str, TaskName] = {
     "chat/completions": "generate",
     "completions": "generate",
+    "responses": "generate",
     "embeddings": "embed",
     "classify": "classify",
     "score": "score",
     "rerank": "score",
 }
+# By a job's task, those whose lines its engine may answer: a model that gives vectors compares texts by
+# them, and one with classes by its only class.
+_SERVED: dict[TaskName, tuple[TaskName, ...]] = {
+    "generate": ("generate",),
+    "embed": ("embed", "score"),
+    "token_embed": ("embed", "score"),
+    "classify": ("classify", "score"),
+    "token_classify": ("classify",),
+    "score": ("score", "embed", "classify"),
+}
+# By a job's task, that of lines which get an answer for each token there.
+_FOR_EACH_TOKEN = {"token_embed": "embed", "token_classify": "classify"}
 # vLLM's names for the two sides of a pair.
 _QUERY = ("query", "queries", "text_1", "data_1")
 _DOCUMENTS = ("documents", "items", "text_2", "data_2")
@@ -154,29 +168,45 @@ class Sides(NamedTuple):
     is_list: bool
 
 
-def check_url(url: Any, task: str) -> None:
-    """A line without a url fits any task.
+def endpoint_of(url: Any, task: TaskName) -> str | None:
+    """The endpoint that a line of a job with ``task`` is for; None if the line has no url, and so fits any task.
 
     Raises:
-        WrongTaskError: a line for ``url`` is for another task.
+        WrongTaskError: the job's engine serves no such lines.
         RequestError: no task has such lines.
     """
     if not isinstance(url, str) or not url:
-        return
-    found = task_of(url)
-    if found is None and task != "generate":
+        return None
+    endpoint = next((end for end in _TASKS if url.rstrip("/").endswith(f"/{end}")), None)
+    if endpoint is None:
         raise RequestError(f"url: {shown(url)} is not one of {', '.join(_TASKS)}")
-    if found not in (None, task):
+    served = _SERVED[task]
+    if (found := _TASKS[endpoint]) not in served:
+        ends = [end for end in _TASKS if _TASKS[end] in served]
         raise WrongTaskError(
-            f'url: {url} is for task = "{found}", and the job has task = "{task}": put task ='
-            f' "{found}" at the top of the job file, or run it with --set task={found}; a file with'
-            " lines of several tasks needs a job for each"
+            f'url: {url} is for task = "{found}", and the job has task = "{task}", which serves'
+            f' {", ".join(ends)}: put task = "{found}" at the top of the job file, or run it with'
+            f" --set task={found}; lines that no one model answers need a job for each"
         )
+    return endpoint
 
 
-def task_of(url: str) -> str | None:
-    """The task that lines for ``url`` are for; None if there is none."""
-    return next((task for end, task in _TASKS.items() if url.rstrip("/").endswith(f"/{end}")), None)
+def task_of(endpoint: str | None, task: TaskName) -> TaskName:
+    """The task of a line for ``endpoint`` in a job with ``task``."""
+    found = _TASKS.get(endpoint or "", task)
+    return task if _FOR_EACH_TOKEN.get(task) == found else found
+
+
+def in_chat_terms(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``fields``, with the body of a line for ``/v1/responses`` as ``/v1/chat/completions`` has it.
+
+    Raises:
+        RequestError: it has what is not supported.
+    """
+    url = fields.get("url")
+    if not isinstance(url, str) or not url.rstrip("/").endswith("/responses"):
+        return fields
+    return {**fields, "body": as_chat(fields["body"])}
 
 
 def input_of(body: Any) -> tuple[Any, str | None]:

@@ -12,16 +12,18 @@ from zlib import crc32
 from msgspec.structs import replace
 
 from batchkit.config.columns import prompt_columns
-from batchkit.config.tables import JobConfig, MediaTable
+from batchkit.config.tables import JobConfig, MediaTable, TaskName
 from batchkit.errors import PromptTooLongError, RequestError, RowError, TemplateError
 from batchkit.rendering.body import (
-    check_url,
     contents_of,
+    endpoint_of,
+    in_chat_terms,
     input_of,
     messages_of,
     pooling_of,
     row_sampling,
     sides_of,
+    task_of,
     texts_in,
     with_temperature,
 )
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
+# Of [pooling]: lines of other tasks than the job's don't get them from it.
+_OF_ITS_TASK = ("dimensions", "use_activation", "max_tokens_per_query", "max_tokens_per_doc")
 _BEGINNING = 4096  # characters by which prompts are compared
 
 AdjustSampling = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -117,11 +121,12 @@ class PromptRenderer:
         self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str, note: str
     ) -> Request:
         """As ``render``; ``fields`` are the row's own, and the texts of its files."""
-        own = self._own_prompt(fields)
+        own, endpoint = self._own_prompt(fields), None
         if own == "body":
-            check_url(fields.get("url"), self._job.task)
+            endpoint = endpoint_of(fields.get("url"), self._job.task)
+        task = task_of(endpoint, self._job.task)
         pair, messages, prompt = None, None, None
-        if self._job.task == "score":
+        if task == "score":
             pair = self._pair(fields)
         else:
             messages, prompt = self._content(fields, own)
@@ -136,8 +141,11 @@ class PromptRenderer:
             messages=messages,
             prompt=prompt,
             pair=pair,
-            sampling=with_temperature(self._row_sampling(fields, own), attempt, self._job.retry),
+            sampling=with_temperature(
+                self._row_sampling(fields, own, task), attempt, self._job.retry
+            ),
             input_hash=of_input,
+            endpoint=endpoint,
             attempt=attempt,
             note=note,
             tools=tools.tools,
@@ -192,7 +200,7 @@ class PromptRenderer:
         if own == "messages":
             return image_sources(row.fields["messages"])
         if own == "body":
-            body = row.fields["body"]
+            body = self._line(row.fields)["body"]
             is_generated = self._job.task == "generate"
             return image_sources(messages_of(body)[0] if is_generated else contents_of(body))
         names = self.templates.with_vars(row.fields)
@@ -202,7 +210,8 @@ class PromptRenderer:
         """Opens no file. A row that can't be rendered is like no other row."""
         try:
             own = self._own_prompt(row.fields)
-            max_tokens = self._row_sampling(row.fields, own).get("max_tokens")
+            fields = self._line(row.fields) if own == "body" else row.fields
+            max_tokens = self._row_sampling(fields, own, self._job.task).get("max_tokens")
             beginning, lora = self._files(row) or self._beginning(row), self._lora(row.fields)
         except Exception:  # the values' own code runs here; rendering will report the error
             return RowHint(str(row.index), 0)
@@ -227,7 +236,9 @@ class PromptRenderer:
         return "\n".join([str(row.fields.get(name, row.index))[:_BEGINNING] for name in names])
 
     def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The row's fields, with each text of ``prompt.texts`` under its name."""
+        """The row's fields, with each text of ``prompt.texts`` under its name; a line's body as chat has it."""
+        if self._own_prompt(fields) == "body":
+            fields = self._line(fields)
         if not self.templates.files.texts:
             return fields
         names = self.templates.with_vars(fields)
@@ -236,6 +247,10 @@ class PromptRenderer:
             for name, path in self.templates.files.texts.items()
         }
         return {**fields, **texts}
+
+    def _line(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A batch line whose body the rest of this class can read."""
+        return in_chat_terms(fields) if self._job.task == "generate" else fields
 
     def _longest_text(self, row: Row, fields: Mapping[str, Any]) -> Place | None:
         own = self._own_prompt(fields)
@@ -355,10 +370,15 @@ class PromptRenderer:
             image = self._load(source, self._job.media)
         return {"type": "image_pil", "image_pil": image}
 
-    def _row_sampling(self, fields: Mapping[str, Any], own: str | None) -> Mapping[str, Any]:
-        """``own``: the name of the field with the row's own prompt."""
-        if self._job.task != "generate":
-            return {**self._sampling, **pooling_of(fields["body"] if own == "body" else {})}
+    def _row_sampling(
+        self, fields: Mapping[str, Any], own: str | None, task: TaskName
+    ) -> Mapping[str, Any]:
+        """``own``: the name of the field with the row's own prompt. ``task``: the row's."""
+        if task != "generate":
+            of_job = self._sampling
+            if task != self._job.task:
+                of_job = {name: of_job[name] for name in of_job if name not in _OF_ITS_TASK}
+            return {**of_job, **pooling_of(fields["body"] if own == "body" else {})}
         column, of_job = self._job.sampling.sampling_column, self._sampling
         if self.templates.sampling:
             names = self.templates.with_vars(fields)

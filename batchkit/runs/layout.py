@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.config.answer_schema import resolved, schema_in
-from batchkit.config.tables import WITH_VECTORS, JobConfig
+from batchkit.config.tables import OF_TOKENS, WITH_VECTORS, JobConfig
 from batchkit.scoring import score_names
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import whole_record
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
         if job.prompt.lora is not None:
             found |= _LORA
         if embedding is not None:
-            found[EMBEDDING] = Column(VECTOR if job.task == "embed" else MATRIX, (EMBEDDING,))
+            found[EMBEDDING] = Column(MATRIX if job.task in OF_TOKENS else VECTOR, (EMBEDDING,))
         if job.scoring.is_on:
             found["prediction"] = Column("string", ("prediction",))
             for name in score_names(job.scoring):
@@ -75,11 +75,13 @@ def free_name(name: str, prefix: str, taken: Container[str]) -> str:
 
 
 def vector_type(folder: Path, job: JobConfig) -> VectorType | None:
-    """The type of the vectors that the newest records name; None if the job's task gives none."""
-    if job.task not in WITH_VECTORS:
+    """The type of the vectors that the newest records name; None if the job's task gives none. Of ``task =
+    "score"``, lines of a batch file may have some."""
+    segments = segments_of(folder) if job.may_have_vectors else []
+    if job.task not in WITH_VECTORS and not segments:
         return None
     vectors = Vectors(folder)
-    types = {vectors.type_of(number) for number in segments_of(folder)} - {None}
+    types = {vectors.type_of(number) for number in segments} - {None}
     if len(types) == 1:
         return types.pop()
     # Also where a segment is missing, or one is that of older records alone.
@@ -128,14 +130,9 @@ _SCORES = {
 
 
 def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
-    """Those for what the job's answers hold besides text. Of ``task = "score"``, ``score`` holds lists if a row
-    gave a list of documents."""
-    if job.task == "classify":
-        return _CLASSES
-    if job.task == "score":
-        return _SCORES if any("order" in record for record in read_newest(log)) else _SCORE
-    if job.task in WITH_VECTORS:
-        return _ENTITIES if job.task == "token_classify" else {}
+    """Those for what the job's answers hold besides text."""
+    if job.task != "generate":
+        return _pooled_columns(log, job)
     by = job.select.by
     engine, is_server = job.engine, job.engine.kind == "openai-server"
     return {
@@ -144,6 +141,21 @@ def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
         **(_GENERATIONS if job.has_several else {}),
         **(_SELECTED if by is not None else {}),
         **(_VOTES if by == "majority" else {}),
+    }
+
+
+def _pooled_columns(log: Path, job: JobConfig) -> dict[str, Column]:
+    """Those of the job's task, and of the tasks of other lines of a batch file. ``score`` holds lists if a row gave a
+    list of documents."""
+    found: set[str] = set()
+    if job.task == "score" or job.may_have_lines:
+        for record in read_newest(log):
+            found |= record.keys() & {"label", "score", "order"}
+    has_scores = job.task == "score" or "score" in found
+    return {
+        **(_CLASSES if job.task == "classify" or "label" in found else {}),
+        **((_SCORES if "order" in found else _SCORE) if has_scores else {}),
+        **(_ENTITIES if job.task == "token_classify" else {}),
     }
 
 

@@ -19,7 +19,7 @@ import orjson
 from batchkit.config.masking import FINGERPRINT, MASK, home_of, masked, secrets_in
 from batchkit.config.regular_file import exists, is_file, open_regular, read_bytes, read_text
 from batchkit.config.server_command import files_named, what_decides_answers
-from batchkit.config.tables import WITH_VECTORS, EngineTable, JobConfig, StepTable, Table
+from batchkit.config.tables import EngineTable, JobConfig, StepTable, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
 from batchkit.config.tool_definitions import is_template, tools_in
@@ -89,7 +89,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         found |= {"rollout.function": f"{Path(place).name}:{name}", **of_function(job)}
     if prompt_files:
         found["prompt.files"] = prompt_files
-    if job.task not in WITH_VECTORS:  # it decides nothing
+    if not job.may_have_vectors:  # it decides nothing
         del found["output.vector_dtype"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
     return {k: masked(v, k, _fingerprint_mask, _fingerprint_part) for k, v in plain.items()}

@@ -188,6 +188,8 @@ def test_run_without_a_record_exports_columns_and_no_row() -> None:
 
 # OpenAI's batch format
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
 
 def chat_bodies() -> list[Any]:
     """The answers as the ``openai`` package reads them."""
@@ -228,6 +230,43 @@ def test_openai_output_and_errors_match_the_batch_format() -> None:
             "error": {"code": "media", "message": "a.png: missing"},
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "reason", "output"),
+    [
+        ({}, "completed", None, [("message", "yes")]),
+        ({"finish_reason": "length"}, "incomplete", "max_output_tokens", [("message", "yes")]),
+        ({"finish_reason": "content_filter"}, "incomplete", "content_filter", [("message", "yes")]),
+        ({"reasoning": "hm"}, "completed", None, [("reasoning", "hm"), ("message", "yes")]),
+        ({"text": "", "tool_calls": [CALL]}, "completed", None, [("function_call", "f")]),
+        ({"choices": [{"text": "a"}, {"text": "b"}], "selected": 1}, "completed", None,
+         [("message", "b")]),
+        ({"usage": None}, "completed", None, [("message", "yes")]),
+    ],
+)  # fmt: skip
+def test_a_line_for_responses_is_exported_as_a_response(
+    changes: dict[str, Any], status: str, reason: str | None, output: list[tuple[str, str]]
+) -> None:
+    responses = pytest.importorskip("openai.types.responses")
+    run_of(replace(OK, endpoint="responses", **changes))
+    export("job.toml", "--openai")
+    (line,) = read_jsonl(RUN / "results.openai.jsonl")
+    body = responses.Response.model_validate(line["response"]["body"], strict=True)
+    assert (body.id, body.object, body.created_at) == ("resp-0", "response", 1795222923)
+    assert (body.status, body.model) == (status, "tiny")
+    assert (body.incomplete_details and body.incomplete_details.reason) == reason
+    found = {
+        "message": lambda item: item.content[0].text,
+        "reasoning": lambda item: item.content[0].text,
+        "function_call": lambda item: item.name,
+    }
+    assert [(item.type, found[item.type](item)) for item in body.output] == output
+    assert body.output_text == "".join(text for kind, text in output if kind == "message")
+    if body.usage is not None:
+        counts = body.usage.input_tokens, body.usage.output_tokens, body.usage.total_tokens
+        assert counts == (3, 2, 5)
+    assert (body.usage is None) == ("usage" in changes)
 
 
 def test_finish_reasons_that_openai_lacks_are_beside_ones_that_it_has() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import tomlkit
 
@@ -263,21 +264,64 @@ def test_a_file_for_another_task_is_one_error_that_says_what_to_set(count: int) 
     assert len(records()) == count
 
 
-def test_lines_of_another_task_among_others_fail_alone() -> None:
-    write(
-        "embed",
-        line(0, "/v1/chat/completions", messages=CHAT),
-        line(1, "/v1/embeddings", input="tea"),
-        line(2, "/v1/score", text_1="a", text_2="b"),
-        line(3, "/v1/audio/transcriptions", input="tea"),
-    )
+MIXED = [
+    line(0, "/v1/chat/completions", messages=CHAT),
+    line(1, "/v1/embeddings", input="tea"),
+    line(2, "/v1/score", text_1="a", text_2="b"),
+    line(3, "/v1/audio/transcriptions", input="tea"),
+    line(4, "/v2/rerank", query="a", documents=["b", "c"]),
+    line(5, "/v1/completions", prompt="tea"),
+    line(6, "/v1/responses", input="tea"),
+    line(7, "/classify", input="tea"),
+]
+CHAT_SHAPES = {0: "chat.completion", 5: "chat.completion", 6: "response"}
+
+
+@pytest.mark.parametrize(
+    ("task", "shapes"),
+    [
+        (None, CHAT_SHAPES),
+        ("embed", {1: "embedding", 2: "score", 4: "rerank"}),
+        ("token_embed", {1: "pooling", 2: "score", 4: "rerank"}),
+        ("classify", {2: "score", 4: "rerank", 7: "classify"}),
+        ("score", {1: "embedding", 2: "score", 4: "rerank", 7: "classify"}),
+    ],
+)
+def test_each_line_of_a_mixed_file_goes_by_its_own_task_or_fails_alone(
+    task: str | None, shapes: dict[int, str]
+) -> None:
+    write(task, *MIXED)
     assert run().exit_code == 3
-    found = errors()
-    assert found.keys() == {0, 2, 3}
-    assert 'task = "generate"' in found[0]
-    assert 'task = "score"' in found[2]
-    assert "'/v1/audio/transcriptions' is not one of" in found[3]
+    assert errors().keys() == {*range(8)} - shapes.keys()
+    assert "'/v1/audio/transcriptions' is not one of" in errors()[3]
+    for number, message in errors().items():
+        assert MIXED[number]["url"] in message
+        assert number == 3 or f'task = "{task or "generate"}", which serves' in message
     assert {r["error"]["kind"] for r in records() if r["error"]} == {"invalid_request"}
+    assert [_shape(body) for body in exported()] == [*shapes.values()]
+    assert (status()["ok"], verify()["ok"]) == (len(shapes), len(shapes))
+    assert batchkit("export", "job.toml", "--parquet", "--csv", "--jsonl").exit_code == 0
+    table = pq.read_table(RUN / "results.parquet").to_pylist()
+    assert [row["index"] for row in table if row["status"] == "ok"] == [*shapes]
+    for row in table:
+        shape = shapes.get(row["index"], "")
+        assert (row.get("embedding") is not None) == (shape in ("embedding", "pooling"))
+        assert (row.get("score") is not None) == (shape in ("score", "rerank"))
+        assert (row.get("label") is not None) == (shape == "classify")
+
+
+def _shape(body: dict[str, Any]) -> str:
+    if body.get("object") != "list":
+        return body.get("object") or "rerank"
+    return body["data"][0].get("object") or "classify"
+
+
+@pytest.mark.parametrize("first", [1, 25, 300])
+def test_lines_that_the_job_can_answer_may_come_last(first: int) -> None:
+    write(None, *[line(n, "/v1/embeddings", input="tea") for n in range(first)],
+          line(first, "/v1/chat/completions", messages=CHAT))  # fmt: skip
+    assert run().exit_code == 3
+    assert (status()["ok"], status()["failed"]) == (1, first)
 
 
 def test_rows_without_a_body_need_a_pair() -> None:

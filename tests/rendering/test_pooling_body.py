@@ -6,42 +6,62 @@ from typing import Any
 
 import pytest
 
+from batchkit.config.tables import TaskName
 from batchkit.errors import RequestError, WrongTaskError
-from batchkit.rendering.body import check_url, input_of, pooling_of, sides_of, task_of
+from batchkit.rendering.body import endpoint_of, input_of, pooling_of, sides_of, task_of
 
 CHAT = [{"role": "user", "content": "tea"}]
 PARTS = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "a.png"}}]
 
 
 @pytest.mark.parametrize(
-    ("url", "task"),
+    ("url", "job_task", "task"),
     [
-        ("/v1/chat/completions", "generate"),
-        ("/v1/completions", "generate"),
-        ("/v1/embeddings", "embed"),
-        ("/classify", "classify"),
-        ("/score", "score"),
-        ("/v1/score", "score"),
-        ("/v2/rerank/", "score"),
-        ("/v1/audio/transcriptions", None),
-        ("embeddings", None),
+        ("/v1/chat/completions", "generate", "generate"),
+        ("/v1/completions", "generate", "generate"),
+        ("/v1/responses", "generate", "generate"),
+        ("/v1/embeddings", "embed", "embed"),
+        ("/v1/embeddings", "token_embed", "token_embed"),
+        ("/v1/embeddings", "score", "embed"),
+        ("/classify", "classify", "classify"),
+        ("/classify", "score", "classify"),
+        ("/score", "score", "score"),
+        ("/v1/score", "embed", "score"),
+        ("/v1/score", "token_embed", "score"),
+        ("/v2/rerank/", "classify", "score"),
+        (None, "embed", "embed"),
+        ("", "score", "score"),
     ],
 )
-def test_a_url_is_for_one_task(url: str, task: str | None) -> None:
-    assert task_of(url) == task
-    if task is not None:
-        check_url(url, task)
+def test_a_line_goes_by_its_own_task(url: str | None, job_task: TaskName, task: str) -> None:
+    assert task_of(endpoint_of(url, job_task), job_task) == task
 
 
-def test_a_line_for_another_task_says_what_to_set() -> None:
+@pytest.mark.parametrize(
+    ("url", "job_task", "serves"),
+    [
+        ("/v1/embeddings", "generate", "chat/completions, completions, responses"),
+        ("/v1/rerank", "generate", "chat/completions, completions, responses"),
+        ("/v1/responses", "embed", "embeddings, score, rerank"),
+        ("/classify", "embed", "embeddings, score, rerank"),
+        ("/v1/embeddings", "classify", "classify, score, rerank"),
+        ("/v1/chat/completions", "score", "embeddings, classify, score, rerank"),
+    ],
+)
+def test_a_line_that_no_engine_of_the_job_serves_says_what_to_set(
+    url: str, job_task: TaskName, serves: str
+) -> None:
     with pytest.raises(WrongTaskError) as refused:
-        check_url("/v1/embeddings", "generate")
-    for part in ("/v1/embeddings", 'task = "generate"', 'task = "embed"', "--set task=embed"):
+        endpoint_of(url, job_task)
+    for part in (f"url: {url}", f'task = "{job_task}", which serves {serves}: ', "--set task="):
         assert part in str(refused.value)
-    with pytest.raises(RequestError, match="/v1/audio/translations"):
-        check_url("/v1/audio/translations", "embed")
-    for url in (None, "", 3):
-        check_url(url, "score")
+
+
+@pytest.mark.parametrize("job_task", ["generate", "embed"])
+@pytest.mark.parametrize("url", ["/v1/audio/translations", "embeddings", "/v1/images/edits"])
+def test_a_url_that_no_task_has_is_refused(url: str, job_task: TaskName) -> None:
+    with pytest.raises(RequestError, match=f"{url}' is not one of chat/completions"):
+        endpoint_of(url, job_task)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """OpenAI's batch output: https://platform.openai.com/docs/guides/batch.
 
-The body of a row that was generated is a ``chat.completion`` as the ``openai`` package reads it, a vector's is
-OpenAI's; those of other tasks have the shapes of ``vllm run-batch``.
+The body of a row that was generated is a ``chat.completion`` as the ``openai`` package reads it, or a ``response`` if
+its line asked ``/v1/responses``; a vector's is OpenAI's; those of other tasks have the shapes of ``vllm run-batch``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.commands.export.outputs import exporting
-from batchkit.config.tables import OF_TOKENS
+from batchkit.commands.export.responses import response_of
+from batchkit.config.tables import JobConfig
 from batchkit.rendering.body import sides_of
 from batchkit.runs.inputs import with_fields
 from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.newest import read_newest
 from batchkit.storage.schema import LEAST_LOGPROB
 from batchkit.storage.score_store import read_scored
 from batchkit.storage.vectors import Vectors
@@ -46,13 +49,7 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
     job, vectors = job_of_run(folder), Vectors(folder)
     model = str(read_manifest(folder).model.name or "")
     errors = path.with_name(f"{path.stem}.errors{path.suffix}")
-    names = {"url", "body"} if job.task == "score" and not job.pair.is_set else set()
-    answer_of: Callable[[dict[str, Any], Mapping[str, Any]], Answer] = {
-        "embed": lambda record, _: _vector(record, vectors),
-        **dict.fromkeys(OF_TOKENS, lambda record, _: _matrix(record, vectors)),
-        "classify": lambda record, _: _classes(record),
-        "score": _scores,
-    }.get(job.task, lambda record, _: _chat(record))
+    names = {"body"} if _needs_lines(folder, job) else set()
     n_answers = n_errors = 0
     with (
         exporting(path, folder) as answers_path,
@@ -62,7 +59,7 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
     ):
         for record, fields in with_fields(read_scored(folder), job, names):
             if record["status"] == "ok":
-                line = _answer_line(record, answer_of(record, fields), model)
+                line = _answer_line(record, _answer_of(record, fields, vectors), model)
                 answers_file.write(orjson.dumps(line, option=_OPTIONS))
                 n_answers += 1
             else:
@@ -71,20 +68,35 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
     return {path: n_answers, errors: n_errors}
 
 
+def _needs_lines(folder: Path, job: JobConfig) -> bool:
+    """Whether answers repeat documents of their lines."""
+    if job.task == "generate" or not job.may_have_lines:
+        return False
+    return any(record.get("endpoint") == "rerank" for record in read_newest(folder / RESULTS))
+
+
+def _answer_of(record: Mapping[str, Any], line: Mapping[str, Any], vectors: Vectors) -> Answer:
+    """By what the record has. ``line`` is the row's line of a batch file, or has nothing of one."""
+    if (place := record.get("embedding")) is not None:
+        return _vector(record, vectors) if place.get("tokens") is None else _matrix(record, vectors)
+    if record.get("probabilities") is not None:
+        return _classes(record)
+    if record.get("score") is not None:
+        return _ranked(record, line) if record.get("endpoint") == "rerank" else _scores(record)
+    return _response(record) if record.get("endpoint") == "responses" else _chat(record)
+
+
 def _answer_line(record: Mapping[str, Any], answer: Answer, model: str) -> dict[str, Any]:
-    index = record["index"]
+    index, of_time = record["index"], {"created": _created(record)}
+    if answer.kind == "resp":
+        of_time = {"created_at": of_time["created"]}
     return {
         "id": f"batch_req_{index}",
         "custom_id": record["id"],
         "response": {
             "status_code": 200,
             "request_id": f"req_{index}",
-            "body": {
-                "id": f"{answer.kind}-{index}",
-                "created": int(datetime.fromisoformat(record["finished_at"]).timestamp()),
-                "model": model,
-                **answer.parts,
-            },
+            "body": {"id": f"{answer.kind}-{index}", **of_time, "model": model, **answer.parts},
         },
         "error": None,
     }
@@ -108,6 +120,16 @@ def _chat(record: Mapping[str, Any]) -> Answer:
     choices = [_choice(number, choice) for number, choice in enumerate(kept)]
     usage = _usage(record.get("usage"))
     return Answer("chatcmpl", {"object": "chat.completion", "choices": choices, "usage": usage})
+
+
+def _response(record: Mapping[str, Any]) -> Answer:
+    kept, selected = record.get("choices") or [record], record.get("selected")
+    choice = kept[selected] if selected is not None and len(kept) > 1 else kept[0]
+    return Answer("resp", response_of(record, choice))
+
+
+def _created(record: Mapping[str, Any]) -> int:
+    return int(datetime.fromisoformat(record["finished_at"]).timestamp())
 
 
 def _choice(number: int, choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,12 +207,16 @@ def _classes(record: Mapping[str, Any]) -> Answer:
     return _listed("classify", record, [found])
 
 
-def _scores(record: Mapping[str, Any], line: Mapping[str, Any]) -> Answer:
-    """``line`` is the row's line of a batch file, or has nothing of one."""
-    scores = record["score"] if isinstance(record["score"], list) else [record["score"]]
-    if not str(line.get("url")).rstrip("/").endswith("/rerank"):
-        data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(scores)]
-        return _listed("score", record, data)
+def _scores(record: Mapping[str, Any]) -> Answer:
+    data = [
+        {"index": n, "object": "score", "score": score}
+        for n, score in enumerate(_scores_in(record))
+    ]
+    return _listed("score", record, data)
+
+
+def _ranked(record: Mapping[str, Any], line: Mapping[str, Any]) -> Answer:
+    scores = _scores_in(record)
     body = line["body"]
     documents = sides_of(body).documents
     top_n = body.get("top_n")
@@ -201,6 +227,11 @@ def _scores(record: Mapping[str, Any], line: Mapping[str, Any]) -> Answer:
         for n in best_first
     ]
     return Answer("rerank", {"results": results, "usage": _pooled_usage(record)})
+
+
+def _scores_in(record: Mapping[str, Any]) -> list[float]:
+    found = record["score"]
+    return found if isinstance(found, list) else [found]
 
 
 def _document(content: Any) -> dict[str, Any]:

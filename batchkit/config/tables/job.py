@@ -26,7 +26,7 @@ from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
 from batchkit.config.tables.scoring import ScoringTable
 from batchkit.config.tables.steps import RolloutTable, SelectTable, StepTable
-from batchkit.config.tables.task import PairTable, PoolingTable, TaskName
+from batchkit.config.tables.task import WITH_VECTORS, PairTable, PoolingTable, TaskName
 from batchkit.config.values import check_values
 from batchkit.errors import JobError
 
@@ -124,6 +124,17 @@ class JobConfig(Table):
         """The parameters of a request, by the names of ``vllm.SamplingParams``, or of
         ``vllm.PoolingParams`` if the task is not ``generate``."""
         return self.sampling.params() if self.task == "generate" else self.pooling.params()
+
+    @property
+    def may_have_lines(self) -> bool:
+        """Whether the rows may be lines of an OpenAI batch file, each for an endpoint of its own."""
+        prompt = self.prompt
+        of_job = (prompt.user, prompt.user_file, prompt.system, prompt.system_file, prompt.images)
+        return not any(of_job) and not self.pair.is_set
+
+    @property
+    def may_have_vectors(self) -> bool:
+        return self.task in WITH_VECTORS or (self.task == "score" and self.may_have_lines)
 
     @property
     def has_several(self) -> bool:

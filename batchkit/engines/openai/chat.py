@@ -184,7 +184,7 @@ class Chat(Endpoint):
         ) in given.items():  # JSON has only null for it: the server would use its default
             if isinstance(value, float) and not math.isfinite(value):
                 raise RequestError(f"sampling.{name}: is {value}, expected a finite number")
-        if (response_format := _response_format(given.get("structured_outputs"))) is not None:
+        if (response_format := json_form(given.get("structured_outputs"))) is not None:
             del given["structured_outputs"]
             given["response_format"] = response_format
         if request.messages is not None and "logprobs" in given:
@@ -226,7 +226,7 @@ def usage_in(counts: Any) -> Usage | None:
     return possible(Usage(counts.get("prompt_tokens", -1), completion_tokens, reasoning_tokens))
 
 
-def _response_format(wanted: Any) -> dict[str, Any] | None:
+def json_form(wanted: Any) -> dict[str, Any] | None:
     """OpenAI's own form, which every server supports; None if only vLLM has one."""
     if not isinstance(wanted, Mapping) or len(wanted) != 1:
         return None

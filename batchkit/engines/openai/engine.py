@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from batchkit.config.server_command import llama_server
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad, RenderedPrompt
@@ -54,6 +56,7 @@ from batchkit.errors import (
     RowTimeoutError,
     ServerError,
 )
+from batchkit.rendering.body import task_of
 from batchkit.rendering.messages import as_text
 from batchkit.types import Completion, Pair, Request, Row
 
@@ -241,7 +244,8 @@ class OpenAIServerEngine:
         try:
             is_chat, is_pair = request.messages is not None, request.pair is not None
             sampling = {"max_tokens": 1} if self._task == "generate" else {}
-            await self._ask(_one_word(is_chat=is_chat, is_pair=is_pair, sampling=sampling), place)
+            asked = _one_word(is_chat=is_chat, is_pair=is_pair, sampling=sampling)
+            await self._ask(replace(asked, endpoint=request.endpoint), place)
         except (NoAnswer, RowTimeoutError) as problem:
             if isinstance(problem, NoAnswer) and problem.stops is not None:
                 raise EngineError(problem.stops) from None
@@ -343,7 +347,7 @@ class OpenAIServerPreflight:
         self._job = job
 
     def render(self, request: Request) -> RenderedPrompt:
-        ENDPOINTS[self._job.task].check_names(request.sampling)
+        ENDPOINTS[task_of(request.endpoint, self._job.task)].check_names(request.sampling)
         return RenderedPrompt(as_text(request), None)
 
 

@@ -1,4 +1,4 @@
-"""The endpoints of pooling models: ``/v1/embeddings``, ``/classify``, ``/v1/rerank``.
+"""The endpoints of pooling models: ``/v1/embeddings``, ``/classify``, ``/v1/rerank`` and ``/v1/score``.
 
 https://platform.openai.com/docs/api-reference/embeddings, with what `vllm serve` adds to it
 (vllm/entrypoints/pooling); ``/rerank`` is also Cohere's, Jina's and llama.cpp's. Nothing here
@@ -17,6 +17,7 @@ import msgspec
 
 from batchkit.engines.openai.api import ShapeError, in_words
 from batchkit.engines.openai.chat import Chat, Endpoint, as_shape
+from batchkit.engines.openai.responses import Responses
 from batchkit.errors import InvalidOutputError, RequestError
 from batchkit.storage.plain_json import valid
 from batchkit.storage.schema import possible
@@ -40,6 +41,7 @@ class _Item(msgspec.Struct):
     probs: list[float] | None = None
     label: str | None = None
     relevance_score: float | None = None
+    score: float | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -139,12 +141,25 @@ class Rerank(_Endpoint):
         return {"query": query, "documents": documents}
 
     def pooled_of(self, request: Request, answer: _Answer) -> Pooled:
-        count = len(request.pair.documents) if request.pair else 0
-        scores = [item.relevance_score for item in _in_order(answer.results, count)]
-        known = [score for score in scores if score is not None]
-        if len(known) < count:
-            raise ShapeError("a document has no score")
-        return Pooled(scores=known)
+        scores = [item.relevance_score for item in _in_order(answer.results, _documents(request))]
+        return _scored(scores)
+
+
+class Score(Rerank):
+    """``/score``, which `vllm serve` has, for batch lines that name it."""
+
+    def takes(self, request: Request) -> bool:
+        return True
+
+    def url(self, base_url: str, request: Request) -> str:
+        return f"{base_url}/score"
+
+    def input_of(self, request: Request) -> dict[str, Any]:
+        sides = super().input_of(request)
+        return {"queries": sides["query"], "documents": sides["documents"]}
+
+    def pooled_of(self, request: Request, answer: _Answer) -> Pooled:
+        return _scored([item.score for item in _in_order(answer.data, _documents(request))])
 
 
 ENDPOINTS: dict[str, type[Endpoint]] = {
@@ -153,6 +168,22 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
     "classify": Classify,
     "score": Rerank,
 }
+
+
+# By the name in a batch line's url, those that only some servers have: the task's own does the same.
+OF_LINES: dict[str, type[Responses] | type[Score]] = {"responses": Responses, "score": Score}
+
+
+def _documents(request: Request) -> int:
+    return len(request.pair.documents) if request.pair else 0
+
+
+def _scored(scores: list[float | None]) -> Pooled:
+    """Raises ShapeError if one is missing."""
+    known = [score for score in scores if score is not None]
+    if len(known) < len(scores):
+        raise ShapeError("a document has no score")
+    return Pooled(scores=known)
 
 
 def _in_order(items: list[_Item] | None, count: int) -> list[_Item]:

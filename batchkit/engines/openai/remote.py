@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.openai import api
+from batchkit.engines.openai.chat import Endpoint
 from batchkit.engines.openai.connections import CONNECT_S, Connections, Response
 from batchkit.engines.openai.options import Options, check_for_llama_cpp
-from batchkit.engines.openai.pooling import ENDPOINTS
+from batchkit.engines.openai.pooling import ENDPOINTS, OF_LINES
 from batchkit.engines.openai.rate_limiter import NoAnswer, Why
 from batchkit.errors import (
     AnswerTooLargeError,
@@ -23,7 +24,9 @@ from batchkit.errors import (
     RequestError,
     RowError,
     RowTimeoutError,
+    WrongTaskError,
 )
+from batchkit.rendering.body import task_of
 from batchkit.rendering.messages import as_text
 from batchkit.storage.plain_json import parsed
 from batchkit.storage.schema import is_count
@@ -55,7 +58,9 @@ class Remote:
         self.models: list[Mapping[str, Any]] = []
         self._job, self._options, self._event = job, options, event
         self._model, self._timeout_s = job.engine.model, job.run.row_timeout_s
-        self._endpoint = ENDPOINTS[job.task](job, options.drop)
+        self._endpoints = {task: made(job, options.drop) for task, made in ENDPOINTS.items()}
+        self._of_lines = {name: made(job, options.drop) for name, made in OF_LINES.items()}
+        """By the name in the url of a batch line: those that the server is not known to lack."""
         self._answered_as: str | None = None
         self._known: dict[str, Any] = {}
         """What its lists of models have said about the model so far."""
@@ -75,7 +80,8 @@ class Remote:
     def served(self) -> Mapping[str, Any]:
         """What the server has said so far of the model: in its lists, and in its answers."""
         answers_as = {} if self._answered_as is None else {"answers_as": self._answered_as}
-        return {**self._known, **answers_as, **self._endpoint.seen}
+        seen = [endpoint.seen for endpoint in self._endpoints.values()]
+        return {**self._known, **answers_as, **{k: v for one in seen for k, v in one.items()}}
 
     async def close(self) -> None:
         """Close the connections; no request may be in flight."""
@@ -113,10 +119,24 @@ class Remote:
 
     def body_of(self, request: Request) -> dict[str, Any]:
         """Raises RequestError if it can't be sent to this server."""
-        body = self._endpoint.body_of(request)
-        if any(model.get("owned_by") == "llamacpp" for model in self.models):
-            check_for_llama_cpp(self._job.task, body)
+        body = self._endpoint_of(request).body_of(request)
+        if self._is_llama_cpp:
+            check_for_llama_cpp(task_of(request.endpoint, self._job.task), body)
         return {**body, **self._options.extra_body}
+
+    def _endpoint_of(self, request: Request) -> Endpoint:
+        """That of the request's batch line, if the server has it and would read every part of it there; else
+        that of its task, which asks the same."""
+        own = self._of_lines.get(request.endpoint or "")
+        # llama.cpp's server ignores much that it doesn't know, and extra_body is for the task's endpoint.
+        is_plain = not (self._is_llama_cpp or self._options.extra_body)
+        if own is not None and is_plain and own.takes(request):
+            return own
+        return self._endpoints[task_of(request.endpoint, self._job.task)]
+
+    @property
+    def _is_llama_cpp(self) -> bool:
+        return any(model.get("owned_by") == "llamacpp" for model in self.models)
 
     async def ask(self, request: Request) -> Completion:
         """Send the request once.
@@ -126,12 +146,16 @@ class Remote:
             EngineError: no request would succeed.
             NoAnswer: try again.
         """
-        url = self._endpoint.url(self.base_url, request)
+        endpoint = self._endpoint_of(request)
+        url = endpoint.url(self.base_url, request)
         body = self.body_of(request)
         content = await _encoded(body)
         await self.check_model()
         began = time.monotonic()
         response = await self._exchange("POST", url, content, self._timeout_s)
+        if response.status in _LACKS and endpoint not in self._endpoints.values():
+            self._of_lines.pop(request.endpoint or "", None)
+            return await self.ask(request)
         if response.status >= 300:
             refusal = api.refusal_of(response.status, response.content)
             raise await self._refused(request, url, refusal)
@@ -139,7 +163,7 @@ class Remote:
         n = asked if is_count(asked := body.get("n") or 1) else 0
         try:
             answer = parsed(response.content)
-            completion = self._endpoint.completion_of(request, answer, took_s, n)
+            completion = endpoint.completion_of(request, answer, took_s, n)
         except ValueError as problem:  # no JSON, or a ShapeError
             shape = api.in_words(response.content[:200].decode("utf-8", "replace"))
             raise NoAnswer(f"{url}: {problem}: {shape}") from None
@@ -153,6 +177,12 @@ class Remote:
         """The error for a refusal that concerns this request, or all of its kind."""
         status = refusal.status
         lists_it = any(model.get("id") == self._model for model in self.models)
+        task = task_of(request.endpoint, self._job.task)
+        if status in _LACKS and task != self._job.task:
+            return WrongTaskError(
+                f'url: /{request.endpoint} is for task = "{task}"; {url} answered {refusal}: the server, which'
+                f' serves task = "{self._job.task}", lacks it, or its model does not fit'
+            )
         if status in _LACKS and self._job.task != "generate" and lists_it:
             return _barred(
                 refusal,

@@ -7,20 +7,30 @@ vLLM's own IO processors make the prompts and compute the scores, as in ``LLM.em
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from batchkit.config.tables import OF_TOKENS, JobConfig
+from batchkit.config.tables import OF_TOKENS, JobConfig, TaskName
 from batchkit.engines.base import RenderedPrompt
 from batchkit.engines.entities import entities_in, tags_of
 from batchkit.engines.request_checks import chat_template, check_length
 from batchkit.engines.vllm.options import pooling_params, task_by_config
 from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusing
-from batchkit.errors import JobError, RequestError, RowError
+from batchkit.errors import JobError, RequestError, RowError, WrongTaskError
+from batchkit.rendering.body import task_of
 from batchkit.types import Completion, Content, Pair, Pooled, Request, Usage
 
 
+class _Processor(NamedTuple):
+    """vLLM's of a task, and what vLLM calls that task."""
+
+    task: TaskName
+    vllm_task: str
+    processor: Any
+
+
 class PoolingRenderer:
-    """As ``VllmRenderer``, for a job that does not generate text. ``processors`` are vLLM's own."""
+    """As ``VllmRenderer``, for a job that does not generate text. ``processors`` are vLLM's own: besides that of
+    the job's task, those for batch lines of other tasks that the model does, too."""
 
     def __init__(
         self, job: JobConfig, renderer: Any, vllm_config: Any, processors: Mapping[str, Any]
@@ -28,8 +38,8 @@ class PoolingRenderer:
         model_config = vllm_config.model_config
         self._prompts = VllmRenderer(job, renderer, vllm_config)
         self._tokenizer = renderer.get_tokenizer()
-        self._processor = _processor_of(job, processors)
-        self._vllm_task = getattr(self._processor, "pooling_task", job.task)
+        self._processors = _processors_by_task(job, processors)
+        self._model = f"{job.engine.model} ({', '.join(model_config.architectures)})"
         self._max_model_len: int = model_config.max_model_len
         self._chat_template = chat_template(job.engine.options)
         self._keeps_prompt = job.output.prompt
@@ -48,7 +58,8 @@ class PoolingRenderer:
     def prepare(self, request: Request) -> Prepared:
         """As ``VllmRenderer.prepare``, which may be several inputs."""
         is_pair = request.pair is not None
-        params = pooling_params(request.sampling, self._vllm_task, of_pair=is_pair)
+        of_request = self._of(request)
+        params = pooling_params(request.sampling, of_request.vllm_task, of_pair=is_pair)
         if is_pair and request.chat_template_kwargs:
             extra = {"chat_template_kwargs": dict(request.chat_template_kwargs)}
             params.extra_kwargs = {**(params.extra_kwargs or {}), **extra}
@@ -58,8 +69,10 @@ class PoolingRenderer:
             self._check_length(request, inputs[0])
         else:
             with refusing(request):
-                parts = self._parts(request, params)
-            inputs = [self._input(request, parts, number) for number in range(len(parts))]
+                parts = self._parts(request, of_request, params)
+            inputs = [
+                self._input(request, of_request, parts, number) for number in range(len(parts))
+            ]
         text = self._text(inputs) if self._keeps_prompt else None
         return Prepared(request, inputs, text=text)
 
@@ -77,17 +90,28 @@ class PoolingRenderer:
             error = RequestError(f"vLLM: {errors[0].message}")
             return Completion(request, usage=usage, latency_s=latency_s, error=error)
         try:
-            pooled = self._pooled(prepared, outputs)
+            pooled = self._pooled(self._of(request), prepared, outputs)
         except RequestError as error:
             return Completion(request, usage=usage, latency_s=latency_s, error=error)
         return Completion(request, (), usage, latency_s, prompt=prepared.text, pooled=pooled)
 
-    def _parts(self, request: Request, params: Any) -> list[Any]:
+    def _of(self, request: Request) -> _Processor:
+        """Raises WrongTaskError if the model does not do the request's task."""
+        task = task_of(request.endpoint, self._task)
+        if (found := self._processors.get(task)) is not None:
+            return found
+        raise WrongTaskError(
+            f'url: /{request.endpoint} is for task = "{task}", and the engine, {self._model} with task ='
+            f' "{self._task}", serves {" and ".join(self._processors)} only: give such lines a job and a'
+            " model of their own"
+        )
+
+    def _parts(self, request: Request, of_request: _Processor, params: Any) -> list[Any]:
         """What vLLM's processor makes prompts of, each of which it has to render."""
         from vllm.entrypoints.pooling import typing as contexts
 
         common: dict[str, Any] = {
-            "pooling_task": self._vllm_task,
+            "pooling_task": of_request.vllm_task,
             "pooling_params": params,
             "tokenization_kwargs": None,
             "lora_request": None,  # the engine gets it with each input
@@ -99,19 +123,21 @@ class PoolingRenderer:
         else:
             query, documents = _score_input(pair.query), [*map(_score_input, pair.documents)]
             context = contexts.OfflineScoringInputsContext(
-                scoring_data=self._processor.valid_inputs(query, documents),
+                scoring_data=of_request.processor.valid_inputs(query, documents),
                 chat_template=self._chat_template,
                 **common,
             )
-        make, _ = self._processor.get_request_factory_offline(context)
+        make, _ = of_request.processor.get_request_factory_offline(context)
         return list(make())
 
-    def _input(self, request: Request, parts: Sequence[Any], number: int) -> Input:
+    def _input(
+        self, request: Request, of_request: _Processor, parts: Sequence[Any], number: int
+    ) -> Input:
         part = parts[number]
         part["tok_params"] = self._prompts.tokenizing(part["tok_params"])
         try:
             with refusing(request):
-                rendered = self._processor.render(part)
+                rendered = of_request.processor.render(part)
             given = Input(rendered["prompts"], rendered["params"])
             self._check_length(request, given)
         except RowError as error:
@@ -133,20 +159,20 @@ class PoolingRenderer:
             prompt.get("prompt") or self._tokenizer.decode(_tokens(prompt)) for prompt in prompts
         )
 
-    def _pooled(self, prepared: Prepared, outputs: Sequence[Any]) -> Pooled:
+    def _pooled(self, of_request: _Processor, prepared: Prepared, outputs: Sequence[Any]) -> Pooled:
         from vllm.entrypoints.pooling.typing import OfflineOutputsContext
         from vllm.outputs import ScoringRequestOutput
 
         context = OfflineOutputsContext(outputs=list(outputs), n_queries=1)
-        processed = self._processor.post_process_offline(context)
-        if self._task == "score":
+        processed = of_request.processor.post_process_offline(context)
+        if of_request.task == "score":
             scores = [ScoringRequestOutput.from_base(output).outputs.score for output in processed]
             return Pooled(scores=scores)
         (output,) = processed
         found = output.outputs.data.float().cpu()
-        if self._task == "embed":
+        if of_request.task == "embed":
             return Pooled(vector=found.numpy().astype("<f4").tobytes())
-        if self._task in OF_TOKENS:
+        if of_request.task in OF_TOKENS:
             return self._of_tokens(prepared.inputs[0].prompt, found.numpy())
         likeliest = int(found.argmax())
         label = self._labels.get(likeliest, f"LABEL_{likeliest}")
@@ -183,17 +209,26 @@ def processors_without_model(job: JobConfig, renderer: Any, vllm_config: Any) ->
     return processors
 
 
-def _processor_of(job: JobConfig, processors: Mapping[str, Any]) -> Any:
+def _processors_by_task(
+    job: JobConfig, processors: Mapping[str, Any]
+) -> dict[TaskName, _Processor]:
+    """Raises JobError if the job's own task has none."""
     from vllm.tasks import SCORE_TYPE_MAP
 
-    names = SCORE_TYPE_MAP.values() if job.task == "score" else (job.task,)
-    found = [processors[name] for name in names if name in processors]
-    if not found:
+    names: dict[str, TaskName] = {"embed": "embed", "token_embed": "token_embed"}
+    names |= {"classify": "classify", "token_classify": "token_classify"}
+    names |= dict.fromkeys(SCORE_TYPE_MAP.values(), "score")
+    found = {
+        task: _Processor(task, getattr(processor, "pooling_task", task), processor)
+        for name, processor in processors.items()
+        if (task := names.get(name)) is not None
+    }
+    if job.task not in found:
         raise JobError(
             f'task = "{job.task}": vLLM has no such task for {job.engine.model}, only'
             f" {', '.join(processors) or 'generation'}"
         )
-    return found[0]
+    return found
 
 
 def _special_tokens(job: JobConfig, tokenizer: Any) -> frozenset[int]:
