@@ -98,6 +98,10 @@ def test_functions_and_the_effort_become_those_of_chat() -> None:
     }
 
 
+ALL_AT_ONCE = (
+    "supported: conversation, max_tool_calls, truncation 'auto' (retry.on_too_long cuts long prompts),"
+    " tools (mcp), tools (3), tool_choice (web_search); leave them out"
+)
 REFUSED: list[tuple[Any, str]] = [
     ("tea", "body: found str, expected an object"),
     ({}, "body.input: found None, expected a text or a list of messages"),
@@ -110,8 +114,7 @@ REFUSED: list[tuple[Any, str]] = [
         {"input": "a", "tools": [{"type": "function"}, {"type": "mcp"}, {"type": "mcp"}, 3],
          "conversation": "c", "truncation": "auto", "max_tool_calls": 2,
          "tool_choice": {"type": "web_search"}},
-        "supported: conversation, max_tool_calls, truncation 'auto' (retry.on_too_long cuts long prompts),"
-        + " tools (mcp), tools (3), tool_choice (web_search); leave them out",
+        ALL_AT_ONCE,
     ),
     ({"input": "a", "tools": 3}, "supported: tools (3); leave"),
     ({"input": "a", "text": "x"}, "supported: text 'x'; leave"),
