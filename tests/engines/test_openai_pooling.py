@@ -403,3 +403,32 @@ def test_a_text_that_is_too_long_is_cut_also_in_a_batch_file() -> None:
         sent = server.bodies[-1].get("input") or server.bodies[-1]["documents"][1]
         assert sent.startswith("one one")
         assert sent.endswith("one end")
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_a_mixed_batch_file_is_answered_as_far_as_the_server_has_the_endpoints(task: str) -> None:
+    lines = [
+        ("/v1/embeddings", {"input": "tea"}),
+        ("/v1/score", {"text_1": "tea for you", "text_2": DOCUMENTS}),
+        ("/v2/rerank", {"query": "tea for you", "documents": DOCUMENTS}),
+    ]
+    rows = [{"custom_id": f"c{n}", "url": url, "body": body} for n, (url, body) in enumerate(lines)]
+    with pooling() as server:  # it has no /v1/score, and the other does the same
+        write_run(server, task, rows)
+        assert batchkit("run", "job.toml").exit_code == 0
+    vector, *scored = records()
+    assert vector["embedding"]["dimensions"] == 8
+    assert [record["score"] for record in scored] == [EXPECTED, EXPECTED]
+
+    own = {"embed": "/v1/embeddings", "score": "/v1/rerank"}[task]
+    with pooling(paths=frozenset([own])) as server:
+        write_run(server, task, rows)
+        assert batchkit("run", "job.toml", "--fresh").exit_code == 3
+    failed = {r["index"]: r["error"]["message"] for r in records() if r["error"]}
+    assert failed.keys() == ({1, 2} if task == "embed" else {0})
+    for message in failed.values():
+        assert (
+            f'answered 404: Not Found: the server, which serves task = "{task}", lacks it'
+            in message
+        )

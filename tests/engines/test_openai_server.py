@@ -29,7 +29,7 @@ from tests.support.command_line import batchkit as in_this_process
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.server_engine import ask, job, opened, request, table, texts
-from tests.support.server_runs import answering
+from tests.support.server_runs import answering, records
 
 pytestmark = pytest.mark.slow
 
@@ -373,3 +373,19 @@ def test_a_run_whose_server_goes_away_stops_and_is_carried_on_at_another_address
     assert again.answered.total() == 40 - done
     assert sorted(r["index"] for r in read_jsonl(made.folder / "results.jsonl")) == list(range(40))
     assert {r["status"] for r in read_jsonl(made.folder / "results.jsonl")} == {"ok"}
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_server_without_responses_is_asked_the_same_as_chat() -> None:
+    lines = [{"input": f"tea {n}", "instructions": "be brief"} for n in range(5)]
+    rows = [{"custom_id": f"c{n}", "url": "/v1/responses", "body": b} for n, b in enumerate(lines)]
+    write_jsonl(Path("batch.jsonl"), rows)
+    with serving() as server:
+        engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url}
+        job = {"name": "a", "input": {"path": "batch.jsonl"}, "engine": engine}
+        Path("job.toml").write_text(tomlkit.dumps(job))
+        assert in_this_process("run", "job.toml").exit_code == 0
+    assert {len(body["messages"]) for body in server.bodies} == {2}
+    assert sorted(record["text"] for record in records()) == [
+        f"0 images, asked: be brief tea {n}" for n in range(5)
+    ]
