@@ -54,7 +54,7 @@ MISTAKES = [
     ),
     Mistake("init …: known kinds are …", ("init", "txt")),
     Mistake(
-        '… url: … is for task = "…", and the job has task = "…": …',
+        '… url: … is for task = "…", and the job has task = "…", which serves …: …',
         before=write_batch,
     ),
     Mistake(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow.parquet as pq
 import pytest
 import tomlkit
@@ -284,6 +285,7 @@ CHAT_SHAPES = {0: "chat.completion", 5: "chat.completion", 6: "response"}
         ("embed", {1: "embedding", 2: "score", 4: "rerank"}),
         ("token_embed", {1: "pooling", 2: "score", 4: "rerank"}),
         ("classify", {2: "score", 4: "rerank", 7: "classify"}),
+        ("token_classify", {7: "pooling"}),
         ("score", {1: "embedding", 2: "score", 4: "rerank", 7: "classify"}),
     ],
 )
@@ -301,6 +303,9 @@ def test_each_line_of_a_mixed_file_goes_by_its_own_task_or_fails_alone(
     assert [_shape(body) for body in exported()] == [*shapes.values()]
     assert (status()["ok"], verify()["ok"]) == (len(shapes), len(shapes))
     assert batchkit("export", "job.toml", "--parquet", "--csv", "--jsonl").exit_code == 0
+    if task in ("embed", "token_embed"):
+        assert batchkit("export", "job.toml", "--npy").exit_code == 0
+        assert orjson.loads((RUN / "results.ids.json").read_bytes()) == ["c1"]
     table = pq.read_table(RUN / "results.parquet").to_pylist()
     assert [row["index"] for row in table if row["status"] == "ok"] == [*shapes]
     for row in table:
@@ -314,6 +319,13 @@ def _shape(body: dict[str, Any]) -> str:
     if body.get("object") != "list":
         return body.get("object") or "rerank"
     return body["data"][0].get("object") or "classify"
+
+
+def test_the_answer_of_steps_has_the_shape_of_its_line() -> None:
+    steps = [{"name": "draft"}, {"name": "revise", "prompt": {"user": "{{ steps.draft.text }}"}}]
+    write(None, *MIXED[5:7], steps=steps)
+    assert run().exit_code == 0
+    assert [_shape(body) for body in exported()] == ["chat.completion", "response"]
 
 
 @pytest.mark.parametrize("first", [1, 25, 300])

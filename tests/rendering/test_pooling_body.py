@@ -25,6 +25,7 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url
         ("/v1/embeddings", "score", "embed"),
         ("/classify", "classify", "classify"),
         ("/classify", "score", "classify"),
+        ("/classify", "token_classify", "token_classify"),
         ("/score", "score", "score"),
         ("/v1/score", "embed", "score"),
         ("/v1/score", "token_embed", "score"),
@@ -45,6 +46,7 @@ def test_a_line_goes_by_its_own_task(url: str | None, job_task: TaskName, task: 
         ("/v1/responses", "embed", "embeddings, score, rerank"),
         ("/classify", "embed", "embeddings, score, rerank"),
         ("/v1/embeddings", "classify", "classify, score, rerank"),
+        ("/v1/score", "token_classify", "classify"),
         ("/v1/chat/completions", "score", "embeddings, classify, score, rerank"),
     ],
 )

@@ -52,7 +52,7 @@ class JobConfig(Table):
     """What the model does with a row: `generate` text; or vLLM's pooling tasks: `embed` gives a
     vector, `token_embed` one for each token of the prompt, `classify` a label and the probabilities of the model's
     classes, `token_classify` these for each token of the prompt, and named entities, `score` a number for each document
-    of `[pair]`."""
+    of `[pair]`. Lines of an OpenAI batch file go by their own task if the model does both."""
     input: InputTable = InputTable()
     vars: Identity[dict[str, Any]] = Field({})
     """Free names for the templates."""

@@ -48,6 +48,7 @@ class OpenRow:
         self._replay = Replay(task, strict=start.job.output.replay == "strict")
         self._calls = Counter[str]()
         self._answered: list[tuple[float, Usage | None, Usage | None]] = []
+        self._endpoint: str | None = None  # of its batch line, if a step asked what that asks
         self._n_rendering = 0
         self.pending: dict[Key, Asked] = {}
         self.since = time.monotonic()
@@ -96,6 +97,7 @@ class OpenRow:
         request = await self._rendered(named) if takes_long else named()
         if request is None:
             return None
+        self._endpoint = self._endpoint or request.endpoint
         completion = await self._completion(request)
         self._answered.append((completion.latency_s, completion.usage, completion.earlier_usage))
         if request.media_bytes:  # a function may keep the completion, and not the pixels with it
@@ -109,8 +111,9 @@ class OpenRow:
     def outcome(self, last: Completion | None, choices: Sequence[Choice]) -> Completion:
         """The row's, with ``choices`` as its answer; its other parts are those of ``last``."""
         row = self.task.row
+        request = Request(row, None, None, {}, input_hash(row.fields), self.task.attempt)
         return Completion(
-            Request(row, None, None, {}, input_hash(row.fields), self.task.attempt),
+            replace(request, endpoint=self._endpoint),
             choices,
             _sum([usage for _, *usages in self._answered for usage in usages if usage]),
             sum(latency_s for latency_s, *_ in self._answered),
