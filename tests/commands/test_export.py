@@ -269,6 +269,25 @@ def test_a_line_for_responses_is_exported_as_a_response(
     assert (body.usage is None) == ("usage" in changes)
 
 
+def test_a_line_for_completions_is_exported_as_a_text_completion() -> None:
+    completion = pytest.importorskip("openai.types").Completion
+    token = {"token": "é", "logprob": -0.5, "top_logprobs": [{"token": "e", "logprob": -1.0}]}
+    choices = [Choice("a", "stop", [token]), Choice("c", "abort")]
+    run_of(
+        replace(OK, endpoint="completions"),
+        replace(OK, index=1, endpoint="completions", choices=[*map(line_of_choice, choices)]),
+    )
+    export("job.toml", "--openai")
+    lines = read_jsonl(RUN / "results.openai.jsonl")
+    bodies = [completion.model_validate(line["response"]["body"], strict=True) for line in lines]
+    assert [[choice.text for choice in body.choices] for body in bodies] == [["yes"], ["a", "c"]]
+    assert [choice.finish_reason for choice in bodies[1].choices] == ["stop", "length"]
+    logprobs = bodies[1].choices[0].logprobs
+    found = logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs
+    assert found == (["é"], [-0.5], [{"e": -1.0}])
+    assert (bodies[0].object, bodies[0].usage.total_tokens) == ("text_completion", 5)
+
+
 def test_finish_reasons_that_openai_lacks_are_beside_ones_that_it_has() -> None:
     wanted = {
         "stop": ("stop", ...),

@@ -101,6 +101,16 @@ def test_a_run_s_own_openai_files_score_as_the_run_did(tmp_path: Path) -> None:
     assert (found.to_json()["total"], found.to_json()["failed"], missing) == (1, 1, 4)
 
 
+RESPONSE = {
+    "object": "response",
+    "status": "incomplete",
+    "output": [
+        {"type": "reasoning", "summary": []},
+        {"type": "message", "content": [{"type": "output_text", "text": "35 to 44 years"}]},
+    ],
+}
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -111,6 +121,8 @@ def test_a_run_s_own_openai_files_score_as_the_run_did(tmp_path: Path) -> None:
         {"response": {"status_code": 200, "body": completion("")}, "error": None},
         {"response": {"status_code": 200, "body": {"data": [{"embedding": [0.5]}]}}},
         {"response": {"status_code": 200, "body": None}},
+        {"response": {"status_code": 200, "body": {**RESPONSE, "status": "failed"}}},
+        {"response": {"status_code": 200, "body": {**RESPONSE, "output": []}}},
         {"response": None, "error": {"code": "batch_expired", "message": "No"}},
     ],
 )
@@ -124,6 +136,13 @@ def test_a_failed_line_of_a_batch_is_a_failure(tmp_path: Path, line: dict[str, A
     as_json = found.to_json()
     assert (as_json["total"], as_json["scored"], as_json["failed"], missing) == (2, 1, 1, 3)
     assert as_json["overall"]["em"] == 100
+
+
+@pytest.mark.parametrize("body", [RESPONSE, {"choices": [{"text": "35 to 44 years"}]}])
+def test_a_line_of_a_batch_may_answer_another_endpoint_than_chat(tmp_path: Path, body: Any) -> None:
+    write_jsonl(tmp_path / "made.jsonl", [{"custom_id": "q3", "response": {"body": body}}])
+    found, _ = score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
+    assert found.to_json()["overall"]["em"] == 100
 
 
 def test_a_line_of_a_batch_with_several_choices_counts_the_first(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ MIXED = [
     line(6, "/v1/responses", input="tea"),
     line(7, "/classify", input="tea"),
 ]
-CHAT_SHAPES = {0: "chat.completion", 5: "chat.completion", 6: "response"}
+CHAT_SHAPES = {0: "chat.completion", 5: "text_completion", 6: "response"}
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_the_answer_of_steps_has_the_shape_of_its_line() -> None:
     steps = [{"name": "draft"}, {"name": "revise", "prompt": {"user": "{{ steps.draft.text }}"}}]
     write(None, *MIXED[5:7], steps=steps)
     assert run().exit_code == 0
-    assert [_shape(body) for body in exported()] == ["chat.completion", "response"]
+    assert [_shape(body) for body in exported()] == ["text_completion", "response"]
 
 
 @pytest.mark.parametrize("first", [1, 25, 300])

@@ -1,12 +1,12 @@
 """OpenAI's batch output: https://platform.openai.com/docs/guides/batch.
 
-The body of a row that was generated is a ``chat.completion`` as the ``openai`` package reads it, or a ``response`` if
-its line asked ``/v1/responses``; a vector's is OpenAI's; those of other tasks have the shapes of ``vllm run-batch``.
+The body of a row that was generated is a ``chat.completion`` as the ``openai`` package reads it, or what its line's
+endpoint answers; a vector's is OpenAI's; those of other tasks have the shapes of ``vllm run-batch``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,7 +83,8 @@ def _answer_of(record: Mapping[str, Any], line: Mapping[str, Any], vectors: Vect
         return _classes(record)
     if record.get("score") is not None:
         return _ranked(record, line) if record.get("endpoint") == "rerank" else _scores(record)
-    return _response(record) if record.get("endpoint") == "responses" else _chat(record)
+    of_endpoint = {"responses": _response, "completions": _text}
+    return of_endpoint.get(record.get("endpoint") or "", _chat)(record)
 
 
 def _answer_line(record: Mapping[str, Any], answer: Answer, model: str) -> dict[str, Any]:
@@ -113,19 +114,34 @@ def _error_line(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat(record: Mapping[str, Any]) -> Answer:
-    """Of several choices the one that was selected, if one was."""
-    kept, selected = record.get("choices") or [record], record.get("selected")
-    if selected is not None and len(kept) > 1:
-        kept = [kept[selected]]
-    choices = [_choice(number, choice) for number, choice in enumerate(kept)]
+    choices = [_choice(number, choice) for number, choice in enumerate(_choices_in(record))]
     usage = _usage(record.get("usage"))
     return Answer("chatcmpl", {"object": "chat.completion", "choices": choices, "usage": usage})
 
 
-def _response(record: Mapping[str, Any]) -> Answer:
+def _text(record: Mapping[str, Any]) -> Answer:
+    """As ``/v1/completions`` answers."""
+    choices = [
+        {
+            "index": number,
+            "text": choice.get("text") or "",
+            "logprobs": _columns(choice.get("logprobs")),
+            **_finish(choice),
+        }
+        for number, choice in enumerate(_choices_in(record))
+    ]
+    usage = _usage(record.get("usage"))
+    return Answer("cmpl", {"object": "text_completion", "choices": choices, "usage": usage})
+
+
+def _choices_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Of several the one that was selected, if one was."""
     kept, selected = record.get("choices") or [record], record.get("selected")
-    choice = kept[selected] if selected is not None and len(kept) > 1 else kept[0]
-    return Answer("resp", response_of(record, choice))
+    return [kept[selected]] if selected is not None and len(kept) > 1 else kept
+
+
+def _response(record: Mapping[str, Any]) -> Answer:
+    return Answer("resp", response_of(record, _choices_in(record)[0]))
 
 
 def _created(record: Mapping[str, Any]) -> int:
@@ -134,19 +150,37 @@ def _created(record: Mapping[str, Any]) -> int:
 
 def _choice(number: int, choice: Mapping[str, Any]) -> dict[str, Any]:
     tokens = choice.get("logprobs")
-    made = {
+    return {
         "index": number,
         "message": _message(choice),
         "logprobs": None
         if tokens is None
         else {"content": [_token(token) for token in tokens], "refusal": None},
-        "finish_reason": choice.get("finish_reason"),
+        **_finish(choice),
     }
-    if made["finish_reason"] not in _FINISH_REASONS:
-        # OpenAI's clients refuse other values. OpenRouter uses this name for the original.
-        made["native_finish_reason"] = made["finish_reason"]
-        made["finish_reason"] = "length" if made["finish_reason"] in _CUT_OFF else "stop"
-    return made
+
+
+def _finish(choice: Mapping[str, Any]) -> dict[str, Any]:
+    reason = choice.get("finish_reason")
+    if reason in _FINISH_REASONS:
+        return {"finish_reason": reason}
+    # OpenAI's clients refuse other values. OpenRouter uses this name for the original.
+    known = "length" if reason in _CUT_OFF else "stop"
+    return {"finish_reason": known, "native_finish_reason": reason}
+
+
+def _columns(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
+    """The tokens as ``/v1/completions`` has them."""
+    if tokens is None:
+        return None
+    made = [_token(token) for token in tokens]
+    return {
+        "tokens": [token["token"] for token in made],
+        "token_logprobs": [token["logprob"] for token in made],
+        "top_logprobs": [
+            {other["token"]: other["logprob"] for other in token["top_logprobs"]} for token in made
+        ],
+    }
 
 
 def _message(choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,12 +168,24 @@ def _of_batch(entry: Mapping[str, Any]) -> dict[str, Any]:
         return failed
     try:
         body = response["body"]
+        if body.get("object") == "response":
+            text, is_whole = _of_response(body)
+            return {"id": entry["custom_id"], "text": text} if is_whole else failed
         first = min(body["choices"], key=lambda choice: choice.get("index") or 0)
         text = first["message"]["content"] if "message" in first else first["text"]
         is_whole = not body.get("error") and first.get("finish_reason") not in BROKEN_OFF
     except (KeyError, TypeError, ValueError, AttributeError):  # no answer, or not to a chat
         return failed
     return {"id": entry["custom_id"], "text": text} if is_whole else failed
+
+
+def _of_response(body: Mapping[str, Any]) -> tuple[str, bool]:
+    """The text of OpenAI's Responses API, and whether it is an answer."""
+    parts = [
+        part for item in body["output"] if item["type"] == "message" for part in item["content"]
+    ]
+    text = "".join(part["text"] for part in parts if part["type"] == "output_text")
+    return text, not body.get("error") and body.get("status") in ("completed", "incomplete")
 
 
 def _prediction(entry: Mapping[str, Any], where: str) -> Prediction:
