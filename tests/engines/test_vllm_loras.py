@@ -170,6 +170,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "rank": (lambda at: _change(at, r="8"), "r is '8', expected a rank from 1 to 512"),
     "no weights": (lambda at: (at / WEIGHTS).unlink(), f"{WEIGHTS}: No such file or directory"),
+    "a pickle": (
+        lambda at: (at / WEIGHTS).rename((at / WEIGHTS).with_suffix(".bin")),
+        "is a pickle, which is never read: save it as safetensors",
+    ),
     "cut off": (lambda at: os.truncate(at / WEIGHTS, 9_000), "is damaged: has 9,000 bytes"),
     "no weights in it": (
         lambda at: (at / WEIGHTS).write_bytes(b"x" * 99),
@@ -267,6 +271,19 @@ def test_an_adapter_that_kills_the_engine_is_named(
     done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
     assert done.returncode == 1
     assert f"died while it loaded engine.loras.b: {adapters / 'b'} (SIGKILL" in done.stderr
+
+
+def test_a_row_that_kills_the_engine_fails_alone_among_those_of_its_adapter(
+    job: Callable[..., None], tmp_path: Path
+) -> None:
+    rows = [{"q": q, "adapter": "ab"[n % 2], "s": {}} for n, q in enumerate(TEXTS)]
+    rows[4]["s"] = {"extra_args": {"poison": "kill"}}
+    options = {**OPTIONS, "worker_cls": "tests.support.failing_worker.FailingWorker"}
+    sampling = {"sampling_column": "s"}
+    job(rows, "ab", engine={"options": options}, sampling=sampling)
+    found = run(tmp_path)
+    assert [one["index"] for one in found if one["status"] == "failed"] == [4]
+    assert (found[4]["lora"], found[4]["error"]["kind"]) == ("a", "oom")
 
 
 def test_an_adapter_whose_files_were_replaced_is_another_job(

@@ -175,7 +175,9 @@ def _shapes_in(path: Path) -> Shapes:
             shapes = {name: tensor["shape"] for name, tensor in header.items()}
             size = path.stat().st_size
     except OSError as error:
-        raise _Unusable(f"{path}: {error.strerror or error}") from error
+        is_pickle = path.with_suffix(".bin").exists()
+        remedy = "; the .bin is a pickle, which is never read: save it as safetensors" * is_pickle
+        raise _Unusable(f"{path}: {error.strerror or error}{remedy}") from error
     except (orjson.JSONDecodeError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise _Unusable(f"{path}: is damaged: its header is no safetensors'") from error
     if size != (expected := 8 + length + n_bytes):
