@@ -7,7 +7,7 @@ tenth of the time of frozen dataclasses.)
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict, cast
@@ -17,6 +17,8 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 from batchkit.errors import RowError
 
 if TYPE_CHECKING:
+    from numpy import float32, uint8
+    from numpy.typing import NDArray
     from PIL.Image import Image
 
 ERROR_KINDS = (
@@ -103,7 +105,54 @@ class Cut(Struct, frozen=True):
 
 Content = str | Sequence[Mapping[str, Any]]
 """A message's content: text, or parts in OpenAI's shape, in which an image part is
-``{"type": "image_pil", "image_pil": PIL.Image}``."""
+``{"type": "image_pil", "image_pil": PIL.Image}``, and one of a clip
+``{"type": "audio", "audio": Audio}`` or ``{"type": "video", "video": Video}``."""
+
+
+class Audio:
+    """Mono sound: float32 ``samples``, from -1 to 1, so many a second. Not modified."""
+
+    def __init__(self, samples: NDArray[float32], sample_rate: int) -> None:
+        self.samples, self.sample_rate = samples, sample_rate
+
+    @property
+    def n_bytes(self) -> int:
+        return self.samples.nbytes
+
+
+class Video:
+    """Some of a clip's frames: RGB, uint8 of [n, height, width, 3], with their ``times_s`` from its start. Not modified.
+
+    ``indexes``: their numbers among all ``total_frames`` of the clip, which shows ``fps`` of them a second and takes
+    ``duration_s``.
+    """
+
+    def __init__(
+        self,
+        frames: NDArray[uint8],
+        fps: float,
+        duration_s: float,
+        total_frames: int,
+        indexes: Sequence[int],
+        times_s: Sequence[float],
+    ) -> None:
+        self.frames, self.fps, self.duration_s = frames, fps, duration_s
+        self.total_frames, self.indexes, self.times_s = total_frames, indexes, times_s
+
+    @property
+    def n_bytes(self) -> int:
+        return self.frames.nbytes
+
+    def halved(self) -> Video:
+        """With every other of these frames."""
+        indexes, times_s = self.indexes[::2], self.times_s[::2]
+        length = self.fps, self.duration_s, self.total_frames
+        return Video(self.frames[::2], *length, indexes, times_s)
+
+
+Clip = Audio | Video
+CLIPS = ("audio", "video")
+"""Both a kind of media and the type of its parts."""
 
 
 class Pair(NamedTuple):
@@ -136,6 +185,7 @@ class Request(Struct, frozen=True):
     is the parameter of OpenAI's API. ``lora``: the name of its adapter, "" for the model alone; None if the
     job has no ``prompt.lora``. ``endpoint``: the one of OpenAI's API that the row's batch line is for, as
     "responses" or "chat/completions"; None if the row is no such line. ``call`` is None if the row has only this one generation.
+    ``clips``: the sound and video of a plain prompt, whose text says where they are in the model's own way.
     """
 
     row: Row
@@ -155,6 +205,7 @@ class Request(Struct, frozen=True):
     lora: str | None = None
     endpoint: str | None = None
     call: Call | None = None
+    clips: Sequence[Any] = []  # Clip, but msgspec takes no union of two such types
 
     @property
     def key(self) -> Key:
@@ -171,16 +222,21 @@ class Request(Struct, frozen=True):
     @property
     def images(self) -> list[Image]:
         """The request's images, in the order of the prompt."""
+        return [part["image_pil"] for part in self._parts() if part["type"] == "image_pil"]
+
+    @property
+    def all_clips(self) -> list[Clip]:
+        """Its sound and video, in the order of the prompt."""
+        of_messages = [part[part["type"]] for part in self._parts() if part["type"] in CLIPS]
+        return [*of_messages, *self.clips]
+
+    def _parts(self) -> Iterator[Mapping[str, Any]]:
         contents = [message["content"] for message in self.messages or ()]
         if self.pair is not None:
             contents += [self.pair.query, *self.pair.documents]
-        return [
-            part["image_pil"]
-            for content in contents
-            if content is not None and not isinstance(content, str)
-            for part in content
-            if part["type"] == "image_pil"
-        ]
+        for content in contents:
+            if content is not None and not isinstance(content, str):
+                yield from content
 
 
 class RowHint(NamedTuple):

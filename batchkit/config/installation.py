@@ -9,7 +9,15 @@ from typing import Literal
 
 DISTRIBUTION = "batchkit-vllm"
 """Its name on the registry, where ``batchkit`` is another project's."""
-_BY_SETUP = ("vllm", "transformers", "charts", "excel", "pdf", "ray")  # extras of `make setup`
+_BY_SETUP = (
+    "vllm",
+    "transformers",
+    "charts",
+    "excel",
+    "media",
+    "pdf",
+    "ray",
+)  # extras of `make setup`
 
 
 def how_to_install(extra: str) -> str:

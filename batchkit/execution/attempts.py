@@ -26,8 +26,8 @@ from batchkit.errors import (
 from batchkit.execution.settle import lacks_answer
 from batchkit.execution.start import Start
 from batchkit.rendering.body import with_temperature
-from batchkit.rendering.messages import loaded, with_note, with_parts
-from batchkit.types import Completion, Key, Request, Usage
+from batchkit.rendering.messages import image_part, loaded, with_note, with_parts
+from batchkit.types import Completion, Key, Request, Usage, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -153,9 +153,9 @@ def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Reque
     if error is None or not error.retryable or tries >= retry.attempts:
         return None
     if isinstance(error, RowOutOfMemoryError):
-        if not request.images:
+        if not request.media_bytes:
             return None
-        request = with_smaller_images(request)
+        request = with_smaller_media(request)
     again = next_sampling(request, retry)
     is_of_the_model = isinstance(error, EmptyTextError | InvalidOutputError)
     if is_of_the_model and not again.sampling.get("temperature"):
@@ -175,8 +175,8 @@ def wait_s(tries: int, retry: RetryTable) -> float:
     return retry.backoff_s * 2.0 ** min(tries - 1, _MOST_DOUBLINGS)
 
 
-def with_smaller_images(request: Request) -> Request:
-    """``request`` with every image at half its pixels, the aspect kept."""
+def with_smaller_media(request: Request) -> Request:
+    """``request`` with every image at half its pixels, the aspect kept, and every other frame of a video."""
     if (pair := request.pair) is not None:
         documents = [with_parts(document, _smaller) for document in pair.documents]
         return replace(
@@ -185,6 +185,9 @@ def with_smaller_images(request: Request) -> Request:
     return replace(request, messages=loaded(list(request.messages or ()), _smaller))
 
 
-def _smaller(image: Image) -> dict[str, Any]:
+def _smaller(kind: str, found: Any) -> dict[str, Any]:
+    if kind != "image":
+        return {"type": kind, kind: found.halved() if isinstance(found, Video) else found}
+    image: Image = found
     size = max(1, round(image.width / 2**0.5)), max(1, round(image.height / 2**0.5))
-    return {"type": "image_pil", "image_pil": image.resize(size)}
+    return image_part(image.resize(size))

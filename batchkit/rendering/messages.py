@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,15 +12,22 @@ from msgspec.structs import replace
 from batchkit.errors import RequestError
 from batchkit.sources.reader import shown
 from batchkit.storage.answers import calls_in_words
-from batchkit.types import Content, Request
+from batchkit.types import CLIPS, Content, Request
 
 Message = Mapping[str, Any]
 
-_IMAGE_PARTS = ("image_url", "image", "image_pil")
+Load = Callable[[str, Any], Any]
+"""Makes the part of a message for a kind of media (image, audio, video) and its source."""
+
+_KINDS = {
+    **dict.fromkeys(("image_url", "image", "image_pil"), "image"),
+    **dict.fromkeys(("video_url", "video"), "video"),
+    **dict.fromkeys(("audio_url", "input_audio", "audio"), "audio"),
+}
 
 
-def loaded(messages: Any, load: Callable[[Any], Any]) -> list[Message]:
-    """``messages`` of a row; ``load`` makes the part for the source of each image.
+def loaded(messages: Any, load: Load) -> list[Message]:
+    """``messages`` of a row; ``load`` makes the part for the source of each image or clip.
 
     Raises:
         RequestError: they are not chat messages, or have a part of another type.
@@ -29,14 +37,14 @@ def loaded(messages: Any, load: Callable[[Any], Any]) -> list[Message]:
     return [_loaded(message, load) for message in messages]
 
 
-def image_sources(messages: Any) -> list[Any]:
-    """The sources of all image parts; a value that is not a chat message has none."""
+def media_sources(messages: Any, *kinds: str) -> list[Any]:
+    """The sources of all parts of these kinds; a value that is not a chat message has none."""
     return [
         _source_in(part)
         for message in (messages if isinstance(messages, list) else [])
         if isinstance(message, Mapping) and isinstance(message.get("content"), list)
         for part in message["content"]
-        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS
+        if isinstance(part, Mapping) and _KINDS.get(str(part.get("type")), "") in kinds
     ]
 
 
@@ -88,14 +96,23 @@ def said(message: Message, image: str) -> str:
 def _plain(content: Content, image: str) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.get("text", image) for part in content)
+    return "".join(_part_in_words(part, image) for part in content)
+
+
+def _part_in_words(part: Mapping[str, Any], image: str) -> str:
+    kind = _KINDS.get(part["type"], "")
+    return str(part.get("text", image.replace("image", kind) if kind in CLIPS else image))
+
+
+def image_part(image: Any) -> dict[str, Any]:
+    return {"type": "image_pil", "image_pil": image}
 
 
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _loaded(message: Any, load: Callable[[Any], Any]) -> Message:
+def _loaded(message: Any, load: Load) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages: found {shown(message)}, expected role and content")
     content = message.get("content")
@@ -112,8 +129,30 @@ def _loaded(message: Any, load: Callable[[Any], Any]) -> Message:
     )
 
 
-def with_parts(content: Content, load: Callable[[Any], Any]) -> Content:
-    """A message's ``content``; ``load`` makes the part for the source of each image."""
+def placed(
+    text: str, places: Mapping[str, str], clips: Mapping[str, list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """``text`` as parts, with the next of ``clips`` in each of the ``places`` of its kind; these are taken out of
+    ``clips``.
+
+    Raises:
+        RequestError: there are more places than clips.
+    """
+    kinds = {mark: kind for kind, mark in places.items()}
+    pieces = re.split(f"({'|'.join(map(re.escape, kinds))})", text) if kinds else [text]
+    parts = []
+    for piece in pieces:
+        if piece not in kinds:
+            parts += [text_part(piece)] if piece else []
+        elif clips[kind := kinds[piece]]:
+            parts.append(clips[kind].pop(0))
+        else:
+            raise RequestError(f"prompt.user: has more places for {kind} than the row has clips")
+    return parts
+
+
+def with_parts(content: Content, load: Load) -> Content:
+    """A message's ``content``; ``load`` makes the part for the source of each image or clip."""
     return content if isinstance(content, str) else [_loaded_part(part, load) for part in content]
 
 
@@ -135,13 +174,13 @@ def _loaded_calls(calls: Any) -> list[dict[str, Any]]:
     return copies
 
 
-def _loaded_part(part: Any, load: Callable[[Any], Any]) -> Any:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
+def _loaded_part(part: Any, load: Load) -> Any:
+    found = part.get("type") if isinstance(part, Mapping) else None
+    if found == "text" and isinstance(part.get("text"), str):
         return text_part(part["text"])
-    if kind in _IMAGE_PARTS:
-        return _with_detail(load(_source_in(part)), part)
-    raise RequestError(f"messages: part {shown(part)}; known types: text, image_url, image")
+    if kind := _KINDS.get(found if isinstance(found, str) else ""):
+        return _with_detail(load(kind, _source_in(part)), part)
+    raise RequestError(f"messages: part {shown(part)}; known types: text, {', '.join(_KINDS)}")
 
 
 def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
@@ -156,9 +195,14 @@ def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
 
 
 def _source_in(part: Mapping[str, Any]) -> Any:
-    """The source that an image part names."""
-    if part["type"] == "image_url":
-        url = part.get("image_url")
+    """The source that the part of an image or a clip names."""
+    kind = part["type"]
+    if kind == "input_audio":
+        sound = part.get("input_audio")
+        data = sound.get("data") if isinstance(sound, Mapping) else None
+        return f"data:;base64,{data}" if isinstance(data, str) else None
+    if kind.endswith("_url"):
+        url = part.get(kind)
         return url.get("url") if isinstance(url, Mapping) else url
-    image = part.get("image")  # may be an array, which is neither true nor false
-    return part.get("image_pil") if image is None else image
+    source = part.get(kind)  # may be an array, which is neither true nor false
+    return part.get("image_pil" if kind == "image" else "image") if source is None else source

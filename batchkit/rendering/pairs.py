@@ -11,11 +11,11 @@ from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
 from batchkit.sources.reader import shown
 from batchkit.types import Content, Pair
 
-MakePart = Callable[[Any], dict[str, Any]]
+MakePart = Callable[[str, Any], dict[str, Any]]
 
 
-def pair_of(templates: PromptTemplates, names: Mapping[str, Any], image_part: MakePart) -> Pair:
-    """``templates`` filled in with ``names``; ``image_part`` makes the part for the source of an image.
+def pair_of(templates: PromptTemplates, names: Mapping[str, Any], part: MakePart) -> Pair:
+    """``templates`` filled in with ``names``; ``part`` makes the part for a kind of media and its source.
 
     Raises:
         RowError: a template can't be filled in, or the documents are no texts.
@@ -26,8 +26,8 @@ def pair_of(templates: PromptTemplates, names: Mapping[str, Any], image_part: Ma
     ]
     texts, is_list = _documents(templates, names)
     images = _images_of_each(templates, names, len(texts) if is_list else None)
-    documents = [_content(text, own, image_part) for text, own in zip(texts, images, strict=True)]
-    return Pair(_content(query, sources, image_part), documents, is_list)
+    documents = [_content(text, own, part) for text, own in zip(texts, images, strict=True)]
+    return Pair(_content(query, sources, part), documents, is_list)
 
 
 def _documents(templates: PromptTemplates, names: Mapping[str, Any]) -> tuple[list[str], bool]:
@@ -62,7 +62,7 @@ def _images_of_each(
     return [[sources[n] for sources in given] for n in range(documents)]
 
 
-def _content(text: str, sources: Sequence[Any], image_part: MakePart) -> Content:
+def _content(text: str, sources: Sequence[Any], part: MakePart) -> Content:
     if not sources:
         return text
-    return [*map(image_part, sources), *([text_part(text)] if text else [])]
+    return [*(part("image", source) for source in sources), *([text_part(text)] if text else [])]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import chain
+from secrets import token_hex
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 from msgspec.structs import replace
@@ -27,15 +29,18 @@ from batchkit.rendering.body import (
     texts_in,
     with_temperature,
 )
-from batchkit.rendering.media import SharedImages, check_root, load_image, load_text
+from batchkit.rendering.media import Media, SharedMedia, check_root, load_media, load_text
 from batchkit.rendering.messages import (
     Message,
-    image_sources,
+    image_part,
     loaded,
+    media_sources,
+    placed,
     text_part,
     with_parts,
 )
 from batchkit.rendering.pairs import pair_of
+from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.prompt import PromptTemplates, number_of, sources_of
 from batchkit.rendering.tools import RequestTools, template_kwargs_of, tools_of_body
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
@@ -43,10 +48,7 @@ from batchkit.sources.reader import one_of, shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.sources.where import is_blank
 from batchkit.storage.schema import is_count
-from batchkit.types import Completion, Pair, Request, Row, RowHint
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from batchkit.types import CLIPS, Clip, Completion, Pair, Request, Row, RowHint
 
 _BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
 # Of [pooling]: lines of other tasks than the job's don't get them from it.
@@ -54,12 +56,12 @@ _OF_ITS_TASK = ("dimensions", "use_activation", "max_tokens_per_query", "max_tok
 _BEGINNING = 4096  # characters by which prompts are compared
 
 AdjustSampling = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-LoadImage = Callable[[Any, MediaTable], "Image"]
+LoadMedia = Callable[[str, Any, MediaTable], Media]
 
 
 class PromptRenderer:
     """Renders rows for one job. Several threads may share it, and call ``adjust_sampling`` and
-    ``load``, which makes the image of a source. ``chat_template_kwargs`` are added to those that the
+    ``load``, which makes the image or the clip of a source. ``chat_template_kwargs`` are added to those that the
     engine has from its own job.
 
     Raises:
@@ -72,7 +74,7 @@ class PromptRenderer:
         job: JobConfig,
         *,
         adjust_sampling: AdjustSampling | None = None,
-        load: LoadImage = load_image,
+        load: LoadMedia = load_media,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._adjust_sampling, self._load = adjust_sampling, load
@@ -83,26 +85,28 @@ class PromptRenderer:
         if self.templates.files.all:
             check_root(job.media)
         self._system, self._user = self.templates.system, self.templates.user
-        self._images = self.templates.files.images
+        self._images, self._clips = self.templates.files.images, self.templates.files.clips
+        self._places = {kind: f"<{kind} {token_hex(8)}>" for kind in self._clips}
+        """What the user's template gets for the place of each kind; no row can write it."""
         self._sampling, self._loras = job.params(), job.engine.loras
-        self._shared = SharedImages()
+        self._shared = SharedMedia()
         self.job = self.templates.job
         """The job with the texts of its template files: they are read only once."""
         self.takes_long = self.templates.takes_long
         """True if a row's templates are rendered in a separate process."""
         self.opens_files = bool(self.templates.files.all) or self._user is None
-        """False if no row's prompt has an image or the text of a file."""
+        """False if no row's prompt has an image, a clip or the text of a file."""
 
     def messages(self, messages: Any) -> list[Message]:
-        """Chat messages with their images opened.
+        """Chat messages with their images and clips opened.
 
         Raises:
-            RowError: they are no messages, or an image can't be opened.
+            RowError: they are no messages, or one of these can't be opened.
         """
-        return loaded(messages, self._image_part)
+        return loaded(messages, self._part)
 
     def render(self, row: Row, attempt: int = 1, of_input: str | None = None) -> Request:
-        """The request for ``row``, its images decoded. ``of_input`` is its hash, by default that of the
+        """The request for ``row``, its images and clips decoded. ``of_input`` is its hash, by default that of the
         row's fields.
 
         Raises:
@@ -138,6 +142,7 @@ class PromptRenderer:
         request = Request(
             row=row,
             lora=self._lora(fields),
+            clips=self._own_clips(fields) if prompt is not None else [],
             messages=messages,
             prompt=prompt,
             pair=pair,
@@ -196,15 +201,20 @@ class PromptRenderer:
         Raises:
             RowError: as ``render``.
         """
+        return self._sources(row, self._images, "image")
+
+    def _sources(self, row: Row, templates: Sequence[RowTemplate], *kinds: str) -> list[Any]:
         own = self._own_prompt(row.fields)
         if own == "messages":
-            return image_sources(row.fields["messages"])
+            return media_sources(row.fields["messages"], *kinds)
         if own == "body":
             body = self._line(row.fields)["body"]
             is_generated = self._job.task == "generate"
-            return image_sources(messages_of(body)[0] if is_generated else contents_of(body))
+            return media_sources(
+                messages_of(body)[0] if is_generated else contents_of(body), *kinds
+            )
         names = self.templates.with_vars(row.fields)
-        return [found for template in self._images for found in sources_of(template, names)]
+        return [found for template in templates for found in sources_of(template, names)]
 
     def hint(self, row: Row) -> RowHint:
         """Opens no file. A row that can't be rendered is like no other row."""
@@ -218,7 +228,7 @@ class PromptRenderer:
         return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0, lora or "")
 
     def _files(self, row: Row) -> str:
-        """The images and texts that the prompt includes."""
+        """The images, clips and texts that the prompt includes."""
         has_text = self._user is not None or self._job.task == "score"
         files = self.templates.files.all
         if has_text and not files:
@@ -227,7 +237,8 @@ class PromptRenderer:
             return ""  # all rows behind this one would wait for it
         names = self.templates.with_vars(row.fields)
         paths = [path.text(names) for path in self.templates.files.texts.values()]
-        return "\n".join(map(_known_by, [*self.image_sources(row), *paths]))
+        media = self._sources(row, self.templates.files.media, "image", *CLIPS)
+        return "\n".join(map(_known_by, [*media, *paths]))
 
     def _beginning(self, row: Row) -> str:
         """The fields that the prompt's templates use, in their order, or the row's own prompt."""
@@ -279,7 +290,7 @@ class PromptRenderer:
             return None
         if self._job.task == "score":
             return "body"
-        if self._system is None and not self._images:
+        if self._system is None and not self.templates.files.media:
             for name in ("messages", "body"):
                 if name in fields:
                     return name
@@ -290,21 +301,19 @@ class PromptRenderer:
     ) -> tuple[Sequence[Message] | None, str | None]:
         """Messages or plain text: from the job's templates, else from the row itself."""
         if own == "messages":
-            return loaded(fields["messages"], self._image_part), None
+            return loaded(fields["messages"], self._part), None
         if own == "body":
             read = messages_of if self._job.task == "generate" else input_of
             messages, prompt = read(fields["body"])
-            return (
-                (None, prompt) if prompt is not None else (loaded(messages, self._image_part), None)
-            )
+            return (None, prompt) if prompt is not None else (loaded(messages, self._part), None)
         names = self.templates.with_vars(fields)
         if self._user is not None:
-            text = self._user.text(names)
+            text = self._user.text({**names, **self._places} if self._job.prompt.chat else names)
         elif "prompt" in fields:
             text = fields["prompt"]
             if not isinstance(text, str):
                 raise RequestError(f"prompt: found {shown(text)}, expected text")
-        elif self._images:
+        elif self.templates.files.media:
             text = ""
         else:
             raise TemplateError(
@@ -323,15 +332,15 @@ class PromptRenderer:
     def _pair(self, fields: Mapping[str, Any]) -> Pair:
         """From the job's templates, else from the row's body."""
         if self._job.pair.is_set:
-            return pair_of(self.templates, self.templates.with_vars(fields), self._image_part)
+            return pair_of(self.templates, self.templates.with_vars(fields), self._part)
         if "body" not in fields:
             raise TemplateError(
                 "nothing to compare: pair.query and pair.documents are not set, and the row has no"
                 f" body; it has {', '.join(map(str, fields)) or 'no fields'}"
             )
         query, documents, is_list = sides_of(fields["body"])
-        loaded_documents = [with_parts(document, self._image_part) for document in documents]
-        return Pair(with_parts(query, self._image_part), loaded_documents, is_list)
+        loaded_documents = [with_parts(document, self._part) for document in documents]
+        return Pair(with_parts(query, self._part), loaded_documents, is_list)
 
     def _tools(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> RequestTools:
         """Those of the row's body, else of the job."""
@@ -351,24 +360,42 @@ class PromptRenderer:
         return name
 
     def _user_content(self, text: str, names: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-        if not self._images:
+        if not self.templates.files.media:
             return text
         parts: list[dict[str, Any]] = []
         for n, template in enumerate(self._images):
             if self.templates.captions:
                 parts.append(text_part(self.templates.captions[n].text(names)))
-            parts += map(self._image_part, sources_of(template, names))
-        text_parts = [text_part(text)] if text else []
+            parts += [self._part("image", source) for source in sources_of(template, names)]
+        clips = {
+            kind: [self._part(kind, source) for source in self._clip_sources(kind, names)]
+            for kind in self._clips
+        }
+        text_parts = placed(text, self._places, clips)
+        parts += chain.from_iterable(clips.values())  # those without a place
         if self._job.prompt.order == "text-first":
             return text_parts + parts
         return parts + text_parts
 
-    def _image_part(self, source: Any) -> dict[str, Any]:
-        if isinstance(source, str) and len(source) < _BEGINNING:  # a path or a URL
-            image = self._shared.get(source, lambda: self._load(source, self._job.media))
-        else:
-            image = self._load(source, self._job.media)
-        return {"type": "image_pil", "image_pil": image}
+    def _clip_sources(self, kind: str, names: Mapping[str, Any]) -> list[Any]:
+        return [found for template in self._clips[kind] for found in sources_of(template, names)]
+
+    def _own_clips(self, fields: Mapping[str, Any]) -> list[Clip]:
+        """Those of a plain prompt."""
+        names = self.templates.with_vars(fields)
+        return [
+            self._part(kind, source)[kind]
+            for kind in self._clips
+            for source in self._clip_sources(kind, names)
+        ]
+
+    def _part(self, kind: str, source: Any) -> dict[str, Any]:
+        def load() -> Any:
+            return self._load(kind, source, self._job.media)
+
+        is_name = isinstance(source, str) and len(source) < _BEGINNING  # a path or a URL
+        found = self._shared.get((kind, source), load) if is_name else load()
+        return {"type": kind, kind: found} if kind in CLIPS else image_part(found)
 
     def _row_sampling(
         self, fields: Mapping[str, Any], own: str | None, task: TaskName
@@ -394,11 +421,10 @@ class PromptRenderer:
 
 
 def with_media_bytes(request: Request) -> Request:
-    """``request``, with the bytes of its decoded images."""
-    if not (images := request.images):
-        return request
-    pixels = sum(image.width * image.height for image in images)
-    return replace(request, media_bytes=_BYTES_PER_PIXEL * pixels)
+    """``request``, with the bytes of its decoded images and clips."""
+    images = sum(_BYTES_PER_PIXEL * image.width * image.height for image in request.images)
+    n_bytes = images + sum(clip.n_bytes for clip in request.all_clips)
+    return replace(request, media_bytes=n_bytes) if n_bytes else request
 
 
 def _known_by(source: Any) -> str:

@@ -17,9 +17,9 @@ from batchkit.errors import (
     RowError,
     TemplateError,
 )
-from batchkit.rendering.media import load_image
+from batchkit.rendering.media import load_media
 from batchkit.rendering.messages import Message
-from batchkit.rendering.renderer import AdjustSampling, LoadImage, PromptRenderer
+from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer
 from batchkit.rendering.templates.prompt import PathTemplate
 from batchkit.rendering.templates.sandbox import keys_read
 from batchkit.sources.rowhash import input_hash
@@ -47,7 +47,7 @@ class StepsRenderer:
         job: JobConfig,
         *,
         adjust_sampling: AdjustSampling | None = None,
-        load: LoadImage = load_image,
+        load: LoadMedia = load_media,
     ) -> None:
         self._by_name = {}
         for step in job.steps:
@@ -197,7 +197,7 @@ def renderer_of(
     job: JobConfig,
     *,
     adjust_sampling: AdjustSampling | None = None,
-    load: LoadImage = load_image,
+    load: LoadMedia = load_media,
 ) -> Renderer:
     """What renders the rows of ``job``; raises JobError if a template of it can't be used."""
     made = StepsRenderer if job.steps else PromptRenderer

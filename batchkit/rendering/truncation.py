@@ -21,7 +21,10 @@ from batchkit.errors import PromptTooLongError
 from batchkit.types import Cut
 
 MARK = " […] "
-_NO_TEXT = ("image", "image_pil", "image_url", "role", "tool_calls", "type")
+_NO_TEXT = (
+    *("image", "image_pil", "image_url", "video", "video_url", "audio", "audio_url", "input_audio"),
+    *("role", "tool_calls", "type"),
+)
 _MARK_TOKENS = len(MARK.encode())  # at most
 _LEAST_SHARE = 8
 _MOST_CUTS = 10

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 from PIL import Image
 
@@ -20,7 +21,7 @@ from batchkit.sources import never, read_rows
 from batchkit.sources.formats import format_of, load_format
 from batchkit.sources.rowhash import input_hash, is_picture
 from batchkit.storage.plain_json import encoded
-from batchkit.types import Request, Row
+from batchkit.types import CLIPS, Audio, Request, Row
 
 
 class Prompt(NamedTuple):
@@ -84,7 +85,7 @@ class InputRows:
         try:
             if self._reach is not None:
                 self._reach.check_prompts()
-            return renderer_of(self._job, load=lambda *_: Image.new("RGB", (1, 1)))
+            return renderer_of(self._job, load=_unopened)
         except BatchkitError as error:
             self.problem = str(error)
             return None
@@ -184,3 +185,8 @@ def with_fields(
                 f"{rows.problem}; the fields {sorted(names)} are needed, and the run did not keep them: bring"
                 " the input back, or start a new run with them in output.keep"
             )
+
+
+def _unopened(kind: str, *_: Any) -> Any:
+    """Takes the place of an image or a clip in the words of a prompt."""
+    return Audio(np.zeros(0, np.float32), 1) if kind in CLIPS else Image.new("RGB", (1, 1))

@@ -15,13 +15,8 @@ from typing import Any
 from batchkit.config.tables import InputTable
 from batchkit.config.tables.input import IMAGE_SUFFIXES, PDF_SUFFIX
 from batchkit.errors import InputError, MediaError
-from batchkit.isolation.pdf import (
-    PdfProcessError,
-    UnreadablePdfError,
-    ask,
-    missing_package,
-    place_of,
-)
+from batchkit.isolation.files import FileProcessError, UnreadableFileError, place_of
+from batchkit.isolation.pdf import ask, missing_package
 from batchkit.sources.files import BLOCK_BYTES, COMPRESSIONS, name_of, open_input
 from batchkit.sources.reader import Broken, Format, Found, Skip
 
@@ -65,9 +60,9 @@ def _n_pages(place: str, path: str) -> int:
     """
     try:
         return int(ask("pages", place))
-    except UnreadablePdfError as error:
+    except UnreadableFileError as error:
         raise MediaError(f"{path}: {error}") from None
-    except PdfProcessError as error:
+    except FileProcessError as error:
         raise InputError(f"{path}: its pages can't be counted: {error}") from error
 
 
@@ -76,7 +71,7 @@ def _page(file: dict[str, Any], place: str, page: int, n_pages: int) -> Found:
     fields = {**file, "image": image, "page": page, "pages": n_pages}
     try:
         return fields | {"page_text": ask("text", place, page)}
-    except (UnreadablePdfError, PdfProcessError) as error:
+    except (UnreadableFileError, FileProcessError) as error:
         return Broken(fields, MediaError(f"{image}: its text can't be read: {error}"))
 
 

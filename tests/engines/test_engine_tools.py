@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import RequestError
-from batchkit.execution.attempts import with_smaller_images
+from batchkit.execution.attempts import with_smaller_media
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Request, Row
 from tests.support.chat_server import serving
@@ -155,7 +155,7 @@ def test_a_server_gets_the_detail_of_an_image() -> None:
     with serving() as server:
         made = job(server)
         with closing(open_engine(made)) as engine:
-            ask(engine, [with_smaller_images(PromptRenderer(made).render(row))])
+            ask(engine, [with_smaller_media(PromptRenderer(made).render(row))])
         (body,) = server.bodies
     sent = [part["image_url"].get("detail") for part in body["messages"][0]["content"]]
     assert sent == ["low", None]

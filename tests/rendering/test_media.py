@@ -22,7 +22,7 @@ from PIL import Image
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
-from batchkit.rendering.media import SharedImages, load_image, load_text
+from batchkit.rendering.media import SharedMedia, load_image, load_text
 from tests.support.images import JPEG, PNG, RED, encoded, gradient, media_table, refused
 
 pytestmark = pytest.mark.slow
@@ -290,7 +290,7 @@ def test_an_error_keeps_no_pixels_alive() -> None:
 
 
 def test_an_image_is_decoded_once_for_all_who_hold_it() -> None:
-    shared, began, loads = SharedImages(), threading.Barrier(8), []
+    shared, began, loads = SharedMedia(), threading.Barrier(8), []
 
     def load() -> Image.Image:
         loads.append(1)
@@ -316,7 +316,7 @@ def test_an_image_is_decoded_once_for_all_who_hold_it() -> None:
 
 
 def test_a_failed_image_is_tried_by_each_who_names_it() -> None:
-    shared = SharedImages()
+    shared = SharedMedia()
 
     def fail() -> Image.Image:
         raise MediaError("broken")

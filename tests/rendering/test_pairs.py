@@ -11,7 +11,7 @@ from PIL import Image
 
 from batchkit.config.loading import make_job
 from batchkit.errors import PromptTooLongError, RequestError, RowError
-from batchkit.execution.attempts import with_smaller_images
+from batchkit.execution.attempts import with_smaller_media
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.types import Pair, Request, Row
@@ -91,7 +91,7 @@ def test_each_document_needs_its_image(pictures: dict[str, Any]) -> None:
 def test_a_row_that_ran_out_of_memory_gets_smaller_images(pictures: dict[str, Any]) -> None:
     pair = {**TEXTS, "query_images": ["{{ a }}"], "document_images": ["{{ b }}"]}
     row = {"q": "x", "a": "0.png", "d": ["one"], "b": "1.png"}
-    smaller = with_smaller_images(render(row, pair, **pictures)).pair
+    smaller = with_smaller_media(render(row, pair, **pictures)).pair
     assert (widths(smaller.query), widths(smaller.documents[0])) == ([28], [29])
     assert smaller.documents[0][-1] == {"type": "text", "text": "one"}
 

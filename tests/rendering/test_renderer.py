@@ -340,7 +340,7 @@ NO_MESSAGES: list[Any] = [
     [{"role": "user", "content": 3}],
     [{"role": "user", "content": ["x"]}],
     [{"role": "user", "content": [{"type": "text"}]}],
-    [{"role": "user", "content": [{"type": "video", "video": "x"}]}],
+    [{"role": "user", "content": [{"type": "gesture", "gesture": "x"}]}],
     [{"role": "user", "content": [{"type": ["image"]}]}],
 ]
 NO_BODIES: list[tuple[Any, str]] = [

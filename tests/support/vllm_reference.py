@@ -27,6 +27,12 @@ def pooled(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
     return _ask("pooled", options=options, calls=calls)
 
 
+def generated(options: dict[str, Any], calls: list[dict[str, Any]], max_tokens: int) -> list[Any]:
+    """``LLM.generate``, one call for all, of {"prompt": …, "videos": [{"frames": the path of an array, …metadata}],
+    "audios": [the path of an array of samples at 16,000 a second]}."""
+    return _ask("generate", options=options, calls=calls, max_tokens=max_tokens)
+
+
 def chat_reference(options: dict[str, Any], groups: list[dict[str, Any]]) -> list[list[Any]]:
     """The OpenAI server's own classes on one engine: for each group, {"reasoning_parser",
     "tool_call_parser", "bodies": [of a request]}, its ``chat.completion``s."""
@@ -54,7 +60,13 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "01" if kind == "serve" else "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    answer = {"chat": _chat, "loras": _loras, "pooled": _pooled, "serve": _serve}[kind]
+    answer = {
+        "chat": _chat,
+        "generate": _generate,
+        "loras": _loras,
+        "pooled": _pooled,
+        "serve": _serve,
+    }[kind]
     json.dump(answer(**json.load(sys.stdin)), sys.stdout)
     sys.stdout.flush()
     os._exit(0)
@@ -70,7 +82,27 @@ def _chat(options: dict[str, Any], conversations: list[Any], max_tokens: int) ->
                 for part in message["content"]
             ]
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    outputs = LLM(**options).chat(conversations, params, use_tqdm=False)
+    return _told(LLM(**options).chat(conversations, params, use_tqdm=False))
+
+
+def _generate(options: dict[str, Any], calls: list[dict[str, Any]], max_tokens: int) -> list[Any]:
+    import numpy as np
+    from vllm import LLM, SamplingParams
+
+    prompts: list[Any] = []
+    for call in calls:
+        data: dict[str, list[Any]] = {}
+        for video in call.get("videos", ()):
+            metadata = {"do_sample_frames": False, "video_backend": "opencv", **video}
+            data.setdefault("video", []).append((np.load(metadata.pop("frames")), metadata))
+        for path in call.get("audios", ()):
+            data.setdefault("audio", []).append((np.load(path), 16000))
+        prompts.append({"prompt": call["prompt"], "multi_modal_data": data})
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return _told(LLM(**options).generate(prompts, params, use_tqdm=False))
+
+
+def _told(outputs: list[Any]) -> list[Any]:
     return [
         {
             "text": output.outputs[0].text,

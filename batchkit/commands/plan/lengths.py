@@ -61,7 +61,7 @@ def count_lengths(job: JobConfig, source: Input, most: int | None, say: Say) -> 
     rows = len(indexes) if job.run.sample is None else min(job.run.sample, len(indexes))
     done = counts_of(job.folder).totals if is_run(job.folder) else Totals()
     order = in_random_order(indexes, seed=job.run.seed, most=rows)
-    most = most or (MOST_WITH_IMAGES if job.prompt.images else MOST_COUNTED)
+    most = most or (MOST_WITH_IMAGES if job.prompt.has_media else MOST_COUNTED)
     chosen = IndexSet(islice((index for index in order if not done.is_settled(index)), most))
     left = rows
     if done.records:

@@ -220,7 +220,7 @@ class JobConfig(Table):
     @model_validator(mode="after")
     def _sends_texts_as_they_are(self) -> JobConfig:
         """As ``vllm.LLM.embed`` does; its server applies the chat template to images."""
-        chat_is_meant = "chat" in self.prompt.model_fields_set or self.prompt.images
+        chat_is_meant = "chat" in self.prompt.model_fields_set or self.prompt.has_media
         if self.task != "generate" and not chat_is_meant:
             prompt = self.prompt.model_copy(update={"chat": False})
             object.__setattr__(self, "prompt", prompt)  # it is frozen

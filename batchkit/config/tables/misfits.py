@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 _NAME_OF_ENGINE = re.compile(r"[A-Za-z0-9_-]+")
 _OF_PROMPT = (
-    *("system", "system_file", "user", "user_file", "images", "captions", "chat"),
+    *(
+        "system",
+        "system_file",
+        "user",
+        "user_file",
+        "images",
+        "videos",
+        "audios",
+        "captions",
+        "chat",
+    ),
     "chat_template_kwargs",
 )
 
@@ -31,6 +41,7 @@ def misfits(job: JobConfig) -> list[str]:
     keeps the earlier ones."""
     rules = (
         _misfits_of_task,
+        _misfits_of_clips,
         _misfits_of_exports,
         _misfits_of_steps,
         _misfits_of_calls,
@@ -41,6 +52,15 @@ def misfits(job: JobConfig) -> list[str]:
         _misfits_of_sampling,
     )
     return next(filter(None, ([*rule(job)] for rule in rules)), [])
+
+
+def _misfits_of_clips(job: JobConfig) -> Iterator[str]:
+    if job.engine.kind != "transformers":
+        return
+    for place, its in job.of_each_step():
+        for kind in ("videos", "audios"):
+            if getattr(its.prompt, kind):
+                yield f'{place}prompt.{kind}: engine.kind "transformers" takes none; use "vllm"'
 
 
 def _misfits_of_task(job: JobConfig) -> Iterator[str]:
@@ -170,7 +190,8 @@ def _misfits_of_step(job: JobConfig, step: StepTable, *, is_first: bool) -> Iter
         known = ", ".join(job.engines) or "none is given"
         hint = did_you_mean(step.engine, job.engines)
         yield f"{key}.engine: found {step.engine!r}, expected one of [engines]: {known}{hint}"
-    has_prompt = prompt.user is not None or prompt.user_file is not None or prompt.images
+    has_prompt = prompt.user is not None or prompt.user_file is not None
+    has_prompt = has_prompt or prompt.has_media
     if not is_first and not has_prompt:
         yield f"{key}.prompt: has no user, user_file or images; only the first step needs none"
 

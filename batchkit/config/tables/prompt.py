@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from batchkit.config.tables.base import Free, Identity, Table
 from batchkit.config.tool_definitions import check_parameters, check_tools, choice_of
@@ -27,6 +34,11 @@ class PromptTable(Table):
     images: Identity[list[str]] = Field([])
     """One template per image: a path under `media.root`, a data: URI, an http(s) URL, or `{{ column
     }}` alone for a column of bytes (or a list of images)."""
+    videos: Identity[list[str]] = Field([])
+    """One template per video, as `images`. `{{ video }}` in `user` is the place of a video in the text;
+    those that have none come before it, behind the images."""
+    audios: Identity[list[str]] = Field([])
+    """One template per clip of sound, as `videos`; `{{ audio }}` is its place. Of a video, its sound."""
     captions: Identity[list[str]] = Field([])
     """A text before each image, one per image."""
     texts: Identity[dict[str, str]] = Field({})
@@ -51,6 +63,10 @@ class PromptTable(Table):
     """The row's adapter: a template that gives a name of `[engine.loras]`, for example `{{ adapter
     }}`; an empty one means the model alone. With `openai-server`, the model that the row asks for
     instead of `engine.model`."""
+
+    @property
+    def has_media(self) -> bool:
+        return bool(self.images or self.videos or self.audios)
 
     @field_validator("tools")
     @classmethod
@@ -90,7 +106,7 @@ class PromptTable(Table):
 
 
 class MediaTable(Table):
-    """What may be opened as an image, and how large it may be."""
+    """What may be opened as an image, sound or video, and how large it may be."""
 
     root: Free[str] = "."
     """Folder, or fsspec URL (`s3://bucket/images`, `gs://`, `hf://`), that images and texts are
@@ -112,13 +128,25 @@ class MediaTable(Table):
     would have made of the whole image."""
     pdf_dpi: Identity[PositiveInt] = 150
     """Pages of PDFs are drawn at it; `max_pixels` holds for them, too."""
+    video_frames: Identity[PositiveInt] = 32
+    """Frames that the model sees of a video, evenly from the first to the last, each within `max_pixels`."""
+    video_fps: Identity[PositiveFloat | None] = None
+    """… or so many for each second of it."""
+    max_video_seconds: Free[PositiveFloat] = 3600
+    """Longer videos are refused."""
+    audio_sample_rate: Identity[PositiveInt] = 16000
+    """Sound is resampled to it, and mixed to one channel. Most models hear 16,000 samples a second."""
+    max_audio_seconds: Free[PositiveFloat] = 3600
+    """Longer sound is refused."""
     max_decode_bytes: Free[PositiveInt] = 2**30
-    """An image that would need more memory while decoding is refused."""
+    """An image or a clip that would need more memory while decoding is refused."""
     max_memory_bytes: Free[PositiveInt] = 2**30
-    """Decoded pixels held at a time, from opening an image to its row's record."""
+    """Decoded pixels and samples held at a time, from opening an image or a clip to its row's record."""
 
     @model_validator(mode="after")
     def _ordered(self) -> MediaTable:
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels {self.min_pixels} is over max_pixels {self.max_pixels}")
+        if self.video_fps is not None and "video_frames" in self.model_fields_set:
+            raise ValueError("video_frames and video_fps are both given; keep one")
         return self

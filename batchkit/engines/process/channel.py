@@ -1,6 +1,6 @@
 """The messages between a run and its engine's process, and one end of the connection that carries them.
 
-A message is msgpack, checked against its type when it arrives; an image is its mode, size and pixels.
+A message is msgpack, checked against its type when it arrives; an image is its mode, size and pixels, a clip its numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 from msgspec import Struct, msgpack
 from PIL import Image
 
@@ -18,9 +19,14 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import Fault
 from batchkit.errors import RowError
-from batchkit.types import Completion, Request
+from batchkit.types import Audio, Clip, Completion, Request, Video
 
-_IMAGE = 1  # msgpack's number of an extension
+_IMAGE, _AUDIO, _VIDEO = 1, 2, 3  # msgpack's numbers of extensions
+_OfVideo = tuple[
+    tuple[int, int, int, int],
+    bytearray,  # the model's processor wants what can be written
+    tuple[float, float, int, list[int], list[float]],
+]
 _ROW_ERRORS = {
     name: kind
     for name, kind in vars(errors).items()
@@ -116,7 +122,7 @@ class Channel:
     def __init__(self, connection: Connection, reads: Any) -> None:
         self._connection = connection
         self._encoder = msgpack.Encoder(enc_hook=_encoded)
-        self._decoder = msgpack.Decoder(reads, dec_hook=_row_error, ext_hook=_image)
+        self._decoder = msgpack.Decoder(reads, dec_hook=_row_error, ext_hook=_media)
 
     def send(self, message: Struct) -> None:
         """
@@ -153,6 +159,12 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, Image.Image):
         place = (value.mode, value.width, value.height, value.tobytes())
         return msgpack.Ext(_IMAGE, msgpack.encode(place))
+    if isinstance(value, Audio):
+        return msgpack.Ext(_AUDIO, msgpack.encode((value.sample_rate, value.samples.tobytes())))
+    if isinstance(value, Video):
+        shown = value.fps, value.duration_s, value.total_frames, value.indexes, value.times_s
+        frames = value.frames.shape, value.frames.tobytes()
+        return msgpack.Ext(_VIDEO, msgpack.encode((*frames, shown)))
     if isinstance(value, RowError):
         kind = next(k.__name__ for k in type(value).__mro__ if k.__name__ in _ROW_ERRORS)
         return kind, value.args, vars(value)
@@ -164,7 +176,13 @@ def _encoded(value: Any) -> Any:
     raise TypeError(f"found a value of type {type(value).__name__}")
 
 
-def _image(_: int, encoded: memoryview) -> Image.Image:
+def _media(number: int, encoded: memoryview) -> Image.Image | Clip:
+    if number == _AUDIO:
+        rate, samples = msgpack.decode(encoded, type=tuple[int, bytearray])
+        return Audio(np.frombuffer(samples, np.float32), rate)
+    if number == _VIDEO:
+        shape, pixels, shown = msgpack.decode(encoded, type=_OfVideo)
+        return Video(np.frombuffer(pixels, np.uint8).reshape(shape), *shown)
     mode, width, height, pixels = msgpack.decode(encoded, type=tuple[str, int, int, bytes])
     return Image.frombytes(mode, (width, height), pixels)
 

@@ -14,7 +14,7 @@ from batchkit.engines.request_checks import cause, check_forced_call, check_leng
 from batchkit.engines.transformers.options import Options, Sampling, sampling_of
 from batchkit.engines.vllm.parsing import ADJUSTED, AnswerParser, parsing_of
 from batchkit.errors import JobError, MediaError, RequestError, RowError
-from batchkit.types import Request
+from batchkit.types import CLIPS, Request
 
 
 class Prepared(NamedTuple):
@@ -154,6 +154,10 @@ class TransformersRenderer:
         """As chat templates of models with images expect it, in parts, and images are passed separately;
         as in vLLM, what a tool answered is one text."""
         content = message["content"] or ""
+        if clips := _types(content) & {*CLIPS}:
+            raise RequestError(
+                f'engine.kind "transformers" takes no {clips.pop()}; use "vllm" for this row'
+            )
         is_of_tool = message["role"] == "tool" and "image_pil" not in _types(content)
         if not self._takes_images or is_of_tool:
             return self._plain(content)

@@ -134,7 +134,7 @@ def _other_values(job: JobConfig, config: Any) -> Iterator[tuple[str, list[Any]]
     graphs = getattr(config.compilation_config, "max_cudagraph_capture_size", None)
     if graphs and graphs < scheduler.max_num_seqs and not config.model_config.enforce_eager:
         yield "max_cudagraph_capture_size", [scheduler.max_num_seqs]
-    if job.prompt.images:
+    if job.prompt.has_media:
         yield "mm_processor_cache_gb", [4.0, 0]
     if scheduler.enable_chunked_prefill and not scheduler.long_prefill_token_threshold:  # 0: none
         threshold = int(config.model_config.max_model_len * _LONG_PROMPT)

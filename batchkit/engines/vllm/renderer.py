@@ -22,7 +22,7 @@ from batchkit.engines.request_checks import (
 from batchkit.engines.vllm.options import sampling_params, why_not_bounded
 from batchkit.engines.vllm.parsing import AnswerParser, parsing_of
 from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowError
-from batchkit.types import Choice, Completion, Request, Usage
+from batchkit.types import CLIPS, Audio, Choice, Completion, Request, Usage
 
 _TOO_LONG = ("input_tokens", "input_text")
 _DEAD_END = (
@@ -126,16 +126,23 @@ class VllmRenderer:
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         if request.messages is None:
-            parsed = parse_model_prompt(self._model_config, {"prompt": request.prompt})
+            given = {"prompt": request.prompt, **_data_of(request)}
+            parsed = parse_model_prompt(self._model_config, given)
             tokenization = self.tokenizing(self._renderer.default_cmpl_tok_params)
             return self._renderer.render_cmpl([parsed], tokenization)[0]
         tokenization = self.tokenizing(
             self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
         )
-        conversation = [_with_reasoning(message) for message in request.messages]
+        conversation = [_as_vllm_has_it(message) for message in request.messages]
         params = self._params_of_chat(request)
-        _, prompts = self._renderer.render_chat([conversation], params, tokenization)
-        return prompts[0]
+        if not (clips := _data_of(request)):
+            _, prompts = self._renderer.render_chat([conversation], params, tokenization)
+            return prompts[0]
+        # vLLM's messages hold clips only as files: it makes their places, and the data are added here.
+        _, prompt = self._renderer.render_messages(conversation, params)
+        prompt["multi_modal_data"].update(clips["multi_modal_data"])
+        prompt.pop("multi_modal_uuids", None)
+        return self._renderer.render_cmpl([prompt], tokenization)[0]
 
     def _params_of_chat(self, request: Request) -> Any:
         tools = _tools_of(request)
@@ -208,13 +215,39 @@ def _tools_of(request: Request) -> list[Any] | None:
     return found
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier answer's reasoning, under the name that vLLM's server gives it."""
+def _data_of(request: Request) -> dict[str, Any]:
+    """The request's sound and video under vLLM's names; empty if it has none."""
+    found: dict[str, list[Any]] = {}
+    for clip in request.all_clips:
+        if isinstance(clip, Audio):
+            found.setdefault("audio", []).append((clip.samples, clip.sample_rate))
+            continue
+        metadata = {
+            "fps": clip.fps,
+            "duration": clip.duration_s,
+            "total_num_frames": clip.total_frames,
+            "frames_indices": list(clip.indexes),
+            "video_backend": "pyav",
+            "do_sample_frames": False,
+        }
+        found.setdefault("video", []).append((clip.frames, metadata))
+    return {"multi_modal_data": found} if found else {}
+
+
+def _as_vllm_has_it(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier answer's reasoning under the name that vLLM's server gives it, and the places of clips."""
     found = dict(message)
+    if isinstance(content := found.get("content"), list):
+        found["content"] = [_place(part) if part["type"] in CLIPS else part for part in content]
     reasoning = found.pop("reasoning_content", None)
     if reasoning is not None and found.get("reasoning") is None:
         found["reasoning"] = reasoning
     return found
+
+
+def _place(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part without its data, which vLLM allows for one that has a name."""
+    return {"type": f"{part['type']}_url", f"{part['type']}_url": None, "uuid": "clip"}
 
 
 def refusal(error: Any) -> RowError:

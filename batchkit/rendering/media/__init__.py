@@ -1,8 +1,8 @@
-"""Images and texts: from what a row names to RGB pixels of the right size, or to text.
+"""Images, sound, video and texts: from what a row names to RGB pixels of the right size, samples or text.
 
-``load_image`` and ``load_text`` are the entry points. ``source`` turns a name into bytes and stays
+``load_media``, ``load_image`` and ``load_text`` are the entry points. ``source`` turns a name into bytes and stays
 within the media root, a folder or an fsspec URL; ``download`` does it for web addresses on the listed
-hosts. ``pixels`` turns bytes into the image, ``pdf_page`` those of a PDF.
+hosts. ``pixels`` turns bytes into the image, ``pdf_page`` those of a PDF, and ``clips`` into sound or video.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import threading
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from PIL import Image
@@ -19,6 +19,7 @@ from PIL import Image
 from batchkit.config.tables import MediaTable
 from batchkit.config.urls import is_remote
 from batchkit.errors import MediaError
+from batchkit.rendering.media.clips import decode_audio, decode_video
 from batchkit.rendering.media.pdf_page import is_pdf, page_image, page_of
 from batchkit.rendering.media.pixels import Size, decode, fit, target_size
 from batchkit.rendering.media.source import (
@@ -29,14 +30,17 @@ from batchkit.rendering.media.source import (
     read_remote,
     shown,
 )
+from batchkit.types import Clip
 
 __all__ = [
-    "SharedImages",
+    "Media",
+    "SharedMedia",
     "Size",
     "Source",
     "check_root",
     "load_bytes",
     "load_image",
+    "load_media",
     "load_text",
     "shown",
     "target_size",
@@ -44,6 +48,10 @@ __all__ = [
 
 _BEGINNING = 8000  # bytes in which git, too, takes a NUL as a sign that a file is no text
 
+_ARTICLES = {"audio": "sound", "video": "a video"}
+_Shared = TypeVar("_Shared")
+
+Media = Image.Image | Clip
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, Any] | Image.Image
 
 
@@ -71,6 +79,27 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
     # A new error without its cause: a failed row waits for its record, and the frames of the first
     # error would keep the file's bytes and its pixels in memory until then.
     raise MediaError(message)
+
+
+def load_media(kind: str, source: Source, media: MediaTable) -> Media:
+    """As ``load_image``, of any ``kind``: "image", "audio" or "video". A clip has no page, and is no PIL image;
+    it is read by its content, too."""
+    if kind == "image":
+        return load_image(source, media)
+    name = shown(source, kind)
+    if isinstance(source, Clip):
+        return source
+    try:
+        data = _data_of(source, name, media)
+        if data is None:
+            raise MediaError(
+                f"{name}: {_ARTICLES[kind]} is a path, a data: URI, a URL, the bytes of a file or"
+                f' {{"bytes": …, "path": …}}; check the template in prompt.{kind}s'
+            )
+        return (decode_audio if kind == "audio" else decode_video)(data, name, media)
+    except MediaError as error:
+        message = str(error)
+    raise MediaError(message)  # as in load_image
 
 
 def load_text(path: str, media: MediaTable) -> str:
@@ -101,37 +130,44 @@ def load_bytes(source: object, media: MediaTable) -> bytes:
 
 
 def _load(source: Source, media: MediaTable) -> Image.Image:
-    name = shown(source)
-    match source:
-        case Image.Image():
-            return fit(source, name, media)
-        case bytes() | bytearray() | memoryview():
-            return _decoded(bytes(source), name, media)
-        case {"bytes": bytes(data)}:
-            return _decoded(data, name, media)
-        case {"path": str(path)}:
-            return _load(path, media)
-        case os.PathLike():
-            return _decoded(_read(os.fspath(source), name, media), name, media)
-        case str() if source[:5].lower() == "data:":
-            return _decoded(read_data_uri(source, name, media), name, media)
-        case str():
-            file, page = page_of(source)
-            if is_for_fetch(file, media):
-                from batchkit.rendering.media.download import fetch
-
-                return _decoded(fetch(file, name, media), name, media, page)
-            return _decoded(_read(file, name, media), name, media, page)
-    raise MediaError(
-        f"{name}: an image is a path, a data: URI, a URL, the bytes of a file,"
-        ' {"bytes": …, "path": …} or a PIL image; check the template in prompt.images'
-    )
-
-
-def _decoded(data: bytes, name: str, media: MediaTable, page: int | None = None) -> Image.Image:
+    name, page = shown(source), None
+    if isinstance(source, Image.Image):
+        return fit(source, name, media)
+    if isinstance(source, Mapping) and not isinstance(source.get("bytes"), bytes):
+        source = source.get("path", source)
+    if isinstance(source, str) and source[:5].lower() != "data:":
+        source, page = page_of(source)
+    data = _data_of(source, name, media)
+    if data is None:
+        raise MediaError(
+            f"{name}: an image is a path, a data: URI, a URL, the bytes of a file,"
+            ' {"bytes": …, "path": …} or a PIL image; check the template in prompt.images'
+        )
     if page is not None or is_pdf(data):
         return page_image(data, page, name, media)
     return decode(data, name, media)
+
+
+def _data_of(source: Any, name: str, media: MediaTable) -> bytes | None:
+    """The bytes of what ``source`` names; None if it is nothing that names a file."""
+    match source:
+        case bytes() | bytearray() | memoryview():
+            return bytes(source)
+        case {"bytes": bytes(data)}:
+            return data
+        case {"path": str(path)}:
+            return _data_of(path, shown(path), media)
+        case os.PathLike():
+            return _read(os.fspath(source), name, media)
+        case str() if source[:5].lower() == "data:":
+            return read_data_uri(source, name, media)
+        case str() if is_for_fetch(source, media):
+            from batchkit.rendering.media.download import fetch
+
+            return fetch(source, name, media)
+        case str():
+            return _read(source, name, media)
+    return None
 
 
 def _read(source: str, name: str, media: MediaTable) -> bytes:
@@ -139,23 +175,23 @@ def _read(source: str, name: str, media: MediaTable) -> bytes:
     return (read_remote if is_remote(media.root) else read_file)(source, name, media)
 
 
-class SharedImages:
-    """Images by name, in weak references, so no limit is needed. Many threads may use it."""
+class SharedMedia:
+    """Images and clips by name, in weak references, so no limit is needed. Many threads may use it."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._alive: WeakValueDictionary[str, Image.Image] = WeakValueDictionary()
-        self._loading: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+        self._alive: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
+        self._loading: WeakValueDictionary[Hashable, threading.Lock] = WeakValueDictionary()
 
-    def get(self, name: str, load: Callable[[], Image.Image]) -> Image.Image:
-        """The image of that name; calls ``load`` if no row holds it. One thread at a time loads it.
+    def get(self, name: Hashable, load: Callable[[], _Shared]) -> _Shared:
+        """What has that name; calls ``load`` if no row holds it. One thread at a time loads it.
 
-        Callers must not modify the image. Raises what ``load`` raises.
+        Callers must not modify it. Raises what ``load`` raises.
         """
         with self._guard:
             turn = self._loading.setdefault(name, threading.Lock())
         with turn:
-            image = self._alive.get(name)
-            if image is None:
-                image = self._alive[name] = load()
-            return image
+            found: _Shared | None = self._alive.get(name)
+            if found is None:
+                found = self._alive[name] = load()
+            return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any, NamedTuple
 
@@ -10,13 +9,8 @@ from PIL import Image
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
-from batchkit.isolation.pdf import (
-    PdfProcessError,
-    UnreadablePdfError,
-    ask,
-    missing_package,
-    place_of,
-)
+from batchkit.isolation.files import FileProcessError, UnreadableFileError, placed
+from batchkit.isolation.pdf import ask, missing_package
 from batchkit.rendering.media.pixels import Size, target_of
 
 _PAGE = re.compile(  # RFC 8118; a URL may have a query
@@ -52,17 +46,13 @@ def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> I
     """
     if (missing := missing_package()) is not None:
         raise MediaError(f"{name}: {missing}")
-    descriptor = os.memfd_create("pdf")
     try:
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(data)
-        return _drawn(place_of(descriptor), page, name, media)
-    except UnreadablePdfError as error:
+        with placed(data) as place:
+            return _drawn(place, page, name, media)
+    except UnreadableFileError as error:
         raise MediaError(f"{name}: {error}") from error
-    except PdfProcessError as error:
+    except FileProcessError as error:
         raise MediaError(f"{name}: the page can't be drawn: {error}") from error
-    finally:
-        os.close(descriptor)
 
 
 def _drawn(place: str, page: int | None, name: str, media: MediaTable) -> Image.Image:

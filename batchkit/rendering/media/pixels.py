@@ -59,8 +59,8 @@ _TILE_PIXELS_A_SIDE = 1024
 
 # Images that need more than this take turns, so that the concurrent render threads don't each
 # hold media.max_decode_bytes.
-_LARGE_BYTES = 128 * 2**20
-_one_large_image = threading.Lock()
+LARGE_BYTES = 128 * 2**20
+one_large_image = threading.Lock()
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -99,7 +99,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
                 f" {need_bytes} bytes to decode, media.max_decode_bytes is"
                 f" {media.max_decode_bytes}; raise it or store the image smaller"
             )
-        with _one_large_image if need_bytes > _LARGE_BYTES else nullcontext():
+        with one_large_image if need_bytes > LARGE_BYTES else nullcontext():
             image.load()
             return _upright(_scaled(image, extent, target, name), orientation_of(image))
 

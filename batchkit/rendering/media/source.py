@@ -106,28 +106,28 @@ def check_bytes(n_bytes: int, name: str, media: MediaTable) -> None:
     if n_bytes > media.max_bytes:
         raise MediaError(
             f"{name}: has {n_bytes} bytes or more, media.max_bytes is {media.max_bytes};"
-            " raise it or store the image smaller"
+            " raise it or store the file smaller"
         )
 
 
-def shown(source: object) -> str:
+def shown(source: object, kind: str = "image") -> str:
     """The name of ``source`` in messages: short, on one line, without secrets in a URL."""
     match source:
         case Image.Image():
             return f"PIL image ({source.width}×{source.height}, {source.mode})"
         case bytes() | bytearray() | memoryview():
-            return f"image of {memoryview(source).nbytes} bytes"
+            return f"{kind} of {memoryview(source).nbytes} bytes"
         case {"path": str() | os.PathLike() as path}:
             return shown(path)
         case {"bytes": bytes(data)}:
-            return f"image of {len(data)} bytes"
+            return f"{kind} of {len(data)} bytes"
         case os.PathLike():
             return line(os.fspath(source))
         case str() if source[:5].lower() == "data:":
             return f"{line(source[:40])}… ({len(source)} characters)"
         case str():
             return line(bare(source) if "://" in source else source) or "empty path"
-    return f"image {reader.shown(source)} ({type(source).__name__})"
+    return f"{kind} {reader.shown(source)} ({type(source).__name__})"
 
 
 def line(text: str) -> str:
@@ -140,7 +140,7 @@ def check_named(source: str, name: str) -> None:
     """Raises MediaError for a source without any text."""
     if not source:
         raise MediaError(
-            f"{name}: the template in prompt.images or prompt.texts gave no text; check the row's field"
+            f"{name}: the template in prompt.images, videos, audios or texts gave no text; check the row's field"
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.sandbox import fields_read, names_in_order
 from batchkit.rendering.tools import JobTools
 from batchkit.sources.reader import shown
+from batchkit.types import CLIPS
 
 
 class PathTemplate:
@@ -51,11 +53,18 @@ class FileTemplates:
             *self.query_images,
             *self.document_images,
         ]
+        self.clips = {
+            kind: self._images(f"prompt.{kind}s", getattr(job.prompt, f"{kind}s"))
+            for kind in CLIPS
+            if getattr(job.prompt, f"{kind}s")
+        }
+        """Of each kind that the prompt has."""
         self.texts = {
             name: RowTemplate(f"prompt.texts.{name}", source, timeout_s=self._timeout_s)
             for name, source in job.prompt.texts.items()
         }
-        self.all = [*self.texts.values(), *self.images]
+        self.media = [*self.images, *chain.from_iterable(self.clips.values())]
+        self.all = [*self.texts.values(), *self.media]
 
     def _images(self, key: str, sources: Iterable[str]) -> list[RowTemplate]:
         return [
@@ -144,10 +153,11 @@ class PromptTemplates:
 
 
 def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
-    """The images that one of ``prompt.images`` gives; raises MediaError if it gives none."""
+    """What one of ``prompt.images``, ``videos`` or ``audios`` names; raises MediaError if it names nothing."""
     found = template.value(names)
     if found is None or (isinstance(found, str | list) and not found):
-        raise MediaError("the row names no image: the template's value is empty")
+        kind = template.key.split(".")[1].removesuffix("s").rpartition("_")[2]
+        raise MediaError(f"the row names no {kind}: the template's value is empty")
     return found if isinstance(found, list) else [found]
 
 

@@ -1,0 +1,201 @@
+"""The handler that decodes sound and video, by PyAV with the FFmpeg that it brings.
+
+A file is opened with the demuxer that its first bytes name: none that FFmpeg guesses, so that a playlist
+is never followed.
+"""
+
+from __future__ import annotations
+
+import marshal
+import math
+import re
+from collections.abc import Callable, Sequence
+from itertools import chain
+from multiprocessing.connection import Connection
+from typing import Any
+
+import av
+import numpy as np
+
+from batchkit.isolation.child import Refusal, answer_all, limit_memory
+
+_DEMUXERS = {
+    re.compile(rb"....(ftyp|moov|mdat|wide|free|skip)", re.DOTALL): "mov",
+    re.compile(rb"\x1a\x45\xdf\xa3"): "matroska",
+    re.compile(rb"RIFF....AVI ", re.DOTALL): "avi",
+    re.compile(rb"(RIFF|RF64|RIFX)....WAVE", re.DOTALL): "wav",
+    re.compile(rb"OggS"): "ogg",
+    re.compile(rb"fLaC"): "flac",
+    re.compile(rb"FORM....AIF[FC]", re.DOTALL): "aiff",
+    re.compile(rb"FLV\x01"): "flv",
+    re.compile(rb"GIF8[79]a"): "gif",
+    re.compile(rb"\x30\x26\xb2\x75\x8e\x66\xcf\x11"): "asf",
+    re.compile(rb"#!AMR"): "amr",
+    re.compile(rb"\x00\x00\x01\xba"): "mpeg",
+    re.compile(rb"G.{187}G", re.DOTALL): "mpegts",
+    re.compile(rb"\xff[\xf0\xf1\xf8\xf9]"): "aac",
+    re.compile(rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfd]"): "mp3",
+}
+_READABLE = "MP4, MOV, MKV, WebM, AVI, WAV, MP3, M4A, FLAC, OGG, AIFF or another plain clip"
+_GUESSED = ("aac", "amr", "mp3", "mpeg", "mpegts")  # whose length FFmpeg computes from the bit rate
+_SHORT_S, _SHORT_SHARE = 0.5, 0.05  # how much less than its header says a whole clip may have
+_SAMPLE_RATES = range(1000, 768_001)
+_MOST_CHANNELS = 64
+_MOST_FRAMES_A_SECOND = 1000
+_RATE = 25.0  # of frames, if the clip names none
+
+
+def main(connection: Connection) -> None:
+    answer_all(connection, _answer)
+
+
+def _answer(question: bytes) -> Any:
+    what, place, arguments, memory_bytes = marshal.loads(question)
+    limit_memory(memory_bytes)
+    with open(place, "rb") as file:
+        start = file.read(1024)
+        demuxer = next((name for mark, name in _DEMUXERS.items() if mark.match(start)), None)
+        if demuxer is None:
+            found = f"it begins with {start[:16]!r}" if start else "it is empty"
+            raise Refusal("unreadable", f"is no clip that can be read: {found}; give {_READABLE}")
+        file.seek(0)
+        try:
+            with av.open(file, format=demuxer) as clip:
+                return _ANSWERS[what](clip, *arguments)
+        except av.error.FFmpegError as error:
+            raise Refusal(
+                "unreadable", f"is broken or cut short ({error.strerror}); save it again"
+            ) from error
+
+
+def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
+    """Float32 samples of one channel, ``sample_rate`` a second."""
+    stream = _stream(clip, "audio", max_seconds)
+    rate, channels = stream.rate or 0, stream.codec_context.channels
+    if rate not in _SAMPLE_RATES or not 0 < channels <= _MOST_CHANNELS:
+        raise Refusal(
+            "unreadable",
+            f"has {channels} channels at {rate} samples a second; expected 1 to {_MOST_CHANNELS}"
+            f" channels at {_SAMPLE_RATES[0]:,} to {_SAMPLE_RATES[-1]:,}",
+        )
+    # Not to the layout "mono": FFmpeg adds the channels up, louder than 1.
+    resampler = av.AudioResampler(format="fltp", rate=sample_rate)
+    samples, n_samples = list[Any](), 0
+    for frame in chain(clip.decode(stream), [None]):
+        for made in resampler.resample(frame):
+            samples.append(made.to_ndarray().mean(axis=0))
+            n_samples += made.samples
+        if n_samples > max_seconds * sample_rate:
+            raise _too_long(n_samples / sample_rate, "audio", max_seconds)
+    if not n_samples:
+        raise Refusal("unreadable", "has no sound that can be decoded; save it again")
+    _check_whole(clip, stream, n_samples / sample_rate)
+    return bytes(np.concatenate(samples).astype("<f4").data)
+
+
+def _video(clip: Any, max_seconds: float) -> tuple[int, int, int, float]:
+    """Width and height, upright, the number of frames and their seconds: of the first frame and the packets,
+    since no other is decoded."""
+    stream = _stream(clip, "video", max_seconds)
+    first, times = None, list[float]()
+    for packet in clip.demux(stream):
+        if first is None:
+            first = next(iter(packet.decode()), None)
+        if packet.size:
+            times.append(_time(packet.pts, packet.time_base, times, stream))
+        if len(times) > _MOST_FRAMES_A_SECOND * max_seconds:
+            raise _too_long(_seconds_of(times, stream), "video", max_seconds)
+    if first is None:
+        raise Refusal("unreadable", "has no frame that can be decoded; save it again")
+    wide, high = first.width, first.height
+    upright = (high, wide) if _turns(first) % 2 else (wide, high)
+    return *upright, len(times), _seconds_of(times, stream)
+
+
+def _frames(
+    clip: Any, width: int, height: int, chosen: Sequence[int], max_seconds: float
+) -> tuple[int, float, float, list[float], bytes]:
+    """The number of all frames, how many are shown a second, their seconds; the times of the ``chosen`` ones, and their
+    RGB pixels, upright, ``width`` × ``height``."""
+    stream = _stream(clip, "video", max_seconds)
+    times, pixels = list[float](), list[bytes]()
+    for frame in clip.decode(stream):
+        times.append(_time(frame.pts, frame.time_base, times, stream))
+        if times[-1] - times[0] > max_seconds:
+            raise _too_long(times[-1] - times[0], "video", max_seconds)
+        if len(times) - 1 in chosen:
+            pixels.append(_rgb(frame, width, height))
+    seconds = _seconds_of(times, stream)
+    _check_whole(clip, stream, seconds)
+    kept = [times[n] - times[0] for n in chosen if n < len(times)]
+    declared, measured = _rate(stream), len(times) / seconds
+    rate = declared if math.isclose(declared, measured, rel_tol=0.01) else measured
+    return len(times), rate, seconds, kept, b"".join(pixels)
+
+
+def _rgb(frame: Any, width: int, height: int) -> bytes:
+    turns = _turns(frame)
+    wide, high = (height, width) if turns % 2 else (width, height)
+    pixels = frame.to_ndarray(format="rgb24", width=wide, height=high)
+    return bytes(np.ascontiguousarray(np.rot90(pixels, turns)).data)
+
+
+def _turns(frame: Any) -> int:
+    """By a right angle, against the clock, until it is upright."""
+    return int(round(frame.rotation / 90) % 4)
+
+
+def _stream(clip: Any, kind: str, max_seconds: float) -> Any:
+    found = getattr(clip.streams, kind)
+    if not found:
+        raise Refusal("unreadable", f"has no {kind}; name a clip that has")
+    said = _said_s(clip, found[0])
+    if said is not None and said > max_seconds:
+        raise _too_long(said, kind, max_seconds)
+    found[0].codec_context.thread_count = 1  # other clips are decoded beside it
+    return found[0]
+
+
+def _too_long(seconds: float, kind: str, max_seconds: float) -> Refusal:
+    return Refusal(
+        "unreadable",
+        f"is {seconds:,.1f} s long or longer, media.max_{kind}_seconds is {max_seconds:g}; raise it or cut"
+        " the clip",
+    )
+
+
+def _said_s(clip: Any, stream: Any) -> float | None:
+    """The length that the file's header gives; None if it gives none."""
+    if clip.format.name in _GUESSED:
+        return None
+    if stream.duration is not None:
+        return float(stream.duration * stream.time_base)
+    return None if clip.duration is None else clip.duration / av.time_base
+
+
+def _check_whole(clip: Any, stream: Any, seconds: float) -> None:
+    """Of a file that was cut short, FFmpeg decodes what there is, without an error."""
+    said = _said_s(clip, stream)
+    if said is not None and said - seconds > max(_SHORT_S, _SHORT_SHARE * said):
+        raise Refusal(
+            "unreadable",
+            f"says that it is {said:.1f} s long, and {seconds:.1f} s could be decoded: it is cut short, or its"
+            " header is wrong; save it again",
+        )
+
+
+def _time(pts: int | None, time_base: Any, before: Sequence[float], stream: Any) -> float:
+    return len(before) / _rate(stream) if pts is None else float(pts * time_base)
+
+
+def _seconds_of(times: Sequence[float], stream: Any) -> float:
+    """From the first frame to the end of the last, which is shown as long as the others on average."""
+    shown = max(times, default=0.0) - min(times, default=0.0)
+    return shown * len(times) / (len(times) - 1) if shown > 0 else 1 / _rate(stream)
+
+
+def _rate(stream: Any) -> float:
+    return float(stream.average_rate or stream.guessed_rate or 0) or _RATE
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {"audio": _audio, "video": _video, "frames": _frames}

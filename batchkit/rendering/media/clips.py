@@ -1,0 +1,96 @@
+"""From the bytes of a clip to samples of sound or frames of video, decoded in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from batchkit.config.tables import MediaTable
+from batchkit.errors import MediaError
+from batchkit.isolation.clip import ask, missing_package
+from batchkit.isolation.files import FileProcessError, UnreadableFileError, placed
+from batchkit.rendering.media.pixels import LARGE_BYTES, Size, one_large_image, target_of
+from batchkit.types import Audio, Video
+
+_SPARE_BYTES = 2**30  # for FFmpeg itself, and the frames that a decoder keeps
+
+
+def decode_audio(data: bytes, name: str, media: MediaTable) -> Audio:
+    """The first sound of the clip in ``data``: mono, ``media.audio_sample_rate`` samples a second.
+
+    Raises:
+        MediaError: it is broken, cut short, or longer than ``media.max_audio_seconds``.
+    """
+    import numpy as np
+
+    rate, most_s = media.audio_sample_rate, media.max_audio_seconds
+    with _asking(data, name, 2 * media.max_decode_bytes) as asked:
+        samples = np.frombuffer(bytearray(asked("audio", rate, most_s)), dtype=np.float32)
+    return Audio(samples, rate)
+
+
+def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
+    """Frames of the first video of the clip in ``data``, evenly from first to last, within ``media``'s limits for images.
+
+    Raises:
+        MediaError: it is broken, cut short, longer than ``media.max_video_seconds``, or its frames need
+            more than ``media.max_decode_bytes``.
+    """
+    import numpy as np
+
+    most_s = media.max_video_seconds
+    with _asking(data, name, 2 * media.max_decode_bytes) as asked:
+        wide, high, total, seconds = asked("video", most_s)
+        size = target_of(Size(wide, high), name, media)
+        found = 0
+        while found != total:  # the header's number, or that of the packets, may be wrong
+            total = found or total
+            chosen = _evenly(total, seconds, media)
+            need_bytes = _need_bytes(Size(wide, high), size, len(chosen), name, media)
+            with one_large_image if need_bytes > LARGE_BYTES else nullcontext():
+                answer = asked("frames", *size, chosen, most_s)
+            found, fps, seconds, times, pixels = answer
+    frames = np.frombuffer(bytearray(pixels), dtype=np.uint8).reshape(
+        -1, size.height, size.width, 3
+    )
+    return Video(frames, fps, seconds, total, chosen, times)
+
+
+def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
+    """Indexes from the first frame to the last, as vLLM's own loader picks them."""
+    import numpy as np
+
+    wanted = media.video_frames
+    if media.video_fps is not None:
+        wanted = max(1, round(seconds * media.video_fps))
+    return [int(n) for n in np.linspace(0, total - 1, min(wanted, total))]
+
+
+def _need_bytes(full: Size, size: Size, n_frames: int, name: str, media: MediaTable) -> int:
+    """Two copies of the frames, and a decoded one."""
+    need_bytes = 2 * 3 * n_frames * size.width * size.height + 4 * full.width * full.height
+    if need_bytes > media.max_decode_bytes:
+        raise MediaError(
+            f"{name}: {n_frames} frames of {size.width}×{size.height} pixels need {need_bytes} bytes to"
+            f" decode, media.max_decode_bytes is {media.max_decode_bytes}; raise it, or lower"
+            " media.video_frames or media.max_pixels"
+        )
+    return need_bytes
+
+
+@contextmanager
+def _asking(data: bytes, name: str, memory_bytes: int) -> Iterator[Any]:
+    if (missing := missing_package()) is not None:
+        raise MediaError(f"{name}: {missing}")
+    try:
+        with placed(data) as place:
+
+            def asked(what: str, *arguments: Any) -> Any:
+                return ask(what, place, *arguments, memory_bytes=memory_bytes + _SPARE_BYTES)
+
+            yield asked
+    except UnreadableFileError as error:
+        raise MediaError(f"{name}: {error}") from error
+    except FileProcessError as error:
+        raise MediaError(f"{name}: it can't be decoded: {error}") from error

@@ -1,0 +1,107 @@
+"""Rows with video and sound answer what ``vllm.LLM.generate`` answers for the same frames and samples: greedy,
+float32, row by row."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomlkit
+
+from batchkit.storage.log import RESULTS
+from batchkit.storage.newest import read_newest
+from tests.support import clips
+from tests.support.forks import Fork
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
+from tests.support.small_vllm import SMALL
+from tests.support.sound_model import PLACE, sound_model
+from tests.support.vllm_reference import generated
+
+pytestmark = pytest.mark.vllm
+
+_FRAMES, _RATE = 6, 8
+_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+_OPTIONS = {**SMALL, "limit_mm_per_prompt": {"image": 0, "video": 2}}
+
+
+def _run(folder: Path, model: Path, options: dict[str, Any], **tables: Any) -> list[dict[str, Any]]:
+    job = {
+        "name": "run",
+        "input": {"path": "rows.jsonl"},
+        "engine": {"model": str(model), "options": options},
+        "sampling": {"max_tokens": 16},
+        **tables,
+    }
+    (folder / "job.toml").write_text(tomlkit.dumps(job), encoding="utf-8")
+    done = batchkit("run", "job.toml", cwd=folder, start=Fork)
+    assert done.returncode == 0, done.stderr
+    return [
+        {"text": record["text"], "finish_reason": record["finish_reason"], **record["usage"]}
+        for record in read_newest(folder / "output/run" / RESULTS)
+    ]
+
+
+def _shown(folder: Path, name: str, made: Any) -> dict[str, Any]:
+    """What vLLM gets for a clip of these frames."""
+    picked = clips.chosen(len(made), _FRAMES)
+    np.save(folder / f"{name}.npy", made[picked])
+    return {
+        "frames": str(folder / f"{name}.npy"),
+        "fps": float(_RATE),
+        "duration": len(made) / _RATE,
+        "total_num_frames": len(made),
+        "frames_indices": picked,
+    }
+
+
+def test_rows_with_videos_answer_as_llm_generate_does(demo_model: Path, tmp_path: Path) -> None:
+    rows, calls = [], []
+    for n in range(12):
+        made = [clips.frames(4 + 3 * n, seed=n, size=(96 + 16 * (n % 3), 64)) for _ in range(2)]
+        made[1] = made[1][::-1]
+        names = [f"{n}a.mkv", f"{n}b.mkv"]
+        for name, its in zip(names, made, strict=True):
+            clips.write(tmp_path, name, clips.video(its, rate=_RATE))
+        shown = [_shown(tmp_path, name, its) for name, its in zip(names, made, strict=True)]
+        rows.append({"clips": names, "q": f"question {n}"})
+        text = f"first {_VIDEO} then {_VIDEO} question {n}"
+        prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        calls.append({"prompt": prompt, "videos": shown})
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    prompt = {"user": "first {{ video }} then {{ video }} {{ q }}", "videos": ["{{ clips }}"]}
+
+    options = {**_OPTIONS, "max_model_len": 1024}
+    ours = _run(tmp_path, demo_model, options, prompt=prompt, media={"video_frames": _FRAMES})
+
+    expected = generated({**options, "model": str(demo_model)}, calls, max_tokens=16)
+    assert [n for n in range(len(rows)) if ours[n] != expected[n]] == []
+    assert len({answer["text"] for answer in expected}) > len(rows) // 2
+    assert json.loads((tmp_path / "output/run/manifest.json").read_text())["starts"]
+
+
+def test_rows_with_sound_answer_as_llm_generate_does(demo_model: Path, tmp_path: Path) -> None:
+    model, rows, calls = sound_model(demo_model), list[Any](), list[Any]()
+    for n in range(10):
+        samples = clips.tone(0.3 + 0.35 * n, hertz=150 + 190 * n)
+        codec = ("flac", "flac") if n % 2 else ("wav", "pcm_s16le")
+        data = clips.sound(samples, format=codec[0], codec=codec[1])
+        np.save(tmp_path / f"{n}.npy", samples.astype(np.float32) / 32768)
+        sent = {"input_audio": {"data": base64.b64encode(data).decode(), "format": codec[0]}}
+        text = f"heard this, question {n}"
+        content = [{"type": "input_audio", **sent}, {"type": "text", "text": text}]
+        rows.append({"messages": [{"role": "user", "content": content}]})
+        prompt = f"<|im_start|>user\n{PLACE}{text}<|im_end|>\n<|im_start|>assistant\n"
+        calls.append({"prompt": prompt, "audios": [str(tmp_path / f"{n}.npy")]})
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = {**SMALL, "max_model_len": 1024, "limit_mm_per_prompt": {"audio": 1}}
+
+    ours = _run(tmp_path, model, options)
+
+    expected = generated({**options, "model": str(model)}, calls, max_tokens=16)
+    assert [n for n in range(len(rows)) if ours[n] != expected[n]] == []
+    assert len({answer["text"] for answer in expected}) > len(rows) // 2

@@ -1,0 +1,121 @@
+"""Sound and video: what ``load_media`` accepts, how it samples, and that its only exception is MediaError."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchkit.config.tables import MediaTable
+from batchkit.rendering.media import load_media
+from batchkit.types import Audio, Video
+from tests.support import clips
+from tests.support.images import media_table
+
+FRAMES = clips.frames(20)
+VIDEO = clips.video(FRAMES)
+TONE = clips.tone(2)
+WAV = clips.sound(TONE)
+
+
+def video(source: Any, media: MediaTable | None = None) -> Video:
+    found = load_media("video", source, media or media_table(video_frames=5))
+    assert isinstance(found, Video)
+    return found
+
+
+def audio(source: Any, media: MediaTable | None = None) -> Audio:
+    found = load_media("audio", source, media or media_table())
+    assert isinstance(found, Audio)
+    return found
+
+
+def test_every_kind_of_source_gives_the_same_clip(tmp_path: Path) -> None:
+    clips.write(tmp_path, "a b.mkv", VIDEO)
+    media = media_table(tmp_path, video_frames=5)
+    for source in (
+        "a b.mkv",
+        tmp_path / "a b.mkv",
+        f"file://{tmp_path}/a%20b.mkv",
+        f"data:video/x-matroska;base64,{base64.b64encode(VIDEO).decode()}",
+        VIDEO,
+        memoryview(VIDEO),
+        {"bytes": VIDEO, "path": None},
+        {"bytes": None, "path": "a b.mkv"},
+    ):
+        assert (video(source, media).frames == FRAMES[clips.chosen(20, 5)]).all()
+
+
+@pytest.mark.parametrize("n_frames", [1, 2, 5, 6, 31])
+@pytest.mark.parametrize("wanted", [1, 5, 32])
+def test_frames_are_taken_evenly_with_their_times(n_frames: int, wanted: int) -> None:
+    made = clips.frames(n_frames)
+    found = video(clips.video(made, rate=8), media_table(video_frames=wanted))
+
+    picked = clips.chosen(n_frames, wanted)
+    assert (found.frames == made[picked]).all()
+    assert (found.indexes, found.total_frames, found.fps) == (picked, n_frames, 8.0)
+    assert found.times_s == pytest.approx([n / 8 for n in picked])
+    assert found.duration_s == pytest.approx(n_frames / 8)
+
+
+def test_frames_by_seconds_follow_the_length() -> None:
+    found = [
+        len(video(clips.video(clips.frames(n), rate=8), media_table(video_fps=2)).frames)
+        for n in (1, 8, 24)
+    ]
+    assert found == [1, 2, 6]
+
+
+def test_frames_are_scaled_to_the_limit_of_images() -> None:
+    assert video(VIDEO, media_table(video_frames=2, max_pixels=1536)).frames.shape == (2, 32, 48, 3)
+    assert video(VIDEO, media_table(video_frames=2, factor=32)).frames.shape == (2, 64, 96, 3)
+
+
+@pytest.mark.parametrize(
+    ("format", "codec"),
+    [
+        ("mp4", "libx264"),
+        ("avi", "mpeg4"),
+        ("webm", "libvpx-vp9"),
+        ("mov", "mpeg4"),
+        ("mpegts", "mpeg2video"),
+    ],
+)
+def test_the_usual_files_are_read(format: str, codec: str) -> None:
+    rate = 25 if codec == "mpeg2video" else 8
+    found = video(clips.video(FRAMES, format=format, codec=codec, rate=rate))
+    assert found.frames.shape == (5, 64, 96, 3)
+    assert found.total_frames == 20
+    assert np.abs(found.frames[2].astype(int) - FRAMES[9]).mean() < 20
+
+
+@pytest.mark.parametrize(
+    ("format", "codec"),
+    [
+        ("wav", "pcm_s16le"),
+        ("flac", "flac"),
+        ("mp3", "libmp3lame"),
+        ("ogg", "libopus"),
+        ("mp4", "aac"),
+        ("adts", "aac"),
+        ("aiff", "pcm_s16be"),
+    ],
+)
+@pytest.mark.parametrize("rate", [16000, 48000])
+def test_sound_is_mono_at_the_models_rate(format: str, codec: str, rate: int) -> None:
+    both = np.stack([clips.tone(2, rate=rate), clips.tone(2, rate=rate)])
+    found = audio(clips.sound(both, rate=rate, format=format, codec=codec))
+
+    assert (found.sample_rate, found.samples.dtype) == (16000, np.float32)
+    assert len(found.samples) / 16000 == pytest.approx(2, abs=0.2)  # AAC begins with silence
+    loudest = np.abs(np.fft.rfft(found.samples)).argmax() * 16000 / len(found.samples)
+    assert loudest == pytest.approx(440, abs=2)
+    assert np.abs(found.samples).max() == pytest.approx(12000 / 32768, rel=0.1)
+
+
+def test_the_samples_of_a_plain_file_are_its_own() -> None:
+    assert (audio(WAV).samples == TONE.astype(np.float32) / 32768).all()
