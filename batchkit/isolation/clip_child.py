@@ -6,13 +6,14 @@ is never followed.
 
 from __future__ import annotations
 
+import io
 import marshal
 import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import chain
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import av
 import numpy as np
@@ -41,6 +42,8 @@ _GUESSED = ("aac", "amr", "mp3", "mpeg", "mpegts")  # whose length FFmpeg comput
 _SHORT_S, _SHORT_SHARE = 0.5, 0.05  # how much less than its header says a whole clip may have
 _SAMPLE_RATES = range(1000, 768_001)
 _MOST_CHANNELS = 64
+_SIZE_ORDER: dict[bytes, Literal["little", "big"]] = {b"RIFF": "little", b"FORM": "big"}
+_UNKNOWN_SIZE = 2**32 - 2**16  # what is written to a pipe has the largest number there
 _MOST_FRAMES_A_SECOND = 1000
 _RATE = 25.0  # of frames, if the clip names none
 
@@ -58,6 +61,7 @@ def _answer(question: bytes) -> Any:
         if demuxer is None:
             found = f"it begins with {start[:16]!r}" if start else "it is empty"
             raise Refusal("unreadable", f"is no clip that can be read: {found}; give {_READABLE}")
+        _check_bytes(start, file.seek(0, io.SEEK_END))
         file.seek(0)
         try:
             with av.open(file, format=demuxer) as clip:
@@ -68,9 +72,21 @@ def _answer(question: bytes) -> Any:
             ) from error
 
 
+def _check_bytes(start: bytes, n_bytes: int) -> None:
+    """Of a WAV, AVI or AIFF that was cut short, FFmpeg takes what is left for the whole."""
+    if (order := _SIZE_ORDER.get(start[:4])) is None:
+        return
+    said = int.from_bytes(start[4:8], order) + 8
+    if n_bytes < said < _UNKNOWN_SIZE:
+        raise Refusal(
+            "unreadable",
+            f"says that it has {said:,} bytes, and has {n_bytes:,}: it is cut short; save it again",
+        )
+
+
 def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
     """Float32 samples of one channel, ``sample_rate`` a second."""
-    stream = _stream(clip, "audio", max_seconds)
+    stream = _stream(clip, "audio")
     rate, channels = stream.rate or 0, stream.codec_context.channels
     if rate not in _SAMPLE_RATES or not 0 < channels <= _MOST_CHANNELS:
         raise Refusal(
@@ -78,6 +94,7 @@ def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
             f"has {channels} channels at {rate} samples a second; expected 1 to {_MOST_CHANNELS}"
             f" channels at {_SAMPLE_RATES[0]:,} to {_SAMPLE_RATES[-1]:,}",
         )
+    _check_length(clip, stream, max_seconds)
     # Not to the layout "mono": FFmpeg adds the channels up, louder than 1.
     resampler = av.AudioResampler(format="fltp", rate=sample_rate)
     samples, n_samples = list[Any](), 0
@@ -96,7 +113,8 @@ def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
 def _video(clip: Any, max_seconds: float) -> tuple[int, int, int, float]:
     """Width and height, upright, the number of frames and their seconds: of the first frame and the packets,
     since no other is decoded."""
-    stream = _stream(clip, "video", max_seconds)
+    stream = _stream(clip, "video")
+    _check_length(clip, stream, max_seconds)
     first, times = None, list[float]()
     for packet in clip.demux(stream):
         if first is None:
@@ -117,7 +135,8 @@ def _frames(
 ) -> tuple[int, float, float, list[float], bytes]:
     """The number of all frames, how many are shown a second, their seconds; the times of the ``chosen`` ones, and their
     RGB pixels, upright, ``width`` × ``height``."""
-    stream = _stream(clip, "video", max_seconds)
+    stream = _stream(clip, "video")
+    _check_length(clip, stream, max_seconds)
     times, pixels = list[float](), list[bytes]()
     for frame in clip.decode(stream):
         times.append(_time(frame.pts, frame.time_base, times, stream))
@@ -145,15 +164,18 @@ def _turns(frame: Any) -> int:
     return int(round(frame.rotation / 90) % 4)
 
 
-def _stream(clip: Any, kind: str, max_seconds: float) -> Any:
+def _stream(clip: Any, kind: str) -> Any:
     found = getattr(clip.streams, kind)
     if not found:
         raise Refusal("unreadable", f"has no {kind}; name a clip that has")
-    said = _said_s(clip, found[0])
-    if said is not None and said > max_seconds:
-        raise _too_long(said, kind, max_seconds)
     found[0].codec_context.thread_count = 1  # other clips are decoded beside it
     return found[0]
+
+
+def _check_length(clip: Any, stream: Any, max_seconds: float) -> None:
+    said = _said_s(clip, stream)
+    if said is not None and said > max_seconds:
+        raise _too_long(said, stream.type, max_seconds)
 
 
 def _too_long(seconds: float, kind: str, max_seconds: float) -> Refusal:
