@@ -119,6 +119,10 @@ class Audio:
     def n_bytes(self) -> int:
         return self.samples.nbytes
 
+    @property
+    def in_words(self) -> str:
+        return f"sound of {len(self.samples) / self.sample_rate:.1f} s"
+
 
 class Video:
     """Some of a clip's frames: RGB, uint8 of [n, height, width, 3], with their ``times_s`` from its start. Not modified.
@@ -142,6 +146,11 @@ class Video:
     @property
     def n_bytes(self) -> int:
         return self.frames.nbytes
+
+    @property
+    def in_words(self) -> str:
+        n_frames, high, wide, _ = self.frames.shape
+        return f"video of {self.duration_s:.1f} s, {n_frames} frames of {wide}x{high}"
 
     def halved(self) -> Video:
         """With every other of these frames."""

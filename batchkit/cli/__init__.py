@@ -45,6 +45,8 @@ _KEYS = {  # of the job, that options of `run` set
     "prompt": "prompt.user",
     "task": "task",
     "images": "prompt.images",
+    "videos": "prompt.videos",
+    "audios": "prompt.audios",
     "id_column": "input.id",
     "name": "name",
     "system": "prompt.system",
@@ -90,6 +92,8 @@ def cli() -> None:
     metavar="TEMPLATE",
     help="An image's path: '{{ column }}' (prompt.images). May be repeated.",
 )
+@click.option("--videos", multiple=True, metavar="TEMPLATE", help="As --images (prompt.videos).")
+@click.option("--audios", multiple=True, metavar="TEMPLATE", help="As --images (prompt.audios).")
 @click.option("--max-tokens", type=COUNT, help="Of an answer (sampling.max_tokens).")
 @click.option("--temperature", type=float, help="0 is greedy (sampling.temperature).")
 @click.option("--id", "id_column", metavar="COLUMN", help="The column that names a row (input.id).")
@@ -172,7 +176,7 @@ def run(
 
     if resume and how["fresh"]:
         raise click.UsageError("--resume continues a run, and --fresh begins a new one: keep one")
-    for name in ("images", "keep"):
+    for name in ("images", "videos", "audios", "keep"):
         how[name] = [*how[name]] or None
     values = {key: how.pop(name) for name, key in _KEYS.items()}
     given = {key: value for key, value in values.items() if value is not None}

@@ -191,6 +191,7 @@ def preview(job: JobConfig, rows: int) -> Iterator[str]:
 
 def _shown(job: JobConfig, request: Request, prompt: RenderedPrompt) -> str:
     sizes = ", ".join(f"{image.size[0]}x{image.size[1]}" for image in request.images)
+    clips = "".join(f", {clip.in_words}" for clip in request.all_clips)
     tokens = "uncounted" if prompt.prompt_tokens is None else f"{prompt.prompt_tokens:,}"
     table = "sampling" if job.task == "generate" else "pooling"
     tools = ""
@@ -200,7 +201,7 @@ def _shown(job: JobConfig, request: Request, prompt: RenderedPrompt) -> str:
         names = ", ".join(tool["function"]["name"] for tool in request.tools)
         tools = f", tools: {names} (tool_choice: {named})"
     return (
-        f"{tokens} prompt tokens, images: {sizes or 'none'}{tools}\n"
+        f"{tokens} prompt tokens, images: {sizes or 'none'}{clips}{tools}\n"
         f"{table}: {json.dumps(masked(dict(request.sampling), table))}\n{prompt.text}"
     )
 

@@ -131,13 +131,16 @@ def _all_fail(index: int, row_id: str, error: ErrorInfo, count: int, so: str) ->
 
 
 def check_uses_a_column(job: JobConfig, row: Row) -> None:
-    """Raises JobError if the prompts of all rows are equal, or an image is named like a column; ``row``: one of
+    """Raises JobError if the prompts of all rows are equal, or an image or a clip is named like a column; ``row``: one of
     them."""
     for place, its in job.of_each_step():
-        for image in its.prompt.images:
-            if image.strip(" {$}") in row.fields and "{{" not in image:
-                name = image.strip(" {$}")
-                raise JobError(f"{place}prompt.images: {name} is a column: write {{{{ {name} }}}}")
+        for kind in ("images", "videos", "audios"):
+            for template in getattr(its.prompt, kind):
+                name = template.strip(" {$}")
+                if name in row.fields and "{{" not in template:
+                    raise JobError(
+                        f"{place}prompt.{kind}: {name} is a column: write {{{{ {name} }}}}"
+                    )
     if job.prompt.allow_constant or job.rollout is not None or row.error is not None:
         return
     texts, names = list[str](), set[str]()

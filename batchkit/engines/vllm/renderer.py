@@ -25,6 +25,7 @@ from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowErr
 from batchkit.types import CLIPS, Audio, Choice, Completion, Request, Usage
 
 _TOO_LONG = ("input_tokens", "input_text")
+_CUT_OFF = ("qwen2_audio", "whisper")  # whose processors vLLM calls with truncation=True
 _DEAD_END = (
     "sampling.structured_outputs: found no token that could come next; does each rule of the grammar end,"
     " unlike `root ::= root`?"
@@ -125,6 +126,7 @@ class VllmRenderer:
         """Of messages, or of a plain prompt."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
+        self._check_heard(request)
         if request.messages is None:
             given = {"prompt": request.prompt, **_data_of(request)}
             parsed = parse_model_prompt(self._model_config, given)
@@ -143,6 +145,22 @@ class VllmRenderer:
         prompt["multi_modal_data"].update(clips["multi_modal_data"])
         prompt.pop("multi_modal_uuids", None)
         return self._renderer.render_cmpl([prompt], tokenization)[0]
+
+    def _check_heard(self, request: Request) -> None:
+        """Raises MediaError for sound of which vLLM would drop the end without an error."""
+        sounds = [clip for clip in request.all_clips if isinstance(clip, Audio)]
+        if not sounds or self._model_config.hf_config.model_type not in _CUT_OFF:
+            return
+        from vllm.transformers_utils.processor import cached_processor_from_config
+
+        processor = cached_processor_from_config(self._model_config)
+        heard_s = processor.feature_extractor.chunk_length
+        for sound in sounds:
+            if len(sound.samples) > heard_s * sound.sample_rate:
+                raise MediaError(
+                    f"{sound.in_words}: the model hears {heard_s} s and drops what follows; cut it into"
+                    " parts, a row each"
+                )
 
     def _params_of_chat(self, request: Request) -> Any:
         tools = _tools_of(request)
