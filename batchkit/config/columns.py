@@ -10,8 +10,8 @@ from batchkit.config.tables import JobConfig
 
 
 def prompt_columns(job: JobConfig) -> frozenset[str]:
-    """Names in the texts of its prompts, but those of ``[vars]`` and ``input.cross``; a template that can't be used
-    is refused where it is, and has none here."""
+    """Names in the texts of its prompts, but those of ``[vars]``, ``input.cross`` and the places of clips; a template
+    that can't be used is refused where it is, and has none here."""
     from jinja2 import Environment, TemplateError, nodes
     from jinja2.meta import find_undeclared_variables
 
@@ -25,7 +25,9 @@ def prompt_columns(job: JobConfig) -> frozenset[str]:
                 for item in tree.find_all(nodes.Getitem)
                 if isinstance(item.arg, nodes.Const) and isinstance(item.arg.value, str)
             }
-    return frozenset(found - job.vars.keys() - job.input.cross.keys())
+    prompts = [its.prompt for _, its in job.of_each_step()]
+    places = {kind for kind in ("audio", "video") if any(getattr(p, f"{kind}s") for p in prompts)}
+    return frozenset(found - job.vars.keys() - job.input.cross.keys() - places)
 
 
 def with_filled(job: JobConfig) -> JobConfig:

@@ -40,7 +40,7 @@ from batchkit.rendering.messages import (
     with_parts,
 )
 from batchkit.rendering.pairs import pair_of
-from batchkit.rendering.templates import RowTemplate
+from batchkit.rendering.templates import ROW, RowTemplate
 from batchkit.rendering.templates.prompt import PromptTemplates, number_of, sources_of
 from batchkit.rendering.tools import RequestTools, template_kwargs_of, tools_of_body
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
@@ -308,7 +308,7 @@ class PromptRenderer:
             return (None, prompt) if prompt is not None else (loaded(messages, self._part), None)
         names = self.templates.with_vars(fields)
         if self._user is not None:
-            text = self._user.text({**names, **self._places} if self._job.prompt.chat else names)
+            text = self._user.text(self._with_places(names))
         elif "prompt" in fields:
             text = fields["prompt"]
             if not isinstance(text, str):
@@ -328,6 +328,12 @@ class PromptRenderer:
             system = self._system.text(names)
             messages.insert(0, {"role": "system", "content": system})
         return messages, None
+
+    def _with_places(self, names: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``names``, in which those of clips are their places; ``row`` has the columns of that name."""
+        if not self._places or not self._job.prompt.chat:
+            return names
+        return {ROW: names, **names, **self._places}
 
     def _pair(self, fields: Mapping[str, Any]) -> Pair:
         """From the job's templates, else from the row's body."""
