@@ -27,7 +27,7 @@ from batchkit.execution.settle import lacks_answer
 from batchkit.execution.start import Start
 from batchkit.rendering.body import with_temperature
 from batchkit.rendering.messages import image_part, loaded, with_note, with_parts
-from batchkit.types import Completion, Key, Request, Usage, Video
+from batchkit.types import Clip, Completion, Key, Request, Usage, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -153,7 +153,7 @@ def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Reque
     if error is None or not error.retryable or tries >= retry.attempts:
         return None
     if isinstance(error, RowOutOfMemoryError):
-        if not request.media_bytes:
+        if not request.images and not any(isinstance(clip, Video) for clip in request.all_clips):
             return None
         request = with_smaller_media(request)
     again = next_sampling(request, retry)
@@ -182,12 +182,18 @@ def with_smaller_media(request: Request) -> Request:
         return replace(
             request, pair=pair._replace(query=with_parts(pair.query, _smaller), documents=documents)
         )
-    return replace(request, messages=loaded(list(request.messages or ()), _smaller))
+    if request.messages is None:
+        return replace(request, clips=[_fewer_frames(clip) for clip in request.clips])
+    return replace(request, messages=loaded(list(request.messages), _smaller))
+
+
+def _fewer_frames(clip: Clip) -> Clip:
+    return clip.halved() if isinstance(clip, Video) else clip
 
 
 def _smaller(kind: str, found: Any) -> dict[str, Any]:
     if kind != "image":
-        return {"type": kind, kind: found.halved() if isinstance(found, Video) else found}
+        return {"type": kind, kind: _fewer_frames(found)}
     image: Image = found
     size = max(1, round(image.width / 2**0.5)), max(1, round(image.height / 2**0.5))
     return image_part(image.resize(size))

@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomlkit
 from PIL import Image
@@ -23,7 +24,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import JobError, PromptTooLongError, RequestError, RowTimeoutError, ServerError
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.types import Request, Row
+from batchkit.types import Audio, Request, Row, Video
 from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
 from tests.support.command_line import batchkit as in_this_process
 from tests.support.own_process import batchkit
@@ -66,6 +67,19 @@ def test_images_travel_as_png() -> None:
         assert texts(ask(engine, [asked])) == ["2 images, asked: before after"]
         kinds = [part["type"] for part in server.bodies[0]["messages"][0]["content"]]
         assert kinds == ["text", "image_url", "image_url", "text"]
+
+
+def test_sound_travels_as_wav_and_a_video_fails_its_row() -> None:
+    sound = {"type": "audio", "audio": Audio(np.zeros(800, np.float32), 16000)}
+    frames = Video(np.zeros((1, 8, 8, 3), np.uint8), 1.0, 1.0, 1, [0], [0.0])
+    asked = [
+        Request(Row(n, str(n), {}), [{"role": "user", "content": [part]}], None, {}, "")
+        for n, part in enumerate([sound, {"type": "video", "video": frames}])
+    ]
+    with serving() as server, opened(server) as engine:
+        heard, refused = sorted(ask(engine, asked), key=lambda done: done.request.row.index)
+    assert heard.text == "0 images, asked: 800 samples, 16000 a second"
+    assert "frames of a video" in str(refused.error)
 
 
 @pytest.mark.parametrize("chat", [True, False])

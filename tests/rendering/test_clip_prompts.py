@@ -11,6 +11,7 @@ import pytest
 
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError, MediaError, RequestError
+from batchkit.execution.attempts import with_smaller_media
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Audio, Request, Row, Video
 from tests.support import clips
@@ -179,3 +180,13 @@ def test_what_is_wrong_with_a_clip_is_its_rows_error(
 def test_a_job_that_can_not_take_clips_is_refused(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
         make_job(tables, "test")
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_row_that_ran_out_of_memory_gets_fewer_frames(chat: bool, root: Path) -> None:
+    prompt = {"chat": chat, "user": "q", "videos": ["3.mkv"], "audios": ["a.wav"]}
+    request = renderer(root, prompt=prompt).render(Row(0, "0", {}))
+    sound, shown = sorted(
+        with_smaller_media(request).all_clips, key=lambda it: isinstance(it, Video)
+    )
+    assert (shown.indexes, len(shown.frames), len(sound.samples)) == ([0, 2], 2, 1600)

@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 import time
+import wave
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -279,6 +280,10 @@ def read_content(content: Any) -> tuple[str, int]:
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         if part["type"] == "text":
             texts.append(part["text"])
+            continue
+        if part["type"] == "input_audio":
+            with wave.open(io.BytesIO(base64.b64decode(part["input_audio"]["data"]))) as heard:
+                texts.append(f"{heard.getnframes()} samples, {heard.getframerate()} a second")
             continue
         head, _, data = part["image_url"]["url"].partition(",")
         if head != "data:image/png;base64":
