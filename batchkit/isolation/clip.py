@@ -13,8 +13,9 @@ _READER = Reader(
     task="decoding sound and video",
     library="FFmpeg",
     remedy="save it anew, for example by ffmpeg",
-    timeout_s=120.0,
+    timeout_s=60.0,
 )
+"""It has this long, and as long as the clip takes to play."""
 
 
 def missing_package() -> str | None:
@@ -24,9 +25,11 @@ def missing_package() -> str | None:
     return f"sound and video need PyAV: {how_to_install('media')}"
 
 
-def ask(what: str, place: str, *arguments: Any, memory_bytes: int) -> Any:
-    """The answer of ``clip_child`` about the clip at ``place``, for which it has ``memory_bytes``.
+def ask(what: str, place: str, *arguments: Any, memory_bytes: int, seconds: float = 0) -> Any:
+    """The answer of ``clip_child`` about the clip at ``place``, which plays for so many ``seconds``; it has
+    ``memory_bytes`` for that.
 
     Raises as ``ask_about``.
     """
-    return ask_about(_READER, (what, place, arguments, memory_bytes), memory_bytes)
+    reader = _READER._replace(timeout_s=_READER.timeout_s + seconds)
+    return ask_about(reader, (what, place, arguments, memory_bytes), memory_bytes)

@@ -198,12 +198,26 @@ def _said_s(clip: Any, stream: Any) -> float | None:
 def _check_whole(clip: Any, stream: Any, seconds: float) -> None:
     """Of a file that was cut short, FFmpeg decodes what there is, without an error."""
     said = _said_s(clip, stream)
-    if said is not None and said - seconds > max(_SHORT_S, _SHORT_SHARE * said):
+    if said is None or not _is_short(seconds, said):
+        return
+    if stream.duration is not None or _is_short(_last_s(clip), said):
         raise Refusal(
             "unreadable",
             f"says that it is {said:.1f} s long, and {seconds:.1f} s could be decoded: it is cut short, or its"
             " header is wrong; save it again",
         )
+
+
+def _is_short(seconds: float, said: float) -> bool:
+    return said - seconds > max(_SHORT_S, _SHORT_SHARE * said)
+
+
+def _last_s(clip: Any) -> float:
+    """Where the last packet of any stream ends: the header's length may be that of another one."""
+    clip.seek(0)
+    packets = (packet for packet in clip.demux() if packet.pts is not None)
+    ends = (float((it.pts + (it.duration or 0)) * it.time_base) for it in packets)
+    return max(ends, default=0.0)
 
 
 def _time(pts: int | None, time_base: Any, before: Sequence[float], stream: Any) -> float:

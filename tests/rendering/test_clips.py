@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,27 @@ def test_frames_are_scaled_to_the_limit_of_images() -> None:
     assert video(VIDEO, media_table(video_frames=2, factor=32)).frames.shape == (2, 64, 96, 3)
 
 
+def test_a_clip_of_a_phone_is_upright() -> None:
+    """Its matrix says: turn it to the right by 90°."""
+    data = bytearray(clips.video(FRAMES, format="mp4", codec="libx264"))
+    place = data.index(b"tkhd") + 4 + 40
+    assert struct.unpack(">9i", data[place : place + 36])[:2] == (65536, 0)
+    struct.pack_into(">5i", data, place, 0, 65536, 0, -65536, 0)
+
+    found = video(bytes(data)).frames
+    plain = video(clips.video(FRAMES, format="mp4", codec="libx264")).frames
+    assert found.shape == (5, 96, 64, 3)
+    assert (found == np.rot90(plain, -1, axes=(1, 2))).all()
+
+
+def test_the_rate_of_a_clip_is_measured_if_its_header_lies() -> None:
+    """A frame each half second, in a file that says 8 of them a second."""
+    data = clips.video(FRAMES, shown_s=0.5)
+    found = video(data)
+    assert found.fps == pytest.approx(2)
+    assert found.times_s == pytest.approx([n / 2 for n in clips.chosen(20, 5)])
+
+
 @pytest.mark.parametrize(
     ("format", "codec"),
     [
@@ -119,3 +141,12 @@ def test_sound_is_mono_at_the_models_rate(format: str, codec: str, rate: int) ->
 
 def test_the_samples_of_a_plain_file_are_its_own() -> None:
     assert (audio(WAV).samples == TONE.astype(np.float32) / 32768).all()
+
+
+@pytest.mark.parametrize(("n_frames", "seconds"), [(8, 5), (80, 2)])
+def test_the_sound_and_the_frames_of_a_film_may_differ_in_length(
+    n_frames: int, seconds: int
+) -> None:
+    data = clips.film(clips.frames(n_frames), clips.tone(seconds))
+    assert video(data).total_frames == n_frames
+    assert len(audio(data).samples) == seconds * 16000

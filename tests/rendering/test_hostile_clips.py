@@ -21,6 +21,7 @@ from tests.support.images import PNG, media_table
 MKV = clips.video(clips.frames(40))
 MP4 = clips.video(clips.frames(40), format="mp4", codec="libx264")
 WAV = clips.sound(clips.tone(3))
+FILM = clips.film(clips.frames(40), np.concatenate([clips.tone(1)] * 5))
 FLAC = clips.sound(clips.tone(3), format="flac", codec="flac")
 _LIMIT_S = 10  # seconds that the table allows
 _MARK = b"\x44\x89"  # Matroska's Duration, behind which are its size and a number
@@ -63,6 +64,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "MP4 cut short": ("video", lambda: MP4[: len(MP4) // 2], "broken or cut short"),
     "MP4 without its end": ("video", lambda: MP4[:-400], "broken or cut short"),
     "MKV cut short": ("video", lambda: MKV[: len(MKV) // 2], "5.0 s long, and"),
+    "film cut short": ("audio", lambda: FILM[: len(FILM) // 2], "5.0 s long, and"),
     "MKV of a header": ("video", lambda: MKV[:200], "broken or cut short"),
     "MKV with noise": ("video", lambda: _damaged(MKV), ""),
     "MP4 with noise": ("video", lambda: _damaged(MP4), ""),

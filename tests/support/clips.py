@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,46 @@ def frames(n: int, *, seed: int = 0, size: tuple[int, int] = (96, 64)) -> Any:
     return made
 
 
-def video(made: Any, *, rate: int = 8, format: str = "matroska", codec: str = "ffv1") -> bytes:
-    pixels = {"ffv1": "bgr0", "libx264rgb": "rgb24"}.get(codec, "yuv420p")
+def video(
+    made: Any,
+    *,
+    rate: int = 8,
+    format: str = "matroska",
+    codec: str = "ffv1",
+    shown_s: float | None = None,
+) -> bytes:
+    """``shown_s``: what a frame is shown for, if not for as long as ``rate`` says."""
+    colors = {"ffv1": "bgr0", "libx264rgb": "rgb24"}.get(codec, "yuv420p")
     file = io.BytesIO()
     with av.open(file, "w", format=format) as clip:
         stream: Any = clip.add_stream(codec, rate=rate)
-        stream.height, stream.width, stream.pix_fmt = made.shape[1], made.shape[2], pixels
+        stream.height, stream.width, stream.pix_fmt = made.shape[1], made.shape[2], colors
         if codec == "libx264rgb":
             stream.options = {"crf": "0"}
-        for frame in made:
-            clip.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        for number, pixels in enumerate(made):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if shown_s is not None:
+                frame.pts, frame.time_base = round(number * shown_s * 1000), Fraction(1, 1000)
+            clip.mux(stream.encode(frame))
         clip.mux(stream.encode())
+    return file.getvalue()
+
+
+def film(made: Any, samples: Any, *, rate: int = 8) -> bytes:
+    """Frames and sound, which need not be of one length."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as clip:
+        shown: Any = clip.add_stream("ffv1", rate=rate)
+        shown.height, shown.width, shown.pix_fmt = made.shape[1], made.shape[2], "bgr0"
+        heard: Any = clip.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        for pixels in made:
+            clip.mux(shown.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        clip.mux(shown.encode())
+        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.sample_rate = RATE
+        for part in av.AudioResampler("s16", "mono", RATE, 1600).resample(frame):
+            clip.mux(heard.encode(part))
+        clip.mux(heard.encode())
     return file.getvalue()
 
 

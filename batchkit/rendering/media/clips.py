@@ -49,7 +49,7 @@ def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
             chosen = _evenly(total, seconds, media)
             need_bytes = _need_bytes(Size(wide, high), size, len(chosen), name, media)
             with one_large_image if need_bytes > LARGE_BYTES else nullcontext():
-                answer = asked("frames", *size, chosen, most_s)
+                answer = asked("frames", *size, chosen, most_s, seconds=seconds)
             found, fps, seconds, times, pixels = answer
     frames = np.frombuffer(bytearray(pixels), dtype=np.uint8).reshape(
         -1, size.height, size.width, 3
@@ -86,8 +86,9 @@ def _asking(data: bytes, name: str, memory_bytes: int) -> Iterator[Any]:
     try:
         with placed(data) as place:
 
-            def asked(what: str, *arguments: Any) -> Any:
-                return ask(what, place, *arguments, memory_bytes=memory_bytes + _SPARE_BYTES)
+            def asked(what: str, *arguments: Any, seconds: float = 0) -> Any:
+                limits: Any = {"memory_bytes": memory_bytes + _SPARE_BYTES, "seconds": seconds}
+                return ask(what, place, *arguments, **limits)
 
             yield asked
     except UnreadableFileError as error:
