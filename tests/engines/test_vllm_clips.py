@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomlkit
+from PIL import Image
 
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.vllm
 
 _FRAMES, _RATE = 6, 8
 _VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
-_OPTIONS = {**SMALL, "limit_mm_per_prompt": {"image": 0, "video": 2}}
+_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_OPTIONS = {**SMALL, "limit_mm_per_prompt": {"image": 1, "video": 2}}
 
 
 def _run(folder: Path, model: Path, options: dict[str, Any], **tables: Any) -> list[dict[str, Any]]:
@@ -61,7 +63,9 @@ def _shown(folder: Path, name: str, made: Any) -> dict[str, Any]:
     }
 
 
-def test_rows_with_videos_answer_as_llm_generate_does(demo_model: Path, tmp_path: Path) -> None:
+def test_rows_with_videos_and_images_answer_as_llm_generate_does(
+    demo_model: Path, tmp_path: Path
+) -> None:
     rows, calls = [], []
     for n in range(12):
         made = [clips.frames(4 + 3 * n, seed=n, size=(96 + 16 * (n % 3), 64)) for _ in range(2)]
@@ -70,12 +74,18 @@ def test_rows_with_videos_answer_as_llm_generate_does(demo_model: Path, tmp_path
         for name, its in zip(names, made, strict=True):
             clips.write(tmp_path, name, clips.video(its, rate=_RATE))
         shown = [_shown(tmp_path, name, its) for name, its in zip(names, made, strict=True)]
-        rows.append({"clips": names, "q": f"question {n}"})
-        text = f"first {_VIDEO} then {_VIDEO} question {n}"
+        Image.fromarray(made[0][0][:, ::-1]).save(tmp_path / f"{n}.png")
+        rows.append({"clips": names, "q": f"question {n}", "picture": f"{n}.png"})
+        text = f"{_IMAGE}first {_VIDEO} then {_VIDEO} question {n}"
         prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        calls.append({"prompt": prompt, "videos": shown})
+        images = [str(tmp_path / f"{n}.png")]
+        calls.append({"prompt": prompt, "videos": shown, "images": images})
     write_jsonl(tmp_path / "rows.jsonl", rows)
-    prompt = {"user": "first {{ video }} then {{ video }} {{ q }}", "videos": ["{{ clips }}"]}
+    prompt = {
+        "user": "first {{ video }} then {{ video }} {{ q }}",
+        "videos": ["{{ clips }}"],
+        "images": ["{{ picture }}"],
+    }
 
     options = {**_OPTIONS, "max_model_len": 1024}
     ours = _run(tmp_path, demo_model, options, prompt=prompt, media={"video_frames": _FRAMES})

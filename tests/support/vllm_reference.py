@@ -28,7 +28,7 @@ def pooled(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
 
 
 def generated(options: dict[str, Any], calls: list[dict[str, Any]], max_tokens: int) -> list[Any]:
-    """``LLM.generate``, one call for all, of {"prompt": …, "videos": [{"frames": the path of an array, …metadata}],
+    """``LLM.generate``, one call for all, of {"prompt": …, "images": [path], "videos": [{"frames": the path of an array, …metadata}],
     "audios": [the path of an array of samples at 16,000 a second]}."""
     return _ask("generate", options=options, calls=calls, max_tokens=max_tokens)
 
@@ -91,12 +91,13 @@ def _generate(options: dict[str, Any], calls: list[dict[str, Any]], max_tokens: 
 
     prompts: list[Any] = []
     for call in calls:
-        data: dict[str, list[Any]] = {}
+        data: dict[str, list[Any]] = {"image": [*map(_image, call.get("images", ()))]}
         for video in call.get("videos", ()):
             metadata = {"do_sample_frames": False, "video_backend": "opencv", **video}
             data.setdefault("video", []).append((np.load(metadata.pop("frames")), metadata))
         for path in call.get("audios", ()):
             data.setdefault("audio", []).append((np.load(path), 16000))
+        data = {name: found for name, found in data.items() if found}
         prompts.append({"prompt": call["prompt"], "multi_modal_data": data})
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     return _told(LLM(**options).generate(prompts, params, use_tqdm=False))
