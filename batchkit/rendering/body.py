@@ -177,8 +177,7 @@ def endpoint_of(url: Any, task: TaskName) -> str | None:
     """
     if not isinstance(url, str) or not url:
         return None
-    endpoint = next((end for end in _TASKS if url.rstrip("/").endswith(f"/{end}")), None)
-    if endpoint is None:
+    if (endpoint := _named_in(url)) is None:
         raise RequestError(f"url: {shown(url)} is not one of {', '.join(_TASKS)}")
     served = _SERVED[task]
     if (found := _TASKS[endpoint]) not in served:
@@ -203,10 +202,15 @@ def in_chat_terms(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         RequestError: it has what is not supported.
     """
-    url = fields.get("url")
-    if not isinstance(url, str) or not url.rstrip("/").endswith("/responses"):
+    if _named_in(fields.get("url")) != "responses":
         return fields
     return {**fields, "body": as_chat(fields["body"])}
+
+
+def _named_in(url: Any) -> str | None:
+    if not isinstance(url, str):
+        return None
+    return next((end for end in _TASKS if url.rstrip("/").endswith(f"/{end}")), None)
 
 
 def input_of(body: Any) -> tuple[Any, str | None]:

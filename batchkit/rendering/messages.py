@@ -19,11 +19,12 @@ Message = Mapping[str, Any]
 Load = Callable[[str, Any], Any]
 """Makes the part of a message for a kind of media (image, audio, video) and its source."""
 
-_KINDS = {
+MEDIA_PARTS = {
     **dict.fromkeys(("image_url", "image", "image_pil"), "image"),
     **dict.fromkeys(("video_url", "video"), "video"),
     **dict.fromkeys(("audio_url", "input_audio", "audio"), "audio"),
 }
+"""By the type of a message's part, the kind of its media."""
 
 
 def loaded(messages: Any, load: Load) -> list[Message]:
@@ -44,7 +45,7 @@ def media_sources(messages: Any, *kinds: str) -> list[Any]:
         for message in (messages if isinstance(messages, list) else [])
         if isinstance(message, Mapping) and isinstance(message.get("content"), list)
         for part in message["content"]
-        if isinstance(part, Mapping) and _KINDS.get(str(part.get("type")), "") in kinds
+        if isinstance(part, Mapping) and MEDIA_PARTS.get(str(part.get("type")), "") in kinds
     ]
 
 
@@ -100,7 +101,7 @@ def _plain(content: Content, image: str) -> str:
 
 
 def _part_in_words(part: Mapping[str, Any], image: str) -> str:
-    kind = _KINDS.get(part["type"], "")
+    kind = MEDIA_PARTS.get(part["type"], "")
     return str(part.get("text", image.replace("image", kind) if kind in CLIPS else image))
 
 
@@ -178,9 +179,9 @@ def _loaded_part(part: Any, load: Load) -> Any:
     found = part.get("type") if isinstance(part, Mapping) else None
     if found == "text" and isinstance(part.get("text"), str):
         return text_part(part["text"])
-    if kind := _KINDS.get(found if isinstance(found, str) else ""):
+    if kind := MEDIA_PARTS.get(found if isinstance(found, str) else ""):
         return _with_detail(load(kind, _source_in(part)), part)
-    raise RequestError(f"messages: part {shown(part)}; known types: text, {', '.join(_KINDS)}")
+    raise RequestError(f"messages: part {shown(part)}; known types: text, {', '.join(MEDIA_PARTS)}")
 
 
 def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:

@@ -18,13 +18,11 @@ from heapq import nlargest
 from typing import Any, NamedTuple
 
 from batchkit.errors import PromptTooLongError
+from batchkit.rendering.messages import MEDIA_PARTS
 from batchkit.types import Cut
 
 MARK = " […] "
-_NO_TEXT = (
-    *("image", "image_pil", "image_url", "video", "video_url", "audio", "audio_url", "input_audio"),
-    *("role", "tool_calls", "type"),
-)
+_NO_TEXT = (*MEDIA_PARTS, "role", "tool_calls", "type")
 _MARK_TOKENS = len(MARK.encode())  # at most
 _LEAST_SHARE = 8
 _MOST_CUTS = 10

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
-_MOST_SCORES = 20
+_MOST_SHOWN = 20
 
 
 def answers_in_words(record: Mapping[str, Any]) -> list[str]:
@@ -25,16 +26,19 @@ def answers_in_words(record: Mapping[str, Any]) -> list[str]:
 
 def _scores(scores: Sequence[float], order: Sequence[int] | None) -> str:
     """The best first."""
-    numbers = list(range(len(scores)) if order is None else order)
-    shown = [f"document {n}: {scores[n]:.4g}" for n in numbers[:_MOST_SCORES]]
-    more = len(numbers) - len(shown)
-    return ", ".join([*shown, *([f"… and {more:,} more"] if more else [])])
+    numbers = range(len(scores)) if order is None else order
+    return _first_of((f"document {n}: {scores[n]:.4g}" for n in numbers), len(numbers))
 
 
 def _entities(entities: Sequence[Mapping[str, Any]]) -> str:
-    shown = [f"{entity['text']} ({entity['label']})" for entity in entities[:_MOST_SCORES]]
-    more = len(entities) - len(shown)
-    return ", ".join([*shown, *([f"… and {more:,} more"] if more else [])]) or "no entities"
+    found = (f"{entity['text']} ({entity['label']})" for entity in entities)
+    return _first_of(found, len(entities)) or "no entities"
+
+
+def _first_of(texts: Iterator[str], count: int) -> str:
+    shown = [*islice(texts, _MOST_SHOWN)]
+    more = count - len(shown)
+    return ", ".join([*shown, *([f"… and {more:,} more"] if more else [])])
 
 
 def calls_in_words(message: Mapping[str, Any]) -> list[str]:

@@ -286,7 +286,7 @@ def test_an_error_keeps_no_pixels_alive() -> None:
         load_image(PNG[:-60], media_table())
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
-    assert [entry.name for entry in caught.traceback][1:] == ["load_image"]
+    assert [entry.name for entry in caught.traceback][1:] == ["load_image", "load_media"]
 
 
 def test_an_image_is_decoded_once_for_all_who_hold_it() -> None:

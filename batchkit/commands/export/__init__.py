@@ -18,7 +18,7 @@ import orjson
 from batchkit.commands import Say
 from batchkit.commands.export.outputs import exporting, is_foreign, refuse_own_file
 from batchkit.config.seams import EXPORTS as SEAM
-from batchkit.config.tables import OF_TOKENS
+from batchkit.config.tables import FOR_VECTORS, OF_TOKENS
 from batchkit.errors import JobError, StoreError
 from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import EMBEDDING, Layout, vector_type
@@ -250,8 +250,7 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
     kind = vector_type(folder, job)
     if kind is None:
         raise JobError(
-            f'{folder}: --npy is for task = "embed", "token_embed" or "token_classify", and its task is "{job.task}";'
-            " --parquet has what it answered"
+            f'{folder}: --npy is for {FOR_VECTORS}, and its task is "{job.task}"; --parquet has what it answered'
         )
     if kind.dimensions is None:
         raise JobError(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from batchkit.config.regular_file import open_regular
-from batchkit.config.tables import WITH_VECTORS, JobConfig
+from batchkit.config.tables import FOR_VECTORS, WITH_VECTORS, JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.sources.finding import input_files
 from batchkit.sources.formats import format_of
@@ -45,8 +45,7 @@ def format_for(path: Path, job: JobConfig) -> str:
         )
     if name == "npy" and job.task not in WITH_VECTORS:
         raise JobError(
-            f'--output {path}: there are vectors only with task = "embed", "token_embed" or "token_classify"; name'
-            " a .parquet"
+            f"--output {path}: there are vectors only with {FOR_VECTORS}; name a .parquet"
         )
     if path.is_dir():
         raise JobError(f"--output {path}: is a folder; name a file in it")

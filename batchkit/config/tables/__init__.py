@@ -20,10 +20,18 @@ from batchkit.config.tables.scoring import (
     ScoringTable,
 )
 from batchkit.config.tables.steps import RolloutTable, SelectTable, StepTable
-from batchkit.config.tables.task import OF_TOKENS, WITH_VECTORS, PairTable, PoolingTable, TaskName
+from batchkit.config.tables.task import (
+    FOR_VECTORS,
+    OF_TOKENS,
+    WITH_VECTORS,
+    PairTable,
+    PoolingTable,
+    TaskName,
+)
 
 __all__ = [
     "DEMO_MODEL",
+    "FOR_VECTORS",
     "OF_TOKENS",
     "WITH_VECTORS",
     "EngineTable",

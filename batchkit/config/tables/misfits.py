@@ -13,7 +13,7 @@ from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.tables.scoring import ScoringTable
 from batchkit.config.tables.steps import StepTable
-from batchkit.config.tables.task import OF_TOKENS, WITH_VECTORS
+from batchkit.config.tables.task import FOR_VECTORS, OF_TOKENS, WITH_VECTORS
 from batchkit.config.tool_definitions import why_not_forced
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
 
 def _misfits_of_exports(job: JobConfig) -> Iterator[str]:
     if "npy" in job.output.export and job.task not in WITH_VECTORS:
-        tasks = '", "'.join(WITH_VECTORS)
-        yield f'output.export: "npy" is for task = "{tasks}"; task is "{job.task}"'
+        yield f'output.export: "npy" is for {FOR_VECTORS}; task is "{job.task}"'
 
 
 def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:

@@ -11,6 +11,7 @@ from batchkit.config.tables.base import Identity, Table
 TaskName = Literal["generate", "embed", "token_embed", "classify", "token_classify", "score"]
 OF_TOKENS = ("token_embed", "token_classify")
 WITH_VECTORS = ("embed", *OF_TOKENS)
+FOR_VECTORS = 'task = "embed", "token_embed" or "token_classify"'
 
 
 class PairTable(Table):

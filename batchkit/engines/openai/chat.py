@@ -216,14 +216,16 @@ def as_shape(answer: Any, shape: type[T]) -> T:
         raise ShapeError(f"the answer is not in OpenAI's format: {error}") from None
 
 
-def usage_in(counts: Any) -> Usage | None:
-    """None if the server does not report all counts: the answer is still valid."""
+def usage_in(
+    counts: Any, sent: str = "prompt_tokens", answered: str = "completion_tokens"
+) -> Usage | None:
+    """None if the server does not report all counts: the answer is still valid. ``sent`` and ``answered``: their names
+    in ``counts``."""
     if not isinstance(counts, Mapping):
         return None
-    details = counts.get("completion_tokens_details")
+    details = counts.get(f"{answered}_details")
     reasoning_tokens = details.get("reasoning_tokens") if isinstance(details, Mapping) else None
-    completion_tokens = counts.get("completion_tokens", -1)
-    return possible(Usage(counts.get("prompt_tokens", -1), completion_tokens, reasoning_tokens))
+    return possible(Usage(counts.get(sent, -1), counts.get(answered, -1), reasoning_tokens))
 
 
 def json_form(wanted: Any) -> dict[str, Any] | None:

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from batchkit.engines.openai.api import ShapeError, in_words
-from batchkit.engines.openai.chat import Chat, as_shape, json_form
-from batchkit.storage.schema import choice_of, possible
-from batchkit.types import Completion, Request, Usage
+from batchkit.engines.openai.chat import Chat, as_shape, json_form, usage_in
+from batchkit.storage.schema import choice_of
+from batchkit.types import Completion, Request
 
 # What every server that has the endpoint reads, by the names of vllm.SamplingParams.
 _SAMPLING = ("max_tokens", "temperature", "top_p", "structured_outputs", "reasoning_effort")
@@ -93,8 +93,9 @@ class Responses(Chat):
         if (why := _reason_in(found.incomplete_details)) == "content_filter":
             reason = why
         thought = _text_of(found.output, "reasoning")
+        usage = usage_in(found.usage, "input_tokens", "output_tokens")
         choice = choice_of(_text_of(found.output, "message"), reason, None, thought, calls)
-        return Completion(request, [choice], _usage(found.usage), latency_s)
+        return Completion(request, [choice], usage, latency_s)
 
 
 def _items(messages: Any) -> Iterator[dict[str, Any]]:
@@ -137,14 +138,3 @@ def _text_of(items: list[_Item], kind: str) -> str:
 
 def _reason_in(details: Any) -> Any:
     return details.get("reason") if isinstance(details, Mapping) else None
-
-
-def _usage(counts: Any) -> Usage | None:
-    """None if the server does not report all counts."""
-    if not isinstance(counts, Mapping):
-        return None
-    details = counts.get("output_tokens_details")
-    reasoning_tokens = details.get("reasoning_tokens") if isinstance(details, Mapping) else None
-    return possible(
-        Usage(counts.get("input_tokens", -1), counts.get("output_tokens", -1), reasoning_tokens)
-    )

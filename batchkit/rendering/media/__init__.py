@@ -11,7 +11,7 @@ import os
 import threading
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from PIL import Image
@@ -72,34 +72,19 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
     Raises:
         MediaError: missing, refused, too large, or not an image. The only exception.
     """
-    try:
-        return _load(source, media)
-    except MediaError as error:
-        message = str(error)
-    # A new error without its cause: a failed row waits for its record, and the frames of the first
-    # error would keep the file's bytes and its pixels in memory until then.
-    raise MediaError(message)
+    return cast("Image.Image", load_media("image", source, media))
 
 
 def load_media(kind: str, source: Source, media: MediaTable) -> Media:
     """As ``load_image``, of any ``kind``: "image", "audio" or "video". A clip has no page, and is no PIL image;
     it is read by its content, too."""
-    if kind == "image":
-        return load_image(source, media)
-    name = shown(source, kind)
-    if isinstance(source, Clip):
-        return source
     try:
-        data = _data_of(source, name, media)
-        if data is None:
-            raise MediaError(
-                f"{name}: {_ARTICLES[kind]} is a path, a data: URI, a URL, the bytes of a file or"
-                f' {{"bytes": …, "path": …}}; check the template in prompt.{kind}s'
-            )
-        return (decode_audio if kind == "audio" else decode_video)(data, name, media)
+        return _image(source, media) if kind == "image" else _clip(kind, source, media)
     except MediaError as error:
         message = str(error)
-    raise MediaError(message)  # as in load_image
+    # A new error without its cause: a failed row waits for its record, and the frames of the first
+    # error would keep the file's bytes and its pixels in memory until then.
+    raise MediaError(message)
 
 
 def load_text(path: str, media: MediaTable) -> str:
@@ -129,7 +114,20 @@ def load_bytes(source: object, media: MediaTable) -> bytes:
     return _read(page_of(source)[0], name, media)
 
 
-def _load(source: Source, media: MediaTable) -> Image.Image:
+def _clip(kind: str, source: Source, media: MediaTable) -> Clip:
+    if isinstance(source, Clip):
+        return source
+    name = shown(source, kind)
+    data = _data_of(source, name, media)
+    if data is None:
+        raise MediaError(
+            f"{name}: {_ARTICLES[kind]} is a path, a data: URI, a URL, the bytes of a file or"
+            f' {{"bytes": …, "path": …}}; check the template in prompt.{kind}s'
+        )
+    return (decode_audio if kind == "audio" else decode_video)(data, name, media)
+
+
+def _image(source: Source, media: MediaTable) -> Image.Image:
     name, page = shown(source), None
     if isinstance(source, Image.Image):
         return fit(source, name, media)
