@@ -180,8 +180,9 @@ def tune_section(place: Place, found: Found) -> None:
     """Its own limit of minutes is what is left to the section, by equal parts."""
     rows = text.write(place.folder / "rows.jsonl", place.rows)
     results = found["results"] = []
-    minutes = 0.1 if place.tiny else place.left_s / 60 / len(place.models) - 1
-    for shape in place.models:
+    for nth, shape in enumerate(place.models):
+        left_s = place.left_s / (len(place.models) - nth) - TUNE_ENDS_S
+        minutes = 0.1 if place.tiny else left_s / 60
         model = shapes.build_shape(place.folder / shape, TEXT_SHAPES[shape], text_only=True)
         job = {"prompt": {"user": "{{ q }}"}, **place.job(model, text.MAX_TOKENS)}
         tuned = tune(place, {**job, "input": {"path": str(rows)}}, minutes)
@@ -260,6 +261,7 @@ SECTIONS: Mapping[str, Callable[[Place, Found], None]] = {
     "find-bs": find_bs_section,
     "ladder": ladder_section,
 }
+TUNE_ENDS_S = 20.0  # its last round may end later than its limit
 TEXT_SHAPES = {"tiny": shapes.TINY, "0.5B": shapes.QWEN2_HALF_B, "7B": shapes.QWEN25_7B}
 
 

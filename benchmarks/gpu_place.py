@@ -130,7 +130,7 @@ def find_bs(
 
 def tune(place: Place, job: Mapping[str, Any], minutes: float) -> dict[str, Any]:
     """Run `batchkit tune`, print its trials, return its JSON. Raises as ``find_bs``."""
-    limits = ["--minutes", str(minutes), "--seconds", "1" if place.tiny else "15"]
+    limits = ["--minutes", str(minutes), "--seconds", "1" if place.tiny else "8"]
     tuned = _trials(place, "tune", job, limits)
     for trial in tuned["trials"]:
         print(f"{trial['status'][:60]:>6} {trial['rows_per_s']} {trial['options']}")

@@ -98,9 +98,11 @@ class Device:
             1e9 if not self.image else 1000 / self.image * min(16, chosen["run.render_threads"])
         )
         if rendered < engines:
-            return rendered, Idle(1 - rendered / engines, 0.0, 0.0, size * rendered / engines, 0)
+            running = workers * size * rendered / engines
+            return rendered, Idle(1 - rendered / engines, 0.0, 0.0, running, 0)
         held = min(size, self.holds(chosen))
-        return engines, Idle(0.0, 0.0, 0.0 if held == size else 0.8, held, 100 * (held < size))
+        full = 0.0 if held == size else 0.8
+        return engines, Idle(0.0, 0.0, full, workers * held, 100 * (held < size))
 
     def rows_per_s(self, options: Mapping[str, Any]) -> float:
         return self.seen(options)[0]

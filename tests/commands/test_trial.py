@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchkit.commands.trial.measurement import Answer, Figures, Measurement, hung_s, idle_of
+from batchkit.commands.trial.measurement import (
+    Answer,
+    Figures,
+    Measurement,
+    hung_s,
+    idle_of,
+    was_short,
+)
 from batchkit.storage.metrics import Metrics
 
 
@@ -94,6 +101,25 @@ def test_time_is_up(full_at: float | None, over_at: float) -> None:
     assert trial.is_over(0.0, over_at)
 
 
+@pytest.mark.parametrize(
+    ("found", "rows", "tokens", "is_short"),
+    [
+        (answers(1.0, 1.1), 100, 9, True),
+        (answers(1.0, 1.1), 2, 9, False),
+        (steady(10, 40), 100, 9, False),
+        ([], 100, 9, True),
+        ([], 100, 0, False),
+    ],
+    ids=["not full", "no more rows", "full", "only tokens", "nothing"],
+)
+def test_a_trial_was_short_if_the_engine_was_still_to_be_filled(
+    found: list[Answer], rows: int, tokens: int, is_short: bool
+) -> None:
+    trial = measurement_of(found, 8, rows=rows)
+    figures = trial.figures(9.0, is_sample=False)
+    assert was_short(trial, figures, [at(9.0, unfinished_tokens=tokens)]) == is_short
+
+
 def test_short_answers_come_first_and_do_not_count() -> None:
     """Of the first eight, one takes 6 s; the short ones that pass meanwhile would look like speed."""
     short, long = [k / 20 for k in range(1, 120)], [6.0 + k / 10 for k in range(200)]
@@ -109,6 +135,14 @@ def test_a_steady_trial_has_its_rate(rate: float, at_once: int, seconds: float) 
     assert found.is_typical
     assert found.seconds <= seconds + 1 / rate
     assert found.rows_per_s == pytest.approx(rate, rel=2 / found.rows), "a row more or less"
+
+
+def test_the_last_tenth_of_the_first_rows_is_not_waited_for() -> None:
+    """One of the first twenty has the longest answer of all."""
+    long = 20
+    found = measured(steady(100, 1000), long, first=999)
+    assert found.is_typical
+    assert found.rows_per_s == pytest.approx(100, rel=0.1)
 
 
 def test_percentiles_are_of_latency() -> None:
@@ -151,8 +185,7 @@ def test_what_the_engine_waits_for(
 @pytest.mark.parametrize(("least", "over_at"), [(0.0, 6), (9.0, 6), (20.0, 2)])
 def test_a_trial_that_is_clearly_behind_ends_early(least: float, over_at: float) -> None:
     """Ten rows a second, of which four run at once: without ``least`` it takes five seconds."""
-    trial = Measurement(4, 60, total=1000, first=range(4))
-    trial.least = least
+    trial = Measurement(4, 60, total=1000, first=range(4), least=least)
     ended = next(
         each.ended for each in steady(10, 400) if trial.add(each) or trial.is_over(0.0, each.ended)
     )

@@ -86,6 +86,26 @@ def test_what_is_known_is_not_tried_again_and_holds_for_the_same_job_alone() -> 
     assert len(MEMORY.read_text().splitlines()) >= known + 1 + 7 + len(tuned["trials"])
 
 
+def test_trials_are_as_long_as_it_takes_to_fill_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes 3 s; the short answers that come before that would look like speed."""
+    given = list[float]()
+
+    def run(self: object, job: JobConfig, at_once: int, seconds: float, least: float) -> Trial:
+        given.append(seconds)
+        is_short = seconds < 3
+        figures = Figures(1.0, 900 if is_short else 100, 0, 0, 1.0, 1.0, not is_short)
+        return Trial("ok", "", seconds, 0.1, figures, is_short=is_short)
+
+    monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
+    tuned = tune(load_job(Path("job.toml")), minutes=60, rows=None, seconds=1)
+    assert given[:4] == [1, 2, 4, 4]
+    assert {trial.rows_per_s for trial in tuned.trials} == {100}
+    tune(load_job(Path("job.toml")), minutes=60, rows=None, seconds=1)
+    assert not any(trial.is_short for trial in tuned.trials)
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_search_that_is_stopped_keeps_what_it_knows(signum: int, code: int) -> None:
     slow = ("--set", "engine.options.latency_s=0.5")
@@ -165,6 +185,24 @@ def test_only_what_helps_against_the_limit_is_tried(monkeypatch: pytest.MonkeyPa
         assert ({"gpu_memory_utilization", "block_size"} <= names) == tried
         if tried:
             assert "31 of 64 requests ran at once, and 14% of them were preempted" in tuned.limit
+
+
+def test_as_many_requests_as_the_cache_of_each_engine_held_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    space = {"max_num_seqs": 64, "run.workers": [2]}
+    monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
+
+    def run(self: object, job: JobConfig, at_once: int, *_: float) -> Trial:
+        workers = job.run.workers or 1
+        figures = Figures(1.0, 100 * workers, 1000, 1000, 1.0, 1.0, True)
+        return Trial("ok", "", 1.0, 0.1, figures, idle=Idle(0.0, 0.0, 0.6, 31.0 * workers, 0))
+
+    monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
+    tuned = tune(load_job(Path("job.toml")), minutes=5, rows=None, seconds=1)
+    tried = [trial.options for trial in tuned.trials]
+    assert {"run.workers": 2, "max_num_seqs": 31} in tried
+    assert {"run.workers": 2, "max_num_seqs": 62} not in tried
 
 
 def test_a_gain_within_the_noise_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from batchkit.commands.trial.measurement import (
     hung_s,
     idle_of,
     seconds_at,
+    was_short,
 )
 from batchkit.config.tables import WITH_VECTORS, JobConfig
 from batchkit.engines.faults import EngineDied, StartFailed
@@ -96,7 +97,8 @@ class Memory(NamedTuple):
 class Trial:
     """``status``: ``ok``, ``OOM``, or ``error: …``; ``reason``: why an engine died. ``figures`` is None
     unless it is ok. ``seconds``: of the whole trial, including ``load_s`` for loading the engine.
-    ``failed``: rows by kind of error. ``memory``: the peak; None if unknown."""
+    ``failed``: rows by kind of error. ``memory``: the peak; None if unknown. ``is_short``: its time was up before
+    the engine was full."""
 
     status: str
     reason: str
@@ -107,6 +109,7 @@ class Trial:
     failed: Counter[str] = field(default_factory=Counter)
     memory: Memory | None = None
     idle: Idle | None = None
+    is_short: bool = False
 
 
 @contextmanager
@@ -161,8 +164,7 @@ class Trials:
         """
         self._number += 1
         job = _of_trial(job, self._folder / str(self._number))
-        measurement = self._measurement(job, at_once, seconds)
-        measurement.least = least
+        measurement = self._measurement(job, at_once, seconds, least)
         status, reason, started = OK, "", time.time()
         with closing(_Watch(job, measurement)) as watch:
             try:
@@ -176,6 +178,7 @@ class Trials:
             status = f"error: hung: nothing was generated in the last {silent_s:.0f} s"
         is_sample = self.rows < self.total
         figures = measurement.figures(ended, is_sample=is_sample) if status == OK else None
+        is_short = status == OK and was_short(measurement, figures, metrics)
         if status == OK and figures is None:
             status = f"error: {_why_no_answer(measurement)}"
         return Trial(
@@ -188,12 +191,15 @@ class Trials:
             measurement.failed,
             watch.memory,
             None if job.has_several else idle_of(measurement, metrics),
+            is_short,
         )
 
-    def _measurement(self, job: JobConfig, at_once: int, seconds: float) -> Measurement:
+    def _measurement(
+        self, job: JobConfig, at_once: int, seconds: float, least: float
+    ) -> Measurement:
         rows = well_ordered(self._source.read(never), self._hint, max(1, job.run.look_ahead))
         first = {row.index for row, _ in islice(rows, at_once)}
-        return Measurement(at_once, seconds, total=self.rows, first=first)
+        return Measurement(at_once, seconds, total=self.rows, first=first, least=least)
 
     def _start(self, job: JobConfig, watch: _Watch) -> None:
         """Raises as ``tried``, but the end that ``watch`` asked for is none."""

@@ -27,7 +27,8 @@ class Tried:
     """One trial, as ``tune.jsonl`` and JSON have it. ``options``: of the engine, besides the job's own; none of the
     default. ``low`` to ``high``: 90 % of ``rows_per_s``, by windows of the measured time; None unless it is ok.
     ``waits_for``: the resource that it waited for, and ``limit`` the same in words with figures; ``running``: how many
-    requests ran at once, on average."""
+    requests ran at once in each engine, on average; ``is_short``: its time was up before the engine was full, so that
+    its rate is that of short answers."""
 
     options: dict[str, Any]
     status: str
@@ -38,6 +39,7 @@ class Tried:
     waits_for: str = "unknown"
     limit: str = ""
     running: int | None = None
+    is_short: bool = False
 
 
 class Known:
@@ -56,7 +58,9 @@ class Known:
         for found in self._lines(text):
             if "ratio" in found:
                 self.gain = (found["options"], found["ratio"]) if found["options"] else None
-            else:  # the first of each: the search then goes the same way again
+            elif not found.get(
+                "is_short"
+            ):  # the first of each: the search then goes the same way again
                 self._known.setdefault(words(found["options"]), Tried(**found))
 
     def of(self, options: Options) -> Tried | None:

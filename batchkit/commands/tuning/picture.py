@@ -26,9 +26,11 @@ def draw(job: JobConfig, trials: Sequence[Tried], best: Mapping[str, Any]) -> Pa
     """
     path = job.folder.with_name(f"{job.name}.tune.html")
     most = max((tried.high or tried.rows_per_s or 0.0 for tried in trials), default=0.0) or 1.0
+    scale = (_WIDTH - _LEFT - 90) / most
     lines = "".join(
-        _line(tried, (n + 1) * _LINE, (_WIDTH - _LEFT - 90) / most, is_best=tried.options == best)
+        part
         for n, tried in enumerate(trials)
+        for part in _line(tried, (n + 1) * _LINE, scale, is_best=tried.options == best)
     )
     title = escape(f"{job.name}: rows a second of each trial")
     page = (
@@ -44,11 +46,7 @@ def draw(job: JobConfig, trials: Sequence[Tried], best: Mapping[str, Any]) -> Pa
     return path
 
 
-def _line(tried: Tried, y: int, scale: float, *, is_best: bool) -> str:
-    return "".join(_parts(tried, y, scale, "dot" if is_best else "other"))
-
-
-def _parts(tried: Tried, y: int, scale: float, kind: str) -> Iterator[str]:
+def _line(tried: Tried, y: int, scale: float, *, is_best: bool) -> Iterator[str]:
     label = words(tried.options)
     shown = label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…"
     yield f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end"><title>{escape(label)}</title>{escape(shown)}</text>'
@@ -59,5 +57,6 @@ def _parts(tried: Tried, y: int, scale: float, kind: str) -> Iterator[str]:
         _LEFT + scale * (rate or 0.0) for rate in (tried.rows_per_s, tried.low, tried.high)
     )
     yield f'<line class="spread" x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}"/>'
+    kind = "dot" if is_best else "other"
     yield f'<circle class="{kind}" cx="{x:.1f}" cy="{y}" r="5"/>'
     yield f'<text x="{max(x, high) + 10:.1f}" y="{y + 4}">{number(tried.rows_per_s)}</text>'

@@ -49,15 +49,15 @@ class Choice:
 
 
 def choices(job: JobConfig, options: Mapping[str, Any]) -> list[Choice]:
-    """Of the engine's ``options`` and of ours: how the GPUs are used, which decides how many requests fit, then how many
-    run at once, then the rest."""
-    found = [_choice(name, value) for name, value in options.items()]
-    found.sort(key=lambda choice: choice.name != SIZE)
-    return [*_of_gpus(job), *found, *_of_run(job)]
+    """Of the engine's ``options`` and of ours."""
+    found = (_choice(name, value) for name, value in options.items())
+    threads = _choice("run.render_threads", job.run.render_threads)
+    return [*_of_gpus(job), *found, threads]
 
 
 def next_of(left: list[Choice], waits_for: str) -> Choice | None:
-    """Take out the one that is worth trying next, while the fastest options wait for ``waits_for``."""
+    """Take out the one that is worth trying next, while the fastest options wait for ``waits_for``: how the GPUs are
+    used, which decides how many requests fit, then how many run at once, then the rest."""
     may = [choice for choice in left if not choice.is_only or choice.helps == waits_for]
     if not may:
         return None
@@ -76,10 +76,6 @@ def _choice(name: str, value: Any) -> Choice:
         return Choice(name, walk=value, helps=helps, is_only=is_only)
     values = {bool: [not value], list: value}.get(type(value), [])
     return Choice(name, others=[{name: other} for other in values], helps=helps, is_only=is_only)
-
-
-def _of_run(job: JobConfig) -> Iterator[Choice]:
-    yield _choice("run.render_threads", job.run.render_threads)
 
 
 def _of_gpus(job: JobConfig) -> Iterator[Choice]:

@@ -277,7 +277,7 @@ class _Search:
         """Whether a trial can be followed by the rounds that compare it, as long as trials took so far."""
         if len(self._tried) >= _MOST_TRIALS:
             return False
-        took = statistics.mean(tried.seconds for tried in self._found.trials)
+        took = statistics.mean([tried.seconds for tried in self._found.trials] or [self._seconds])
         return time.monotonic() + took * (1 + 2 * _ROUNDS) < self._until
 
     def _try(self, options: Options) -> float:
@@ -288,6 +288,10 @@ class _Search:
             best = self._tried.get(words(self._found.best))
             least = (best.rows_per_s or 0.0) if best is not None else 0.0
             tried = self._known.of(options) or self._measured(options, least)
+            while tried.is_short and self._is_time():
+                self._seconds *= 2  # of all later ones, too: they are compared
+                self._say(f"the engine could not be filled: trials of {self._seconds:g} s now")
+                tried = self._measured(options, least)
             if tried not in self._found.trials:
                 self._found.trials.append(tried)
             self._tried[key] = tried
@@ -338,12 +342,13 @@ def _share_that_differs(job: JobConfig, options: Options, say: Say) -> float:
 def _tried(job: JobConfig, options: Options, at_once: int, trial: Trial) -> Tried:
     status = f"{OOM}: {trial.reason}" if trial.status == OOM else trial.status
     if (found := trial.figures) is None:
-        return Tried(dict(options), status, round(trial.seconds, 3))
+        return Tried(dict(options), status, round(trial.seconds, 3), is_short=trial.is_short)
     rate, low, high = (float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval))
     line = line_of(at_once, [trial])
     limit = bottleneck_of([line], line, with_images=bool(job.prompt.images))
-    running = None if trial.idle is None else round(trial.idle.running)
-    return Tried(dict(options), status, round(trial.seconds, 3), rate, low, high, *limit, running)
+    running = None if trial.idle is None else round(trial.idle.running / (job.run.workers or 1))
+    seconds = round(trial.seconds, 3)
+    return Tried(dict(options), status, seconds, rate, low, high, *limit, running, trial.is_short)
 
 
 def _cells(tried: Tried) -> Sequence[str]:
