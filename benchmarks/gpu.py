@@ -261,7 +261,7 @@ SECTIONS: Mapping[str, Callable[[Place, Found], None]] = {
     "find-bs": find_bs_section,
     "ladder": ladder_section,
 }
-TUNE_ENDS_S = 20.0  # its last round may end later than its limit
+TUNE_ENDS_S = bounded.INTERRUPTED_S + 10.0  # its last round may end later than its limit
 TEXT_SHAPES = {"tiny": shapes.TINY, "0.5B": shapes.QWEN2_HALF_B, "7B": shapes.QWEN25_7B}
 
 

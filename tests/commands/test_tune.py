@@ -137,13 +137,13 @@ def test_a_trial_that_fails_costs_that_trial(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_options_of_the_run_are_tried_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers on Ray answer as many rows as twice the size would."""
-    space = {"max_num_seqs": 8, "run.workers": [2], "run.look_ahead": [0]}
+    space = {"max_num_seqs": 8, "run.workers": [2], "run.max_in_flight": [64]}
     monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
-    rates = {(None, 1024): 100, (2, 1024): 180, (2, 0): 190}
+    rates = {(None, "auto"): 100, (2, "auto"): 180, (2, 64): 190}
 
     def run(self: object, job: JobConfig, at_once: int, *_: float) -> Trial:
         assert at_once == job.engine.options["max_num_seqs"] * (job.run.workers or 1)
-        rate = rates.get((job.run.workers, job.run.look_ahead), 10)
+        rate = rates.get((job.run.workers, job.run.max_in_flight), 10)
         if job.engine.options["max_num_seqs"] != 8 or job.run.render_threads != 4:
             rate = 1
         return Trial("ok", "", 1.0, 0.1, Figures(1.0, rate, 0, 0, 1.0, 1.0, True))
@@ -151,9 +151,9 @@ def test_options_of_the_run_are_tried_and_written(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
     job = load_job(Path("job.toml"))
     tuned = tune(job, minutes=5, rows=None, seconds=1, write_to=Path("job.toml"))
-    assert tuned.best == {"run.workers": 2, "run.look_ahead": 0}
-    assert tomllib.loads(Path("job.toml").read_text())["run"] == {"workers": 2, "look_ahead": 0}
-    assert "[run]\nworkers = 2\nlook_ahead = 0" in patch(tuned.best)
+    assert tuned.best == {"run.workers": 2, "run.max_in_flight": 64}
+    assert tomllib.loads(Path("job.toml").read_text())["run"] == {"workers": 2, "max_in_flight": 64}
+    assert "[run]\nworkers = 2\nmax_in_flight = 64" in patch(tuned.best)
 
 
 @pytest.mark.ray

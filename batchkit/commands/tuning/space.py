@@ -12,6 +12,7 @@ from batchkit.engines.memory import gpus
 
 _ONLY_FOR: Mapping[str, str] = {
     "run.render_threads": "rendering",
+    "run.look_ahead": "prefill",
     "mm_processor_cache_gb": "preprocessing",
     "gpu_memory_utilization": "kv-cache",
     "kv_cache_memory_bytes": "kv-cache",
@@ -20,6 +21,7 @@ _ONLY_FOR: Mapping[str, str] = {
     "long_prefill_token_threshold": "prefill",
 }
 """Options that are tried only while this is what the fastest options so far wait for."""
+_OF_RUN = ("render_threads", "look_ahead")
 _GPUS = ("run.workers", "tensor_parallel_size")
 _FIRST_FOR: Mapping[str, str] = {
     "max_num_batched_tokens": "prefill",
@@ -51,8 +53,8 @@ class Choice:
 def choices(job: JobConfig, options: Mapping[str, Any]) -> list[Choice]:
     """Of the engine's ``options`` and of ours."""
     found = (_choice(name, value) for name, value in options.items())
-    threads = _choice("run.render_threads", job.run.render_threads)
-    return [*_of_gpus(job), *found, threads]
+    ours = (_choice(f"run.{name}", getattr(job.run, name)) for name in _OF_RUN)
+    return [*_of_gpus(job), *found, *ours]
 
 
 def next_of(left: list[Choice], waits_for: str) -> Choice | None:

@@ -248,8 +248,10 @@ class _Search:
                 self._walk(name, value, 1 / factor, None)
 
     def _raises(self, name: str, value: int, against: str) -> None:
-        """Double it as long as the fastest options wait for what it helps ``against``."""
-        while self._best.waits_for == against and self._takes({name: 2 * value}):
+        """Double it as long as the fastest options wait for what it helps ``against``, up to the number of rows."""
+        while 0 < value < self._trials.rows and self._best.waits_for == against:
+            if not self._takes({name: 2 * value}):
+                break
             value *= 2
 
     def _walk(self, name: str, value: int, factor: float, most: int | None) -> bool:
