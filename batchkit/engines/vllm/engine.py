@@ -361,7 +361,7 @@ def _load(job: JobConfig, limits: Mapping[str, Any]) -> tuple[CoreWatch, Any]:
 
     if SCRATCH in os.environ:  # deleted with this process: vLLM leaves files behind
         tempfile.tempdir = os.environ[SCRATCH]
-    watch = CoreWatch()
+    watch = CoreWatch(limits["max_num_seqs"])
     try:
         llm = vllm.LLM(**llm_options(job))
     except Exception as error:
