@@ -31,7 +31,7 @@ from batchkit.cli.options import (
     load,
     printed,
 )
-from batchkit.cli.rows import show_rows, status, view
+from batchkit.cli.rows import list_runs, show_rows, status, view
 from batchkit.cli.tuning import bench, find_bs, parity, plan, tune
 from batchkit.errors import JobError
 
@@ -558,7 +558,7 @@ def doctor() -> Result:
     return diagnose()
 
 
-for command in (status, show_rows, view, plan, tune, find_bs, bench, parity):
+for command in (status, list_runs, show_rows, view, plan, tune, find_bs, bench, parity):
     cli.add_command(command)
 
 

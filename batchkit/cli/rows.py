@@ -1,4 +1,4 @@
-"""``batchkit show``, ``status`` and ``view``: what is in a run so far."""
+"""``batchkit show``, ``status``, ``ls`` and ``view``: what is in a run so far."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import click
 
-from batchkit.cli.frame import echo, say, show
-from batchkit.cli.options import COUNT, JSON, MEDIA, RUN, find
+from batchkit.cli.frame import Result, echo, say, show
+from batchkit.cli.options import COUNT, JSON, MEDIA, RUN, find, printed
 
 _WATCH_S = 2.0
 
@@ -66,6 +67,16 @@ def status(run: str | None, watch: bool, as_json: bool) -> None:
     if watch:
         click.clear()
     show(found, as_json)
+
+
+@click.command("ls")
+@click.argument("folder", default="output", type=click.Path(path_type=Path), metavar="[DIR]")
+@printed
+def list_runs(folder: Path) -> Result:
+    """List the runs in DIR with their state, the newest first; output/ if it is left out."""
+    from batchkit.runs.listing import runs_below
+
+    return runs_below(folder)
 
 
 @click.command()

@@ -17,7 +17,6 @@ from batchkit.commands.view.images import Pictures
 from batchkit.commands.view.overview import Figures, about, overview
 from batchkit.commands.view.page import check_page, write_page
 from batchkit.commands.view.rows import labels_of
-from batchkit.commands.view.runs import look_at
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
@@ -25,6 +24,7 @@ from batchkit.errors import BatchkitError, StoreError
 from batchkit.runs.comparison import Comparison
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.inputs import InputRows
+from batchkit.runs.listing import look_at
 from batchkit.runs.reach import Reach
 from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring import Scoring, kept_fields

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from batchkit.commands.view.runs import Runs
 from batchkit.engines.registry import require
 from batchkit.errors import Interrupted, JobError
 from batchkit.runs.finding import find_run
+from batchkit.runs.listing import Runs
 from batchkit.storage.runfolder import is_run
 
 PORT = 8484  # if it is taken and no other was asked for, any free one

@@ -20,11 +20,11 @@ from batchkit.commands.view.detail import beside_answers, image_of, row_of
 from batchkit.commands.view.overview import about, figures_of, overview
 from batchkit.commands.view.pairs import PairsQuery, page_of, pairs_of
 from batchkit.commands.view.rows import Query, Rows, Side, labels_of
-from batchkit.commands.view.runs import Runs, look_at
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, MediaError
 from batchkit.runs.compare import compare, compare_values, have_same_input
 from batchkit.runs.index import Index, Snapshot, Table, stamp_of
+from batchkit.runs.listing import Runs, look_at
 from batchkit.runs.reach import Reach
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring.metrics import ScoreTable, head

@@ -11,7 +11,6 @@ from batchkit.commands.forecast_file import read_forecast
 from batchkit.commands.view.charts import spreads
 from batchkit.commands.view.detail import in_words
 from batchkit.commands.view.rows import failures, template_in
-from batchkit.commands.view.runs import Look
 from batchkit.config.cross import variants
 from batchkit.config.masking import masked_text
 from batchkit.config.numbers import percent
@@ -20,6 +19,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import InputError
 from batchkit.runs.index import Index, Snapshot
+from batchkit.runs.listing import Look
 from batchkit.runs.reach import Reach
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, head

@@ -48,9 +48,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchkit.commands.view.page import ASSETS, html
-from batchkit.commands.view.runs import Runs
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError
+from batchkit.runs.listing import Runs
 
 _HEADERS = {
     "content-security-policy": (

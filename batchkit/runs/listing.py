@@ -1,4 +1,4 @@
-"""The runs that a view shows: the list, and the state of each."""
+"""The runs below a folder: the list, and the state of each."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import RunTable
-from batchkit.errors import BatchkitError, StoreError
+from batchkit.errors import BatchkitError, JobError, StoreError
 from batchkit.runs.index import stamp_of
 from batchkit.runs.status import Status, status
+from batchkit.scoring.metrics import markdown
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
@@ -23,6 +24,7 @@ from batchkit.types import Usage, utc_now
 
 _MOST_LOOKS = 1_000
 _COUNTS = ("name", "total", "ok", "failed", "pending", "eta_s")
+_HEADS = ("run", "state", "ok", "failed", "left", "started", "model")
 _FINISHED = (0, 3)  # exit codes: all rows are settled
 
 
@@ -97,6 +99,17 @@ class Runs:
         newest = sorted(stamps, key=lambda path: (stamps[path] or (0, 0, 0))[2], reverse=True)
         return {path.parent.name: path.parent for path in newest}
 
+    def to_json(self) -> dict[str, Any]:
+        return {"runs": [*self.listed()]}
+
+    def to_text(self) -> str:
+        """A table; a run that can't be read has its error below."""
+        runs = [*self.listed()]
+        if not runs:
+            return f"{self.target}: no runs"
+        errors = [f"{run['run']}: {run['error']}" for run in runs if "error" in run]
+        return "\n".join([markdown(_HEADS, [*map(_cells, runs)]), *errors])
+
     def listed(self) -> Iterator[dict[str, Any]]:
         """A run that can't be read has an ``error`` instead of its counts."""
         for key, folder in self.folders().items():
@@ -106,6 +119,13 @@ class Runs:
             except (BatchkitError, OSError) as error:
                 text = masked_text(str(error))
                 yield head | {"name": folder.name, "state": "stopped", "error": text}
+
+
+def runs_below(folder: Path) -> Runs:
+    """Raises JobError if there is no such folder."""
+    if not folder.is_dir():
+        raise JobError(f"{folder}: no such folder; name one that holds run folders")
+    return Runs(folder, is_single=is_run(folder))
 
 
 def look_at(folder: Path) -> Look:
@@ -124,6 +144,13 @@ def look_at(folder: Path) -> Look:
 @lru_cache(_MOST_LOOKS)
 def _look(folder: Path, stamps: tuple[Any, ...], is_held: bool) -> Look:
     return Look(status(folder), read_manifest(folder), job_of_run(folder).run)
+
+
+def _cells(run: Mapping[str, Any]) -> list[str]:
+    counts = (run.get(name) for name in ("ok", "failed", "pending"))
+    began = (run.get("started_at") or "")[:16].replace("T", " ")
+    cells = ["" if count is None else f"{count:,}" for count in counts]
+    return [run["run"], run["state"], *cells, began, run.get("model") or ""]
 
 
 def _seconds_of(start: StartNote, is_running: bool) -> float | None:
