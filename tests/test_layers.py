@@ -30,6 +30,7 @@ LAYERS: list[set[str]] = [
     {"runs"},
     {"execution"},
     {"commands"},
+    {"serve"},
     {"cli"},
 ]
 DOORS = {"__init__", "__main__"}
@@ -68,8 +69,10 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "execution.cluster.pool",
         "execution.cluster.session",
     },
-    "starlette": {"commands.view.api", "commands.view.server"},
-    "uvicorn": {"commands.view"},
+    "fastapi": {"serve.app", "serve.batch_routes", "serve.file_routes"},
+    "python_multipart": {"serve.forms"},
+    "starlette": {"commands.view.api", "commands.view.server", "serve.app", "serve.guard"},
+    "uvicorn": {"commands.view", "serve.server"},
 }
 
 

@@ -32,6 +32,7 @@ from batchkit.cli.options import (
     printed,
 )
 from batchkit.cli.rows import list_runs, show_rows, status, view
+from batchkit.cli.serving import serve
 from batchkit.cli.tuning import bench, find_bs, parity, plan, tune
 from batchkit.errors import JobError
 
@@ -558,7 +559,7 @@ def doctor() -> Result:
     return diagnose()
 
 
-for command in (status, list_runs, show_rows, view, plan, tune, find_bs, bench, parity):
+for command in (status, list_runs, show_rows, view, serve, plan, tune, find_bs, bench, parity):
     cli.add_command(command)
 
 

@@ -40,7 +40,7 @@ def view(
     from batchkit.commands.view.server import make_app
 
     runs = _runs(target, tuple(media))
-    with _bound(host, port) as listening:
+    with bound(host, port) as listening:
         server = uvicorn.Server(
             uvicorn.Config(
                 make_app(runs, host),
@@ -55,7 +55,7 @@ def view(
                 timeout_graceful_shutdown=1,
             )
         )
-        address = _address(host, listening.getsockname()[1])
+        address = address_of(host, listening.getsockname()[1])
         ready(address)
         if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
             webbrowser.open(address)
@@ -74,7 +74,7 @@ def _runs(target: str | None, media: tuple[Path, ...]) -> Runs:
     return Runs(folder.resolve(), is_run(folder), media)
 
 
-def _bound(host: str, port: int | None) -> socket.socket:
+def bound(host: str, port: int | None) -> socket.socket:
     """Raises JobError if it can't listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if port is None:
@@ -90,5 +90,5 @@ def _bound(host: str, port: int | None) -> socket.socket:
         ) from error
 
 
-def _address(host: str, port: int) -> str:
+def address_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"

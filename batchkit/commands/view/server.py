@@ -145,7 +145,7 @@ def _guarded(app: ASGIApp, host: str) -> ASGIApp:
             await send(message)
 
         named = Request(scope).headers.get("host", "")
-        if not _is_own(named, host):
+        if not is_own(named, host):
             text = (
                 f"Host {named!r} is refused: open this server by its address or as localhost, or start"
                 " it with --host and that name"
@@ -157,7 +157,7 @@ def _guarded(app: ASGIApp, host: str) -> ASGIApp:
     return guarded
 
 
-def _is_own(named: str, host: str) -> bool:
+def is_own(named: str, host: str) -> bool:
     """An address can't be pointed elsewhere, a name can."""
     name = named.rsplit(":", 1)[0] if not named.endswith("]") else named
     name = name.strip("[]").lower().rstrip(".")

@@ -1,0 +1,79 @@
+"""The application: its routes, its errors, and what guards it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from batchkit import __version__
+from batchkit.config.masking import masked_text
+from batchkit.errors import BatchkitError
+from batchkit.serve.guard import Guard
+from batchkit.serve.problem import Problem
+from batchkit.serve.settings import Settings
+from batchkit.serve.store import Store
+
+if TYPE_CHECKING:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+    from starlette.types import ASGIApp
+
+
+def make_app(settings: Settings, store: Store, keys: Mapping[str, str] | None) -> ASGIApp:
+    """Every error is answered in OpenAI's shape. Without ``keys``, ``/`` shows the runs as ``batchkit view`` does."""
+    from fastapi import FastAPI
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
+
+    from batchkit.commands.view.server import is_own
+    from batchkit.commands.view.server import make_app as make_view
+    from batchkit.runs.listing import Runs
+    from batchkit.serve.batch_routes import batch_routes
+    from batchkit.serve.file_routes import file_routes
+
+    app = FastAPI(title="batchkit serve", version=__version__, docs_url=None, redoc_url=None)
+    app.include_router(file_routes(settings, store))
+    app.include_router(batch_routes(settings, store))
+    app.add_api_route("/health", lambda: {"status": "ok"}, methods=["GET"])
+    for kind, answer in {
+        Problem: _on_problem,
+        RequestValidationError: _on_invalid,
+        HTTPException: _on_http,
+        BatchkitError: _on_trouble,
+        OSError: _on_trouble,
+        Exception: _on_trouble,
+    }.items():
+        app.add_exception_handler(kind, answer)
+    if keys is None:
+        app.mount("/", make_view(Runs(settings.runs.resolve(), False, ()), settings.host))
+    return Guard(app, keys, lambda named: is_own(named, settings.host), settings.max_file_bytes)
+
+
+def _answer(problem: Problem) -> JSONResponse:
+    from fastapi.responses import JSONResponse
+
+    return JSONResponse(problem.to_json(), problem.status)
+
+
+def _on_problem(request: Request, error: Any) -> JSONResponse:
+    return _answer(error)
+
+
+def _on_invalid(request: Request, error: Any) -> JSONResponse:
+    """The first thing that is wrong with the parameters or the body."""
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:])
+    text = first["msg"].removeprefix("Value error, ")
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    return _answer(
+        Problem(400, f"{param}: {text}" if param else text, param=param or None, code=code)
+    )
+
+
+def _on_http(request: Request, error: Any) -> JSONResponse:
+    where = f"{request.method} {request.url.path}"
+    return _answer(Problem(error.status_code, f"{error.detail}: {where}"))
+
+
+def _on_trouble(request: Request, error: Any) -> JSONResponse:
+    return _answer(Problem(500, masked_text(f"the server can't do that now: {error}")))

@@ -1,0 +1,153 @@
+"""A batch as OpenAI's API shows it, and the states that it goes through."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, Field, StringConstraints, field_validator
+
+from batchkit.config.tables import TaskName
+from batchkit.errors import RowError
+from batchkit.rendering.body import endpoint_of
+from batchkit.serve.problem import Problem
+from batchkit.serve.store import Object
+
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+_NEXT: Mapping[str, tuple[Status, ...]] = {
+    "validating": ("in_progress", "failed", "finalizing", "cancelling"),
+    "in_progress": ("finalizing", "cancelling", "failed"),
+    "finalizing": ("completed", "expired", "failed"),
+    "cancelling": ("cancelled", "failed"),
+}
+_TIMES = (
+    *("in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at"),
+    *("expired_at", "cancelling_at", "cancelled_at"),
+)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_MOST_PAIRS = 16
+
+
+class OutputExpiresAfter(BaseModel):
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=2_592_000)
+
+
+class NewBatch(BaseModel):
+    """The body of ``POST /v1/batches``. ``priority`` is batchkit's own: a batch with a higher one goes first."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: (
+        dict[
+            Annotated[str, StringConstraints(max_length=64)],
+            Annotated[str, StringConstraints(max_length=512)],
+        ]
+        | None
+    ) = None
+    output_expires_after: OutputExpiresAfter | None = None
+    priority: int = Field(0, ge=-1000, le=1000)
+
+    @field_validator("completion_window")
+    @classmethod
+    def _is_a_time(cls, text: str) -> str:
+        if not seconds_of(text):
+            raise ValueError(f"found {text!r}, expected a number with s, m, h or d, as 24h")
+        return text
+
+    @field_validator("metadata")
+    @classmethod
+    def _is_short(cls, pairs: dict[str, str] | None) -> dict[str, str] | None:
+        if pairs is not None and len(pairs) > _MOST_PAIRS:
+            raise ValueError(f"found {len(pairs)} pairs, expected at most {_MOST_PAIRS}")
+        return pairs
+
+
+def seconds_of(window: str) -> int:
+    """0 if it is no time."""
+    found = re.fullmatch(r"([1-9][0-9]{0,5})([smhd])", window)
+    return int(found[1]) * _SECONDS[found[2]] if found else 0
+
+
+def check_endpoint(endpoint: str, task: TaskName) -> None:
+    """Raises Problem if a job with ``task`` answers no such lines."""
+    try:
+        endpoint_of(endpoint, task)
+        if not endpoint.startswith("/v1/"):
+            raise Problem(400, f"endpoint: found {endpoint!r}, expected /v1/…", param="endpoint")
+    except RowError as error:
+        text = str(error).removeprefix("url: ")
+        raise Problem(400, f"endpoint: {text}", param="endpoint", code="invalid_endpoint") from None
+
+
+def made(asked: NewBatch, model: str, now: int) -> Object:
+    """A new batch, ``validating``."""
+    return {
+        "id": f"batch_{secrets.token_hex(16)}",
+        "object": "batch",
+        "endpoint": asked.endpoint,
+        "model": model,
+        "errors": None,
+        "input_file_id": asked.input_file_id,
+        "completion_window": asked.completion_window,
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        **dict.fromkeys(_TIMES),
+        "expires_at": now + seconds_of(asked.completion_window),
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "usage": None,
+        "metadata": asked.metadata,
+        "output_expires_after": asked.output_expires_after
+        and asked.output_expires_after.model_dump(),
+        "priority": asked.priority,
+    }
+
+
+def moved(batch: Object, status: Status, now: float, **more: Any) -> Object | None:
+    """The batch in its next state; None if it is in one from which that can't follow."""
+    if status not in _NEXT.get(batch["status"], ()):
+        return None
+    return {**batch, "status": status, f"{status}_at": int(now), **more}
+
+
+def errors_of(*problems: Object) -> Object:
+    return {"object": "list", "data": list(problems)}
+
+
+def problem(
+    code: str, message: str, *, line: int | None = None, param: str | None = None
+) -> Object:
+    return {"code": code, "message": message, "line": line, "param": param}
+
+
+class Outputs(NamedTuple):
+    """The ids of the files that a batch ends with. They follow from its own: what is made twice is one file."""
+
+    answers: str
+    errors: str
+
+
+def outputs_of(batch: Object) -> Outputs:
+    part = batch["id"].removeprefix("batch_")
+    return Outputs(f"file-{part}-output", f"file-{part}-errors")
+
+
+def rows_left(batch: Object) -> int:
+    """As of the last time that its run stopped."""
+    counts = batch["request_counts"]
+    return int(counts["total"] - counts["completed"] - counts["failed"])

@@ -1,0 +1,132 @@
+"""The contents of files: one file each, complete and on disk before the database names it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchkit.serve.batch import outputs_of
+from batchkit.serve.forms import Form
+from batchkit.serve.problem import Problem, missing
+from batchkit.serve.settings import Settings
+from batchkit.serve.store import Kind, Object, Store
+from batchkit.storage.files import sync_folder
+
+PURPOSES = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
+_HOUR_S, _MONTH_S = 3600, 2_592_000
+KINDS_OF_FILES: tuple[Kind, ...] = ("file", "part")
+
+
+def file_doc(
+    name: str,
+    path: Path,
+    *,
+    filename: str,
+    purpose: str,
+    expires_at: int | None,
+) -> Object:
+    """A file as the API shows it; its content is at ``path``."""
+    found = path.stat()
+    return {
+        "id": name,
+        "object": "file",
+        "bytes": found.st_size,
+        "created_at": int(time.time()),
+        "filename": filename,
+        "purpose": purpose,
+        "status": "processed",
+        "status_details": None,
+        "expires_at": expires_at,
+    }
+
+
+def found_file(store: Store, name: str, owner: str) -> Object:
+    """Raises Problem if the owner has no such file."""
+    if (file := store.get("file", name, owner)) is None:
+        raise missing("File", name)
+    return file
+
+
+def check_purpose(purpose: str) -> str:
+    if purpose not in PURPOSES:
+        text = f"purpose: found {purpose!r}, expected one of {', '.join(PURPOSES)}"
+        raise Problem(400, text, param="purpose")
+    return purpose
+
+
+def expiry_in(fields: dict[str, str], settings: Settings, now: int) -> int | None:
+    """``expires_after[seconds]`` of a form; else the server's."""
+    if (given := fields.get("expires_after[seconds]")) is None:
+        return settings.expiry(now)
+    if not given.isdecimal() or not _HOUR_S <= int(given) <= _MONTH_S:
+        text = f"expires_after[seconds]: found {given!r}, expected {_HOUR_S} to {_MONTH_S}"
+        raise Problem(400, text, param="expires_after")
+    return now + int(given)
+
+
+def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Object:
+    """Take in the file of a form.
+
+    Raises:
+        Problem: it has none, or a parameter is wrong.
+    """
+    purpose = check_purpose(form.required("purpose"))
+    incoming = form.file("file")
+    expires_at = expiry_in(form.fields, settings, int(time.time()))
+    name = new_id("file")
+    path = take_in(incoming, settings, name)
+    file = file_doc(
+        name, path, filename=form.filename or "file", purpose=purpose, expires_at=expires_at
+    )
+    store.add("file", owner, file)
+    return file
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
+def take_in(incoming: Path, settings: Settings, name: str) -> Path:
+    """Make what was uploaded to ``incoming`` the content of the file ``name``."""
+    path = settings.files / name
+    with incoming.open("rb") as file:
+        os.fsync(file.fileno())
+    incoming.replace(path)
+    sync_folder(path.parent)
+    return path
+
+
+def joined(parts: Sequence[Path], target: Path) -> None:
+    """``parts`` one after another in ``target``."""
+    with target.open("wb") as file:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, file, 1 << 20)
+
+
+def remove_file(store: Store, settings: Settings, *names: str) -> None:
+    """First their names, then their contents: a content without a name is removed at the next start."""
+    store.remove(*names)
+    for name in names:
+        (settings.files / name).unlink(missing_ok=True)
+
+
+def remove_unknown(store: Store, settings: Settings) -> None:
+    """Remove what a killed server has left of uploads and exports: nobody was told a name for it."""
+    shutil.rmtree(settings.incoming)
+    settings.incoming.mkdir()
+    known = {stored.doc["id"] for kind in KINDS_OF_FILES for stored in store.all(kind)}
+    for stored in store.all("batch", "finalizing", "cancelling"):
+        known |= {*outputs_of(stored.doc)}
+    for path in settings.files.iterdir():
+        if path.name not in known:
+            path.unlink()
+
+
+def parts_of(store: Store, upload: str, owner: str | None = None) -> dict[str, Object]:
+    found = store.all("part", owner=owner)
+    return {one.doc["id"]: one.doc for one in found if one.doc["upload_id"] == upload}

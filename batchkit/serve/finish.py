@@ -1,0 +1,144 @@
+"""The end of a batch: its output and error file, made from its run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from batchkit.commands.export.openai import write_openai
+from batchkit.runs.status import counts_of
+from batchkit.serve.batch import Outputs, Status, outputs_of
+from batchkit.serve.checks import lines_without
+from batchkit.serve.files import file_doc
+from batchkit.serve.settings import Settings
+from batchkit.serve.store import Object
+from batchkit.storage.files import sync_folder
+from batchkit.storage.log import log_of, read_lines
+from batchkit.storage.runfolder import is_run
+
+_WHY = {
+    "cancelled": ("batch_cancelled", "The batch was cancelled before this request was run."),
+    "expired": (
+        "batch_expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+    "failed": ("batch_failed", "The batch failed before this request was run."),
+}
+
+
+class Finished(NamedTuple):
+    """What a batch ends with: its ``status``, what changes in it, and its files."""
+
+    status: Status
+    more: Object
+    files: tuple[Object, ...]
+
+
+def finish(batch: Object, settings: Settings) -> Finished:
+    """Write the files of a batch whose run has stopped. May be called again for the same batch.
+
+    Raises:
+        BatchkitError, OSError: they can't be written; the run is as it was.
+    """
+    folder, ids = settings.runs / batch["id"], outputs_of(batch)
+    source, total = settings.files / batch["input_file_id"], batch["request_counts"]["total"]
+    ok, failed = _settled(folder)
+    n_left = total - len(ok) - len(failed)
+    status = _status_of(batch, n_left)
+    _write(folder, settings.files, ids)
+    if n_left:
+        _append_unfinished(settings.files / ids.errors, source, ok | failed, status)
+    n_errors = total - len(ok)
+    files = tuple(
+        _kept(settings, name, batch)
+        for name, n_lines in ((ids.answers, len(ok)), (ids.errors, n_errors))
+        if n_lines
+    )
+    sync_folder(settings.files)
+    named = [file["id"] for file in files]
+    return Finished(
+        status,
+        {
+            "output_file_id": ids.answers if ids.answers in named else None,
+            "error_file_id": ids.errors if ids.errors in named else None,
+            "request_counts": {"total": total, "completed": len(ok), "failed": n_errors},
+            "usage": usage_of(folder),
+        },
+        files,
+    )
+
+
+def _status_of(batch: Object, n_left: int) -> Status:
+    if batch["status"] == "cancelling":
+        return "cancelled"
+    if batch["errors"] is not None:
+        return "failed"
+    return "expired" if n_left else "completed"
+
+
+def _settled(folder: Path) -> tuple[Any, Any]:
+    """The indexes of the rows that are ok, and of those that failed."""
+    if not is_run(folder):
+        return frozenset(), frozenset()
+    totals = counts_of(folder).totals
+    return totals.completed, totals.failed_rows
+
+
+def _write(folder: Path, files: Path, ids: Outputs) -> None:
+    """The export of the run; a run that has not begun gives two empty files."""
+    answers, errors = files / ids.answers, files / ids.errors
+    if is_run(folder):
+        _, made = write_openai(folder, answers)
+        made.replace(errors)
+    else:
+        answers.write_bytes(b"")
+        errors.write_bytes(b"")
+
+
+def _append_unfinished(path: Path, source: Path, settled: Collection[int], status: Status) -> None:
+    code, message = _WHY[status]
+    with path.open("ab") as file:
+        for index, custom_id in lines_without(source, settled):
+            line = {
+                "id": f"batch_req_{index}",
+                "custom_id": custom_id,
+                "response": None,
+                "error": {"code": code, "message": message},
+            }
+            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def _kept(settings: Settings, name: str, batch: Object) -> Object:
+    """The file as the API shows it, once its content is on disk."""
+    path = settings.files / name
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    is_errors = name == outputs_of(batch).errors
+    filename = f"{batch['id']}_{'error' if is_errors else 'output'}.jsonl"
+    made = file_doc(name, path, filename=filename, purpose="batch_output", expires_at=None)
+    after = batch["output_expires_after"]
+    own = None if after is None else made["created_at"] + after["seconds"]
+    return made | {"expires_at": own or settings.expiry(made["created_at"])}
+
+
+def usage_of(folder: Path) -> Object | None:
+    """The tokens of all answers; None if there is none. Engines don't say which tokens were cached."""
+    if not is_run(folder):
+        return None
+    prompt = completion = reasoning = 0
+    for line in read_lines(log_of(folder)):
+        if line.record is not None and (usage := line.record.usage) is not None:
+            prompt += usage.prompt_tokens
+            completion += usage.completion_tokens
+            reasoning += usage.reasoning_tokens or 0
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": prompt + completion,
+    }

@@ -1,0 +1,83 @@
+"""Forms with a file, written to disk as they arrive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from batchkit.serve.problem import Problem
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import FormParser
+
+_MOST_FIELDS, _MOST_FIELD_BYTES = 32, 64 * 1024
+
+
+class Form:
+    """The fields of a form, by name, and its file, at ``path`` once it was read."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, str] = {}
+        self.path: Path | None = None
+        self.filename = ""
+
+    def file(self, name: str) -> Path:
+        """Raises Problem if the form has no file of that name."""
+        if self.path is None:
+            raise Problem(400, f"{name}: the form has no such file", param=name)
+        return self.path
+
+    def required(self, name: str) -> str:
+        if not (found := self.fields.get(name)):
+            raise Problem(400, f"Missing required parameter: '{name}'.", param=name)
+        return found
+
+
+@contextmanager
+def reading(content_type: str, folder: Path, form: Form) -> Iterator[FormParser]:
+    """A parser that fills ``form``; its file is removed at the end, unless it was moved.
+
+    Raises:
+        Problem: the body is no such form.
+    """
+    from python_multipart import create_form_parser
+    from python_multipart.exceptions import FormParserError
+
+    def keep(file: Any) -> None:
+        if form.path is not None:
+            raise Problem(400, "the form has several files, and one is expected", param="file")
+        if file.in_memory:
+            file.flush_to_disk()
+        file.close()
+        form.path, form.filename = Path(os.fsdecode(file.actual_file_name)), _text(file.file_name)
+
+    def note(field: Any) -> None:
+        form.fields[_text(field.field_name)] = _text(field.value)
+
+    with TemporaryDirectory(dir=folder) as own:
+        config = {
+            "UPLOAD_DIR": own,
+            "UPLOAD_DELETE_TMP": False,
+            "MAX_FIELDS": _MOST_FIELDS,
+            "MAX_FIELD_SIZE": _MOST_FIELD_BYTES,
+        }
+        try:
+            headers: Any = {"Content-Type": content_type.encode()}
+            yield create_form_parser(headers, note, keep, config=config)
+        except (FormParserError, ValueError) as error:
+            raise Problem(400, f"the body is not a form with a file: {error}") from error
+
+
+async def feed(parser: FormParser, body: AsyncIterator[bytes]) -> None:
+    async for chunk in body:
+        if chunk:
+            parser.write(chunk)
+    parser.finalize()
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode(errors="replace")

@@ -1,0 +1,92 @@
+"""What every request passes before it is answered: the host it names, its key, and the size of its body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from batchkit.serve.keys import hashed
+from batchkit.serve.problem import Problem
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_OPEN = ("/health",)  # answered without a key
+_MOST_JSON_BYTES = 1 << 20
+_FORM_BYTES = 1 << 20  # around a file
+
+
+class Guard:
+    """``app`` for requests that may be answered; ``scope["state"]["owner"]`` is the name of the key. ``keys``: as
+    ``read_keys``; None if none is asked for. Then the host has to be this machine's: a web page could point its own name
+    to this address, but it has no key."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Mapping[str, str] | None,
+        is_own: Callable[[str], bool],
+        max_file_bytes: int,
+    ) -> None:
+        self._app, self._keys, self._is_own = app, keys, is_own
+        self._max_file_bytes = max_file_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            scope.setdefault("state", {})["owner"] = self._owner(scope["path"], headers)
+            receive = self._bounded(headers, receive)
+        except Problem as problem:
+            await _refuse(problem, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _owner(self, path: str, headers: Mapping[bytes, str]) -> str:
+        if self._keys is None:
+            if not self._is_own(named := headers.get(b"host", "")):
+                raise Problem(
+                    403,
+                    f"Host {named!r} is refused: open this server by its address or as localhost, or start"
+                    " it with --host and that name",
+                )
+            return ""
+        if path in _OPEN:
+            return ""
+        kind, _, key = headers.get(b"authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not key:
+            raise Problem(401, "You didn't provide an API key: send 'Authorization: Bearer KEY'.")
+        if (name := self._keys.get(hashed(key.strip()))) is None:
+            raise Problem(401, "Incorrect API key provided.", code="invalid_api_key")
+        return name
+
+    def _bounded(self, headers: Mapping[bytes, str], receive: Receive) -> Receive:
+        """``receive``, which reads no more than a body may have: a file if it is a form."""
+        is_form = headers.get(b"content-type", "").lower().startswith("multipart/form-data")
+        most = self._max_file_bytes + _FORM_BYTES if is_form else _MOST_JSON_BYTES
+        said = headers.get(b"content-length", "0")
+        if not said.isdecimal() or int(said) > most:
+            raise _too_large(most)
+        n_bytes = 0
+
+        async def bounded() -> Message:
+            nonlocal n_bytes
+            message = await receive()
+            n_bytes += len(message.get("body", b""))
+            if n_bytes > most:
+                raise _too_large(most)
+            return message
+
+        return bounded
+
+
+def _too_large(most: int) -> Problem:
+    return Problem(413, f"the body is larger than {most:,} bytes", code="request_too_large")
+
+
+async def _refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
+    from starlette.responses import JSONResponse
+
+    await JSONResponse(problem.to_json(), problem.status)(scope, receive, send)

@@ -1,0 +1,63 @@
+"""The keys of a server: a file with a line for each, which has the key's hash and not the key."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+from batchkit.config.regular_file import read_bytes
+from batchkit.errors import JobError
+from batchkit.storage.files import open_private
+
+_LINE = re.compile(r"([0-9a-f]{64}) ([A-Za-z0-9][A-Za-z0-9._-]*)")
+
+
+def new_key(path: Path, name: str) -> str:
+    """Add a key to the file and return it. Only its hash is kept: it has 256 random bits, so nobody can guess it from that.
+
+    Raises:
+        JobError: the name is taken or is none, or the file can't be read or written.
+    """
+    if not _LINE.fullmatch(f"{'0' * 64} {name}"):
+        raise JobError(f"--new-key {name}: expected letters, digits and . _ -")
+    if path.exists() and name in read_keys(path).values():
+        raise JobError(f"{path}: has a key {name!r}; remove its line first, or choose another name")
+    key = f"bk-{secrets.token_urlsafe(32)}"
+    try:
+        with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+            file.write(f"{hashed(key)} {name}\n".encode())
+        path.chmod(0o600)
+    except OSError as error:
+        raise JobError(f"{path}: can't be written: {error.strerror}") from error
+    return key
+
+
+def read_keys(path: Path) -> Mapping[str, str]:
+    """The name of each key, by its hash.
+
+    Raises:
+        JobError: the file can't be read, or has a line that is none.
+    """
+    try:
+        lines = read_bytes(path).decode(errors="replace").splitlines()
+    except OSError as error:
+        raise JobError(
+            f"{path}: can't be read: {error.strerror}; `batchkit serve --api-key-file {path} --new-key NAME`"
+            " makes it"
+        ) from error
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if not (key := _LINE.fullmatch(line.strip())):
+            raise JobError(
+                f"{path}: line {number} is not a hash and a name, as --new-key writes them"
+            )
+        found[key[1]] = key[2]
+    return found
+
+
+def hashed(key: str) -> str:
+    return sha256(key.encode()).hexdigest()

@@ -1,0 +1,149 @@
+"""Moves batches from state to state: checks their files, ends them, and removes what has expired."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from batchkit.commands import Say
+from batchkit.errors import BatchkitError
+from batchkit.serve.batch import UNFINISHED, errors_of, moved, problem
+from batchkit.serve.checks import check_file
+from batchkit.serve.files import parts_of, remove_file, remove_unknown
+from batchkit.serve.finish import finish
+from batchkit.serve.runner import Runner
+from batchkit.serve.settings import DAY_S, Settings
+from batchkit.serve.store import Object, Store
+
+_TICK_S = 0.1
+_EXPIRY_S = 60.0
+_AGAIN_S = 10.0
+DRAIN_S = 25.0  # less than the 30 s that Kubernetes gives
+
+
+class Lifecycle:
+    """Its thread looks at all batches that are not finished; checks and exports are done by two others."""
+
+    def __init__(self, settings: Settings, store: Store, say: Say) -> None:
+        self._settings, self._store, self._say = settings, store, say
+        self._runner = Runner(settings, store, say)
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="lifecycle")
+        self._doing: dict[str, Future[None]] = {}
+        self._closing, self._next_expiry = threading.Event(), 0.0
+        self._thread = threading.Thread(target=self._work, name="lifecycle")
+
+    def start(self) -> None:
+        remove_unknown(self._store, self._settings)
+        self._runner.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """What runs is given a while to finish; the rest is continued at the next start."""
+        self._closing.set()
+        self._thread.join()
+        self._runner.close(DRAIN_S)
+        self._pool.shutdown(cancel_futures=True)
+
+    def _work(self) -> None:
+        while not self._closing.wait(_TICK_S):
+            try:
+                self._look()
+            except Exception as error:  # a full disk, or ours: the service goes on
+                if not isinstance(error, BatchkitError | OSError):
+                    traceback.print_exc()
+                self._say(f"{error}; tried again in {_AGAIN_S:.0f} s")
+                self._closing.wait(_AGAIN_S)
+
+    def _look(self) -> None:
+        for stored in self._store.all("batch", *UNFINISHED):
+            self._further(stored.doc)
+        self._runner.make_way()
+        if time.monotonic() >= self._next_expiry:
+            self._next_expiry = time.monotonic() + _EXPIRY_S
+            self._remove_expired()
+
+    def _further(self, batch: Object) -> None:
+        name, status, now = batch["id"], batch["status"], time.time()
+        is_running = self._runner.running == name
+        if status == "validating":
+            self._once(batch, self._validate)
+        elif status == "cancelling" and is_running:
+            self._runner.stop(name)
+        elif status == "in_progress" and now >= batch["expires_at"]:
+            if is_running:
+                self._runner.stop(name)
+            else:
+                self._store.change(name, lambda doc: moved(doc, "finalizing", now))
+        elif status in ("finalizing", "cancelling") and not is_running:
+            self._once(batch, self._finish)
+
+    def _once(self, batch: Object, do: Callable[[Object], None]) -> None:
+        """In another thread, unless it is being done."""
+        self._doing = {name: doing for name, doing in self._doing.items() if not doing.done()}
+        if batch["id"] not in self._doing:
+            self._doing[batch["id"]] = self._pool.submit(self._do, batch, do)
+
+    def _do(self, batch: Object, do: Callable[[Object], None]) -> None:
+        try:
+            do(batch)
+        except Exception as error:
+            if not isinstance(error, BatchkitError | OSError):
+                traceback.print_exc()
+            self._say(f"{batch['id']}: {batch['status']}: {error}; tried again in {_AGAIN_S:.0f} s")
+            self._closing.wait(_AGAIN_S)
+
+    def _validate(self, batch: Object) -> None:
+        path, now = self._settings.files / batch["input_file_id"], time.time()
+        try:
+            checked = check_file(path, batch["endpoint"], self._settings.models)
+        except FileNotFoundError:
+            gone = problem(
+                "file_not_found", f"The file {path.name} is gone.", param="input_file_id"
+            )
+            self._store.change(
+                batch["id"], lambda doc: moved(doc, "failed", now, errors=errors_of(gone))
+            )
+            return
+        now = time.time()
+        if checked.problems:
+            why = errors_of(*checked.problems)
+            self._store.change(batch["id"], lambda doc: moved(doc, "failed", now, errors=why))
+        else:
+            counts = {"total": checked.rows, "completed": 0, "failed": 0}
+            self._store.change(
+                batch["id"], lambda doc: moved(doc, "in_progress", now, request_counts=counts)
+            )
+
+    def _finish(self, batch: Object) -> None:
+        """The files first, then in one transaction their names and the batch's last state."""
+        ended = finish(batch, self._settings)
+        self._store.change(
+            batch["id"],
+            lambda doc: moved(doc, ended.status, time.time(), **ended.more),
+            adding=ended.files,
+        )
+
+    def _remove_expired(self) -> None:
+        now = time.time()
+        in_use = {stored.doc["input_file_id"] for stored in self._store.all("batch", *UNFINISHED)}
+        for stored in self._store.expired(now):
+            if stored.doc["id"] not in in_use:
+                parts = parts_of(self._store, stored.doc["id"])
+                remove_file(self._store, self._settings, stored.doc["id"], *parts)
+        if self._settings.retention_days:
+            self._remove_runs(now - self._settings.retention_days * DAY_S)
+
+    def _remove_runs(self, before: float) -> None:
+        """The run folders of batches that were made ``before``, and have ended."""
+        for stored in self._store.all("batch"):
+            folder, batch = self._settings.runs / stored.doc["id"], stored.doc
+            if (
+                batch["created_at"] < before
+                and batch["status"] not in UNFINISHED
+                and folder.exists()
+            ):
+                shutil.rmtree(folder)

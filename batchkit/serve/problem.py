@@ -1,0 +1,33 @@
+"""What a client is told when a request can't be answered, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+class Problem(Exception):
+    """Ends a request with ``status``. ``param`` names the parameter at fault, ``code`` the kind of problem."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def to_json(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def missing(kind: str, name: str) -> Problem:
+    """Also what another key owns is not there."""
+    return Problem(404, f"No such {kind} object: {name}", param="id", code="not_found")

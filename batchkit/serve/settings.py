@@ -1,0 +1,62 @@
+"""What a server is started with, and where its things are."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from batchkit.config.tables import InputTable, JobConfig
+
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """``job``: the engine, and how its rows are run; its input and its name are those of each batch.
+    ``retention_days``: how long files are kept, 0 for ever."""
+
+    job: JobConfig
+    folder: Path
+    host: str = "127.0.0.1"
+    port: int = 8080
+    key_file: Path | None = None
+    retention_days: float = 30.0
+    max_file_bytes: int = 64 * 2**30
+
+    @property
+    def database(self) -> Path:
+        return self.folder / "serve.db"
+
+    @property
+    def files(self) -> Path:
+        """The contents of files, each under its id."""
+        return self.folder / "files"
+
+    @property
+    def incoming(self) -> Path:
+        """What is being uploaded. It may be removed when no server runs."""
+        return self.folder / "incoming"
+
+    @property
+    def runs(self) -> Path:
+        """A run folder for each batch, under its id."""
+        return self.folder / "batches"
+
+    @property
+    def models(self) -> list[str]:
+        """The names by which lines may ask for the model, and its adapters."""
+        name = str(self.job.engine.model or self.job.engine.kind)
+        short = PurePath(name).name if Path(name).is_absolute() else name
+        return list(dict.fromkeys([name, short, *self.job.engine.loras]))
+
+    def expiry(self, now: int | None = None) -> int | None:
+        """When a file made ``now`` expires."""
+        made = int(time.time()) if now is None else now
+        return round(made + self.retention_days * DAY_S) if self.retention_days else None
+
+    def job_of(self, batch: str, input_file: str) -> JobConfig:
+        """The job of the run that is the batch."""
+        source = InputTable(path=str(self.files / input_file), format="openai-batch")
+        output = self.job.output.model_copy(update={"dir": str(self.runs)})
+        return self.job.model_copy(update={"name": batch, "input": source, "output": output})

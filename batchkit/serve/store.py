@@ -1,0 +1,214 @@
+"""The database of a server: files, uploads and batches, as the API shows them."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from batchkit.errors import StoreError
+
+Kind = Literal["file", "upload", "part", "batch"]
+Object = dict[str, Any]
+
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE objects (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    kind TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    doc TEXT NOT NULL,
+    status TEXT AS (json_extract(doc, '$.status')),
+    expires_at INTEGER AS (json_extract(doc, '$.expires_at'))
+);
+CREATE INDEX by_owner ON objects (kind, owner, seq);
+CREATE INDEX by_status ON objects (kind, status);
+"""
+
+
+class Stored(NamedTuple):
+    """An object, and the name of the key that owns it; "" without keys."""
+
+    owner: str
+    doc: Object
+
+
+class Page(NamedTuple):
+    docs: list[Object]
+    has_more: bool
+
+    def to_json(self) -> Object:
+        """As OpenAI's lists are."""
+        ends = (self.docs[0]["id"], self.docs[-1]["id"]) if self.docs else (None, None)
+        return {
+            "object": "list",
+            "data": self.docs,
+            "first_id": ends[0],
+            "last_id": ends[1],
+            "has_more": self.has_more,
+        }
+
+
+class Store:
+    """Objects in one SQLite file, each as the JSON that the API answers; their order is that of their creation.
+
+    Threads of the server share its only connection, one at a time. What a call has written is on disk when it returns.
+
+    Raises:
+        StoreError: the file is of another version of batchkit, or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()  # request handlers, the runner and the clerk
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._prepare(path)
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"{path}: can't be opened as a database: {error}") from error
+
+    def _prepare(self, path: Path) -> None:
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            raise StoreError(
+                f"{path}: has schema {version}, and this batchkit knows {_VERSION}; install the one that made it"
+            )
+        if version == 0:
+            self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def add(self, kind: Kind, owner: str, *docs: Object) -> None:
+        with self._transaction() as db:
+            for doc in docs:
+                _put(db, kind, owner, doc)
+
+    def change(
+        self,
+        name: str,
+        change: Callable[[Object], Object | None],
+        *,
+        adding: tuple[Object, ...] = (),
+    ) -> Object | None:
+        """Replace an object with what ``change`` makes of it, and add or replace the files ``adding`` in the same
+        transaction. None, and nothing is written, if ``change`` returns None or there is no such object."""
+        with self._transaction() as db:
+            found = db.execute("SELECT owner, doc FROM objects WHERE id = ?", (name,)).fetchone()
+            changed = None if found is None else change(orjson.loads(found[1]))
+            if changed is None:
+                return None
+            db.execute("UPDATE objects SET doc = ? WHERE id = ?", (_text(changed), name))
+            for doc in adding:
+                _put(db, "file", found[0], doc)
+        return changed
+
+    def remove(self, *names: str) -> None:
+        with self._transaction() as db:
+            db.executemany("DELETE FROM objects WHERE id = ?", [(name,) for name in names])
+
+    def get(self, kind: Kind, name: str, owner: str | None = None) -> Object | None:
+        """None if there is no such object, or another than ``owner`` has it."""
+        query = "SELECT owner, doc FROM objects WHERE kind = ? AND id = ?"
+        found = self._read(query, kind, name)
+        if not found or owner not in (None, found[0][0]):
+            return None
+        doc: Object = orjson.loads(found[0][1])
+        return doc
+
+    def page(
+        self,
+        kind: Kind,
+        owner: str,
+        *,
+        after: str | None,
+        limit: int,
+        ascending: bool = False,
+        purpose: str | None = None,
+    ) -> Page:
+        """The objects that follow ``after``, by default the newest first."""
+        order, follows = ("ASC", ">") if ascending else ("DESC", "<")
+        where, values = "kind = ? AND owner = ?", [kind, owner]
+        if after is not None:
+            where += f" AND seq {follows} (SELECT seq FROM objects WHERE id = ? AND owner = ?)"
+            values += [after, owner]
+        if purpose is not None:
+            where += " AND json_extract(doc, '$.purpose') = ?"
+            values.append(purpose)
+        query = f"SELECT doc FROM objects WHERE {where} ORDER BY seq {order} LIMIT {limit + 1}"
+        docs = [orjson.loads(text) for (text,) in self._read(query, *values)]
+        return Page(docs[:limit], len(docs) > limit)
+
+    def all(self, kind: Kind, *statuses: str, owner: str | None = None) -> list[Stored]:
+        """The oldest first; those with one of ``statuses``, if any are given."""
+        where, values = "kind = ?", [kind, *statuses]
+        if statuses:
+            where += f" AND status IN ({', '.join('?' * len(statuses))})"
+        if owner is not None:
+            where, values = f"{where} AND owner = ?", [*values, owner]
+        query = f"SELECT owner, doc FROM objects WHERE {where} ORDER BY seq"
+        return [Stored(owner, orjson.loads(text)) for owner, text in self._read(query, *values)]
+
+    def expired(self, now: float) -> list[Stored]:
+        """Files and uploads past their time."""
+        query = (
+            "SELECT owner, doc FROM objects WHERE kind IN ('file', 'upload') AND expires_at <= ?"
+        )
+        return [Stored(owner, orjson.loads(text)) for owner, text in self._read(query, now)]
+
+    def counts(self, owner: str | None) -> dict[tuple[str, str], int]:
+        """How many objects there are by kind and status; of all owners if it is None."""
+        query = "SELECT kind, status, count(*) FROM objects WHERE owner = coalesce(?, owner) GROUP BY 1, 2"
+        return {(kind, status or ""): n for kind, status, n in self._read(query, owner)}
+
+    def bytes_of(self, owner: str) -> int:
+        """How many bytes its files take."""
+        query = "SELECT coalesce(sum(json_extract(doc, '$.bytes')), 0) FROM objects WHERE kind IN ('file', 'part') AND owner = ?"
+        return int(self._read(query, owner)[0][0])
+
+    def problems(self) -> str:
+        """What SQLite finds wrong with the file; empty if nothing is."""
+        found = self._read("PRAGMA integrity_check")[0][0]
+        return "" if found == "ok" else str(found)
+
+    def _read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        try:
+            with self._lock:
+                return self._db.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"the server's database can't be read: {error}") from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with self._lock:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._db
+                    self._db.execute("COMMIT")
+                finally:
+                    if self._db.in_transaction:
+                        self._db.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            raise StoreError(f"the server's database can't be written: {error}") from error
+
+
+def _put(db: sqlite3.Connection, kind: Kind, owner: str, doc: Object) -> None:
+    """Add it, or replace the one of its id, which keeps its place."""
+    db.execute(
+        "INSERT INTO objects (id, kind, owner, doc) VALUES (?, ?, ?, ?)"
+        " ON CONFLICT (id) DO UPDATE SET doc = excluded.doc",
+        (doc["id"], kind, owner, _text(doc)),
+    )
+
+
+def _text(doc: Object) -> str:
+    return orjson.dumps(doc).decode()
