@@ -16,7 +16,9 @@ from batchkit.serve.store import Store
 if TYPE_CHECKING:
     from fastapi import Request
     from fastapi.responses import JSONResponse
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+_PAGES = ("/run/", "/compare", "/assets/", "/api/")  # of ``batchkit view``
 
 
 def make_app(settings: Settings, store: Store, keys: Mapping[str, str] | None) -> ASGIApp:
@@ -30,10 +32,14 @@ def make_app(settings: Settings, store: Store, keys: Mapping[str, str] | None) -
     from batchkit.runs.listing import Runs
     from batchkit.serve.batch_routes import batch_routes
     from batchkit.serve.file_routes import file_routes
+    from batchkit.serve.metric_routes import metric_routes
+    from batchkit.serve.upload_routes import upload_routes
 
     app = FastAPI(title="batchkit serve", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(file_routes(settings, store))
+    app.include_router(upload_routes(settings, store))
     app.include_router(batch_routes(settings, store))
+    app.include_router(metric_routes(settings, store))
     app.add_api_route("/health", lambda: {"status": "ok"}, methods=["GET"])
     for kind, answer in {
         Problem: _on_problem,
@@ -44,9 +50,20 @@ def make_app(settings: Settings, store: Store, keys: Mapping[str, str] | None) -
         Exception: _on_trouble,
     }.items():
         app.add_exception_handler(kind, answer)
+    guarded: ASGIApp = app
     if keys is None:
-        app.mount("/", make_view(Runs(settings.runs.resolve(), False, ()), settings.host))
-    return Guard(app, keys, lambda named: is_own(named, settings.host), settings.max_file_bytes)
+        view = make_view(Runs(settings.runs.resolve(), False, ()), settings.host)
+        guarded = _with_pages(app, view)
+    return Guard(guarded, keys, lambda named: is_own(named, settings.host), settings.max_file_bytes)
+
+
+def _with_pages(app: ASGIApp, view: ASGIApp) -> ASGIApp:
+    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        to_view = path == "/" or path.startswith(_PAGES)
+        await (view if to_view else app)(scope, receive, send)
+
+    return routed
 
 
 def _answer(problem: Problem) -> JSONResponse:

@@ -7,14 +7,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from batchkit.errors import BatchkitError
-from batchkit.runs.status import counts_of
 from batchkit.serve.batch import NewBatch, check_endpoint, made, moved
 from batchkit.serve.files import found_file
+from batchkit.serve.live import live
 from batchkit.serve.problem import Problem, missing
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Page, Store
-from batchkit.storage.runfolder import is_run
 
 
 def batch_routes(settings: Settings, store: Store) -> APIRouter:
@@ -41,11 +39,11 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
     ) -> Object:
         page = store.page("batch", request.state.owner, after=after, limit=limit)
-        return page._replace(docs=[_live(batch, settings) for batch in page.docs]).to_json()
+        return page._replace(docs=[live(batch, settings) for batch in page.docs]).to_json()
 
     @routes.get("/v1/batches/{batch_id}")
     def retrieve_batch(request: Request, batch_id: str) -> Object:
-        return _live(_found(store, batch_id, request.state.owner), settings)
+        return live(_found(store, batch_id, request.state.owner), settings)
 
     @routes.post("/v1/batches/{batch_id}/cancel")
     def cancel_batch(request: Request, batch_id: str) -> Object:
@@ -57,7 +55,7 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
             if batch["status"] != "cancelling":
                 text = f"Cannot cancel a batch with status '{batch['status']}'."
                 raise Problem(409, text, code="batch_not_cancellable")
-        return _live(changed or batch, settings)
+        return live(changed or batch, settings)
 
     @routes.get("/v1/models")
     def list_models() -> Object:
@@ -76,23 +74,6 @@ def _found(store: Store, name: str, owner: str) -> Object:
     if (batch := store.get("batch", name, owner)) is None:
         raise missing("Batch", name)
     return batch
-
-
-def _live(batch: Object, settings: Settings) -> Object:
-    """With the counts that its run has now, if it has not ended."""
-    folder = settings.runs / batch["id"]
-    if batch["status"] not in ("in_progress", "cancelling", "finalizing") or not is_run(folder):
-        return batch
-    try:
-        found = counts_of(folder)
-    except BatchkitError:  # its log is being opened
-        return batch
-    counts = {
-        "total": batch["request_counts"]["total"],
-        "completed": found.totals.ok,
-        "failed": found.totals.failed,
-    }
-    return {**batch, "request_counts": counts}
 
 
 def _model(name: str, started: int) -> Object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,11 +53,7 @@ def finish(batch: Object, settings: Settings) -> Finished:
     if n_left:
         _append_unfinished(settings.files / ids.errors, source, ok | failed, status)
     n_errors = total - len(ok)
-    files = tuple(
-        _kept(settings, name, batch)
-        for name, n_lines in ((ids.answers, len(ok)), (ids.errors, n_errors))
-        if n_lines
-    )
+    files = tuple(_kept(settings, batch, {ids.answers: len(ok), ids.errors: n_errors}))
     sync_folder(settings.files)
     named = [file["id"] for file in files]
     return Finished(
@@ -112,17 +108,19 @@ def _append_unfinished(path: Path, source: Path, settled: Collection[int], statu
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _kept(settings: Settings, name: str, batch: Object) -> Object:
-    """The file as the API shows it, once its content is on disk."""
-    path = settings.files / name
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    is_errors = name == outputs_of(batch).errors
-    filename = f"{batch['id']}_{'error' if is_errors else 'output'}.jsonl"
-    made = file_doc(name, path, filename=filename, purpose="batch_output", expires_at=None)
-    after = batch["output_expires_after"]
-    own = None if after is None else made["created_at"] + after["seconds"]
-    return made | {"expires_at": own or settings.expiry(made["created_at"])}
+def _kept(settings: Settings, batch: Object, n_lines: Mapping[str, int]) -> Iterator[Object]:
+    """The files that have lines, as the API shows them, once their contents are on disk; others are removed."""
+    for name, kind in zip(n_lines, ("output", "error"), strict=True):
+        path = settings.files / name
+        if not n_lines[name]:
+            path.unlink()
+            continue
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        filename, after = f"{batch['id']}_{kind}.jsonl", batch["output_expires_after"]
+        made = file_doc(name, path, filename=filename, purpose="batch_output", expires_at=None)
+        own = None if after is None else made["created_at"] + after["seconds"]
+        yield made | {"expires_at": own or settings.expiry(made["created_at"])}
 
 
 def usage_of(folder: Path) -> Object | None:

@@ -1,0 +1,152 @@
+"""``/v1/uploads``: a file in parts, each sent on its own."""
+
+from __future__ import annotations
+
+import time
+from hashlib import md5
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, Field
+
+from batchkit.serve.files import (
+    check_purpose,
+    file_doc,
+    joined,
+    new_id,
+    parts_of,
+    remove_file,
+    take_in,
+)
+from batchkit.serve.forms import Form, feed, reading
+from batchkit.serve.problem import Problem, missing
+from batchkit.serve.settings import Settings
+from batchkit.serve.store import Object, Store
+
+_PENDING_S = 3600
+_CHUNK = 1 << 20
+
+
+class NewUpload(BaseModel):
+    bytes: int = Field(ge=0)
+    filename: str = Field(max_length=512)
+    mime_type: str
+    purpose: str
+
+
+class EndOfUpload(BaseModel):
+    """``md5``: of the whole file."""
+
+    part_ids: list[str] = Field(max_length=10_000)
+    md5: str | None = None
+
+
+def upload_routes(settings: Settings, store: Store) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/uploads")
+    def create_upload(request: Request, asked: NewUpload) -> Object:
+        check_purpose(asked.purpose)
+        if asked.bytes > settings.max_file_bytes:
+            text = f"bytes: found {asked.bytes:,}, at most {settings.max_file_bytes:,}"
+            raise Problem(413, text, param="bytes")
+        now = int(time.time())
+        upload = {
+            "id": new_id("upload"),
+            "object": "upload",
+            "created_at": now,
+            "expires_at": now + _PENDING_S,
+            "status": "pending",
+            "file": None,
+            **asked.model_dump(),
+        }
+        store.add("upload", request.state.owner, upload)
+        return upload
+
+    @routes.post("/v1/uploads/{upload_id}/parts")
+    async def add_part(request: Request, upload_id: str) -> Object:
+        form, owner = Form(), request.state.owner
+        await run_in_threadpool(_pending, store, upload_id, owner)
+        content_type = request.headers.get("content-type", "")
+        with reading(content_type, settings.incoming, form) as parser:
+            await feed(parser, request.stream())
+            return await run_in_threadpool(_kept_part, form, upload_id, owner, settings, store)
+
+    @routes.post("/v1/uploads/{upload_id}/complete")
+    def complete_upload(request: Request, upload_id: str, asked: EndOfUpload) -> Object:
+        owner = request.state.owner
+        upload = _pending(store, upload_id, owner)
+        known = parts_of(store, upload_id, owner)
+        if unknown := [name for name in asked.part_ids if name not in known]:
+            raise missing("Part", unknown[0])
+        parts = [settings.files / name for name in asked.part_ids]
+        file = _whole(upload, parts, asked.md5, settings)
+        done = {**upload, "status": "completed", "file": file}
+        store.change(upload_id, lambda doc: done, adding=(file,))
+        remove_file(store, settings, *known)
+        return done
+
+    @routes.post("/v1/uploads/{upload_id}/cancel")
+    def cancel_upload(request: Request, upload_id: str) -> Object:
+        upload = _pending(store, upload_id, request.state.owner)
+        cancelled = {**upload, "status": "cancelled"}
+        store.change(upload_id, lambda doc: cancelled)
+        remove_file(store, settings, *parts_of(store, upload_id, request.state.owner))
+        return cancelled
+
+    return routes
+
+
+def _pending(store: Store, name: str, owner: str) -> Object:
+    if (upload := store.get("upload", name, owner)) is None:
+        raise missing("Upload", name)
+    if upload["status"] != "pending" or upload["expires_at"] <= time.time():
+        state = upload["status"] if upload["status"] != "pending" else "expired"
+        raise Problem(409, f"{name} is {state}, and takes no more", code="upload_not_pending")
+    return upload
+
+
+def _kept_part(form: Form, upload: str, owner: str, settings: Settings, store: Store) -> Object:
+    name = new_id("part")
+    path = take_in(form.file("data"), settings, name)
+    part = {
+        "id": name,
+        "object": "upload.part",
+        "created_at": int(time.time()),
+        "upload_id": upload,
+        "bytes": path.stat().st_size,
+    }
+    store.add("part", owner, part)
+    return part
+
+
+def _whole(upload: Object, parts: list[Path], digest: str | None, settings: Settings) -> Object:
+    """The file of the parts, which has to be as long as it was said to be."""
+    name = new_id("file")
+    incoming = settings.incoming / name
+    joined(parts, incoming)
+    try:
+        if (size := incoming.stat().st_size) != upload["bytes"]:
+            text = f"the parts have {size:,} bytes, and the upload was to have {upload['bytes']:,}"
+            raise Problem(400, text, param="part_ids")
+        if digest is not None and _md5(incoming) != digest.lower():
+            raise Problem(400, "md5 is not that of the parts", param="md5")
+        path = take_in(incoming, settings, name)
+    finally:
+        incoming.unlink(missing_ok=True)
+    return file_doc(
+        name,
+        path,
+        filename=upload["filename"],
+        purpose=upload["purpose"],
+        expires_at=settings.expiry(),
+    )
+
+
+def _md5(path: Path) -> str:
+    digest = md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

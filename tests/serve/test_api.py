@@ -1,0 +1,358 @@
+"""What the API answers, through the unmodified SDK; rows are answered by the engine ``dry-run``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from openai.types import Batch, FileObject, Upload
+
+from tests.support.api_server import (
+    CHAT,
+    Served,
+    content,
+    ended,
+    lines_of,
+    request,
+    serving,
+    submit,
+)
+from tests.support.own_process import batchkit
+
+DRY = ("--set", "engine.kind=dry-run", "--model", "tiny")
+
+
+def ask(custom_id: str, text: str = "Hello", model: str = "tiny", **body: Any) -> dict[str, Any]:
+    return request(custom_id, model, text, **body)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(*DRY, cwd=tmp_path_factory.mktemp("api")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[OpenAI]:
+    with served.client() as found:
+        yield found
+
+
+def test_a_batch_goes_through_its_states_to_its_answers(client: OpenAI) -> None:
+    made = submit(client, [ask("a"), ask("b", "Bye")], metadata={"day": "monday"})
+    assert (made.status, made.object, made.endpoint) == ("validating", "batch", CHAT)
+    batch = ended(client, made)
+    assert batch.status == "completed"
+    times = made.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at
+    assert list(times) == sorted(times)  # type: ignore[type-var]
+    assert batch.expires_at == made.created_at + 24 * 3600
+    assert batch.metadata == {"day": "monday"}
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 2, "completed": 2, "failed": 0}
+    assert batch.usage is not None
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
+    assert batch.error_file_id is None
+    lines = content(client, batch.output_file_id)
+    assert [line["custom_id"] for line in lines] == ["a", "b"]
+    for line in lines:
+        openai.types.chat.ChatCompletion.model_validate(line["response"]["body"], strict=True)
+
+
+def test_all_objects_are_those_of_the_sdk(client: OpenAI, served: Served) -> None:
+    batch = ended(client, submit(client, [ask("a")]))
+    with served.http() as http:
+        for path, kind in {
+            f"/v1/batches/{batch.id}": Batch,
+            f"/v1/files/{batch.input_file_id}": FileObject,
+            f"/v1/files/{batch.output_file_id}": FileObject,
+        }.items():
+            kind.model_validate(http.get(path).json(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "line", "param"),
+    [
+        (b"", "empty_file", None, None),
+        (b"\n\n", "empty_file", None, None),
+        (b"{broken\n", "invalid_json_line", 1, None),
+        (b"[1]\n", "invalid_json_line", 1, None),
+        (lines_of([ask("a"), ask("a")]), "duplicate_custom_id", 2, "custom_id"),
+        (lines_of([ask("a"), ask("")]), "missing_required_parameter", 2, "custom_id"),
+        (lines_of([ask("a") | {"method": "GET"}]), "invalid_method", 1, "method"),
+        (lines_of([ask("a") | {"url": "/v1/embeddings"}]), "mismatched_endpoint", 1, "url"),
+        (lines_of([ask("a") | {"body": 3}]), "missing_required_parameter", 1, "body"),
+        (lines_of([ask("a", model="gpt-6")]), "model_not_found", 1, "body.model"),
+        (lines_of([ask("a", stream=True)]), "invalid_value", 1, "body.stream"),
+    ],
+)
+def test_a_file_with_a_wrong_line_fails_with_its_number(
+    client: OpenAI, lines: bytes, code: str, line: int | None, param: str | None
+) -> None:
+    batch = ended(client, submit(client, lines))
+    assert batch.status == "failed"
+    assert batch.failed_at is not None
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    (found,) = batch.errors.data
+    assert (found.code, found.line, found.param) == (code, line, param)
+    assert batch.output_file_id is batch.error_file_id is None
+
+
+def test_a_million_wrong_lines_give_a_hundred_errors(client: OpenAI) -> None:
+    batch = ended(client, submit(client, b"{\n" * 1_000_000))
+    assert batch.errors is not None
+    assert len(batch.errors.data or ()) == 100
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"endpoint": "/v1/embeddings"},
+        {"endpoint": "/v1/moderations"},
+        {"endpoint": "https://elsewhere/v1/chat/completions"},
+        {"completion_window": "soon"},
+        {"completion_window": "0h"},
+        {"metadata": {str(n): "x" for n in range(17)}},
+        {"metadata": {"x": "y" * 513}},
+        {"output_expires_after": {"anchor": "created_at", "seconds": 5}},
+        {"extra_body": {"priority": 5000}},
+    ],
+)
+def test_a_batch_that_can_not_be_is_a_bad_request(client: OpenAI, changed: dict[str, Any]) -> None:
+    file = client.files.create(file=("in.jsonl", lines_of([ask("a")])), purpose="batch")
+    given: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.batches.create(**{**given, **changed})
+    (name,) = changed.get("extra_body") or changed
+    assert caught.value.type == "invalid_request_error"
+    assert str(caught.value.param).startswith(name)
+
+
+def test_lists_are_pages_of_the_newest_first(client: OpenAI) -> None:
+    made = [ended(client, submit(client, [ask("a")])).id for _ in range(5)]
+    first = client.batches.list(limit=2)
+    assert [batch.id for batch in first.data] == made[:-3:-1]
+    assert first.has_more
+    found = [batch.id for batch in client.batches.list(limit=2)]
+    assert found[:5] == made[::-1]
+    assert len(found) == len({*found})
+    files = [file.id for file in client.files.list(order="asc", limit=3, purpose="batch_output")]
+    assert files == [file.id for file in client.files.list(purpose="batch_output")][::-1]
+
+
+def test_what_is_not_there_is_404(client: OpenAI) -> None:
+    for call in (
+        client.files.retrieve,
+        client.files.delete,
+        client.files.content,
+        client.batches.retrieve,
+        client.batches.cancel,
+        client.models.retrieve,
+        client.uploads.cancel,
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call("file-nothing")
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(input_file_id="x", endpoint=CHAT, completion_window="24h")
+
+
+def test_a_file_can_be_read_back_and_deleted(client: OpenAI) -> None:
+    given: Any = {"expires_after": {"anchor": "created_at", "seconds": 3600}}
+    file = client.files.create(file=("ä b.jsonl", b"\x00\xffbytes"), purpose="user_data", **given)
+    assert (file.filename, file.bytes, file.purpose) == ("ä b.jsonl", 7, "user_data")
+    assert file.expires_at == file.created_at + 3600
+    assert client.files.content(file.id).read() == b"\x00\xffbytes"
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+
+
+def test_an_upload_in_parts_is_a_file(client: OpenAI) -> None:
+    lines = lines_of([ask(str(n)) for n in range(100)])
+    upload = client.uploads.create(
+        bytes=len(lines), filename="in.jsonl", mime_type="application/jsonl", purpose="batch"
+    )
+    assert upload.status == "pending"
+    halves = lines[5000:], lines[:5000]
+    late, early = (client.uploads.parts.create(upload.id, data=half).id for half in halves)
+    with pytest.raises(openai.BadRequestError, match="5,000 bytes"):
+        client.uploads.complete(upload.id, part_ids=[early])
+    done = client.uploads.complete(upload.id, part_ids=[early, late])
+    assert isinstance(done, Upload)
+    assert done.file is not None
+    assert client.files.content(done.file.id).read() == lines
+    batch = client.batches.create(
+        input_file_id=done.file.id, endpoint=CHAT, completion_window="24h"
+    )
+    assert len(content(client, ended(client, batch).output_file_id)) == 100
+    with pytest.raises(openai.ConflictError):
+        client.uploads.complete(upload.id, part_ids=[early, late])
+
+
+def test_a_batch_that_has_ended_can_not_be_cancelled(client: OpenAI) -> None:
+    batch = ended(client, submit(client, [ask("a")]))
+    with pytest.raises(openai.ConflictError, match="completed"):
+        client.batches.cancel(batch.id)
+
+
+def test_a_batch_past_its_window_expires_with_the_rest_as_errors(client: OpenAI) -> None:
+    batch = ended(client, submit(client, [ask(str(n)) for n in range(60_000)], window="1s"))
+    assert batch.status == "expired"
+    assert batch.expired_at is not None
+    done, failed = (content(client, of) for of in (batch.output_file_id, batch.error_file_id))
+    assert {line["error"]["code"] for line in failed} == {"batch_expired"}
+    ids = [int(line["custom_id"]) for line in [*done, *failed]]
+    assert sorted(ids) == list(range(60_000))
+
+
+def test_models_health_metrics_and_the_pages(client: OpenAI, served: Served) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    ended(client, submit(client, [ask("a")]))
+    with served.http() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert 'batchkit_batches{status="completed"}' in http.get("/metrics").text
+        assert http.get("/").headers["content-type"].startswith("text/html")
+        assert http.get("/api/runs").json()[0]["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "more", "code"),
+    [
+        ("POST", "/v1/files", {"content": b"x"}, 400),
+        ("POST", "/v1/files", {"data": {"purpose": "batch"}}, 400),
+        ("POST", "/v1/files", {"files": {"file": b"x"}}, 400),
+        ("POST", "/v1/files", {"files": {"file": b"x"}, "data": {"purpose": "harm"}}, 400),
+        (
+            "POST",
+            "/v1/files",
+            {
+                "content": b"--x\r\nbroken",
+                "headers": {"content-type": "multipart/form-data; boundary=x"},
+            },
+            400,
+        ),
+        ("POST", "/v1/batches", {"content": b"{"}, 400),
+        ("POST", "/v1/batches", {"json": []}, 400),
+        ("POST", "/v1/batches", {"content": b"x" * (2 << 20)}, 413),
+        ("GET", "/v1/batches?limit=0", {}, 400),
+        ("GET", "/v1/batches?limit=x", {}, 400),
+        ("GET", "/v1/files/..%2F..%2Fserve.db/content", {}, 404),
+        ("GET", "/v1/files/%2e%2e/content", {}, 404),
+        ("GET", "/v1/files/a%00b", {}, 404),
+        ("PUT", "/v1/files", {}, 405),
+        ("GET", "/v1/nothing", {}, 404),
+        ("GET", "/health", {"headers": {"host": "evil.example"}}, 403),
+        ("GET", "/v1/files", {"headers": {"host": "127.0.0.1.evil.example"}}, 403),
+    ],
+)
+def test_bad_requests_are_refused_in_openais_shape(
+    served: Served, method: str, path: str, more: dict[str, Any], code: int
+) -> None:
+    with served.http() as http:
+        answer = http.request(method, path, **more)
+    assert answer.status_code == code, answer.text
+    assert {*answer.json()["error"]} == {"message", "type", "param", "code"}
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    with serving(*DRY, "--max-file-gb", "0.001", cwd=tmp_path) as served, served.http() as http:
+        large = http.post("/v1/files", files={"file": b"x" * (3 << 20)}, data={"purpose": "batch"})
+        assert large.status_code == 413
+
+        def chunks() -> Iterator[bytes]:
+            yield b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+            for _ in range(64):
+                yield b"y" * 65536
+
+        headers = {"content-type": "multipart/form-data; boundary=x"}
+        answer = http.post("/v1/files", content=chunks(), headers=headers)
+        assert answer.status_code == 413
+        assert not [*(tmp_path / "output/serve/incoming").iterdir()]
+        assert not [*(tmp_path / "output/serve/files").iterdir()]
+
+
+def test_a_key_sees_only_what_is_its_own(tmp_path: Path) -> None:
+    keys = ("--api-key-file", "keys.txt")
+    one, other = (
+        batchkit("serve", *keys, "--new-key", name, cwd=tmp_path).stdout.strip()
+        for name in ("one", "other")
+    )
+    again = batchkit("serve", *keys, "--new-key", "one", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "has a key 'one'" in again.stderr
+    text = (tmp_path / "keys.txt").read_text()
+    assert one not in text
+    assert (tmp_path / "keys.txt").stat().st_mode & 0o077 == 0
+    with serving(*DRY, *keys, cwd=tmp_path) as served:
+        with served.http() as http:
+            assert http.get("/health").status_code == 200
+            for path in ("/v1/files", "/v1/batches", "/metrics", "/", "/api/runs", "/openapi.json"):
+                assert http.get(path).status_code == 401, path
+        mine, theirs = served.client(one), served.client(other)
+        with pytest.raises(openai.AuthenticationError):
+            served.client(one[:-1]).files.list()
+        batch = ended(mine, submit(mine, [ask("a")]))
+        upload = mine.uploads.create(bytes=1, filename="a", mime_type="a", purpose="batch")
+        assert [*theirs.files.list()] == [*theirs.batches.list()] == []
+        assert [found.id for found in mine.batches.list()] == [batch.id]
+        file = str(batch.output_file_id)
+        tries: list[Any] = [
+            lambda: theirs.batches.retrieve(batch.id),
+            lambda: theirs.batches.cancel(batch.id),
+            lambda: theirs.files.retrieve(file),
+            lambda: theirs.files.content(file),
+            lambda: theirs.files.delete(file),
+            lambda: theirs.uploads.cancel(upload.id),
+            lambda: theirs.uploads.parts.create(upload.id, data=b"x"),
+            lambda: theirs.uploads.complete(upload.id, part_ids=[]),
+            lambda: theirs.batches.create(
+                input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
+            ),
+        ]
+        for one_try in tries:
+            with pytest.raises(openai.NotFoundError):
+                one_try()
+        assert theirs.batches.list(after=batch.id).data == []
+        with served.http(other) as http:
+            assert 'status="completed"' not in http.get("/metrics").text
+            assert http.get("/", headers={"host": "gateway"}).status_code == 404
+
+
+def test_others_need_a_key(tmp_path: Path) -> None:
+    refused = batchkit("serve", *DRY, "--host", "0.0.0.0", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "--new-key" in refused.stderr
+
+
+def test_a_second_server_on_the_folder_is_refused(tmp_path: Path) -> None:
+    with serving(*DRY, cwd=tmp_path):
+        second = batchkit("serve", *DRY, "--port", "0", cwd=tmp_path)
+    assert second.returncode == 1
+    assert "another server works with this folder" in second.stderr
+
+
+def test_check_reports_what_differs(tmp_path: Path) -> None:
+    with serving(*DRY, cwd=tmp_path) as served, served.client() as client:
+        batch = ended(client, submit(client, [ask("a"), ask("b")]))
+    fine = batchkit("serve", "--check", cwd=tmp_path)
+    assert (fine.returncode, fine.stdout) == (0, "output/serve: 2 files, 1 batches, no problem\n")
+    folder = tmp_path / "output/serve"
+    (folder / "files" / str(batch.output_file_id)).write_bytes(b"short")
+    (folder / "files" / "stray").write_bytes(b"")
+    (folder / "batches" / batch.id / "results.jsonl").write_bytes(b"")
+    bad = batchkit("serve", "--check", cwd=tmp_path)
+    assert bad.returncode == 1
+    assert bad.stdout.count("\n  ") == 3, bad.stdout
+
+
+def test_the_sdk_reads_a_batch_whose_answers_were_removed(client: OpenAI, served: Served) -> None:
+    batch = ended(client, submit(client, [ask("a")]))
+    client.files.delete(str(batch.output_file_id))
+    assert client.batches.retrieve(batch.id).output_file_id == batch.output_file_id
+    with served.http() as http, pytest.raises(httpx.HTTPStatusError, match="404"):
+        http.get(f"/v1/files/{batch.output_file_id}/content").raise_for_status()

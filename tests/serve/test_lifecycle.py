@@ -1,0 +1,224 @@
+"""Batches on real vLLM, on one server that all tests of this file share, and on one that is killed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from batchkit import Run
+from tests.support.api_server import (
+    ENDED,
+    Served,
+    content,
+    ended,
+    lines_of,
+    request,
+    serving,
+    submit,
+)
+from tests.support.forks import Fork
+from tests.support.own_process import batchkit
+from tests.support.small_vllm import SMALL
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.vllm
+KILLS = 5
+
+
+def job_file(folder: Path, model: Path) -> str:
+    options = ", ".join(f"{name} = {_toml(value)}" for name, value in SMALL.items())
+    (folder / "job.toml").write_text(f'[engine]\nmodel = "{model}"\noptions = {{ {options} }}\n')
+    return "job.toml"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{name} = {inner}" for name, inner in value.items()) + " }"
+    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serve")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, demo_model: Path) -> Iterator[Served]:
+    with serving(job_file(folder, demo_model), cwd=folder, start=Fork) as found:
+        yield found
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with served.client() as found:
+        yield found
+
+
+@pytest.fixture
+def ask(demo_model: Path) -> Callable[..., dict[str, Any]]:
+    def make(custom_id: str, text: str = "Hello", **body: Any) -> dict[str, Any]:
+        return request(custom_id, demo_model.name, text, **{"min_tokens": 2, **body})
+
+    return make
+
+
+def test_the_engine_stays_loaded_from_batch_to_batch(
+    client: openai.OpenAI, folder: Path, ask: Callable[..., dict[str, Any]]
+) -> None:
+    for n in range(3):
+        batch = ended(client, submit(client, [ask(f"{n}-{row}", f"Row {row}") for row in range(5)]))
+        assert batch.status == "completed"
+        run = Run(folder / "output/serve/batches" / batch.id)
+        assert (run.status().ok, run.verify().exit_code) == (5, 0)
+        log = (run.folder / "run.log").read_text()
+        assert ("loading model" in log) == (n == 0)
+
+
+def test_a_row_that_fails_is_a_line_of_the_error_file(
+    client: openai.OpenAI, ask: Callable[..., dict[str, Any]]
+) -> None:
+    rows = [ask("good"), ask("long", "word " * 5000), ask("bad", temperature="hot")]
+    batch = ended(client, submit(client, rows))
+    assert batch.status == "completed"
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 3, "completed": 1, "failed": 2}
+    assert [line["custom_id"] for line in content(client, batch.output_file_id)] == ["good"]
+    codes = {
+        line["custom_id"]: line["error"]["code"] for line in content(client, batch.error_file_id)
+    }
+    assert codes == {"long": "prompt_too_long", "bad": "invalid_request"}
+
+
+def test_a_short_batch_does_not_wait_for_a_long_one_which_is_then_cancelled(
+    client: openai.OpenAI, ask: Callable[..., dict[str, Any]]
+) -> None:
+    rows = [ask(str(n), f"Row {n}", max_tokens=32, min_tokens=32) for n in range(3000)]
+    long = submit(client, rows)
+
+    until(lambda: _completed(client, long.id) > 20, within_s=120)
+    short = ended(client, submit(client, [ask(str(n)) for n in range(10)]))
+    assert short.status == "completed"
+    assert client.batches.retrieve(long.id).status == "in_progress"
+    before = _completed(client, long.id)
+    until(lambda: _completed(client, long.id) > before, within_s=120)
+    assert client.batches.cancel(long.id).status == "cancelling"
+    cancelled = ended(client, long)
+    assert cancelled.status == "cancelled"
+    assert cancelled.cancelling_at is not None
+    answers = content(client, cancelled.output_file_id)
+    others = content(client, cancelled.error_file_id)
+    assert before < len(answers) < 3000
+    assert {line["error"]["code"] for line in others} == {"batch_cancelled"}
+    assert sorted(int(line["custom_id"]) for line in [*answers, *others]) == list(range(3000))
+
+
+def _completed(client: openai.OpenAI, name: str) -> int:
+    counts = client.batches.retrieve(name).request_counts
+    return 0 if counts is None else counts.completed
+
+
+def test_a_higher_priority_goes_first(
+    client: openai.OpenAI, ask: Callable[..., dict[str, Any]]
+) -> None:
+    rows = [ask(str(n), f"Row {n}", max_tokens=32, min_tokens=32) for n in range(300)]
+    first = submit(client, rows[:200])
+    urgent = submit(client, rows, extra_body={"priority": 5})
+    assert ended(client, urgent).status == "completed"
+    assert client.batches.retrieve(first.id).status in ("in_progress", "finalizing")
+    assert ended(client, first).status == "completed"
+
+
+def test_completions_and_responses_are_served_too(client: openai.OpenAI, demo_model: Path) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "Hello"},
+        "/v1/responses": {"input": "Hello", "max_output_tokens": 8},
+    }
+    for endpoint, body in bodies.items():
+        body = {"model": demo_model.name, **body}
+        line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
+        batch = ended(client, submit(client, [line], endpoint=endpoint))
+        assert batch.status == "completed"
+        (found,) = [*content(client, batch.output_file_id), *content(client, batch.error_file_id)]
+        if endpoint == "/v1/responses" and found["response"]:
+            openai.types.responses.Response.model_validate(found["response"]["body"])
+
+
+def test_a_model_that_does_not_load_fails_the_batch_and_not_the_server(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    server = serving("--model", "broken", cwd=tmp_path, start=Fork)
+    with server as served, served.client() as client:
+        for _ in range(2):
+            batch = ended(client, submit(client, [request("a", "broken")]))
+            assert batch.status == "failed"
+            assert batch.errors is not None
+            assert batch.errors.data is not None
+            assert batch.errors.data[0].code == "batch_failed"
+            (line,) = content(client, batch.error_file_id)
+            assert line["error"]["code"] == "batch_failed"
+
+
+def test_kills_lose_nothing_and_run_nothing_twice(
+    tmp_path: Path, demo_model: Path, ask: Callable[..., dict[str, Any]]
+) -> None:
+    """SIGKILL at random instants, uploads and exports included; the answers are an undisturbed run's."""
+    job, rng = job_file(tmp_path, demo_model), random.Random(4)
+    rows = {n: [ask(f"{n}-{i}", f"Row {i} of {n}") for i in range(150 * n)] for n in range(1, 6)}
+    made: dict[str, int] = {}
+    at_kill: list[set[str]] = []
+    for _ in range(KILLS):
+        with serving(job, cwd=tmp_path, start=Fork) as served:
+            with served.client() as client, suppress(openai.APIConnectionError):
+                until_s = time.monotonic() + rng.uniform(0.3, 2.5)
+                while time.monotonic() < until_s:
+                    if missing := rows.keys() - made.values():
+                        made[submit(client, rows[min(missing)]).id] = min(missing)
+                    time.sleep(0.05)
+                at_kill.append({client.batches.retrieve(name).status for name in made})
+            served.kill()
+    assert sum(not states <= {*ENDED} for states in at_kill) >= KILLS - 2, at_kill
+    with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
+        for n in rows.keys() - made.values():
+            made[submit(client, rows[n]).id] = n
+        found: list[dict[str, Any]] = []
+        for name in made:
+            batch = ended(client, client.batches.retrieve(name))
+            assert batch.status == "completed", batch
+            found += content(client, batch.output_file_id)
+        reference = submit(client, [row for n in rows for row in rows[n]])
+        expected = _texts(content(client, ended(client, reference).output_file_id))
+        assert len(found) == len(expected) == sum(map(len, rows.values()))
+        assert _texts(found) == expected
+        assert {batch.id for batch in client.batches.list()} == {*made, reference.id}
+    checked = batchkit("serve", "--check", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout
+    for name, n in made.items():
+        run = Run(tmp_path / "output/serve/batches" / name)
+        assert run.verify().duplicates == 0
+        assert sum(1 for _ in run.rows()) == len(rows[n])
+
+
+def _texts(lines: list[dict[str, Any]]) -> dict[str, str]:
+    return {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
+        for line in lines
+    }
+
+
+def test_sigterm_lets_requests_finish_and_the_next_server_goes_on(
+    tmp_path: Path, demo_model: Path, ask: Callable[..., dict[str, Any]]
+) -> None:
+    job, rows = job_file(tmp_path, demo_model), [ask(str(n), f"Row {n}") for n in range(500)]
+    with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
+        batch = submit(client, lines_of(rows))
+        until(lambda: _completed(client, batch.id) > 0, within_s=120)
+    with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
+        assert ended(client, batch).status == "completed"
+        lines = content(client, client.batches.retrieve(batch.id).output_file_id)
+        assert sorted(int(line["custom_id"]) for line in lines) == list(range(500))
