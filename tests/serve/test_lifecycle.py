@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,6 +28,7 @@ from tests.support.api_server import (
 )
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
+from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 from tests.support.waiting import until
 
@@ -222,3 +226,19 @@ def test_sigterm_lets_requests_finish_and_the_next_server_goes_on(
         assert ended(client, batch).status == "completed"
         lines = content(client, client.batches.retrieve(batch.id).output_file_id)
         assert sorted(int(line["custom_id"]) for line in lines) == list(range(500))
+
+
+def test_the_readmes_example_does_what_it_shows(tmp_path: Path) -> None:
+    readme, page = (ROOT / name for name in ("README.md", "docs/serving.md"))
+    (program,) = re.findall(r"```python\n(from openai.*?)```", readme.read_text(), re.DOTALL)
+    (longer,) = re.findall(r"```python\n(import time.*?)```", page.read_text(), re.DOTALL)
+    (line,) = re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "batch.jsonl").write_text(line)
+    with serving("--model", "batchkit-demo", cwd=tmp_path, start=Fork) as served:
+        for text in (program, longer):
+            text = text.replace("http://127.0.0.1:8080/", served.url)
+            ran = subprocess.run(
+                [sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True
+            )
+            assert ran.returncode == 0, ran.stderr
+            assert "validating" in ran.stdout or '"custom_id":"1"' in ran.stdout, ran.stdout
