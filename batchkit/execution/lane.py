@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, EngineLoad
@@ -61,18 +61,29 @@ class KeptEngine:
             self._launchers[name] = Launcher(log_of(self._log, name), environment)
         return self._launchers[name]
 
-    def take(
-        self, name: str, options: Mapping[str, Any], identity: Mapping[str, Any]
-    ) -> Loaded | None:
-        """The engine, if it lives and was loaded with these options from these files; else it is
-        closed."""
+    def get(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        identity: Mapping[str, Any],
+        load: Callable[[], Loaded],
+    ) -> Loaded:
+        """The engine that waits, if it lives and was loaded with these options from these files; else it is
+        closed, and another loaded."""
         idle = self.idle.pop(name, None)
         if idle is None:
-            return None
+            return load()
         if (idle.options, idle.identity) == (options, identity) and _lives(idle.engine):
             return idle
         idle.engine.close()
-        return None
+        return load()
+
+    def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
+        """The run has ended."""
+        if is_idle:
+            self.idle[name] = loaded
+        else:
+            loaded.engine.close()
 
     def close(self) -> None:
         """Release what it holds. It may be used again."""
@@ -83,6 +94,25 @@ class KeptEngine:
         self.idle, self._launchers = {}, {}
 
 
+class Engines(Protocol):
+    """Where a lane gets its engine from: ``KeptEngine``, or ``SharedEngines``."""
+
+    @property
+    def idle(self) -> Mapping[str, Loaded]: ...
+
+    def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher: ...
+
+    def get(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        identity: Mapping[str, Any],
+        load: Callable[[], Loaded],
+    ) -> Loaded: ...
+
+    def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None: ...
+
+
 class Opening(NamedTuple):
     """How a worker opens its engines. ``hear`` gets what happens to them; ``known``, by name, is what
     earlier starts learned. An engine that waits in ``engines`` is taken from there, and waits there
@@ -90,7 +120,7 @@ class Opening(NamedTuple):
     the engines' processes, by name, besides the run's own."""
 
     hear: Hear
-    engines: KeptEngine
+    engines: Engines
     known: Mapping[str, EngineHistory] = MappingProxyType({})
     guard: Callable[[], AbstractContextManager[None]] = nullcontext
     environments: Mapping[str, Mapping[str, str]] = MappingProxyType({})
@@ -185,10 +215,7 @@ class Lane:
 
     def close(self) -> None:
         """Drop what is in flight. An idle engine waits for the next run."""
-        if self._engine.is_idle:
-            self._opening.engines.idle[self.name] = self._loaded
-        else:
-            self._engine.close()
+        self._opening.engines.put(self.name, self._loaded, is_idle=self._engine.is_idle)
 
     def _next(self) -> Request | Completion | None:
         """What to submit next, or a row that ended without the engine; None if neither is ready."""
@@ -245,16 +272,19 @@ class Lane:
     def _opened(self, job: JobConfig, ladder: Ladder) -> Engine:
         """An engine for ``job``, whose options are those of the ladder."""
         opening, options, then = self._opening, job.engine.options, self._start.identity
-        with opening.guard(), ExitStack() as held:
-            loaded = opening.engines.take(self.name, options, then)
-            if loaded is None:
-                environment = opening.environments.get(self.name, {})
-                engine = open_engine(job, opening.engines.launcher(self.name, environment))
+
+        def load() -> Loaded:
+            environment = opening.environments.get(self.name, {})
+            engine = open_engine(job, opening.engines.launcher(self.name, environment))
+            with ExitStack() as held:
                 held.enter_context(closing(engine))
                 commits = identity.hub_commits(self._job)
-                loaded = Loaded(engine, options, ladder.steps, then, commits)
-            else:
-                held.enter_context(closing(loaded.engine))
+                held.pop_all()
+            return Loaded(engine, options, ladder.steps, then, commits)
+
+        with opening.guard(), ExitStack() as held:
+            loaded = opening.engines.get(self.name, options, then, load)
+            held.enter_context(closing(loaded.engine))
             check_unchanged(self._start)
             if loaded.commits:
                 self._hear(Found({"engine.commits": loaded.commits}))

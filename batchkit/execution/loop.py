@@ -11,7 +11,7 @@ from batchkit.errors import BatchkitError, Interrupted, JobError
 from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.engine_notes import EngineNotes
 from batchkit.execution.first_rows import hints
-from batchkit.execution.lane import KeptEngine, Opening
+from batchkit.execution.lane import Engines, KeptEngine, Opening
 from batchkit.execution.requests import requests_of
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.rollouts.rollouts import PausedRow
@@ -46,7 +46,7 @@ class Loop:
         tasks: Tasks,
         stop: Stop,
         screen: Screen,
-        kept: KeptEngine | None = None,
+        kept: Engines | None = None,
     ) -> None:
         self._start, self._run, self._tasks = start, run, tasks
         self._stop, self._screen, self._kept = stop, screen, kept

@@ -10,7 +10,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.exporter import exporting
-from batchkit.execution.lane import KeptEngine
+from batchkit.execution.lane import Engines
 from batchkit.execution.loop import Loop
 from batchkit.execution.resume import open_run
 from batchkit.execution.screen import Screen
@@ -34,7 +34,7 @@ def start_run(
     source: Input | None = None,
     options: Options | None = None,
     *,
-    kept: KeptEngine | None = None,
+    kept: Engines | None = None,
     stop: StopRequest | None = None,
 ) -> Outcome:
     """Settle the rows of ``source``, by default the job's own input, that have no record yet.
@@ -82,7 +82,7 @@ def _check_before(start: Start, source: Input) -> None:
 
 
 def _settled(
-    start: Start, source: Input, signals: StopRequest, kept: KeptEngine | None, held: ExitStack
+    start: Start, source: Input, signals: StopRequest, kept: Engines | None, held: ExitStack
 ) -> Outcome:
     job = start.job
     export = held.enter_context(exporting(job))

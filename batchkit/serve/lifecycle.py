@@ -38,7 +38,6 @@ class Lifecycle:
 
     def start(self) -> None:
         remove_unknown(self._store, self._settings)
-        self._runner.start()
         self._thread.start()
 
     def close(self) -> None:
@@ -61,21 +60,21 @@ class Lifecycle:
     def _look(self) -> None:
         for stored in self._store.all("batch", *UNFINISHED):
             self._further(stored.doc)
-        self._runner.make_way()
+        self._runner.look()
         if time.monotonic() >= self._next_expiry:
             self._next_expiry = time.monotonic() + _EXPIRY_S
             self._remove_expired()
 
     def _further(self, batch: Object) -> None:
         name, status, now = batch["id"], batch["status"], time.time()
-        is_running = self._runner.running == name
+        is_running = self._runner.is_running(name)
         if status == "validating":
             self._once(batch, self._validate)
         elif status == "cancelling" and is_running:
-            self._runner.stop(name)
+            self._runner.stop(name, 0)
         elif status == "in_progress" and now >= batch["expires_at"]:
             if is_running:
-                self._runner.stop(name)
+                self._runner.stop(name, 0)
             else:
                 self._store.change(name, lambda doc: moved(doc, "finalizing", now))
         elif status in ("finalizing", "cancelling") and not is_running:

@@ -1,6 +1,8 @@
-"""Runs batches on an engine that stays loaded, one at a time; a batch that should go first takes the place of another.
+"""Runs batches beside each other, on one engine that stays loaded.
 
-The one that gives way stops as an interrupted run does: its requests in flight are finished, and it is continued later.
+A batch that has to give way stops as an interrupted run does: its requests in flight are finished, while others share the
+engine with them, and it is continued later. After a death of the engine the batches run alone for a while
+(``execution/shared.py``).
 """
 
 from __future__ import annotations
@@ -10,24 +12,25 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from batchkit.commands import Say
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, Interrupted, StoreError
-from batchkit.execution.lane import KeptEngine
 from batchkit.execution.run import start_run
+from batchkit.execution.shared import SharedEngines
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
 from batchkit.execution.summary import RunSummary
 from batchkit.serve.batch import errors_of, moved, problem
-from batchkit.serve.order import Order
+from batchkit.serve.order import MOST, Order
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store, Stored
 
 _LOOK_S = 0.1
 _PAUSE_S = 10.0  # after the disk was full, or the like
-CANCEL_S = 600.0  # as OpenAI's: answers that have begun get so long
+_ALONE_S = 60.0  # without a death: then others may run beside it again
 _FOREVER = float("inf")
 
 
@@ -38,69 +41,96 @@ class Running(NamedTuple):
 
 
 class Runner:
-    """Its thread takes the first batch that is ``in_progress``, and runs it until it ends or gives way."""
+    """``look`` starts and stops runs; each works in one of the pool's threads, which live as long as the engine: the
+    kernel ends what a thread has started when that ends."""
 
     def __init__(self, settings: Settings, store: Store, say: Say) -> None:
         self._settings, self._store, self._say = settings, store, say
-        self._order, self._kept = Order(), KeptEngine(settings.folder / LOG)
-        self._lock = threading.Lock()  # the runner's thread, and those that stop its run
-        self._running: Running | None = None
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="runner")
-        self.start = self._thread.start
+        self._most = MOST if settings.job.run.workers is None else 1
+        self._order = Order()
+        self._engines = SharedEngines(settings.folder / LOG, self._on_death)
+        self._lock = threading.Lock()  # the runs, and those that start and stop them
+        self._running: dict[str, Running] = {}
+        self._alone: dict[str, float] = {}  # until when each batch has to run alone
+        self._rests_until: dict[str, float] = {}
+        self._closing, self._looked_at = threading.Event(), time.monotonic()
+        self._pool = ThreadPoolExecutor(2 * MOST, thread_name_prefix="run")
 
-    @property
-    def running(self) -> str | None:
-        """The id of the batch whose run is under way."""
+    def is_running(self, name: str) -> bool:
         with self._lock:
-            return None if self._running is None else self._running.stored.doc["id"]
+            return name in self._running
 
-    def stop(self, name: str, drain_s: float = CANCEL_S) -> None:
+    def stop(self, name: str, drain_s: float) -> None:
         """End the run of that batch, if it is under way: within ``drain_s`` of its requests in flight."""
         with self._lock:
-            if self._running is not None and self._running.stored.doc["id"] == name:
-                self._running.stop.ask(signal.SIGTERM, drain_s=drain_s)
+            if (running := self._running.get(name)) is not None:
+                running.stop.ask(signal.SIGTERM, drain_s=drain_s)
 
-    def make_way(self) -> None:
-        """Let another batch take the engine if it should go first."""
+    def look(self) -> None:
+        """Start what should run now, and let others give way."""
         with self._lock:
-            if self._running is None or self._running.stop.signum is not None:
+            self._note_use()
+            wanted = {} if self._closing.is_set() else self._wanted()
+            for name, running in self._running.items():
+                if name not in wanted:
+                    running.stop.ask(signal.SIGTERM, drain_s=_FOREVER)
+            if any(name in self._alone for name in (*wanted, *self._running)) and self._running:
                 return
-            name = self._running.stored.doc["id"]
-            waiting = self._store.all("batch", "in_progress")
-            seconds = time.monotonic() - self._running.began
-            first = self._order.first(waiting, time.time(), seconds, name)
-            if first is not None and first.doc["id"] != name:
-                self._running.stop.ask(signal.SIGTERM, drain_s=_FOREVER)
+            n_active = sum(one.stop.signum is None for one in self._running.values())
+            due = [stored for name, stored in wanted.items() if name not in self._running]
+            for stored in due[: self._most - n_active]:
+                self._begin(stored)
 
     def close(self, drain_s: float) -> None:
         """Stop within ``drain_s`` and release the engine."""
         self._closing.set()
-        if (name := self.running) is not None:
+        for name in [*self._running]:
             self.stop(name, drain_s)
-        self._thread.join()
-        self._kept.close()
+        while self._running:
+            time.sleep(_LOOK_S)
+        self._engines.close()
+        self._pool.shutdown()
 
-    def _work(self) -> None:
-        while not self._closing.is_set():
-            if (chosen := self._chosen()) is None:
-                self._closing.wait(_LOOK_S)
-            else:
-                self._run(chosen)
+    def _wanted(self) -> dict[str, Stored]:
+        now, clock = time.time(), time.monotonic()
+        in_progress = self._store.all("batch", "in_progress")
+        waiting = [
+            stored
+            for stored in in_progress
+            if stored.doc["expires_at"] > now
+            and self._rests_until.get(stored.doc["id"], 0.0) <= clock
+        ]
+        names = {stored.doc["id"] for stored in in_progress}
+        self._alone = {
+            name: until for name, until in self._alone.items() if name in names and until > clock
+        }
+        if alone := [stored for stored in waiting if stored.doc["id"] in self._alone]:
+            waiting = alone
+        most = 1 if alone else self._most
+        return {stored.doc["id"]: stored for stored in self._order.chosen(waiting, now, most)}
 
-    def _chosen(self) -> Running | None:
+    def _note_use(self) -> None:
+        now = time.monotonic()
+        owners = [running.stored.owner for running in self._running.values()]
+        if owners:
+            self._order.note_use(owners, now - self._looked_at)
+        self._looked_at = now
+
+    def _on_death(self) -> None:
+        """The engine has died: which of the runs it was shows when each is alone."""
         with self._lock:
-            try:
-                waiting = self._store.all("batch", "in_progress")
-            except StoreError as error:
-                self._say(str(error))
-                return None
-            now = time.time()
-            waiting = [one for one in waiting if one.doc["expires_at"] > now]
-            if (first := self._order.first(waiting, now)) is None:
-                return None
-            self._running = Running(first, StopRequest(), time.monotonic())
-            return self._running
+            for name, running in self._running.items():
+                self._alone[name] = _FOREVER
+                if len(self._running) > 1:
+                    running.stop.ask(signal.SIGTERM, drain_s=0)
+
+    def _begin(self, stored: Stored) -> None:
+        name = stored.doc["id"]
+        if name in self._alone:
+            self._alone[name] = time.monotonic() + _ALONE_S
+        running = Running(stored, StopRequest(), time.monotonic())
+        self._running[name] = running
+        self._pool.submit(self._run, running)
 
     def _run(self, running: Running) -> None:
         batch, summary = running.stored.doc, None
@@ -108,7 +138,9 @@ class Runner:
         try:
             job = self._settings.job_of(batch["id"], batch["input_file_id"])
             options = Options(command="serve", quiet=True)
-            summary, error = start_run(job, options=options, kept=self._kept, stop=running.stop)
+            summary, error = start_run(job, options=options, kept=self._engines, stop=running.stop)
+            if summary.stopped_by is not None:
+                error = BatchkitError(f"stopped by {summary.stopped_by}")
         except Interrupted:
             pass
         except BatchkitError as found:
@@ -116,15 +148,16 @@ class Runner:
         except Exception as found:  # ours: it must not end the service
             traceback.print_exc()
             error = BatchkitError(f"internal error: {type(found).__name__}: {found}")
-        seconds = time.monotonic() - running.began
         try:
             self._note(batch, summary, error)
         except StoreError as found:
-            self._pause(found)
+            self._rest(batch, found)
         with self._lock:
-            n_rows = 0 if summary is None else summary.ok + summary.failed - summary.skipped
-            self._order.note(running.stored.owner, seconds, n_rows)
-            self._running = None
+            if summary is not None:
+                self._order.note_rate(
+                    summary.ok + summary.failed - summary.skipped, summary.seconds
+                )
+            del self._running[batch["id"]]
 
     def _note(self, batch: Object, summary: RunSummary | None, error: BatchkitError | None) -> None:
         """Write down how the run stopped. A batch that was cancelled meanwhile stays ``cancelling``."""
@@ -132,9 +165,8 @@ class Runner:
         if isinstance(
             error, StoreError
         ):  # a full disk: nothing is lost, and it may have room later
-            self._pause(error)
-            return
-        if error is not None:
+            self._rest(batch, error)
+        elif error is not None:
             self._say(f"{name}: {error}")
             why = errors_of(problem("batch_failed", str(error)))
             self._store.change(name, lambda doc: moved(doc, "finalizing", now, errors=why))
@@ -142,9 +174,9 @@ class Runner:
             ended, counts = summary.exit in (0, 3), counts_of_summary(summary)
             self._store.change(name, _noted(ended, counts, now))
 
-    def _pause(self, error: Exception) -> None:
-        self._say(f"{error}; tried again in {_PAUSE_S:.0f} s")
-        self._closing.wait(_PAUSE_S)
+    def _rest(self, batch: Object, error: Exception) -> None:
+        self._say(f"{batch['id']}: {error}; tried again in {_PAUSE_S:.0f} s")
+        self._rests_until[batch["id"]] = time.monotonic() + _PAUSE_S
 
 
 def counts_of_summary(summary: RunSummary) -> Object:

@@ -59,4 +59,7 @@ class Settings:
         """The job of the run that is the batch."""
         source = InputTable(path=str(self.files / input_file), format="openai-batch")
         output = self.job.output.model_copy(update={"dir": str(self.runs)})
-        return self.job.model_copy(update={"name": batch, "input": source, "output": output})
+        run = self.job.run.model_copy(update={"metrics_port": None})  # several runs can't share it
+        return self.job.model_copy(
+            update={"name": batch, "input": source, "output": output, "run": run}
+        )
