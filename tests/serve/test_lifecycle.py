@@ -36,8 +36,8 @@ pytestmark = pytest.mark.vllm
 KILLS = 5
 
 
-def job_file(folder: Path, model: Path) -> str:
-    options = ", ".join(f"{name} = {_toml(value)}" for name, value in SMALL.items())
+def job_file(folder: Path, model: Path, **more: Any) -> str:
+    options = ", ".join(f"{name} = {_toml(value)}" for name, value in {**SMALL, **more}.items())
     (folder / "job.toml").write_text(f'[engine]\nmodel = "{model}"\noptions = {{ {options} }}\n')
     return "job.toml"
 
@@ -137,6 +137,25 @@ def test_a_higher_priority_goes_first(
     assert ended(client, urgent).status == "completed"
     assert client.batches.retrieve(first.id).status in ("in_progress", "finalizing")
     assert ended(client, first).status == "completed"
+
+
+def test_a_row_that_kills_the_engine_fails_alone_beside_another_batch(
+    tmp_path: Path, demo_model: Path, ask: Callable[..., dict[str, Any]]
+) -> None:
+    job = job_file(tmp_path, demo_model, worker_cls="tests.support.failing_worker.FailingWorker")
+    rows = [ask(str(n), f"Row {n}", max_tokens=24, min_tokens=24) for n in range(200)]
+    bad = [*rows[:40], ask("bad", max_tokens=24, extra_args={"poison": "error"}), *rows[40:]]
+    with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
+        batches = [submit(client, bad), submit(client, rows)]
+        until(lambda: all(_completed(client, batch.id) > 0 for batch in batches), within_s=120)
+        (with_bad, other) = (ended(client, batch, within_s=200) for batch in batches)
+        assert len(content(client, other.output_file_id)) == 200
+        assert other.error_file_id is None
+        assert len(content(client, with_bad.output_file_id)) == 200
+        (line,) = content(client, with_bad.error_file_id)
+        assert (line["custom_id"], line["error"]["code"]) == ("bad", "engine_crash")
+    checked = batchkit("serve", "--check", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_completions_and_responses_are_served_too(client: openai.OpenAI, demo_model: Path) -> None:
