@@ -21,31 +21,20 @@ from tests.support.api_server import (
     Served,
     content,
     ended,
+    job_file,
     lines_of,
     request,
     serving,
     submit,
+    texts_of,
 )
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
-from tests.support.small_vllm import SMALL
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.vllm
 KILLS = 5
-
-
-def job_file(folder: Path, model: Path, **more: Any) -> str:
-    options = ", ".join(f"{name} = {_toml(value)}" for name, value in {**SMALL, **more}.items())
-    (folder / "job.toml").write_text(f'[engine]\nmodel = "{model}"\noptions = {{ {options} }}\n')
-    return "job.toml"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{name} = {inner}" for name, inner in value.items()) + " }"
-    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +204,9 @@ def test_kills_lose_nothing_and_run_nothing_twice(
             assert batch.status == "completed", batch
             found += content(client, batch.output_file_id)
         reference = submit(client, [row for n in rows for row in rows[n]])
-        expected = _texts(content(client, ended(client, reference).output_file_id))
+        expected = texts_of(content(client, ended(client, reference).output_file_id))
         assert len(found) == len(expected) == sum(map(len, rows.values()))
-        assert _texts(found) == expected
+        assert texts_of(found) == expected
         assert {batch.id for batch in client.batches.list()} == {*made, reference.id}
     checked = batchkit("serve", "--check", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout
@@ -225,13 +214,6 @@ def test_kills_lose_nothing_and_run_nothing_twice(
         run = Run(tmp_path / "output/serve/batches" / name)
         assert run.verify().duplicates == 0
         assert sum(1 for _ in run.rows()) == len(rows[n])
-
-
-def _texts(lines: list[dict[str, Any]]) -> dict[str, str]:
-    return {
-        line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
-        for line in lines
-    }
 
 
 def test_sigterm_lets_requests_finish_and_the_next_server_goes_on(

@@ -17,6 +17,7 @@ from openai.types import Batch
 
 from tests.support.forks import LightFork
 from tests.support.own_process import begin
+from tests.support.small_vllm import SMALL
 from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -93,3 +94,22 @@ def content(client: OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     if file_id is None:
         return []
     return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def texts_of(lines: list[dict[str, Any]]) -> dict[str, str]:
+    return {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
+        for line in lines
+    }
+
+
+def job_file(folder: Path, model: Path, **more: Any) -> str:
+    options = ", ".join(f"{name} = {_toml(value)}" for name, value in {**SMALL, **more}.items())
+    (folder / "job.toml").write_text(f'[engine]\nmodel = "{model}"\noptions = {{ {options} }}\n')
+    return "job.toml"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{name} = {inner}" for name, inner in value.items()) + " }"
+    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')

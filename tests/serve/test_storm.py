@@ -1,0 +1,68 @@
+"""Five keys, thirty batches and 20,000 rows on real vLLM, while the server is killed twenty times."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from batchkit import Run
+from tests.support.api_server import content, ended, job_file, request, serving, submit, texts_of
+from tests.support.forks import Fork
+from tests.support.own_process import batchkit
+
+pytestmark = [pytest.mark.vllm, pytest.mark.release]
+KILLS, KEYS, SIZES = 20, 5, (10, 50, 300, 600, 1000, 2040)
+LONG_S = 900  # for all rows on two busy cores
+
+
+@pytest.mark.timeout(3 * LONG_S)
+def test_storm_of_kills(tmp_path: Path, demo_model: Path) -> None:
+    def rows(key: int, size: int) -> list[dict[str, Any]]:
+        body = {"min_tokens": 2, "max_tokens": 6}
+        names = (f"{key}-{size}-{i}" for i in range(size))
+        return [request(name, demo_model.name, f"Row {name}", **body) for name in names]
+
+    batches = {(key, size): rows(key, size) for key in range(KEYS) for size in SIZES}
+    rng, order, made = random.Random(7), list(batches), dict[tuple[int, int], str]()
+    rng.shuffle(order)
+    args = (job_file(tmp_path, demo_model), "--api-key-file", "keys.txt")
+    keys = [
+        batchkit("serve", *args, "--new-key", f"k{n}", cwd=tmp_path).stdout.strip()
+        for n in range(KEYS)
+    ]
+    for _ in range(KILLS):
+        with serving(*args, cwd=tmp_path, start=Fork) as served:
+            clients, until_s = (
+                list(map(served.client, keys)),
+                time.monotonic() + rng.uniform(0.2, 9),
+            )
+            with suppress(openai.APIConnectionError):
+                while time.monotonic() < until_s:
+                    due = [one for one in order if one not in made]
+                    if due and rng.random() < 0.5:
+                        made[due[0]] = submit(clients[due[0][0]], batches[due[0]]).id
+                    time.sleep(0.05)
+            served.kill()
+    with serving(*args, cwd=tmp_path, start=Fork) as served:
+        clients = list(map(served.client, keys))
+        for one in batches.keys() - made.keys():
+            made[one] = submit(clients[one[0]], batches[one]).id
+        lines: list[dict[str, Any]] = []
+        for (key, _), name in made.items():
+            batch = ended(clients[key], clients[key].batches.retrieve(name), within_s=LONG_S)
+            assert batch.status == "completed", batch
+            lines += content(clients[key], batch.output_file_id)
+        everything = submit(clients[0], [row for of in batches.values() for row in of])
+        undisturbed = ended(clients[0], everything, within_s=LONG_S)
+        assert len(lines) == len(texts_of(lines)) == 20_000
+        assert texts_of(lines) == texts_of(content(clients[0], undisturbed.output_file_id))
+    checked = batchkit("serve", "--check", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout
+    audits = [Run(tmp_path / "output/serve/batches" / name).verify() for name in made.values()]
+    assert sum(audit.records for audit in audits) == 20_000, "a row was run twice"
