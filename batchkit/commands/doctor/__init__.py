@@ -15,7 +15,7 @@ from batchkit.config.installation import how_to_install, how_to_reinstall
 from batchkit.config.masking import is_secret, masked_text
 from batchkit.engines.memory import Gpu
 
-VLLM_RANGE = ((0, 26), (0, 33))  # supported by engines/vllm/; as in pyproject.toml
+VLLM_RANGE = ((0, 27), (0, 32))  # supported by engines/vllm/; as in pyproject.toml
 MIN_DISK_GIB = 5
 MIN_MEMORY_GIB = 4
 MIN_SHM_GIB = 1  # containers get 64 MiB; vLLM's processes and NCCL communicate through it
