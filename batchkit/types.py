@@ -120,8 +120,12 @@ class Audio:
         return self.samples.nbytes
 
     @property
+    def seconds(self) -> float:
+        return len(self.samples) / self.sample_rate
+
+    @property
     def in_words(self) -> str:
-        return f"sound of {len(self.samples) / self.sample_rate:.1f} s"
+        return f"sound of {self.seconds:.1f} s"
 
 
 class Video:
@@ -175,6 +179,38 @@ class Pair(NamedTuple):
     is_list: bool
 
 
+class Speech(NamedTuple):
+    """How the sound of a request of ``task = "transcribe"`` is written down. ``prompt``: what was said before.
+    ``timestamps``: the answer says when each sentence begins and ends, as Whisper does: ``<|0.00|> Hello.<|1.20|>``."""
+
+    language: str | None = None
+    prompt: str = ""
+    timestamps: bool = True
+
+
+class Segment(TypedDict):
+    """A sentence or so of a recording, in seconds from its start."""
+
+    start: float
+    end: float
+    text: str
+
+
+class Coverage(TypedDict):
+    """Where a recording has sound, and its transcript nothing: from when to when, and how many seconds in all."""
+
+    missing_s: float
+    gaps: list[list[float]]
+
+
+class Transcript(Struct, frozen=True):
+    """What is said in a recording of so many ``seconds``. ``coverage``: what may be missing; None if nothing is."""
+
+    seconds: float
+    segments: Sequence[Segment]
+    coverage: Coverage | None = None
+
+
 Key = int | tuple[int, str, int]
 
 
@@ -194,7 +230,8 @@ class Request(Struct, frozen=True):
     is the parameter of OpenAI's API. ``lora``: the name of its adapter, "" for the model alone; None if the
     job has no ``prompt.lora``. ``endpoint``: the one of OpenAI's API that the row's batch line is for, as
     "responses" or "chat/completions"; None if the row is no such line. ``call`` is None if the row has only this one generation.
-    ``clips``: the sound and video of a plain prompt, whose text says where they are in the model's own way.
+    ``clips``: the sound and video of a plain prompt, whose text says where they are in the model's own way. ``speech``:
+    set if their sound is transcribed.
     """
 
     row: Row
@@ -215,6 +252,7 @@ class Request(Struct, frozen=True):
     endpoint: str | None = None
     call: Call | None = None
     clips: Sequence[Any] = []  # Clip, but msgspec takes no union of two such types
+    speech: Speech | None = None
 
     @property
     def key(self) -> Key:
@@ -334,7 +372,7 @@ class Completion(Struct, frozen=True):
     what each of ``[[steps]]`` answered, as the record has it. ``earlier_usage``: of other attempts in
     this start, which are paid for, too; None if there were none. ``selected``: the number of the choice
     that counts, if ``[select]`` picked one; ``votes``: how many choices have each prediction, if it
-    counted them.
+    counted them. ``transcript``: of a whole recording.
     """
 
     request: Request
@@ -350,6 +388,7 @@ class Completion(Struct, frozen=True):
     steps: Mapping[str, Any] | None = None
     selected: int | None = None
     votes: Mapping[str, int] | None = None
+    transcript: Transcript | None = None
 
     @property
     def choice(self) -> Choice | None:
@@ -442,6 +481,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     answered; ``usage`` and ``latency_s`` are sums. ``generations_lost``: how many of them ``steps.jsonl`` lost
     in a crash.
     ``selected`` and ``votes`` as in ``Completion``. ``lora`` and ``endpoint`` as in ``Request``. ``dry_run``: an engine that has no model answered.
+    ``seconds``, ``segments`` and ``coverage`` as in ``Transcript``.
     """
 
     attempt: Annotated[int, Meta(ge=0, lt=2**31)]
@@ -472,6 +512,9 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     lora: str | None = None
     endpoint: str | None = None
     dry_run: bool = False
+    seconds: float | None = None
+    segments: Sequence[Segment] | None = None
+    coverage: Coverage | None = None
 
 
 def line_of_choice(choice: Choice) -> ChoiceLine:

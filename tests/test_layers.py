@@ -45,6 +45,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "engines.vllm.parsing",
         "engines.vllm.pooling",
         "engines.vllm.renderer",
+        "engines.vllm.speech",
         "engines.vllm.stepper",
     },
     "torch": {
@@ -59,6 +60,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "engines.transformers.batch",
         "engines.transformers.engine",
         "engines.transformers.rendering",
+        "scoring.speech",
     },
     "torchvision": set(),
     "httpx": {"commands.export.upload", "engines.openai.connections", "rendering.media.download"},

@@ -308,6 +308,8 @@ def retry_failed(
 @options.export_format(
     "--realhit", "results_<time>.json and checkpoint.json of RealHiTBench's harness."
 )
+@options.export_format("--srt", "Transcripts as subtitles, ID.srt for each recording, in a folder.")
+@options.export_format("--vtt", "The same as WebVTT.")
 @click.option(
     "--hub",
     metavar="OWNER/NAME",
@@ -339,7 +341,7 @@ def export(
 ) -> None:
     """Write the newest record of each row of RUN, in input order.
 
-    Without PATH: a file (--realhit: a folder) in the run folder. Scores are the newest, too. Exits with 1 if
+    Without PATH: a file (--realhit, --srt, --vtt: a folder) in the run folder. Scores are the newest, too. Exits with 1 if
     they are written, but could not be sent.
     """
     from batchkit.commands.export import export as write
@@ -548,6 +550,28 @@ def demo_tables(folder: Path, count: int, seed: int) -> None:
         f"batchkit run --model batchkit-demo --input {rows} --set media.root={folder}"
         """ --images "{{ image }}" --prompt "{{ question }}" --output answers.csv"""
     )
+
+
+@cli.command("demo-digits")
+@click.argument("folder", type=FILE)
+@click.option("--count", default=40, type=click.IntRange(1), show_default=True, help="Recordings.")
+@click.option(
+    "--minutes",
+    default=10.0,
+    type=click.FloatRange(0, 120),
+    show_default=True,
+    help="A further one is so long; none if 0.",
+)
+@click.option("--seed", default=0, show_default=True, help="Another one gives other recordings.")
+def demo_digits(folder: Path, count: int, minutes: float, seed: int) -> None:
+    """Write recordings of digits that batchkit-demo-speech hears to FOLDER: each digit is two tones, as on a telephone.
+
+    FOLDER/recordings.jsonl has a row for each: id, recording, text and times.
+    """
+    from batchkit.commands.demo_digits import build_demo_digits
+
+    build_demo_digits(folder, count=count, minutes=minutes, seed=seed)
+    echo(f"{folder / 'recordings.jsonl'}: recordings of digits, with what is said in them and when")
 
 
 @cli.command()

@@ -193,7 +193,7 @@ def _shown(job: JobConfig, request: Request, prompt: RenderedPrompt) -> str:
     sizes = ", ".join(f"{image.size[0]}x{image.size[1]}" for image in request.images)
     clips = "".join(f", {clip.in_words}" for clip in request.all_clips)
     tokens = "uncounted" if prompt.prompt_tokens is None else f"{prompt.prompt_tokens:,}"
-    table = "sampling" if job.task == "generate" else "pooling"
+    table = "sampling" if job.generates else "pooling"
     tools = ""
     if request.tools:
         choice = request.tool_choice or "auto"

@@ -21,7 +21,7 @@ import orjson
 from pydantic import PositiveInt
 
 from batchkit.config.answer_schema import example, schema_in
-from batchkit.config.tables import JobConfig, Table, TaskName
+from batchkit.config.tables import GENERATING, JobConfig, Table, TaskName
 from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.entities import entities_in, tags_of
 from batchkit.engines.request_checks import problems_with
@@ -75,7 +75,7 @@ class DryRunEngine:
 
     def _answer(self, request: Request) -> Completion:
         prompt_tokens = len(as_text(request).split())
-        if self._task != "generate":
+        if self._task not in GENERATING:
             task = task_of(request.endpoint, self._task)
             usage, pooled = Usage(prompt_tokens, 0), _pooled(request, task)
             return Completion(request, usage=usage, latency_s=self._latency_s, pooled=pooled)
@@ -85,6 +85,8 @@ class DryRunEngine:
 
     def _choice(self, request: Request) -> Choice:
         text = f"dry-run: no model answered row {request.row.index}"
+        if request.speech is not None and request.speech.timestamps:
+            text = "".join(f"<|0.00|>{text}<|{clip.seconds:.2f}|>" for clip in request.clips)
         if request.step == self._judge:
             return Choice("1", "stop")
         if (call := _forced_call(request, text)) is not None:

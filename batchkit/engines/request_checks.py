@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from batchkit.config.problems import problems_in
 from batchkit.config.regular_file import read_text
 from batchkit.config.suggest import nearest
-from batchkit.config.tables import DEMO_MODEL, JobConfig, Table
+from batchkit.config.tables import DEMO_MODEL, DEMO_MODELS, JobConfig, Table
 from batchkit.config.tool_definitions import why_not_forced
 from batchkit.errors import JobError, PromptTooLongError, RequestError
 from batchkit.types import Request
@@ -47,8 +47,12 @@ def missing_model(model: str) -> str | None:
         found = f"{model} holds no model: it has no config.json"
     elif not folder.exists() and (folder.is_absolute() or model.startswith(".")):
         found = f"no folder {model}"
-    elif not folder.exists() and nearest(model, [DEMO_MODEL], cutoff=0.85) and model != DEMO_MODEL:
-        return f"engine.model: no model {model}; did you mean {DEMO_MODEL!r}?"
+    elif (
+        not folder.exists()
+        and model not in DEMO_MODELS
+        and (near := nearest(model, [*DEMO_MODELS], cutoff=0.85))
+    ):
+        return f"engine.model: no model {model}; did you mean {near!r}?"
     else:
         return None
     return (

@@ -154,6 +154,6 @@ class _Newest:
 
 
 def _operation(job: JobConfig) -> str:
-    if job.task == "generate":
+    if job.generates:
         return "chat" if job.prompt.chat else "text_completion"
     return _OPERATIONS.get(job.task, job.task)

@@ -33,6 +33,7 @@ _BEGUN = {
     "classify": "classifying",
     "token_classify": "classifying tokens",
     "score": "scoring pairs",
+    "transcribe": "transcribing",
 }
 
 
@@ -259,5 +260,5 @@ class Loop:
             failures=failures,
             source=tasks.input.source,
             run=run.manifest.created_at,
-            generates=job.task == "generate",
+            generates=job.generates,
         )

@@ -56,7 +56,7 @@ class Screen:
             job.folder,
             interval_s=job.run.checkpoint_interval_s,
             quiet=start.options.quiet,
-            generates=job.task == "generate",
+            generates=job.generates,
         )
         self.say, self.note = self._progress.event, self._progress.note
         self.waiting = self._progress.waiting

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from msgspec import UNSET, Raw
+from msgspec import UNSET, Raw, structs
 from msgspec.structs import replace
 
 from batchkit.config.masking import masked_text
@@ -122,6 +122,7 @@ def to_record(
         prediction=UNSET if scored is None else scored.prediction,
         scores=None if scored is None else scored.scores,
         unscored=None if scored is None else scored.unscored,
+        **({} if error is not None else _of_transcript(completion)),
         **({} if completion.pooled is None or error is not None else _of_pooled(completion)),
     )
 
@@ -129,6 +130,11 @@ def to_record(
 def _raw(value: Any) -> Raw:
     """Any value as JSON: msgspec writes some that come from Python in another way than orjson."""
     return Raw(encoded(value)[:-1])
+
+
+def _of_transcript(completion: Completion) -> dict[str, Any]:
+    found = completion.transcript
+    return {} if found is None else structs.asdict(found)
 
 
 def _of_pooled(completion: Completion) -> dict[str, Any]:

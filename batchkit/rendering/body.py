@@ -36,6 +36,7 @@ _TASKS: dict[str, TaskName] = {
     "classify": "classify",
     "score": "score",
     "rerank": "score",
+    "audio/transcriptions": "transcribe",
 }
 # By a job's task, those whose lines its engine may answer: a model that gives vectors compares texts by
 # them, and one with classes by its only class.
@@ -46,6 +47,7 @@ _SERVED: dict[TaskName, tuple[TaskName, ...]] = {
     "classify": ("classify", "score"),
     "token_classify": ("classify",),
     "score": ("score", "embed", "classify"),
+    "transcribe": ("transcribe",),
 }
 # By a job's task, that of lines which get an answer for each token there.
 _FOR_EACH_TOKEN = {"token_embed": "embed", "token_classify": "classify"}

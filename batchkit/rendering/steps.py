@@ -20,6 +20,7 @@ from batchkit.errors import (
 from batchkit.rendering.media import load_media
 from batchkit.rendering.messages import Message
 from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer
+from batchkit.rendering.speech import SpeechRenderer
 from batchkit.rendering.templates.prompt import PathTemplate
 from batchkit.rendering.templates.sandbox import keys_read
 from batchkit.sources.rowhash import input_hash
@@ -190,7 +191,7 @@ def _problem(name: str, part: str | None, earlier: Mapping[str, StepTable]) -> s
     return None
 
 
-Renderer = PromptRenderer | StepsRenderer
+Renderer = PromptRenderer | StepsRenderer | SpeechRenderer
 
 
 def renderer_of(
@@ -200,7 +201,9 @@ def renderer_of(
     load: LoadMedia = load_media,
 ) -> Renderer:
     """What renders the rows of ``job``; raises JobError if a template of it can't be used."""
-    made = StepsRenderer if job.steps else PromptRenderer
+    made: type[Renderer] = StepsRenderer if job.steps else PromptRenderer
+    if job.task == "transcribe":
+        made = SpeechRenderer
     return made(job, adjust_sampling=adjust_sampling, load=load)
 
 

@@ -27,7 +27,7 @@ from batchkit.errors import StoreError
 from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
-from batchkit.storage.lines import POOLED, failure_kind, record_in, whole_record
+from batchkit.storage.lines import NO_TEXT, failure_kind, record_in, whole_record
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import last_of_each
 from batchkit.storage.score_store import SCORES, score_lines
@@ -203,7 +203,7 @@ class Index:
         if (
             record.choices
             or record.tool_calls
-            or any(getattr(record, n) is not None for n in POOLED)
+            or any(getattr(record, n) is not None for n in NO_TEXT)
         ):
             line = orjson.loads(raw)
             answer, kind = "\n".join(answers_in_words(line)), failure_kind(line) or ""

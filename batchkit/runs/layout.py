@@ -114,6 +114,11 @@ _REASONING = {
 }
 _TOOL_CALLS = {"tool_calls": Column("string", ("tool_calls",))}
 _GENERATIONS = {"generations": Column("int64", ("generations",))}
+_TRANSCRIPT = {
+    "seconds": Column("double", ("seconds",)),
+    "segments": Column("string", ("segments",)),
+    "missing_s": Column("double", ("coverage", "missing_s")),
+}
 _SELECTED = {"selected": Column("int64", ("selected",))}
 _VOTES = {"votes": Column("string", ("votes",))}
 _LORA = {"lora": Column("string", ("lora",))}
@@ -131,8 +136,10 @@ _SCORES = {
 
 def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
     """Those for what the job's answers hold besides text."""
-    if job.task != "generate":
+    if not job.generates:
         return _pooled_columns(log, job)
+    if job.task == "transcribe":
+        return {**_GENERATIONS, **_TRANSCRIPT}
     by = job.select.by
     engine, is_server = job.engine, job.engine.kind == "openai-server"
     return {

@@ -13,7 +13,7 @@ import numpy as np
 from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Delta, Flip
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.scores import table_of_index
-from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name
+from batchkit.scoring.metrics import ERROR_RATES, OUT_OF_TEN, ScoreTable, group_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -186,5 +186,7 @@ def flipped(scorer: str, before: Table, after: Table) -> Table:
     is_binary = all(np.isin(found[~np.isnan(found)], (0, 1)).all() for found in (before, after))
     graded = REWARD_STEP if scorer in OUT_OF_TEN else GRADED_STEP
     step = 1.0 if is_binary and scorer not in OUT_OF_TEN else graded
+    if scorer in ERROR_RATES:
+        change = -change
     found: Table = np.sign(change) * (np.abs(change) >= step - 1e-9)
     return found

@@ -19,6 +19,7 @@ from batchkit.config.seams import SCORERS
 from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.scoring.bounds import Unscorable
 from batchkit.scoring.extract import extracted
+from batchkit.scoring.metrics import ERROR_RATES
 from batchkit.scoring.overlap import preload
 from batchkit.scoring.scorers import score_by
 from batchkit.sources.where import compile_where
@@ -83,9 +84,10 @@ class Scoring:
     def score(self, text: str, fields: Mapping[str, Any], row_id: str) -> Scored:
         """The prediction in ``text`` and its scores; never raises for what a model wrote.
 
-        A blank text is unscored. The log has one only as the first of several choices.
+            A blank text is unscored, unless its missing words count. The log has one only as the first of several choices, or
+        of a recording in which nothing is heard.
         """
-        if not text.strip():
+        if not text.strip() and not {*ERROR_RATES} & {*self.scorers}:
             return self.score_prediction(None, fields, row_id, [_BLANK])
         table, reasons = self.table_for(fields), list[str]()
         prediction = self._extracted(text, table, row_id, reasons)

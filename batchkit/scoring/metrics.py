@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OUT_OF_TEN = ("reward",)
+ERROR_RATES = ("wer", "cer")
+"""Lower is better."""
 ALL = "all"
 _MOST_REASONS = 20
 _NAMES = {
@@ -25,6 +27,8 @@ _NAMES = {
     "judge": "GPT_EVAL",
     "ecr": "ECR",
     "pass": "PASS",
+    "wer": "WER",
+    "cer": "CER",
 }
 
 

@@ -1,6 +1,6 @@
 """Scorers: one function each, from a prediction and the right answer to a score.
 
-Each returns a number from 0 to 1 (``reward``: to 10), or None: unscored, which is never the same as 0. The
+Each returns a number from 0 to 1 (``reward``: to 10; ``wer`` and ``cer`` may be over 1), or None: unscored, which is never the same as 0. The
 right answer is None if the row has none. CONTRIBUTING.md says how to add one.
 """
 
@@ -25,6 +25,8 @@ SCORERS = {
     "numeric": "batchkit.scoring.scorers:numeric",
     "choice": "batchkit.scoring.scorers:choice",
     "reward": "batchkit.scoring.scorers:reward",
+    "wer": "batchkit.scoring.speech:wer",
+    "cer": "batchkit.scoring.speech:cer",
 }
 
 _pair = lru_cache(maxsize=1)(pair)  # normalised once for all scorers

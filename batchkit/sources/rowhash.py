@@ -45,6 +45,8 @@ def _content(value: Any) -> Any:
         is_of_objects = value.dtype.hasobject  # whose bytes are addresses
         content = value.tolist() if is_of_objects else _digest(value)
         return [kind, str(value.dtype), value.shape, content]
+    if hasattr(value, "samples"):  # of a clip
+        return [kind, value.sample_rate, _digest(value.samples)]
     for name in ("to_dict", "to_list", "__array__"):  # tables, columns and tensors
         if hasattr(value, name):
             return [kind, getattr(value, name)()]

@@ -17,7 +17,7 @@ from batchkit.storage.plain_json import valid
 from batchkit.types import ChoiceLine, Count, Counted, ErrorInfo, Record, ToolCall, Usage
 
 LINE_HEAD = b'{"index":'
-POOLED = ("embedding", "label", "score")  # what answers a row of a pooling task
+NO_TEXT = ("embedding", "label", "score", "segments")  # answers that may have no text
 
 
 class Generation(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -107,7 +107,7 @@ def failure_kind(record: Mapping[str, Any]) -> str | None:
     """The record's error kind; ``empty`` for an ok record without an answer; None for an answer."""
     if record["status"] == "failed":
         return str((record.get("error") or {}).get("kind", "unknown"))
-    if any(record.get(name) is not None for name in POOLED):
+    if any(record.get(name) is not None for name in NO_TEXT):
         return None
     choices = record.get("choices") or [record]
     is_answer = any((c.get("text") or "").strip() or c.get("tool_calls") for c in choices)

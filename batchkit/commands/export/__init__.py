@@ -42,6 +42,8 @@ EXPORTS = {
     "npy": "batchkit.commands.export:write_npy",
     "openai": "batchkit.commands.export.openai:write_openai",
     "realhit": "batchkit.commands.export.realhit:write_realhit",
+    "srt": "batchkit.commands.export.subtitles:write_srt",
+    "vtt": "batchkit.commands.export.subtitles:write_vtt",
 }
 """Each a function of the run folder and the path that writes the file, and returns how many rows each
 file has that it wrote."""
@@ -51,6 +53,8 @@ _NAMES = {  # others are results.NAME
     "safe-csv": "results.csv",
     "openai": "results.openai.jsonl",
     "realhit": "realhit",
+    "srt": "subtitles",
+    "vtt": "subtitles",
 }
 
 
@@ -87,7 +91,7 @@ def export(
     force: bool = False,
 ) -> list[Exported]:
     """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``npy``, ``openai``,
-    ``realhit`` or what another package adds.
+    ``realhit``, ``srt``, ``vtt`` or what another package adds.
 
     Without ``path``: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
     since ``results.jsonl`` is the log). ``safe-csv`` is a CSV that is safe to open in a
@@ -95,7 +99,8 @@ def export(
     vectors as one matrix, and the ids of its rows into a file beside it; of ``token_embed`` and ``token_classify``,
     which have several vectors a row, also where each row's begin (``offsets.npy``). ``openai`` writes
     two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
-    folder ``path`` or as the file ``path``. ``force``: a file that no export has written is replaced, too. ``say``
+    folder ``path`` or as the file ``path``; ``srt`` and ``vtt`` write a file for each transcript into the folder
+    ``path``. ``force``: a file that no export has written is replaced, too. ``say``
     is called if rows have no answer yet, and if a spreadsheet would run a cell of ``csv``.
 
     Raises:

@@ -133,7 +133,7 @@ def _origin(manifest: Manifest, job: JobConfig) -> Iterator[tuple[str, str]]:
     yield "Engine", job.engine.kind
     yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     yield "Input", ", ".join(files[:3]) + more
-    yield "Sampling" if job.task == "generate" else "Pooling", settings
+    yield "Sampling" if job.generates else "Pooling", settings
     yield "Steps", " → ".join(step.name for step in job.steps)
     yield "Scoring", ", ".join(scoring) if job.scoring.is_on else ""
     yield "Seed", str(manifest.seed)

@@ -6,6 +6,7 @@ Every default lives here, once. ``docs/job-file.md`` is generated from these cla
 from batchkit.config.tables.base import Seconds, Table
 from batchkit.config.tables.engine import (
     DEMO_MODEL,
+    DEMO_MODELS,
     EngineTable,
     SamplingTable,
     ServerTable,
@@ -22,16 +23,20 @@ from batchkit.config.tables.scoring import (
 from batchkit.config.tables.steps import RolloutTable, SelectTable, StepTable
 from batchkit.config.tables.task import (
     FOR_VECTORS,
+    GENERATING,
     OF_TOKENS,
     WITH_VECTORS,
     PairTable,
     PoolingTable,
+    SpeechTable,
     TaskName,
 )
 
 __all__ = [
     "DEMO_MODEL",
+    "DEMO_MODELS",
     "FOR_VECTORS",
+    "GENERATING",
     "OF_TOKENS",
     "WITH_VECTORS",
     "EngineTable",
@@ -52,6 +57,7 @@ __all__ = [
     "Seconds",
     "SelectTable",
     "ServerTable",
+    "SpeechTable",
     "StepTable",
     "Table",
     "TaskName",

@@ -20,7 +20,9 @@ from batchkit.config.seams import EngineKind
 from batchkit.config.server_command import check_command
 from batchkit.config.tables.base import Free, Identity, PositiveSeconds, Table
 
-DEMO_MODEL = "batchkit-demo"  # comes with the package
+DEMO_MODEL = "batchkit-demo"
+DEMO_MODELS = {DEMO_MODEL: "demo_model", f"{DEMO_MODEL}-speech": "demo_speech"}
+"""Those that come with the package, and their folders in it."""
 _TEMPLATE = r"^\s*\{\{.*\}\}\s*$"
 Template = Annotated[str, Field(pattern=_TEMPLATE)]
 _VARIABLE = re.compile(r"(?!hf_|gsk_|[a-z]+_\w{20})[A-Za-z_]\w*")  # and no key, as hf_… is
@@ -59,8 +61,8 @@ class EngineTable(Table):
     """`transformers` runs the model without vLLM, in static batches: slower; `openai-server` sends
     every row to a server that speaks OpenAI's API; `dry-run` answers at once without a model."""
     model: Identity[str] = ""
-    """A folder, a name on the Hugging Face hub, or `batchkit-demo`, a tiny model that comes with
-    batchkit and reads small tables (docs/demo-model.md); with `openai-server`, the name that the
+    """A folder, a name on the Hugging Face hub, or one of two tiny models that come with batchkit (docs/demo-model.md):
+    `batchkit-demo`, which reads small tables, and `batchkit-demo-speech`, which hears digits; with `openai-server`, the name that the
     server knows it by, or a `.gguf` file for `[engine.server]`."""
     base_url: Free[str | None] = None
     """With `openai-server`: the URL of the API of a running server, for example
@@ -102,9 +104,9 @@ class EngineTable(Table):
 
     @property
     def model_source(self) -> str:
-        """What an engine opens: ``model``, or the folder of the demo model."""
-        if self.model == DEMO_MODEL:
-            return str(Path(__file__).parents[2] / "demo_model")
+        """What an engine opens: ``model``, or the folder of a demo model."""
+        if (folder := DEMO_MODELS.get(self.model)) is not None:
+            return str(Path(__file__).parents[2] / folder)
         return self.model
 
     @field_validator("api_key_env")

@@ -26,7 +26,14 @@ from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
 from batchkit.config.tables.scoring import ScoringTable
 from batchkit.config.tables.steps import RolloutTable, SelectTable, StepTable
-from batchkit.config.tables.task import WITH_VECTORS, PairTable, PoolingTable, TaskName
+from batchkit.config.tables.task import (
+    GENERATING,
+    WITH_VECTORS,
+    PairTable,
+    PoolingTable,
+    SpeechTable,
+    TaskName,
+)
 from batchkit.config.values import check_values
 from batchkit.errors import JobError
 
@@ -52,7 +59,7 @@ class JobConfig(Table):
     """What the model does with a row: `generate` text; or vLLM's pooling tasks: `embed` gives a
     vector, `token_embed` one for each token of the prompt, `classify` a label and the probabilities of the model's
     classes, `token_classify` these for each token of the prompt, and named entities, `score` a number for each document
-    of `[pair]`. Lines of an OpenAI batch file go by their own task if the model does both."""
+    of `[pair]`; `transcribe` gives what is said in a recording. Lines of an OpenAI batch file go by their own task if the model does both."""
     input: InputTable = InputTable()
     vars: Identity[dict[str, Any]] = Field({})
     """Free names for the templates."""
@@ -62,6 +69,7 @@ class JobConfig(Table):
     engine: EngineTable
     sampling: SamplingTable = SamplingTable()
     pooling: PoolingTable = PoolingTable()
+    speech: SpeechTable = SpeechTable()
     run: RunTable = RunTable()
     retry: RetryTable = RetryTable()
     output: OutputTable = OutputTable()
@@ -122,14 +130,21 @@ class JobConfig(Table):
 
     def params(self) -> dict[str, Any]:
         """The parameters of a request, by the names of ``vllm.SamplingParams``, or of
-        ``vllm.PoolingParams`` if the task is not ``generate``."""
-        return self.sampling.params() if self.task == "generate" else self.pooling.params()
+        ``vllm.PoolingParams`` if the task is one of pooling."""
+        return self.sampling.params() if self.generates else self.pooling.params()
+
+    @property
+    def generates(self) -> bool:
+        """Whether the answer is a text."""
+        return self.task in GENERATING
 
     @property
     def may_have_lines(self) -> bool:
         """Whether the rows may be lines of an OpenAI batch file, each for an endpoint of its own."""
         prompt = self.prompt
         of_job = (prompt.user, prompt.user_file, prompt.system, prompt.system_file, prompt.images)
+        if self.task == "transcribe":
+            return not prompt.audios
         return not any(of_job) and not self.pair.is_set
 
     @property
@@ -139,7 +154,7 @@ class JobConfig(Table):
     @property
     def has_several(self) -> bool:
         """True if a row may have several generations."""
-        return bool(self.steps) or self.rollout is not None
+        return bool(self.steps) or self.rollout is not None or self.task == "transcribe"
 
     @property
     def parsing(self) -> set[str]:
@@ -218,10 +233,17 @@ class JobConfig(Table):
         return self
 
     @model_validator(mode="after")
+    def _normalises_english(self) -> JobConfig:
+        if self.scoring.normalizer is None and self.speech.language == "en":
+            scoring = self.scoring.model_copy(update={"normalizer": "english"})
+            object.__setattr__(self, "scoring", scoring)  # it is frozen
+        return self
+
+    @model_validator(mode="after")
     def _sends_texts_as_they_are(self) -> JobConfig:
         """As ``vllm.LLM.embed`` does; its server applies the chat template to images."""
         chat_is_meant = "chat" in self.prompt.model_fields_set or self.prompt.has_media
-        if self.task != "generate" and not chat_is_meant:
+        if not self.generates and not chat_is_meant:
             prompt = self.prompt.model_copy(update={"chat": False})
             object.__setattr__(self, "prompt", prompt)  # it is frozen
         return self

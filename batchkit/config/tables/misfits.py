@@ -13,7 +13,7 @@ from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.tables.scoring import ScoringTable
 from batchkit.config.tables.steps import StepTable
-from batchkit.config.tables.task import FOR_VECTORS, OF_TOKENS, WITH_VECTORS
+from batchkit.config.tables.task import FOR_VECTORS, OF_TOKENS, WITH_VECTORS, SpeechTable
 from batchkit.config.tool_definitions import why_not_forced
 
 if TYPE_CHECKING:
@@ -68,9 +68,13 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
     task, pair, pooling = job.task, job.pair, job.pooling
     if task != "score" and pair.is_set:
         yield f'[pair]: is for task = "score"; task is "{task}"'
-    if task == "generate":
+    if task != "transcribe" and job.speech != SpeechTable():
+        yield f'[speech]: is for task = "transcribe"; task is "{task}"'
+    if job.generates:
         if pooling.params():
-            yield '[pooling]: is for the other tasks; parameters of "generate" belong in [sampling]'
+            yield f'[pooling]: is for the other tasks; parameters of "{task}" belong in [sampling]'
+        if task == "transcribe":
+            yield from _misfits_of_speech(job)
         return
     if job.engine.kind == "transformers":
         yield f'engine.kind: "transformers" has no task "{task}"; use "vllm" or a server'
@@ -87,6 +91,24 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
         yield from _misfits_of_score(job)
     elif not job.prompt.chat and (job.prompt.system or job.prompt.system_file):
         yield f"prompt.system: task {task} sends only prompt.user, unless prompt.chat = true"
+
+
+def _misfits_of_speech(job: JobConfig) -> Iterator[str]:
+    if job.engine.kind == "transformers":
+        yield 'engine.kind: "transformers" has no task "transcribe"; use "vllm" or a server'
+    if len(job.prompt.audios) != 1 and not (job.may_have_lines and job.input.may_be_batch):
+        found = len(job.prompt.audios)
+        yield f'prompt.audios: has {found} templates, and task = "transcribe" reads one recording a row'
+    for key, is_set in _of_generation(job):
+        if is_set and key not in ("[sampling]", "[scoring]", "retry.temperatures"):
+            yield f'{key}: is for task = "generate"; task is "transcribe", so leave it out'
+    for name in _OF_PROMPT:
+        if name not in ("audios", "chat") and getattr(job.prompt, name):
+            yield f'prompt.{name}: task = "transcribe" reads prompt.audios alone; speech.prompt is what comes before'
+    if job.params().get("n", 1) != 1:
+        yield 'sampling.n: a recording has one transcript; task = "transcribe" needs n = 1'
+    if job.speech.overlap_seconds * 4 > job.speech.part_seconds:
+        yield "speech.overlap_seconds: is more than a quarter of speech.part_seconds; lower it"
 
 
 def _misfits_of_exports(job: JobConfig) -> Iterator[str]:

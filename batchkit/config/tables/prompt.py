@@ -136,7 +136,7 @@ class MediaTable(Table):
     """Longer videos are refused."""
     audio_sample_rate: Identity[PositiveInt] = 16000
     """Sound is resampled to it, and mixed to one channel. Most models hear 16,000 samples a second."""
-    max_audio_seconds: Free[PositiveFloat] = 3600
+    max_audio_seconds: Free[PositiveFloat] = 7200
     """Longer sound is refused."""
     max_decode_bytes: Free[PositiveInt] = 2**30
     """An image or a clip that would need more memory while decoding is refused."""

@@ -94,6 +94,9 @@ class ScoringTable(Table):
     docs/scoring.md lists them."""
     tolerance: NonNegativeFloat = 0.01
     """For `numeric`: how far off, as a share of the reference."""
+    normalizer: Literal["english", "basic"] | None = None
+    """For `wer` and `cer`: which of Whisper's text normalisers both texts go through. By default `english` if
+    `speech.language` is `en`, else `basic`."""
     default_reward: float | None = None
     """The score of an answer without a number; by default it is unscored."""
     allow_code: bool = False

@@ -1,14 +1,25 @@
-"""``task``, ``[pair]`` and ``[pooling]``, and which other keys fit them."""
+"""``task``, ``[pair]``, ``[pooling]`` and ``[speech]``, and which other keys fit them."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from batchkit.config.tables.base import Identity, Table
 
-TaskName = Literal["generate", "embed", "token_embed", "classify", "token_classify", "score"]
+TaskName = Literal[
+    "generate", "embed", "token_embed", "classify", "token_classify", "score", "transcribe"
+]
+GENERATING = ("generate", "transcribe")
+"""Those whose answer is a text."""
 OF_TOKENS = ("token_embed", "token_classify")
 WITH_VECTORS = ("embed", *OF_TOKENS)
 FOR_VECTORS = 'task = "embed", "token_embed" or "token_classify"'
@@ -59,3 +70,20 @@ class PoolingTable(Table):
                 "normalize and use_activation are both given; they are one for task embed: keep one"
             )
         return self
+
+
+class SpeechTable(Table):
+    """For `task = "transcribe"`, whose recordings `prompt.audios` names, one for each row."""
+
+    language: Identity[str | None] = None
+    """The language of the recording, for example `en`; or a template, for example `{{ language }}`. vLLM needs it for
+    Whisper."""
+    prompt: Identity[str | None] = None
+    """A text that the model takes for what was said before, for example names and how they are spelt; or a template."""
+    timestamps: Identity[bool] = True
+    """Ask the model when each sentence begins and ends, if it can say so. `false`: each part of a recording is one
+    segment."""
+    part_seconds: Identity[PositiveFloat] = 30
+    """The longest part that the model is given, at most what it can hear: 30 seconds for Whisper."""
+    overlap_seconds: Identity[NonNegativeFloat] = 0.5
+    """By how much a part may reach into the silence behind it, and where a recording has none, into the speech."""

@@ -51,7 +51,7 @@ def options_of(job: JobConfig) -> Options:
         if name in _NOT_EXTRA
     ]
     try:
-        of_templates = job.sampling.templates if job.task == "generate" else {}
+        of_templates = job.sampling.templates if job.generates else {}
         ENDPOINTS[job.task].check_names({**job.params(), **of_templates})
     except RequestError as error:
         problems.append(str(error))

@@ -36,7 +36,7 @@ def open_preflight(job: JobConfig) -> VllmRenderer | PoolingRenderer:
     from vllm.renderers import renderer_from_config
 
     renderer = renderer_from_config(vllm_config)
-    if job.task == "generate":
+    if job.generates:
         return VllmRenderer(job, renderer, vllm_config)
     processors = processors_without_model(job, renderer, vllm_config)
     return PoolingRenderer(job, renderer, vllm_config, processors)

@@ -369,7 +369,7 @@ def _load(job: JobConfig, limits: Mapping[str, Any]) -> tuple[CoreWatch, Any]:
         fault = watch.fault_of(error)
         message = explain(error, job.engine.model, str(fault))
         raise StartFailed(message, fault, limits) from error
-    if job.task != "generate":
+    if not job.generates:
         try:
             check_task(job, llm.pooling_task, llm.model_config)
         except JobError:
@@ -389,7 +389,7 @@ def _loras_of(job: JobConfig, llm: Any, watch: CoreWatch) -> Loras:
 
 def _renderer_of(job: JobConfig, llm: Any) -> VllmRenderer | PoolingRenderer:
     config = llm.llm_engine.vllm_config
-    if job.task == "generate":
+    if job.generates:
         return VllmRenderer(job, llm.llm_engine.renderer, config)
     return PoolingRenderer(job, llm.llm_engine.renderer, config, llm.pooling_io_processors)
 

@@ -88,7 +88,7 @@ def check_config(job: JobConfig) -> Any:
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise JobError(f"engine: {explain(error, job.engine.model)}") from error
     check_adapters(adapters_of(job), config)
-    if job.task != "generate":
+    if not job.generates:
         check_pooling(job, config.model_config)
     elif reason := why_not_bounded(job.sampling.params(), config):
         raise JobError(reason)
@@ -171,7 +171,7 @@ def why_not_bounded(sampling: Mapping[str, Any], vllm_config: Any) -> str | None
 
 
 def _check_params(job: JobConfig) -> None:
-    if job.task == "generate":
+    if job.generates:
         sampling_params(job.sampling.example())
     else:
         pooling_params(job.params(), of_pair=job.task == "score")
@@ -186,7 +186,7 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
     if job.engine.lora is not None:
         options.setdefault("enable_lora", True)
     options |= lora_options(adapters_of(job), options)
-    if job.task != "generate":
+    if not job.generates:
         options.setdefault("runner", "pooling")
     if job.task in OF_TOKENS:  # vLLM refuses the task of a request that is not the model's
         given = options.get("pooler_config") or {}

@@ -21,6 +21,7 @@ from batchkit.engines.request_checks import (
 )
 from batchkit.engines.vllm.options import sampling_params, why_not_bounded
 from batchkit.engines.vllm.parsing import AnswerParser, parsing_of
+from batchkit.engines.vllm.speech import SpeechPrompts
 from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowError
 from batchkit.types import CLIPS, Audio, Choice, Completion, Request, Usage
 
@@ -64,12 +65,16 @@ class VllmRenderer:
         self._parsing = parsing_of(job, renderer.get_tokenizer(), self._model_config)
         self._tokenization = _tokenization(job)
         self._job = job
+        self._speech: SpeechPrompts | None = None
+        if job.task == "transcribe":
+            self._speech = SpeechPrompts(self._model_config, renderer.get_tokenizer())
         self._chat_params = ChatParams(
             chat_template=chat_template(job.engine.options), chat_template_kwargs={}
         )
 
     def render(self, request: Request) -> RenderedPrompt:
         prompt = self.prepare(request).inputs[0].prompt
+        prompt = prompt.get("decoder_prompt") or prompt  # of an encoder and a decoder
         tokens = prompt.get("prompt_token_ids") or ()
         text = prompt.get("prompt") or self._renderer.get_tokenizer().decode(tokens)
         return RenderedPrompt(text, len(tokens))
@@ -81,6 +86,8 @@ class VllmRenderer:
         if reason := why_not_bounded(request.sampling, self._vllm_config):
             raise RequestError(reason)
         params, parser = sampling_params(request.sampling), None
+        if request.speech is not None:  # time stamps may count as special
+            params.skip_special_tokens = False
         with refusing(request):
             if self._parsing is not None:
                 parser = self._parsing.parser_of(request, params, self._template_kwargs(request))
@@ -126,9 +133,12 @@ class VllmRenderer:
         """Of messages, or of a plain prompt."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-        self._check_heard(request)
+        if request.speech is None:
+            self._check_heard(request)
         if request.messages is None:
             given = {"prompt": request.prompt, **_data_of(request)}
+            if request.speech is not None and self._speech is not None:
+                given = self._speech.prompt(request)
             parsed = parse_model_prompt(self._model_config, given)
             tokenization = self.tokenizing(self._renderer.default_cmpl_tok_params)
             return self._renderer.render_cmpl([parsed], tokenization)[0]
@@ -178,7 +188,7 @@ class VllmRenderer:
 
     def _template_kwargs(self, request: Request) -> dict[str, Any]:
         return {
-            "add_generation_prompt": self._job.task == "generate",
+            "add_generation_prompt": self._job.generates,
             "continue_final_message": False,
             **template_kwargs(self._job, request),
         }

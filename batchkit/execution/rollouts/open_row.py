@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
@@ -103,6 +103,15 @@ class OpenRow:
         if request.media_bytes:  # a function may keep the completion, and not the pixels with it
             completion = replace(completion, request=replace(request, messages=None))
         return completion
+
+    async def opened(self, render: Callable[[], Request]) -> Request:
+        """What ``render`` makes, in a thread that may open files; what it holds counts until ``close``."""
+        request = await self._rendered(render)
+        assert request is not None
+        return request
+
+    def close(self, request: Request) -> None:
+        self._rollouts.renders.free(request)
 
     def failed(self, error: RowError) -> Completion:
         """The row's outcome, with ``error``."""
@@ -219,6 +228,7 @@ def request_hash(request: Request, job: JobConfig, engine: str) -> str:
         "parallel_tool_calls": request.parallel_tool_calls,
         "chat_template_kwargs": request.chat_template_kwargs,
         **({} if request.lora is None else {"lora": request.lora}),
+        **({} if request.speech is None else {"speech": [*request.speech, *request.clips]}),
         "engine": [engine, *_model(job.engines[engine] if engine else job.engine)],
     }
     return input_hash(asked)

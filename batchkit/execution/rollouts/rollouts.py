@@ -15,6 +15,7 @@ from batchkit.execution.rollouts.function import Rollout
 from batchkit.execution.rollouts.open_row import Asked, OpenRow
 from batchkit.execution.rollouts.row_loop import RenderRoom, RowLoop
 from batchkit.execution.rollouts.steps import Steps
+from batchkit.execution.rollouts.transcription import Transcription
 from batchkit.execution.start import Start
 from batchkit.rendering.prefetch import AHEAD, read_ahead
 from batchkit.types import Completion, Request, Task
@@ -23,6 +24,12 @@ _STEPS_BEGUN = 4096
 _BEGUN_AT_ONCE = 64
 _STIR_S = 0.005  # how long a row may take to ask again before others are submitted without it
 _DRAIN_S = 0.1  # how long one may take to end, if the run stops
+
+
+def _solver_of(start: Start) -> Steps | Rollout | Transcription:
+    if start.job.task == "transcribe":
+        return Transcription(start)
+    return Steps(start) if start.job.steps else Rollout(start)
 
 
 class Waiting(NamedTuple):
@@ -63,7 +70,7 @@ class Rollouts:
         self, start: Start, tasks: Iterator[Task], engines: Sequence[str], *, may_wait: bool
     ) -> None:
         self._start, self._job = start, start.job
-        self._solve = Steps(start).solve if start.job.steps else Rollout(start).solve
+        self._solve = _solver_of(start).solve
         self._tasks = read_ahead(
             tasks, max_bytes=start.job.media.max_memory_bytes, may_wait=may_wait
         )

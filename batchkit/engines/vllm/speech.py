@@ -1,0 +1,79 @@
+"""Sound as vLLM's speech models get it: the model's own class makes the prompt, as it does for vLLM's server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchkit.errors import JobError, MediaError, RequestError
+from batchkit.types import Audio, Request
+
+_NO_STAMPS = "<|notimestamps|>"
+_WRONG_MARK, _MARK = "<|prev|>", "<|startofprev|>"  # vLLM's name for it, and Whisper's
+
+
+class SpeechPrompts:
+    """Makes the prompts of ``task = "transcribe"`` for one model.
+
+    Raises:
+        JobError: vLLM can't transcribe with it.
+    """
+
+    def __init__(self, model_config: Any, tokenizer: Any) -> None:
+        from vllm.model_executor.model_loader import get_model_cls
+        from vllm.model_executor.models import supports_transcription
+
+        self._model_config, self._model = model_config, get_model_cls(model_config)
+        if not supports_transcription(self._model):
+            raise JobError(
+                f'task = "transcribe": vLLM can\'t transcribe with {model_config.model}; give a speech model,'
+                " for example openai/whisper-large-v3-turbo"
+            )
+        self._config = self._model.get_speech_to_text_config(model_config, "transcribe")
+        self._marks = tokenizer.get_vocab()
+        self.has_stamps = bool(getattr(self._model, "supports_segment_timestamp", False))
+
+    def prompt(self, request: Request) -> Any:
+        """In the shape of vLLM's inputs. Raises RowError."""
+        from vllm.config.speech_to_text import SpeechToTextParams
+
+        speech, (audio,) = request.speech, request.clips
+        assert speech is not None
+        self._check(audio, speech.language)
+        params = SpeechToTextParams(
+            audio=audio.samples,
+            stt_config=self._config,
+            model_config=self._model_config,
+            language=speech.language,
+            request_prompt=speech.prompt,
+        )
+        prompt = self._model.get_generation_prompt(params)
+        decoder = prompt.get("decoder_prompt") if isinstance(prompt, dict) else None
+        if isinstance(decoder, dict) and isinstance(text := decoder.get("prompt"), str):
+            decoder["prompt"] = self._corrected(text, speech.timestamps)
+        return prompt
+
+    def _corrected(self, text: str, with_stamps: bool) -> str:
+        if text.startswith(_WRONG_MARK) and _WRONG_MARK not in self._marks:
+            text = _MARK + text.removeprefix(_WRONG_MARK)
+        return text.replace(_NO_STAMPS, "") if with_stamps and self.has_stamps else text
+
+    def _check(self, audio: Audio, language: str | None) -> None:
+        rate, most_s = round(self._config.sample_rate), self._config.max_audio_clip_s
+        if audio.sample_rate != rate:
+            raise MediaError(
+                f"the model hears {rate} samples a second, and media.audio_sample_rate is {audio.sample_rate}"
+            )
+        if most_s is not None and len(audio.samples) > most_s * rate:
+            raise MediaError(
+                f"{audio.in_words}: the model hears {most_s} s and drops what follows; set speech.part_seconds ="
+                f" {most_s}"
+            )
+        try:
+            known = self._model.validate_language(language)
+        except ValueError as error:
+            raise RequestError(f"speech.language: {error}") from error
+        if known is None and getattr(self._model, "supports_explicit_language_detection", False):
+            raise RequestError(
+                'speech.language: is missing, and this model needs it; set it, for example to "en", or to a'
+                " template of the row's column"
+            )

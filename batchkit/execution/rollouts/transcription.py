@@ -1,0 +1,165 @@
+"""``task = "transcribe"`` as a coroutine: a recording's parts are asked for side by side, and joined into one transcript."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
+
+from msgspec.structs import replace
+
+from batchkit.errors import EmptyTextError, RowError
+from batchkit.execution.rollouts.open_row import OpenRow
+from batchkit.execution.start import Start
+from batchkit.rendering.media.sound import Part, Sound, Span
+from batchkit.rendering.speech import Recording, SpeechRenderer
+from batchkit.types import Choice, Completion, Coverage, Request, Segment, Transcript
+
+PART, AGAIN = "part", "again"
+"""The steps of a recording's generations: for each part, and for what its answer left out."""
+_STAMP = re.compile(r"<\|(\d+\.\d+)\|>")
+_MARK = re.compile(r"<\|[^|<>]*\|>")
+_LEAD_S = 0.3  # heard around what is asked again
+_SAME_WORDS = 12  # of each side are compared where a recording is cut within speech
+_WITHOUT_SPACES = ("ja", "zh", "yue", "th", "lo", "my")
+
+
+class Transcription:
+    """Answers rows with what is said in their recordings."""
+
+    def __init__(self, start: Start) -> None:
+        assert isinstance(start.renderer, SpeechRenderer)
+        self._renderer = start.renderer
+
+    async def solve(self, row: OpenRow) -> Completion:
+        """The outcome of the row: its transcript, or the error of a part."""
+        found: list[Recording] = []
+
+        def open_recording() -> Request:
+            found.append(self._renderer.recording(row.row, row.task.attempt))
+            return found[0].request
+
+        try:
+            request = await row.opened(open_recording)
+            try:
+                return await self._transcribed(row, found[0])
+            finally:
+                row.close(request)
+        except RowError as error:
+            return row.failed(error)
+
+    async def _transcribed(self, row: OpenRow, recording: Recording) -> Completion:
+        tasks = [asyncio.ensure_future(_heard(row, recording, part)) for part in recording.parts]
+        try:
+            of_parts = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        segments = joined(recording.parts, of_parts)
+        sound, speech = recording.sound, recording.request.speech
+        assert speech is not None
+        space = "" if speech.language in _WITHOUT_SPACES else " "
+        text = space.join(segment["text"] for segment in segments)
+        outcome = row.outcome(None, [Choice(text, "stop")])
+        transcript = Transcript(round(sound.seconds, 3), segments, coverage_of(segments, sound))
+        return replace(outcome, transcript=transcript)
+
+
+async def _heard(row: OpenRow, recording: Recording, part: Part) -> list[Segment]:
+    """What is said in ``part``. If there is sound for which there is no text, that is asked for once more, alone."""
+    segments = await _asked(row, recording, part.heard, PART)
+    sound = recording.sound
+    if not (gaps := sound.without(_spans(segments), part.own)):
+        return segments
+    start, end = gaps[0].start - _LEAD_S, gaps[-1].end + _LEAD_S
+    span = Span(max(part.heard.start, start), min(part.heard.end, end))
+    again = await _asked(row, recording, span, AGAIN)
+    new = [its for its in again if any(gap.start < _middle(its) < gap.end for gap in gaps)]
+    return sorted([*segments, *new], key=lambda segment: segment["start"])
+
+
+async def _asked(row: OpenRow, recording: Recording, span: Span, step: str) -> list[Segment]:
+    completion = await row.ask(lambda: recording.request_for(span), step, takes_long=False)
+    assert completion is not None
+    if completion.error is None:
+        return segments_in(completion.text, span, completion.finish_reason)
+    if isinstance(completion.error, EmptyTextError):  # nothing is said, or it was not heard
+        return []
+    raise completion.error
+
+
+def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> list[Segment]:
+    """Those of a model's answer about ``span``, by its time stamps; one for all of it if it has none. The last one
+    without an end lasts as long as ``span``, unless the answer was cut off there."""
+    if not _STAMP.search(text):
+        plain = _plain(text)
+        return [Segment(start=span.start, end=span.end, text=plain)] if plain else []
+    first, *rest = _STAMP.split(text)
+    times = [0.0, *map(float, rest[::2])]
+    is_cut_off = finish_reason == "length"
+    times.append(times[-1] if is_cut_off else span.seconds)
+    found = []
+    for n, piece in enumerate([first, *rest[1::2]]):
+        if plain := _plain(piece):
+            start, end = (min(span.start + time, span.end) for time in times[n : n + 2])
+            segment = Segment(start=round(start, 3), end=round(max(start, end), 3), text=plain)
+            found.append(segment)
+    return found
+
+
+def joined(parts: Sequence[Part], of_parts: Sequence[list[Segment]]) -> list[Segment]:
+    """The segments of all parts, each that of the part in whose own span its middle is."""
+    found: list[Segment] = []
+    was_cut = False
+    for part, segments in zip(parts, of_parts, strict=True):
+        is_last = part is parts[-1]
+        own = [
+            its
+            for its in segments
+            if (part.own.start <= _middle(its) or part is parts[0])
+            and (_middle(its) < part.own.end or is_last)
+        ]
+        if was_cut and found and own:
+            own[0] = Segment(
+                **own[0] | {"text": _without_repeat(found[-1]["text"], own[0]["text"])}
+            )
+        found += [its for its in own if its["text"]]
+        was_cut = part.is_cut
+    return found
+
+
+def coverage_of(segments: Sequence[Segment], sound: Sound) -> Coverage | None:
+    """What of the sound no segment has; None if that is nothing."""
+    gaps = sound.without(_spans(segments), Span(0, sound.seconds))
+    if not gaps:
+        return None
+    missing_s = round(sum(gap.seconds for gap in gaps), 2)
+    return Coverage(missing_s=missing_s, gaps=[[round(at, 2) for at in gap] for gap in gaps])
+
+
+def _without_repeat(before: str, text: str) -> str:
+    """``text`` without its first words, if they are the last ones of ``before``."""
+    left, right = before.split()[-_SAME_WORDS:], text.split()
+    same = SequenceMatcher(
+        None, [*map(_bare, left)], [*map(_bare, right[:_SAME_WORDS])], autojunk=False
+    )
+    match = same.find_longest_match()
+    reaches_end = match.size and match.a + match.size == len(left)
+    return " ".join(right[match.b + match.size :]) if reaches_end else text
+
+
+def _bare(word: str) -> str:
+    return re.sub(r"\W", "", word).lower()
+
+
+def _plain(text: str) -> str:
+    return _MARK.sub("", text).strip()
+
+
+def _middle(segment: Segment) -> float:
+    return (segment["start"] + segment["end"]) / 2
+
+
+def _spans(segments: Iterable[Segment]) -> list[tuple[float, float]]:
+    return [(segment["start"], segment["end"]) for segment in segments]

@@ -1,0 +1,134 @@
+"""Where there is sound in a recording, and where it may be cut into parts that a model can hear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchkit.types import Audio
+
+FRAME_S = 0.02
+_FLOOR_DB = -60.0  # below it is silence in every recording
+_OVER_NOISE = 0.3  # of the way from the noise to the loud parts, in dB
+_UNDER_LOUD_DB = 10.0
+_SHORTEST_PAUSE_S = 0.1
+_NEAR_S = 0.2  # how exact a model's times are taken to be; shorter sounds are none
+
+
+class Span(NamedTuple):
+    """In seconds from the recording's start."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Part(NamedTuple):
+    """What the model is given is ``heard``; what counts of its answer is ``own``, and the parts' own spans make the
+    recording. ``is_cut``: it ends within speech, as there was no silence."""
+
+    own: Span
+    heard: Span
+    is_cut: bool = False
+
+
+class Sound:
+    """The loudness of a recording in frames of 20 ms. A frame has sound if it is louder than a threshold between the
+    recording's own noise and its loud parts."""
+
+    def __init__(self, audio: Audio) -> None:
+        self.seconds = audio.seconds
+        self._db = _loudness(audio)
+        self._has_sound = self._db > _threshold(self._db)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Where there is sound, in order."""
+        return [Span(start, min(end, self.seconds)) for start, end in _runs(self._has_sound)]
+
+    def without(self, covered: Iterable[tuple[float, float]], within: Span) -> list[Span]:
+        """The sound ``within`` that no span of ``covered`` has. What is shorter than 0.2 s is left out, as is what is
+        so near to a covered span."""
+        left = self._has_sound.copy()
+        left[: _frame(within.start)] = False
+        left[_frame(within.end) :] = False
+        for start, end in covered:
+            left[max(0, _frame(start - _NEAR_S)) : _frame(end + _NEAR_S)] = False
+        found = [Span(start, min(end, self.seconds)) for start, end in _runs(left)]
+        return [span for span in found if span.seconds >= _NEAR_S]
+
+    def parts(self, most_s: float, overlap_s: float) -> list[Part]:
+        """The recording in parts of at most ``most_s``, cut in the middle of the longest silence of each part's second
+        half, or else at its quietest moment. A part reaches by ``overlap_s`` over its ends, but in silence not into the
+        speech beyond."""
+        cuts, silences = [0.0], [Span(0.0, 0.0)]
+        while self.seconds - max(0.0, cuts[-1] - overlap_s) > most_s:
+            # A part is heard from overlap_s before its start to overlap_s behind its end.
+            latest = cuts[-1] + most_s - (2 if len(cuts) > 1 else 1) * overlap_s
+            silence = self._silence(cuts[-1] + most_s / 2, latest)
+            cuts.append((silence.start + silence.end) / 2)
+            silences.append(silence)
+        cuts.append(self.seconds)
+        silences.append(Span(self.seconds, self.seconds))
+        return [
+            Part(
+                Span(*own),
+                self._heard(own, around, overlap_s),
+                not around[1].seconds and own[1] < self.seconds,
+            )
+            for own, around in zip(pairwise(cuts), pairwise(silences), strict=True)
+        ]
+
+    def _heard(self, own: tuple[float, float], around: tuple[Span, Span], overlap_s: float) -> Span:
+        before, behind = around
+        start = max(own[0] - overlap_s, before.start if before.seconds else 0.0)
+        end = min(own[1] + overlap_s, behind.end if behind.seconds else self.seconds)
+        return Span(start, end)
+
+    def _silence(self, earliest: float, latest: float) -> Span:
+        """The longest one between the two, the later of equal ones; of no length at the quietest moment if there is none."""
+        first, last = _frame(earliest), max(_frame(earliest) + 1, _frame(latest))
+        found = _runs(~self._has_sound[first:last])
+        silence = max(found, key=lambda run: (run.seconds, run.start), default=Span(0, 0))
+        if silence.seconds >= _SHORTEST_PAUSE_S:
+            return Span(silence.start + first * FRAME_S, silence.end + first * FRAME_S)
+        at = (first + int(np.argmin(self._db[first:last])) + 0.5) * FRAME_S
+        return Span(at, at)
+
+
+def _loudness(audio: Audio) -> NDArray[np.float64]:
+    """In dB of full scale, by frames; the last may be shorter."""
+    size = round(audio.sample_rate * FRAME_S)
+    starts = np.arange(0, len(audio.samples), size)
+    if not len(starts):
+        return np.zeros(0)
+    power = np.add.reduceat(np.square(audio.samples, dtype=np.float64), starts)
+    lengths = np.minimum(size, len(audio.samples) - starts)
+    return np.asarray(10 * np.log10(np.maximum(power / lengths, 1e-12)))
+
+
+def _threshold(db: NDArray[np.float64]) -> float:
+    if not len(db):
+        return _FLOOR_DB
+    noise, loud = np.percentile(db, [10, 95])
+    between = noise + _OVER_NOISE * (loud - noise)
+    return float(max(_FLOOR_DB, min(between, loud - _UNDER_LOUD_DB)))
+
+
+def _runs(marked: NDArray[np.bool_]) -> Sequence[Span]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], marked, [False]]).astype(np.int8)))
+    return [
+        Span(a * FRAME_S, b * FRAME_S)
+        for a, b in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+    ]
+
+
+def _frame(seconds: float) -> int:
+    return max(0, round(seconds / FRAME_S))
