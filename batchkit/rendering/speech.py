@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import PromptTooLongError, RequestError, RowError
+from batchkit.rendering.body import endpoint_of
 from batchkit.rendering.media import load_media
 from batchkit.rendering.media.sound import Part, Sound, Span
 from batchkit.rendering.messages import Message
@@ -19,7 +20,6 @@ from batchkit.sources.rowhash import input_hash
 from batchkit.types import Audio, Completion, Request, Row, RowHint, Speech
 
 _OF_LINES = ("file_url", "file")  # of a batch line's body: vLLM's name, and OpenAI's
-_URL = "audio/transcriptions"
 
 
 class Recording(NamedTuple):
@@ -107,6 +107,10 @@ class SpeechRenderer:
         return self._of_recordings.hint(row)
 
     def _whole(self, row: Row, attempt: int) -> Request:
+        body = row.fields.get("body")
+        if not self.job.prompt.audios and isinstance(body, Mapping):
+            return self._of_line(row, attempt, body)
+        texts = self._texts_of(row)
         if self.job.prompt.audios:
             request = self._of_recordings.render(row, attempt)
             if len(request.clips) != 1:
@@ -114,41 +118,46 @@ class SpeechRenderer:
                     f"prompt.audios: found {len(request.clips)} recordings, expected one a row; give each"
                     " a row of its own"
                 )
-            names = {**self.job.vars, **row.fields}
-            texts = {name: text.text(names).strip() for name, text in self._texts.items()}
             return replace(request, speech=self._asked(texts))
-        return self._of_line(row, attempt)
-
-    def _of_line(self, row: Row, attempt: int) -> Request:
-        """Of a line of a batch file."""
-        body, url = row.fields.get("body"), str(row.fields.get("url", ""))
-        if not isinstance(body, Mapping) or not url.endswith(f"/{_URL}"):
+        if not isinstance(path := row.fields.get("path"), str):  # of a folder of clips
             raise RequestError(
-                f"nothing to transcribe: prompt.audios is not set, and the row is no line for /v1/{_URL}"
+                'nothing to transcribe: set prompt.audios, for example to ["{{ recording }}"]; the row has'
+                f" {', '.join(map(str, row.fields)) or 'no fields'}"
             )
+        return self._made(row, attempt, path, texts)
+
+    def _of_line(self, row: Row, attempt: int, body: Mapping[str, Any]) -> Request:
+        """Of a line of a batch file."""
+        endpoint = endpoint_of(row.fields.get("url"), "transcribe")
         source = next((body[name] for name in _OF_LINES if body.get(name)), None)
         if not isinstance(source, str):
             raise RequestError(f"body: found {shown(source)} as file_url, expected a path or URL")
-        audio = self._load("audio", source, self.job.media)
-        assert isinstance(audio, Audio)
-        sampling = dict(self.job.params())
+        texts = {name: str(value) for name in ("language", "prompt") if (value := body.get(name))}
+        made = self._made(row, attempt, source, texts)
+        sampling = dict(made.sampling)
         if isinstance(body.get("temperature"), int | float):
             sampling["temperature"] = body["temperature"]
-        texts = {name: value for name in ("language", "prompt") if (value := body.get(name))}
+        return replace(made, sampling=sampling, endpoint=endpoint)
+
+    def _made(self, row: Row, attempt: int, source: str, texts: Mapping[str, str]) -> Request:
+        audio = self._load("audio", source, self.job.media)
+        assert isinstance(audio, Audio)
         return Request(
             row,
             None,
             "",
-            sampling,
+            self.job.params(),
             input_hash(row.fields),
             attempt,
             audio.n_bytes,
             clips=[audio],
-            endpoint=_URL,
             speech=self._asked(texts),
         )
 
+    def _texts_of(self, row: Row) -> dict[str, str]:
+        names = {**self.job.vars, **row.fields}
+        return {name: text.text(names).strip() for name, text in self._texts.items()}
+
     def _asked(self, texts: Mapping[str, str]) -> Speech:
-        return Speech(
-            texts.get("language") or None, texts.get("prompt", ""), self._speech.timestamps
-        )
+        language, prompt = texts.get("language"), texts.get("prompt", "")
+        return Speech(language or None, prompt, self._speech.timestamps)

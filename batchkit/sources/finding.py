@@ -20,7 +20,7 @@ from batchkit.sources.files import is_folder, name_of, remote_error
 from batchkit.sources.formats import ROWS_ARE_FILES, format_with, suffix_of
 from batchkit.sources.run import files_of, left_out
 
-_NAMES = {"files": "image", "pdf": "PDF"}
+_NAMES = {"files": "image", "clips": "clip", "pdf": "PDF"}
 _List = Callable[[str], Iterable[dict[str, Any]]]
 _DIGITS = re.compile(r"([0-9]+)")
 _CACHE = re.compile(r"\b(?:(?:simple|file|block)cache|cached)::")  # of fsspec
@@ -42,7 +42,7 @@ def listing(table: InputTable) -> Listing:
     """The paths and URLs that ``input.path`` names: a glob's matches sorted, and in natural order
     if each file is a row, or each page of it.
 
-    Of a folder, or of a glob with images or PDFs in it, ``input.format = "auto"`` takes these.
+    Of a folder, or of a glob with images, clips or PDFs in it, ``input.format = "auto"`` takes these.
 
     Raises:
         InputError: ``input.path`` is not set, no file matches it, or it is unclear which ones are
@@ -87,7 +87,7 @@ def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool
         return table.format if table.format in ROWS_ARE_FILES else None
     kinds = Counter(format_with(suffix_of(file)) for file in files)
     tables = kinds.keys() - {*ROWS_ARE_FILES, ""}
-    match [kind for kind in ROWS_ARE_FILES if kind in kinds]:
+    match several := [kind for kind in ROWS_ARE_FILES if kind in kinds]:
         case []:
             return None
         case [kind] if is_in_folder or not tables:
@@ -99,8 +99,8 @@ def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool
                 " one or the other"
             )
     raise InputError(
-        f"{path}: has images and PDFs; name one or the other by its suffix, or set"
-        ' input.format = "pdf" (a row for each page) or "files" (a row for each file)'
+        f"{path}: has {' and '.join(f'{_NAMES[kind]}s' for kind in several)}; name one or the other by its"
+        ' suffix, or set input.format = "pdf" (a row for each page) or "files" (a row for each file)'
     )
 
 

@@ -19,12 +19,13 @@ FORMATS = {
     "openai-batch": "batchkit.sources.lines:OPENAI_BATCH",
     "prompts": "batchkit.sources.lines:PROMPTS",
     "files": "batchkit.sources.whole_files:FILES",
+    "clips": "batchkit.sources.whole_files:CLIPS",
     "pdf": "batchkit.sources.whole_files:PDF",
     "run": "batchkit.sources.run:FORMAT",
     "xlsx": "batchkit.sources.workbook:FORMAT",
     "parquet": "batchkit.sources.parquet:FORMAT",  # last: it imports pyarrow
 }
-ROWS_ARE_FILES = ("files", "pdf")  # a file is a row, or each of its pages is
+ROWS_ARE_FILES = ("files", "clips", "pdf")  # a file is a row, or each of its pages is
 
 
 def format_of(path: str, table: InputTable) -> str:

@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from batchkit.config.tables import InputTable
-from batchkit.config.tables.input import IMAGE_SUFFIXES, PDF_SUFFIX
+from batchkit.config.tables.input import CLIP_SUFFIXES, IMAGE_SUFFIXES, PDF_SUFFIX
 from batchkit.errors import InputError, MediaError
 from batchkit.isolation.files import FileProcessError, UnreadableFileError, place_of
 from batchkit.isolation.pdf import ask, missing_package
@@ -90,4 +90,5 @@ def _opened(path: str) -> Iterator[str]:
 
 
 FILES = Format(_read_file, IMAGE_SUFFIXES, id="path")
+CLIPS = Format(_read_file, CLIP_SUFFIXES, id="path")
 PDF = Format(_read_pdf, (PDF_SUFFIX,), id="image")

@@ -15,6 +15,10 @@ from batchkit.config.tables.base import Free, Identity, Table
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PDF_SUFFIX = ".pdf"
+CLIP_SUFFIXES = (
+    *(".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac", ".aiff", ".aif", ".amr", ".wma"),
+    *(".mp4", ".mov", ".mkv", ".webm", ".avi", ".mpeg", ".mpg", ".flv"),
+)
 _LONGEST_VALUE = 64  # characters
 
 
@@ -22,7 +26,7 @@ class InputTable(Table):
     """Where the rows come from."""
 
     path: Free[str | None] = None
-    """File, glob, folder of images or PDFs, folder of a run, or fsspec URL (`s3://`, `hf://`);
+    """File, glob, folder of images, clips or PDFs, folder of a run, or fsspec URL (`s3://`, `hf://`);
     relative paths are looked up beside the job file, then in the working directory. May use `{{
     name }}` from `[vars]`. A URL's signature is used and not stored: to resume from the run folder
     alone, give it again with `--set input.path=…`. Passwords belong in the environment."""
@@ -61,8 +65,8 @@ class InputTable(Table):
     def rows_are_files(self, path: str) -> bool:
         """Whether the file or glob ``path`` is one whose rows are files or their pages."""
         if self.format != "auto":
-            return self.format in ("files", "pdf")
-        return path.lower().endswith((*IMAGE_SUFFIXES, PDF_SUFFIX))
+            return self.format in ("files", "clips", "pdf")
+        return path.lower().endswith((*IMAGE_SUFFIXES, *CLIP_SUFFIXES, PDF_SUFFIX))
 
     @property
     def is_run(self) -> bool:

@@ -96,8 +96,7 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
 def _misfits_of_speech(job: JobConfig) -> Iterator[str]:
     if job.engine.kind == "transformers":
         yield 'engine.kind: "transformers" has no task "transcribe"; use "vllm" or a server'
-    if len(job.prompt.audios) != 1 and not (job.may_have_lines and job.input.may_be_batch):
-        found = len(job.prompt.audios)
+    if (found := len(job.prompt.audios)) > 1:
         yield f'prompt.audios: has {found} templates, and task = "transcribe" reads one recording a row'
     for key, is_set in _of_generation(job):
         if is_set and key not in ("[sampling]", "[scoring]", "retry.temperatures"):

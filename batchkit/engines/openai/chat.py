@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import orjson
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
-from batchkit.engines.openai.api import ShapeError, in_words
+from batchkit.engines.openai.api import ShapeError, encoded, in_words
 from batchkit.errors import RequestError
 from batchkit.storage.schema import choice_of, possible
 from batchkit.types import BROKEN_OFF, Choice, Completion, Request, Usage
@@ -27,6 +27,13 @@ SAMPLING = (
     *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
     *("structured_outputs", "thinking_token_budget", "truncate_prompt_tokens"),
 )
+
+
+class Content(NamedTuple):
+    """What is sent, and its type."""
+
+    data: bytes
+    type: str = "application/json"
 
 
 class Endpoint:
@@ -74,6 +81,10 @@ class Endpoint:
             if kwargs:
                 body["chat_template_kwargs"] = kwargs
         return {name: value for name, value in body.items() if name not in self._drop}
+
+    def encoded(self, body: Mapping[str, Any]) -> Content:
+        """``body_of`` as it is sent; may be called by another thread. Raises RowError."""
+        return Content(encoded(body))
 
     def url(self, base_url: str, request: Request) -> str:
         """Where ``request`` is sent."""

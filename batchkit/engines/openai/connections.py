@@ -79,7 +79,12 @@ class Connections:
             await client.aclose()
 
     async def exchange(
-        self, method: str, url: str, content: bytes | None, timeout_s: float
+        self,
+        method: str,
+        url: str,
+        content: bytes | None,
+        timeout_s: float,
+        content_type: str = "application/json",
     ) -> Response:
         """
         Raises:
@@ -92,7 +97,9 @@ class Connections:
             async with (
                 self._client() as client,
                 asyncio.timeout(timeout_s),
-                client.stream(method, url, content=content) as response,
+                client.stream(
+                    method, url, content=content, headers={"Content-Type": content_type}
+                ) as response,
             ):
                 return await self._read(response)
         except TimeoutError:

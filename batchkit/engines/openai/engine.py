@@ -58,7 +58,7 @@ from batchkit.errors import (
 )
 from batchkit.rendering.body import task_of
 from batchkit.rendering.messages import as_text
-from batchkit.types import Completion, Pair, Request, Row
+from batchkit.types import Audio, Completion, Pair, Request, Row, Speech
 
 _CLOSE_S = 10.0
 _GAP_S = 1.0  # of nothing in flight, in which a server may be replaced unseen
@@ -109,7 +109,11 @@ class OpenAIServerEngine:
             where = self._own.command if self._own else self._remote.base_url
             self.versions = {"server": where, **owner}
             is_pair = job.task == "score"
-            self._remote.body_of(_one_word(is_chat=False, is_pair=is_pair, sampling=job.params()))
+            is_speech = job.task == "transcribe"
+            asked = _one_word(
+                is_chat=False, is_pair=is_pair, sampling=job.params(), is_speech=is_speech
+            )
+            self._remote.body_of(asked)
         except RequestError as error:
             self.close()
             raise JobError(str(error)) from None
@@ -244,7 +248,10 @@ class OpenAIServerEngine:
         try:
             is_chat, is_pair = request.messages is not None, request.pair is not None
             sampling = {"max_tokens": 1} if self._task == "generate" else {}
-            asked = _one_word(is_chat=is_chat, is_pair=is_pair, sampling=sampling)
+            is_speech = request.speech is not None
+            asked = _one_word(
+                is_chat=is_chat, is_pair=is_pair, sampling=sampling, is_speech=is_speech
+            )
             await self._ask(replace(asked, endpoint=request.endpoint), place)
         except (NoAnswer, RowTimeoutError) as problem:
             if isinstance(problem, NoAnswer) and problem.stops is not None:
@@ -329,8 +336,11 @@ class OpenAIServerEngine:
         )
 
 
-def _one_word(*, is_chat: bool, is_pair: bool, sampling: Mapping[str, Any]) -> Request:
-    return Request(
+def _one_word(
+    *, is_chat: bool, is_pair: bool, sampling: Mapping[str, Any], is_speech: bool = False
+) -> Request:
+    """For speech, a second of silence."""
+    request = Request(
         row=Row(-1, "", {}),
         messages=[{"role": "user", "content": "Hi"}] if is_chat else None,
         prompt=None if is_chat or is_pair else "Hi",
@@ -338,6 +348,13 @@ def _one_word(*, is_chat: bool, is_pair: bool, sampling: Mapping[str, Any]) -> R
         input_hash="",
         pair=Pair("Hi", ["Hi"], is_list=False) if is_pair else None,
     )
+    return replace(request, clips=[_silence()], speech=Speech("en")) if is_speech else request
+
+
+def _silence() -> Audio:
+    import numpy as np
+
+    return Audio(np.zeros(16_000, np.float32), 16_000)
 
 
 class OpenAIServerPreflight:

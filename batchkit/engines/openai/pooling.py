@@ -18,6 +18,7 @@ import msgspec
 from batchkit.engines.openai.api import ShapeError, in_words
 from batchkit.engines.openai.chat import Chat, Endpoint, as_shape
 from batchkit.engines.openai.responses import Responses
+from batchkit.engines.openai.speech import Transcriptions
 from batchkit.errors import InvalidOutputError, RequestError
 from batchkit.storage.plain_json import valid
 from batchkit.storage.schema import possible
@@ -167,6 +168,7 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
     "embed": Embeddings,
     "classify": Classify,
     "score": Rerank,
+    "transcribe": Transcriptions,
 }
 
 

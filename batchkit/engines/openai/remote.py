@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.openai import api
-from batchkit.engines.openai.chat import Endpoint
+from batchkit.engines.openai.chat import Content, Endpoint
 from batchkit.engines.openai.connections import CONNECT_S, Connections, Response
 from batchkit.engines.openai.options import Options, check_for_llama_cpp
 from batchkit.engines.openai.pooling import ENDPOINTS, OF_LINES
@@ -68,7 +68,7 @@ class Remote:
         self._listed_at = time.monotonic()
         self._ignores_n = False
         self._key = _key(job.engine.api_key_env)
-        headers = {"Content-Type": "application/json", "User-Agent": "batchkit"}
+        headers = {"User-Agent": "batchkit"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         may_be_far = job.engine.server is None  # our own server has no proxy in front of it
@@ -149,10 +149,10 @@ class Remote:
         endpoint = self._endpoint_of(request)
         url = endpoint.url(self.base_url, request)
         body = self.body_of(request)
-        content = await _encoded(body)
+        content = await asyncio.to_thread(endpoint.encoded, body)  # other requests need the loop
         await self.check_model()
         began = time.monotonic()
-        response = await self._exchange("POST", url, content, self._timeout_s)
+        response = await self._exchange("POST", url, content.data, self._timeout_s, content.type)
         if response.status in _LACKS and endpoint not in self._endpoints.values():
             self._of_lines.pop(request.endpoint or "", None)
             return await self.ask(request)
@@ -312,11 +312,18 @@ class Remote:
             ) from None
 
     async def _exchange(
-        self, method: str, url: str, content: bytes | None, timeout_s: float
+        self,
+        method: str,
+        url: str,
+        content: bytes | None,
+        timeout_s: float,
+        content_type: str = Content(b"").type,
     ) -> Response:
         """A response that concerns only this request. Raises like ``ask``."""
         try:
-            response = await self._connections.exchange(method, url, content, timeout_s)
+            response = await self._connections.exchange(
+                method, url, content, timeout_s, content_type
+            )
         except (NoAnswer, RowTimeoutError):
             self._may_differ = True
             raise

@@ -1,0 +1,101 @@
+"""``/v1/audio/transcriptions``: a part of a recording as a WAV file in a form, and its segments with times.
+
+https://platform.openai.com/docs/api-reference/audio/createTranscription, with what `vllm serve` adds to it. Nothing here
+touches the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from secrets import token_hex
+from typing import Any
+
+import msgspec
+
+from batchkit.engines.openai.api import ShapeError, in_words, wav
+from batchkit.engines.openai.chat import Content, Endpoint, as_shape, usage_in
+from batchkit.errors import MediaError, RequestError
+from batchkit.storage.plain_json import valid
+from batchkit.types import Audio, Choice, Completion, Request
+
+_MOST_BYTES = 25 * 2**20  # OpenAI's limit, and vLLM's
+_RENAMED = {"max_tokens": "max_completion_tokens"}
+
+
+class _Segment(msgspec.Struct):
+    start: float
+    end: float
+    text: str
+
+
+class _Answer(msgspec.Struct):
+    text: str | None = None
+    segments: list[_Segment] | None = None
+    usage: Any = None
+    error: Any = None
+
+
+class Transcriptions(Endpoint):
+    """The answer gets Whisper's own time stamps, as that of a model that runs here."""
+
+    task, table = "transcribe", "sampling"
+    parameters = (
+        *("temperature", "max_tokens", "top_p", "top_k", "min_p", "seed"),
+        *("frequency_penalty", "repetition_penalty", "presence_penalty"),
+    )
+
+    def url(self, base_url: str, request: Request) -> str:
+        return f"{base_url}/audio/transcriptions"
+
+    def input_of(self, request: Request) -> dict[str, Any]:
+        speech, (audio,) = request.speech, request.clips
+        assert speech is not None
+        form = {"file": audio, "language": speech.language, "prompt": speech.prompt}
+        form["response_format"] = "verbose_json" if speech.timestamps else "json"
+        if speech.timestamps:
+            form["timestamp_granularities[]"] = "segment"
+        return {name: value for name, value in form.items() if value}
+
+    def parameters_of(self, request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        return {_RENAMED.get(name, name): value for name, value in given.items()}
+
+    def encoded(self, body: Mapping[str, Any]) -> Content:
+        boundary = token_hex(16)
+        parts = [_field(name, value) for name, value in body.items()]
+        lines = [b"--%b\r\n%b\r\n" % (boundary.encode(), part) for part in parts]
+        content = b"".join([*lines, b"--%b--\r\n" % boundary.encode()])
+        return Content(content, f"multipart/form-data; boundary={boundary}")
+
+    def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
+        found = as_shape(answer, _Answer)
+        if found.error:
+            raise ShapeError(f"the answer has an error: {in_words(found.error)}")
+        if found.text is None:
+            raise ShapeError("the answer has no text")
+        text = valid(found.text)
+        if found.segments:
+            text = "".join(map(_stamped, found.segments))
+        usage = usage_in(found.usage, "input_tokens", "output_tokens")
+        return Completion(request, [Choice(text, "stop")], usage, latency_s)
+
+
+def _stamped(segment: _Segment) -> str:
+    return f"<|{segment.start:.2f}|>{valid(segment.text)}<|{segment.end:.2f}|>"
+
+
+def _field(name: str, value: Any) -> bytes:
+    if isinstance(value, Audio):
+        data = wav(value)
+        if len(data) > _MOST_BYTES:
+            raise MediaError(
+                f"{value.in_words}: has {len(data):,} bytes, and servers take {_MOST_BYTES:,}; lower"
+                " speech.part_seconds"
+            )
+        head = f'Content-Disposition: form-data; name="{name}"; filename="part.wav"\r\n'
+        return f"{head}Content-Type: audio/wav\r\n\r\n".encode() + data
+    if not isinstance(value, str | int | float):
+        raise RequestError(
+            f"{name}: found a {type(value).__name__}, and a form has only texts and numbers"
+        )
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f'Content-Disposition: form-data; name="{name}"\r\n\r\n{text}'.encode()
