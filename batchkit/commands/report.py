@@ -130,7 +130,10 @@ def _read_rows(index: Index, snapshot: Snapshot, reach: Reach, *, images: bool) 
         for record in map(index.record, entries):
             prompt, steps = inputs.prompt(record), generations.of_record(record)
             numbers = [pictures.add(source) for source in prompt.sources] if images else []
-            rows.append(_cut_to(limit, shown([record], steps, prompt, numbers, labels, scoring)))
+            row = _cut_to(limit, shown([record], steps, prompt, numbers, labels, scoring))
+            if images and prompt.clips:
+                row["prompt"]["clips"] = [pictures.clip(*clip) for clip in prompt.clips]
+            rows.append(row)
     notes = [
         *_sample_notes(snapshot, entries),
         *_cut_notes(entries, limit),

@@ -50,19 +50,21 @@ class ShownImage(NamedTuple):
 
 class ShownRow(NamedTuple):
     """``prompt`` is None if the row can't be rendered any more; then its ``fields`` are shown.
-    ``steps``: what each generation answered, of a row with several."""
+    ``steps``: what each generation answered, of a row with several. ``clips``: the kind and the name of each."""
 
     record: Mapping[str, Any]
     prompt: str | None
     images: Sequence[ShownImage]
     fields: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]] = ()
+    clips: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
         found = {
             **self.record,
             "prompt": self.prompt,
             "images": [i.to_json() for i in self.images],
+            **({"clips": self.clips} if self.clips else {}),
         }
         of_function = self.steps and "steps" not in self.record
         return found | {"calls": self.steps} if of_function else found
@@ -74,6 +76,7 @@ class ShownRow(NamedTuple):
         record = self.record
         yield f"--- row {record['index']} (id {record['id']}), {record['status']}"
         yield from (image.to_text() for image in self.images)
+        yield from self.clips
         if self.prompt is not None:
             yield cut_in_the_middle(self.prompt, _MOST_SHOWN)
         else:
@@ -116,6 +119,10 @@ class ShownRow(NamedTuple):
                 yield f"{thought:,} of them reasoning"
         if reason := record.get("finish_reason"):
             yield f"finish_reason {reason}"
+        if (seconds := record.get("seconds")) is not None:
+            yield f"{seconds:,.1f} s of sound"
+        if coverage := record.get("coverage"):
+            yield f"coverage: {coverage['missing_s']:g} s of sound without text"
         if record.get("generations") is not None:
             yield f"{record['generations']} generations"
         if (chosen := record.get("selected")) is not None:
@@ -195,7 +202,9 @@ def _shown(
     if text is None and prompt.request is not None:
         text = as_text(prompt.request, "[image]")
     images = [_image(source, reach) for source in prompt.sources]
-    return ShownRow(record, text, images, prompt.fields or record.get("fields") or {}, steps)
+    clips = [f"{kind} {shown(source, kind)}" for kind, source in prompt.clips]
+    fields = prompt.fields or record.get("fields") or {}
+    return ShownRow(record, text, images, fields, steps, clips)
 
 
 def _image(source: Any, reach: Reach) -> ShownImage:

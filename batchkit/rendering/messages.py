@@ -76,6 +76,8 @@ def _lines(request: Request, image: str) -> Iterator[str]:
     if request.pair is not None:
         yield f"query: {_plain(request.pair.query, image)}"
         yield from (f"document: {_plain(document, image)}" for document in request.pair.documents)
+    elif request.speech is not None:
+        yield ", ".join(["(transcribe)", *filter(None, request.speech[:2])])
     elif request.messages is None:
         yield request.prompt or ""
     else:

@@ -203,6 +203,14 @@ class PromptRenderer:
         """
         return self._sources(row, self._images, "image")
 
+    def clip_sources(self, row: Row) -> list[tuple[str, Any]]:
+        """As ``image_sources``, of its clips, each with its kind."""
+        return [
+            (kind, source)
+            for kind in CLIPS
+            for source in self._sources(row, self._clips.get(kind, ()), kind)
+        ]
+
     def _sources(self, row: Row, templates: Sequence[RowTemplate], *kinds: str) -> list[Any]:
         own = self._own_prompt(row.fields)
         if own == "messages":

@@ -103,6 +103,13 @@ class SpeechRenderer:
     def image_sources(self, row: Row) -> list[Any]:
         return []
 
+    def clip_sources(self, row: Row) -> list[tuple[str, Any]]:
+        if self.job.prompt.audios:
+            return self._of_recordings.clip_sources(row)
+        body = row.fields.get("body")
+        source = _named_in(body) if isinstance(body, Mapping) else row.fields.get("path")
+        return [] if source is None else [("audio", source)]
+
     def hint(self, row: Row) -> RowHint:
         return self._of_recordings.hint(row)
 
@@ -129,7 +136,7 @@ class SpeechRenderer:
     def _of_line(self, row: Row, attempt: int, body: Mapping[str, Any]) -> Request:
         """Of a line of a batch file."""
         endpoint = endpoint_of(row.fields.get("url"), "transcribe")
-        source = next((body[name] for name in _OF_LINES if body.get(name)), None)
+        source = _named_in(body)
         if not isinstance(source, str):
             raise RequestError(f"body: found {shown(source)} as file_url, expected a path or URL")
         texts = {name: str(value) for name in ("language", "prompt") if (value := body.get(name))}
@@ -161,3 +168,7 @@ class SpeechRenderer:
     def _asked(self, texts: Mapping[str, str]) -> Speech:
         language, prompt = texts.get("language"), texts.get("prompt", "")
         return Speech(language or None, prompt, self._speech.timestamps)
+
+
+def _named_in(body: Mapping[str, Any]) -> Any:
+    return next((body[name] for name in _OF_LINES if body.get(name)), None)

@@ -141,6 +141,9 @@ class StepsRenderer:
     def image_sources(self, row: Row) -> list[Any]:
         return self._first.image_sources(with_answers(row, {}))
 
+    def clip_sources(self, row: Row) -> list[tuple[str, Any]]:
+        return self._first.clip_sources(with_answers(row, {}))
+
     def hint(self, row: Row) -> RowHint:
         return self._first.hint(with_answers(row, {}))
 

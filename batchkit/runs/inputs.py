@@ -25,13 +25,14 @@ from batchkit.types import CLIPS, Audio, Request, Row
 
 
 class Prompt(NamedTuple):
-    """What a row was asked, or the ``problem`` with showing it. ``sources``: of its images. ``fields``: the
-    row's, none if it is not there."""
+    """What a row was asked, or the ``problem`` with showing it. ``sources``: of its images; ``clips``: the kind and the
+    source of each. ``fields``: the row's, none if it is not there."""
 
     request: Request | None
     sources: Sequence[Any]
     fields: Mapping[str, Any]
     problem: str = ""
+    clips: Sequence[tuple[str, Any]] = ()
 
 
 class InputRows:
@@ -71,14 +72,15 @@ class InputRows:
         if row is None or renderer is None:
             return Prompt(None, [], fields, masked_text(self.problem or "its row is not there"))
         sources: Sequence[Any] = []
+        clips: Sequence[tuple[str, Any]] = []
         try:
-            sources = renderer.image_sources(row)
-            return Prompt(renderer.render(row), sources, fields)
+            sources, clips = renderer.image_sources(row), renderer.clip_sources(row)
+            return Prompt(renderer.render(row), sources, fields, clips=clips)
         except RowError as error:
             reason = str(error) if self._reach is None else self._reach.reason(error)
             if isinstance(error, RenderTimeoutError):  # the other rows' would take as long
                 self._renderer, self.problem = None, reason
-            return Prompt(None, sources, fields, masked_text(reason))
+            return Prompt(None, sources, fields, masked_text(reason), clips)
 
     @cached_property
     def _renderer(self) -> Renderer | None:

@@ -15,7 +15,7 @@ from batchkit.config.loading import load_job
 from batchkit.config.tables import InputTable, JobConfig, MediaTable
 from batchkit.config.tool_definitions import is_template
 from batchkit.errors import InputError, JobError, MediaError, RenderTimeoutError, RowError
-from batchkit.rendering.media import load_image, shown
+from batchkit.rendering.media import load_clip_bytes, load_image, shown
 from batchkit.sources import input_files
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.manifest import place_of_job
@@ -78,6 +78,15 @@ class Reach(NamedTuple):
             raise MediaError(f"{shown(source)}: not fetched: {_NO_NETWORK}")
         try:
             return load_image(source, media or self.job.media)
+        except MediaError as error:
+            raise MediaError(self.reason(error)) from None
+
+    def clip(self, source: Any) -> bytes:
+        """The file of a clip. Raises MediaError, also if it is not to be opened."""
+        if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
+            raise MediaError(f"{shown(source, 'clip')}: not fetched: {_NO_NETWORK}")
+        try:
+            return load_clip_bytes(source, self.job.media)
         except MediaError as error:
             raise MediaError(self.reason(error)) from None
 

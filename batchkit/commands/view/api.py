@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchkit.commands.view.charts import newest_point, timeline
-from batchkit.commands.view.detail import beside_answers, image_of, row_of
+from batchkit.commands.view.detail import beside_answers, image_of, played_clip, row_of
 from batchkit.commands.view.overview import about, figures_of, overview
 from batchkit.commands.view.pairs import PairsQuery, page_of, pairs_of
 from batchkit.commands.view.rows import Query, Rows, Side, labels_of
@@ -114,6 +114,15 @@ class Api:
         except MediaError as error:
             raise HTTPException(404, masked_text(str(error))) from None
         return Response(content, media_type="image/webp")
+
+    def clip(self, request: Request) -> Response:
+        index, entries = self._entries(request)
+        try:
+            clip = played_clip(index, entries[-1], request.path_params["n"], self._runs.media)
+        except MediaError as error:
+            raise HTTPException(404, masked_text(str(error))) from None
+        status, content, headers = clip.answer(request.headers.get("range"))
+        return Response(content, status, headers, media_type=clip.type)
 
     def compare(self, request: Request) -> Response:
         query = _asked(PairsQuery, request)

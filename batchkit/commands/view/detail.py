@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from batchkit.commands.view.clips import PlayableClip, clip_of
 from batchkit.commands.view.images import LARGE, THUMB, as_webp
 from batchkit.commands.view.rows import MOST_TEXT, Labels, labels_of
 from batchkit.errors import MediaError
@@ -31,7 +32,7 @@ _LIST_S = 1.0  # after so long a list gets what it asked for in parts
 
 def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> dict[str, Any]:
     """All about the row with these entries, the newest last; its images are at ``url``/images/0
-    and so on.
+    and so on, its clips at ``url``/clips/0.
 
     Raises:
         StoreError: the log was changed.
@@ -41,9 +42,11 @@ def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> d
     _prompt.cache_clear()  # an input that was missing may be there now
     prompt = _prompt(index, *_place(entries[-1]), media)
     images = [f"{url}/images/{n}" for n in range(len(prompt.sources))]
+    clips = [{"kind": kind, "src": f"{url}/clips/{n}"} for n, (kind, _) in enumerate(prompt.clips)]
     with closing(Generations(index.folder)) as generations:
         steps = generations.of_record(records[-1])
-    return shown(records, steps, prompt, images, labels_of(reach), _scoring(reach))
+    found = shown(records, steps, prompt, images, labels_of(reach), _scoring(reach))
+    return {**found, "prompt": {**found["prompt"], "clips": clips}}
 
 
 def beside_answers(
@@ -83,6 +86,18 @@ def image_of(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> bytes
     if n >= len(sources):
         raise MediaError(f"row {entry['row']} has no image {n}")
     return as_webp(sources[n], Reach.of(index.folder, media), LARGE).content
+
+
+def played_clip(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> PlayableClip:
+    """Clip ``n`` of the row with this entry.
+
+    Raises:
+        MediaError: there is none, or as ``clip_of``.
+    """
+    clips = _prompt(index, *_place(entry), media).clips
+    if n >= len(clips):
+        raise MediaError(f"row {entry['row']} has no clip {n}")
+    return clip_of(*clips[n], Reach.of(index.folder, media))
 
 
 def shown(

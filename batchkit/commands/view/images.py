@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from PIL import Image
 
+from batchkit.commands.view.clips import in_page
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
 from batchkit.rendering.media import shown
@@ -91,6 +93,15 @@ class Pictures:
             name = shown(source)
             self.found.append({"name": name, **self._made(source, name)})
         return self._numbers[key]
+
+    def clip(self, kind: str, source: Any) -> Mapping[str, Any]:
+        """As ``clips.in_page``, while there is room."""
+        found = in_page(kind, source, self._reach)
+        self._room -= len(found.get("src", ""))
+        if self._room < 0:
+            problem = "left out: the page holds no more clips"
+            return {"kind": kind, "name": found["name"], "problem": problem}
+        return found
 
     def _made(self, source: Any, name: str) -> dict[str, Any]:
         if len(self.found) >= MAX_PICTURES or self._room < MAX_PICTURE_BYTES:

@@ -81,7 +81,7 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> Path:
 def policy(style: str, script: str = "") -> str:
     """A page's own style and script are allowed by their hashes, and nothing else is allowed."""
     rules = (
-        f"default-src 'none'; img-src data:; script-src {_hash(script)}; style-src {_hash(style)};"
+        f"default-src 'none'; img-src data:; media-src data:; script-src {_hash(script)}; style-src {_hash(style)};"
         " base-uri 'none'; form-action 'none'"
     )
     return f'<meta http-equiv="Content-Security-Policy" content="{rules}">'

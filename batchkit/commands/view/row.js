@@ -67,14 +67,44 @@ function errorOf({ error }) {
 // ---- the prompt
 
 function promptOf({ record, prompt }) {
-  const pictures = picturesOf(prompt.images);
+  const pictures = [picturesOf(prompt.images), ...(prompt.clips ?? []).map((clip) => playerOf(clip, record))];
   if (prompt.error) {
     const isSaid = record.error?.message?.includes(prompt.error);
-    return [pictures, isSaid ? null : make("p", "missing", `The prompt can't be shown: ${prompt.error}`)];
+    return [...pictures, isSaid ? null : make("p", "missing", `The prompt can't be shown: ${prompt.error}`)];
   }
   const messages = prompt.messages ?? [{ role: "", content: prompt.text }];
-  return [pictures, ...messages.map(({ role, content }) =>
+  return [...pictures, ...messages.map(({ role, content }) =>
     titled(role ? `Prompt: ${role}` : "Prompt", make("p", content.length > LONG ? "question long" : "question", content)))];
+}
+
+// {kind, src}, or {kind, problem}; with what was heard when, if the record says so.
+function playerOf({ kind, src, problem, name }, { segments = [], coverage }) {
+  const box = make("div", "clip");
+  const known = src?.startsWith(held ? `data:` : "/api/runs/") && ["audio", "video"].includes(kind);
+  if (!known) return make("p", "missing", problem ?? "The clip is not shown.");
+  const player = make(kind);
+  Object.assign(player, { controls: true, preload: "metadata", src, ariaLabel: name ?? kind });
+  player.addEventListener("error", () => player.replaceWith(missing(src)));
+  box.append(player);
+  if (coverage) {
+    const where = coverage.gaps.map(([start, end]) => `${clock(start)} to ${clock(end)}`).join(", ");
+    box.append(make("p", "error", `${coverage.missing_s} s of sound have no text: ${where}`));
+  }
+  if (segments.length) {
+    const list = make("ol", "segments");
+    list.append(...segments.map((segment) => {
+      const line = make("li"), at = button(clock(segment.start), () => { player.currentTime = segment.start; player.play(); }, "");
+      line.append(at, make("span", "", segment.text));
+      return line;
+    }));
+    box.append(list);
+  }
+  return box;
+}
+
+function clock(seconds) {
+  const minutes = Math.floor(seconds / 60);
+  return `${minutes}:${(seconds - 60 * minutes).toFixed(1).padStart(4, "0")}`;
 }
 
 // {src, name}, and its size; or {name, problem}. Of a server, the image's address is all that is known.

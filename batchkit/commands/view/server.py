@@ -26,6 +26,8 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
     ``detail.shown``: the row's records, prompt, fields and steps.
 ``/api/runs/{run}/rows/{index}/images/{n}``
     An image of the prompt as WebP, scaled down to 3 megapixels; 404 if it can't be opened.
+``/api/runs/{run}/rows/{index}/clips/{n}``
+    A clip of the prompt as it is, or the range of its bytes that is asked for; 404 if it can't be opened or played.
 ``/api/compare?a=RUN&b=RUN&…`` (``pairs.PairsQuery``)
     {total, counts, rows: [{id, group, a, b}], offset, indexed}: rows that have the same id, as
     in the list; ``a`` or ``b`` is null if the run has no such row.
@@ -54,7 +56,7 @@ from batchkit.runs.listing import Runs
 
 _HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self';"
         " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
@@ -82,6 +84,7 @@ def make_app(runs: Runs, host: str) -> ASGIApp:
             Route("/api/runs/{run}/prompts", api.prompts),
             Route("/api/runs/{run}/rows/{row:int}", api.row),
             Route("/api/runs/{run}/rows/{row:int}/images/{n:int}", api.image),
+            Route("/api/runs/{run}/rows/{row:int}/clips/{n:int}", api.clip),
             Route("/api/runs/{run}/about", api.about),
             Route("/api/runs/{run}/values", api.values),
             Route("/api/compare", api.compare),

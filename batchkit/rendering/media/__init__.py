@@ -39,6 +39,7 @@ __all__ = [
     "Source",
     "check_root",
     "load_bytes",
+    "load_clip_bytes",
     "load_image",
     "load_media",
     "load_text",
@@ -112,6 +113,19 @@ def load_bytes(source: object, media: MediaTable) -> bytes:
     if not isinstance(source, str) or is_for_fetch(source, media):
         raise MediaError(f"{name}: is not the path of a file")
     return _read(page_of(source)[0], name, media)
+
+
+def load_clip_bytes(source: Source, media: MediaTable) -> bytes:
+    """The file of a clip, not decoded.
+
+    Raises:
+        MediaError: as ``load_media``, or it names no file.
+    """
+    name = shown(source, "clip")
+    data = _data_of(source, name, media)
+    if data is None:
+        raise MediaError(f"{name}: names no file")
+    return data
 
 
 def _clip(kind: str, source: Source, media: MediaTable) -> Clip:

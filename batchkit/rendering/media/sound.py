@@ -105,7 +105,7 @@ class Sound:
 
 def _loudness(audio: Audio) -> NDArray[np.float64]:
     """In dB of full scale, by frames; the last may be shorter."""
-    size = round(audio.sample_rate * FRAME_S)
+    size = max(1, round(audio.sample_rate * FRAME_S))
     starts = np.arange(0, len(audio.samples), size)
     if not len(starts):
         return np.zeros(0)
