@@ -244,7 +244,9 @@ def right(model, tokenizer, extractor, count: int) -> float:
             tokens = torch.cat([tokens, following], 1)
             if (tokens == tokenizer.eos_token_id).any(1).all():
                 break
-        heard += sum(map(is_right, made, [tokenizer.decode(its) for its in tokens]))
+        heard += sum(
+            map(is_right, made, ["".join(tokenizer.convert_ids_to_tokens(its)) for its in tokens])
+        )
     model.train()
     return heard / BATCH / -(-count // BATCH)
 

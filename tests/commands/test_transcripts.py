@@ -32,7 +32,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_wav(place / "outside.wav", make_recording(Random(9), 2).samples)
     (place / "sound/page.wav").write_text("<html><script>alert(1)</script>")
     names = ["0.wav", "1.wav", "../outside.wav", "page.wav"]
-    rows = [{"id": f"talk/{n}", "file": name, "said": "hello there"} for n, name in enumerate(names)]
+    rows = [
+        {"id": f"talk/{n}", "file": name, "said": "hello there"} for n, name in enumerate(names)
+    ]
     write_jsonl(place / "rows.jsonl", rows)
     job = {
         "name": "run",
