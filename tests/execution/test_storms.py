@@ -4,6 +4,7 @@ nothing is there twice, and every answer is that of an undisturbed run."""
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,6 +17,7 @@ import pytest
 import tomlkit
 from PIL import Image
 
+from batchkit.commands.demo_digits import make_recording, write_wav
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
@@ -41,11 +43,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "vectors": {"prompt": {"user": "{{ q }}"}, "task": "embed"},
     "steps": {"steps": THREE},
     "rollout": {"rollout": {"function": "solve.py:solve"}},
+    "transcripts": {
+        "task": "transcribe",
+        "prompt": {"audios": ["{{ id }}.wav"]},
+        "speech": {"part_seconds": 8, "language": "en"},
+    },
 }
 DRY = {"kind": "dry-run", "options": {"latency_s": 0.02}}
 SLOW = "run.max_in_flight=48"  # 2,400 answers a second at best: the storm ends before the run
 FAST = "run.max_in_flight=1000"
 SEGMENT = "the next segment of vectors"
+SLOW_PARTS = "run.max_in_flight=2"
+TRANSCRIPT_KILLS = {"dry-run": 20, "vllm": int(os.environ.get("TRANSCRIPT_KILLS", "3"))}
 
 
 class Stormy:
@@ -54,7 +63,7 @@ class Stormy:
     def __init__(self, folder: Path, kind: str, n_rows: int, tables: dict[str, Any]) -> None:
         self.folder, self.kind, self.n_rows = folder, kind, n_rows
         self.run = folder / "output/storm"
-        self.log = self.run / (STEPS if kind in CALLS else RESULTS)
+        self.log = self.run / (STEPS if kind in (*CALLS, "transcripts") else RESULTS)
         self.kept = b""
         crossed = kind == "values"
         rows = [
@@ -136,6 +145,7 @@ class Stormy:
         rows = read_jsonl(path)
         assert [row["index"] for row in rows] == list(range(self.n_rows))
         keys = ("id", "status", "text", "finish_reason", "usage", "input_hash", "fields", "steps")
+        keys += ("generations", "seconds", "segments", "coverage")
         parts = ("index", "step", "call", "request_hash", *keys[1:5])
         log = self.folder / "output" / name / STEPS
         asked = [_only(line, parts) for line in read_jsonl(log)] if log.exists() else []
@@ -157,7 +167,7 @@ def _only(line: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {key: line.get(key) for key in keys}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "transcripts"])
 @pytest.mark.timeout(280)
 def test_kills_lose_nothing_and_repeat_nothing(kind: str, tmp_path: Path) -> None:
     n_rows = 3_000 if kind in CALLS else 9_000
@@ -214,3 +224,31 @@ def test_kills_on_vllm_change_no_answer(
     if kind == "vectors":
         assert len(segments_of(run.run)) > 2
     run.finish(start=Fork)
+
+
+@pytest.mark.parametrize("engine", ["dry-run", "vllm"])
+@pytest.mark.timeout(600)
+def test_kills_of_a_transcription_ask_for_no_part_twice(engine: str, tmp_path: Path) -> None:
+    """40 recordings, 20 kills; on vLLM fewer, as each start loads the model."""
+    random = Random(20261127)
+    for n in range(40):
+        write_wav(tmp_path / f"r{n}.wav", make_recording(random, random.uniform(5, 60)).samples)
+    tables: dict[str, Any] = {"engine": DRY, "run": {"checkpoint_interval_s": 0.05}}
+    if engine == "vllm":
+        options = {**SMALL, "max_model_len": 96, "max_num_seqs": 8}
+        options["limit_mm_per_prompt"] = {"audio": 1}
+        tables["engine"] = {"model": "batchkit-demo-speech", "options": options}
+        tables["sampling"] = {"max_tokens": 88}
+    run, done = Stormy(tmp_path, "transcripts", 40, tables), [0]
+    start: Any = Fork if engine == "vllm" else LightFork
+    for number in range(TRANSCRIPT_KILLS[engine]):
+        awaited = run.log.name if number % 5 < 4 else None
+        most_s = 0.3 if engine == "vllm" else 0.1
+        done.append(run.strike(awaited, random.uniform(0, most_s), SLOW_PARTS, start=start))
+    assert sum(before < after for before, after in pairwise(done)) >= TRANSCRIPT_KILLS[engine] // 3
+    assert len(run.records()) < 40
+    run.finish(start=start)
+    parts = read_jsonl(run.log)
+    assert len({(part["index"], part["step"], part["call"]) for part in parts}) == len(parts)
+    assert len({(part["index"], part["request_hash"]) for part in parts}) == len(parts) > 150
+    print(f"{len(done) - 1} kills; parts done after each: {done}")
