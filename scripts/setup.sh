@@ -108,7 +108,7 @@ not_installed() {
 "$venv/bin/python" -m pip uninstall --quiet --yes batchkit 2>/dev/null || : # its name until 0.1
 if [ $build = cuda ] && [ "$(uname -m)" != x86_64 ]; then
     say "NVIDIA GPU: installing vLLM for CUDA, several GB: about ten minutes; $lock is for x86-64"
-    quiet_pip -e '.[vllm,charts,excel,media,pdf,ray,dev]'
+    quiet_pip -e '.[vllm,charts,excel,media,speech,pdf,ray,dev]'
 elif [ $build = cuda ]; then
     say "NVIDIA GPU: installing the $(count) packages of $lock, several GB"
     if ! has_uv || ! uv_install --require-hashes -r $lock; then

@@ -15,6 +15,7 @@ _BY_SETUP = (
     "charts",
     "excel",
     "media",
+    "speech",
     "pdf",
     "ray",
 )  # extras of `make setup`

@@ -107,11 +107,19 @@ def overlap(name: str, texts: Pair, mode: Mode) -> float:
 
 
 def preload(name: str) -> None:
-    """Import what the scorer called ``name`` needs: the first row should not wait for it."""
+    """Import what the scorer called ``name`` needs: the first row should not wait for it.
+
+    Raises:
+        JobError: it is not installed.
+    """
     if name == "rouge-l":
         _rouge("official")
     elif name == "sacrebleu":
         _bleu("official")
+    elif name in ("wer", "cer"):
+        from batchkit.scoring.speech import check_installed
+
+        check_installed()
 
 
 def _official(text: str) -> str:
