@@ -36,6 +36,7 @@ SCRIPTS = [
     "view",
     "text",
     "images",
+    "clips",
     "order",
     "adapters",
     "embed",

@@ -384,6 +384,10 @@ def run_embed(table: Mapping[str, Any], rows: Path) -> dict[str, Any]:
 
 
 def prompt(tokenizer: Any, row: Mapping[str, Any]) -> Any:
+    if "clip" in row:  # as vLLM's examples load them
+        from vllm.multimodal.media.audio import load_audio
+
+        return {"prompt": row["q"], "multi_modal_data": {"audio": load_audio(row["clip"], sr=None)}}
     content: Any = row["q"]
     if "file" in row:
         content = [{"type": "image"}, {"type": "text", "text": content}]

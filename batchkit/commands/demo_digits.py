@@ -49,7 +49,7 @@ def build_demo_digits(folder: Path, *, count: int = 40, minutes: float = 10, see
             raise JobError(f"{folder}: is there already; name a new or empty folder")
         random = Random(f"test {seed}")
         (folder / "clips").mkdir(parents=True, exist_ok=True)
-        lengths = [random.uniform(2, 30) for _ in range(count)] + [60 * minutes] * (minutes > 0)
+        lengths = [random.uniform(5, 30) for _ in range(count)] + [60 * minutes] * (minutes > 0)
         lines = []
         for number, seconds in enumerate(lengths, 1):
             made = make_recording(random, seconds)
@@ -71,7 +71,8 @@ def make_recording(random: Random, seconds: float) -> Recording:
     noise = np.random.default_rng(random.getrandbits(64))
     samples = noise.standard_normal(round(seconds * SAMPLE_RATE), np.float32)
     samples *= 10 ** random.uniform(-4, -2.3)
-    loud, digits, at = 10 ** random.uniform(-1.2, -0.4), list[Heard](), random.uniform(0, 1.0)
+    loud, digits = 10 ** random.uniform(-1.2, -0.4), list[Heard]()
+    at = random.uniform(0, 1.0 if random.random() < 0.7 else 4.0)
     while at + (length := random.uniform(0.2, 0.4)) < seconds:
         digit = random.choice("0123456789")
         tone = loud * random.uniform(0.6, 1) * _tone(digit, length)
