@@ -83,7 +83,7 @@ class SpeechTable(Table):
     timestamps: Identity[bool] = True
     """Ask the model when each sentence begins and ends, if it can say so. `false`: each part of a recording is one
     segment."""
-    part_seconds: Identity[PositiveFloat] = 30
+    part_seconds: Identity[PositiveFloat] = 30.0
     """The longest part that the model is given, at most what it can hear: 30 seconds for Whisper."""
     overlap_seconds: Identity[NonNegativeFloat] = 0.5
     """By how much a part may reach into the silence behind it, and where a recording has none, into the speech."""
