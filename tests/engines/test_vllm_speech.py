@@ -120,7 +120,8 @@ def test_vllm_s_server_hears_the_same(
 ) -> None:
     job = load_job(JOB)
     model = Path(job.engine.model_source)
-    with serving(model, dict(job.engine.options), tmp_path / "log") as url:
+    options = {**job.engine.options, "kv_cache_memory_bytes": 2**28}
+    with serving(model, options, tmp_path / "log") as url:
         settings = ["engine.kind=openai-server", f"engine.base_url={url}", "engine.options={}"]
         settings += [f"engine.model={model}", "input.limit=12", "sampling={temperature=0}"]
         served = _records(place, "served", *settings)

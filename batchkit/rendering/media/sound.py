@@ -16,7 +16,8 @@ _FLOOR_DB = -60.0  # below it is silence in every recording
 _OVER_NOISE = 0.3  # of the way from the noise to the loud parts, in dB
 _UNDER_LOUD_DB = 10.0
 _SHORTEST_PAUSE_S = 0.1
-_NEAR_S = 0.2  # how exact a model's times are taken to be; shorter sounds are none
+_NEAR_S = 0.1  # how exact a model's times are taken to be
+_SHORTEST_SOUND_S = 0.14
 
 
 class Span(NamedTuple):
@@ -54,15 +55,15 @@ class Sound:
         return [Span(start, min(end, self.seconds)) for start, end in _runs(self._has_sound)]
 
     def without(self, covered: Iterable[tuple[float, float]], within: Span) -> list[Span]:
-        """The sound ``within`` that no span of ``covered`` has. What is shorter than 0.2 s is left out, as is what is
-        so near to a covered span."""
+        """The sound ``within`` that no span of ``covered`` has. What is shorter than 0.14 s is left out, as is what is
+        within 0.1 s of a covered span."""
         left = self._has_sound.copy()
         left[: _frame(within.start)] = False
         left[_frame(within.end) :] = False
         for start, end in covered:
             left[max(0, _frame(start - _NEAR_S)) : _frame(end + _NEAR_S)] = False
         found = [Span(start, min(end, self.seconds)) for start, end in _runs(left)]
-        return [span for span in found if span.seconds >= _NEAR_S]
+        return [span for span in found if span.seconds >= _SHORTEST_SOUND_S]
 
     def parts(self, most_s: float, overlap_s: float) -> list[Part]:
         """The recording in parts of at most ``most_s``, cut in the middle of the longest silence of each part's second
