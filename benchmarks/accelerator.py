@@ -129,7 +129,7 @@ class SimulatedWorker(CPUWorker):
         return float(
             costs["step_ms"] / 1e3
             + tokens * costs["token_us"] / 1e6
-            + images * costs.get("image_ms", 0) / 1e3
+            + images * costs["image_ms"] / 1e3
         )
 
 
@@ -172,10 +172,9 @@ class SimulatedEmbedder(SimulatedWorker):
 
 
 def _checksum(new: Any) -> int:
-    """Of the prompt's tokens and a sample of its images' or recordings' processed numbers."""
+    """Of the prompt's tokens and a sample of its images' processed pixels."""
     found = crc32(np.array(new.prompt_token_ids).tobytes())
     for feature in new.mm_features:
-        name = "pixel_values" if "pixel_values" in feature.data else "input_features"
-        numbers = np.asarray(feature.data[name].data)
-        found = crc32(np.ascontiguousarray(numbers[::16]).tobytes(), found)
+        pixels = feature.data["pixel_values"].data.numpy()
+        found = crc32(np.ascontiguousarray(pixels[::16]).tobytes(), found)
     return found
