@@ -9,7 +9,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from PIL import Image
 
@@ -122,18 +121,6 @@ def test_a_core_in_its_own_process_answers_as_one_here_and_its_error_keeps_its_t
             collect(opened, 1)
     assert [d.choices[0].text for d in done] == [d.choices[0].text for d in ask(engine, *asked)]
     assert (died.value.fault.kind, died.value.fault.type) == ("oom", "OutOfMemoryError")
-
-
-@pytest.mark.parametrize(("max_num_seqs", "processes"), [(511, 0), (512, 1)])
-def test_a_core_that_runs_very_many_requests_has_a_process_of_its_own(
-    vllm_job: Callable[..., JobConfig], launcher: Launcher, max_num_seqs: int, processes: int
-) -> None:
-    options = {**SMALL, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 512}
-    with closing(open_engine(vllm_job(engine={"options": options}), launcher)) as opened:
-        (answer,) = ask(opened, plain("tea", max_tokens=2))
-        names = [child.name() for child in psutil.Process().children(recursive=True)]
-    assert answer.error is None
-    assert sum("EngineCor" in name for name in names) == processes, "Linux keeps 15 characters"
 
 
 def test_a_core_in_its_own_process_that_is_killed_is_noticed(own_core: JobConfig) -> None:

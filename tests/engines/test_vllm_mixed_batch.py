@@ -95,7 +95,7 @@ REFUSED = {
     11: 'url: /v1/embeddings is for task = "embed", and the job has task = "generate", which serves chat',
     12: 'url: /v1/score is for task = "score", and the job has task = "generate", which serves chat',
     13: "body: of /v1/responses these are not supported: stream, tools (web_search); leave them out",
-    14: "url: '/v1/audio/transcriptions' is not one of",
+    14: "url: /v1/audio/transcriptions is for task",
 }
 
 
