@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
@@ -12,6 +12,7 @@ import orjson
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
 from batchkit.engines.openai.api import ShapeError, encoded, in_words
+from batchkit.engines.openai.connections import Content
 from batchkit.errors import RequestError
 from batchkit.storage.schema import choice_of, possible
 from batchkit.types import BROKEN_OFF, Choice, Completion, Request, Usage
@@ -27,13 +28,6 @@ SAMPLING = (
     *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
     *("structured_outputs", "thinking_token_budget", "truncate_prompt_tokens"),
 )
-
-
-class Content(NamedTuple):
-    """What is sent, and its type."""
-
-    data: bytes
-    type: str = "application/json"
 
 
 class Endpoint:

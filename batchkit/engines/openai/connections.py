@@ -21,6 +21,13 @@ _MOST_ERROR_BYTES = 1 << 20  # of an error, of which 1,000 characters are shown
 _HEADERS = {"Connection": "close", "Accept-Encoding": "identity"}
 
 
+class Content(NamedTuple):
+    """What is sent, and its type."""
+
+    data: bytes
+    type: str = "application/json"
+
+
 class Response(NamedTuple):
     """``is_whole`` is False if ``content`` is only the beginning."""
 
@@ -79,12 +86,7 @@ class Connections:
             await client.aclose()
 
     async def exchange(
-        self,
-        method: str,
-        url: str,
-        content: bytes | None,
-        timeout_s: float,
-        content_type: str = "application/json",
+        self, method: str, url: str, content: Content | None, timeout_s: float
     ) -> Response:
         """
         Raises:
@@ -93,12 +95,13 @@ class Connections:
         """
         import httpx
 
+        data, content_type = content or Content(b"")
         try:
             async with (
                 self._client() as client,
                 asyncio.timeout(timeout_s),
                 client.stream(
-                    method, url, content=content, headers={"Content-Type": content_type}
+                    method, url, content=data or None, headers={"Content-Type": content_type}
                 ) as response,
             ):
                 return await self._read(response)

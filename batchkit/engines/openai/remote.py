@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.openai import api
-from batchkit.engines.openai.chat import Content, Endpoint
-from batchkit.engines.openai.connections import CONNECT_S, Connections, Response
+from batchkit.engines.openai.chat import Endpoint
+from batchkit.engines.openai.connections import CONNECT_S, Connections, Content, Response
 from batchkit.engines.openai.options import Options, check_for_llama_cpp
 from batchkit.engines.openai.pooling import ENDPOINTS, OF_LINES
 from batchkit.engines.openai.rate_limiter import NoAnswer, Why
@@ -152,7 +152,7 @@ class Remote:
         content = await asyncio.to_thread(endpoint.encoded, body)  # other requests need the loop
         await self.check_model()
         began = time.monotonic()
-        response = await self._exchange("POST", url, content.data, self._timeout_s, content.type)
+        response = await self._exchange("POST", url, content, self._timeout_s)
         if response.status in _LACKS and endpoint not in self._endpoints.values():
             self._of_lines.pop(request.endpoint or "", None)
             return await self.ask(request)
@@ -280,7 +280,7 @@ class Remote:
         text = {"prompt": as_text(request)} if request.messages is None else chat
         url = f"{self.base_url.removesuffix('/v1')}/tokenize"
         try:
-            content = await _encoded({"model": self._model, **text})
+            content = Content(await _encoded({"model": self._model, **text}))
             response = await self._exchange("POST", url, content, self._timeout_s)
             count = orjson.loads(response.content)["count"] if response.status == 200 else None
         except (RowError, NoAnswer, EngineError, ValueError, KeyError, TypeError):
@@ -312,18 +312,11 @@ class Remote:
             ) from None
 
     async def _exchange(
-        self,
-        method: str,
-        url: str,
-        content: bytes | None,
-        timeout_s: float,
-        content_type: str = Content(b"").type,
+        self, method: str, url: str, content: Content | None, timeout_s: float
     ) -> Response:
         """A response that concerns only this request. Raises like ``ask``."""
         try:
-            response = await self._connections.exchange(
-                method, url, content, timeout_s, content_type
-            )
+            response = await self._connections.exchange(method, url, content, timeout_s)
         except (NoAnswer, RowTimeoutError):
             self._may_differ = True
             raise

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from batchkit.engines.openai.api import ShapeError, in_words, wav
-from batchkit.engines.openai.chat import Content, Endpoint, as_shape, usage_in
+from batchkit.engines.openai.chat import Endpoint, as_shape, usage_in
+from batchkit.engines.openai.connections import Content
 from batchkit.errors import MediaError, RequestError
 from batchkit.storage.plain_json import valid
 from batchkit.types import Audio, Choice, Completion, Request
