@@ -42,6 +42,17 @@ class Loaded(NamedTuple):
     commits: Mapping[str, str]
 
 
+class Wanted(NamedTuple):
+    """The engine that a lane needs: one that was loaded with these ``options`` from these files."""
+
+    name: str
+    options: Mapping[str, Any]
+    identity: Mapping[str, Any]
+
+    def is_met_by(self, loaded: Loaded) -> bool:
+        return (loaded.options, loaded.identity) == (self.options, self.identity)
+
+
 class KeptEngine:
     """A run takes an engine, and puts it back into ``idle``, by its name, when it ends, if nothing is in
     flight then. One run at a time; a processor's outlives its runs.
@@ -61,21 +72,13 @@ class KeptEngine:
             self._launchers[name] = Launcher(log_of(self._log, name), environment)
         return self._launchers[name]
 
-    def get(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        identity: Mapping[str, Any],
-        load: Callable[[], Loaded],
-    ) -> Loaded:
-        """The engine that waits, if it lives and was loaded with these options from these files; else it is
-        closed, and another loaded."""
-        idle = self.idle.pop(name, None)
-        if idle is None:
-            return load()
-        if (idle.options, idle.identity) == (options, identity) and _lives(idle.engine):
-            return idle
-        idle.engine.close()
+    def get(self, wanted: Wanted, load: Callable[[], Loaded]) -> Loaded:
+        """The engine that waits, if it lives and is the one ``wanted``; else it is closed, and another loaded."""
+        idle = self.idle.pop(wanted.name, None)
+        if idle is not None:
+            if wanted.is_met_by(idle) and _lives(idle.engine):
+                return idle
+            idle.engine.close()
         return load()
 
     def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
@@ -102,13 +105,7 @@ class Engines(Protocol):
 
     def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher: ...
 
-    def get(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        identity: Mapping[str, Any],
-        load: Callable[[], Loaded],
-    ) -> Loaded: ...
+    def get(self, wanted: Wanted, load: Callable[[], Loaded]) -> Loaded: ...
 
     def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None: ...
 
@@ -283,7 +280,7 @@ class Lane:
             return Loaded(engine, options, ladder.steps, then, commits)
 
         with opening.guard(), ExitStack() as held:
-            loaded = opening.engines.get(self.name, options, then, load)
+            loaded = opening.engines.get(Wanted(self.name, options, then), load)
             held.enter_context(closing(loaded.engine))
             check_unchanged(self._start)
             if loaded.commits:

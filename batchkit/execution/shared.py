@@ -14,12 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.process.launcher import Launcher
 from batchkit.errors import EngineError
-from batchkit.execution.lane import KeptEngine, Loaded
+from batchkit.execution.lane import KeptEngine, Loaded, Wanted
 from batchkit.types import Completion, Request
 
 _SLICE_S = 0.005  # one run waits so long for the engine before another may hand over requests
@@ -36,31 +35,26 @@ class SharedEngines:
 
     @property
     def idle(self) -> Mapping[str, Loaded]:
-        """Those that are loaded, whoever uses them."""
-        return {name: loaded for name, (shared, loaded) in self._shared.items() if not shared.death}
+        """The engines that are loaded, in use or not."""
+        known = [*self._shared.items()]  # another run's thread may add one meanwhile
+        return {name: loaded for name, (shared, loaded) in known if not shared.death}
 
     def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher:
         return self._kept.launcher(name, environment)
 
-    def get(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        identity: Mapping[str, Any],
-        load: Callable[[], Loaded],
-    ) -> Loaded:
+    def get(self, wanted: Wanted, load: Callable[[], Loaded]) -> Loaded:
         """A seat at the engine; it is loaded if it is not there, or nobody uses it and it is another."""
         with self._lock:
-            shared, loaded = self._shared.pop(name, (None, None))
+            shared, loaded = self._shared.pop(wanted.name, (None, None))
             if shared is not None and loaded is not None:
-                is_same = (loaded.options, loaded.identity) == (options, identity)
+                is_same = wanted.is_met_by(loaded)
                 if not shared.is_live() or not (is_same or shared.n_seats):
                     shared.close()
                     shared = None
             if shared is None or loaded is None:
                 loaded = load()
                 shared = SharedEngine(loaded.engine, self._on_death)
-            self._shared[name] = shared, loaded
+            self._shared[wanted.name] = shared, loaded
             return loaded._replace(engine=shared.seat())
 
     def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
@@ -124,8 +118,8 @@ class SharedEngine:
             load, self._load = self._load, self._load._replace(preempted=0, events=())
         return load
 
-    def restart(self, seat: Seat) -> None:
-        """End the engine because the run of ``seat`` needs a new one."""
+    def restart(self) -> None:
+        """End the engine because a run needs a new one."""
         if self.death is None:
             self._note_death(EngineError("it is to be loaded again"))
         self.close()
@@ -198,5 +192,5 @@ class Seat:
 
     def close(self) -> None:
         """The supervisor's restart: a run that only ends leaves."""
-        self._shared.restart(self)
+        self._shared.restart()
         self.leave()

@@ -59,6 +59,11 @@ AdjustSampling = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 LoadMedia = Callable[[str, Any, MediaTable], Media]
 
 
+def failed(row: Row, attempt: int, of_input: str, error: RowError) -> Completion:
+    """Of a row that could not be rendered."""
+    return Completion(Request(row, None, None, {}, of_input, attempt), error=error)
+
+
 class PromptRenderer:
     """Renders rows for one job. Several threads may share it, and call ``adjust_sampling`` and
     ``load``, which makes the image or the clip of a source. ``chat_template_kwargs`` are added to those that the
@@ -169,8 +174,7 @@ class PromptRenderer:
         try:
             return self.render(row, attempt, of_input)
         except RowError as error:
-            request = Request(row, None, None, {}, of_input, attempt)
-            return Completion(request, error=error)
+            return failed(row, attempt, of_input, error)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
         """``request`` with its row's longest text cut in the middle, if ``on_too_long`` says so.

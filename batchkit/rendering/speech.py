@@ -13,7 +13,7 @@ from batchkit.rendering.body import endpoint_of
 from batchkit.rendering.media import load_media
 from batchkit.rendering.media.sound import Part, Sound, Span
 from batchkit.rendering.messages import Message
-from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer
+from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer, failed
 from batchkit.rendering.templates import RowTemplate
 from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash
@@ -91,8 +91,7 @@ class SpeechRenderer:
         try:
             return self.render(row, attempt)
         except RowError as error:
-            request = Request(row, None, None, {}, input_hash(row.fields), attempt)
-            return Completion(request, error=error)
+            return failed(row, attempt, input_hash(row.fields), error)
 
     def messages(self, messages: Any) -> list[Message]:
         return self._of_recordings.messages(messages)

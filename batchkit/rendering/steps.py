@@ -19,7 +19,7 @@ from batchkit.errors import (
 )
 from batchkit.rendering.media import load_media
 from batchkit.rendering.messages import Message
-from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer
+from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer, failed
 from batchkit.rendering.speech import SpeechRenderer
 from batchkit.rendering.templates.prompt import PathTemplate
 from batchkit.rendering.templates.sandbox import keys_read
@@ -126,8 +126,7 @@ class StepsRenderer:
         try:
             return self.render(row, attempt)
         except RowError as error:
-            request = Request(row, None, None, {}, input_hash(row.fields), attempt)
-            return Completion(request, error=error)
+            return failed(row, attempt, input_hash(row.fields), error)
 
     def messages(self, messages: Any) -> list[Message]:
         return self._first.messages(messages)

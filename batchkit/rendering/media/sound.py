@@ -49,11 +49,6 @@ class Sound:
         self._db = _loudness(audio)
         self._has_sound = self._db > _threshold(self._db)
 
-    @property
-    def spans(self) -> list[Span]:
-        """Where there is sound, in order."""
-        return [Span(start, min(end, self.seconds)) for start, end in _runs(self._has_sound)]
-
     def without(self, covered: Iterable[tuple[float, float]], within: Span) -> list[Span]:
         """The sound ``within`` that no span of ``covered`` has. What is shorter than 0.14 s is left out, as is what is
         within 0.1 s of a covered span."""
