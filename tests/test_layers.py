@@ -80,7 +80,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
     },
     "python_multipart": {"serve.forms"},
     "starlette": {"commands.view.api", "commands.view.server", "serve.app", "serve.guard"},
-    "uvicorn": {"commands.view", "serve.server"},
+    "uvicorn": {"commands.view"},
 }
 
 

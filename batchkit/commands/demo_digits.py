@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
+from batchkit.commands.demo_tables import check_new
 from batchkit.errors import JobError
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def build_demo_digits(folder: Path, *, count: int = 40, minutes: float = 10, see
         JobError: it holds something, or can't be written.
     """
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise JobError(f"{folder}: is there already; name a new or empty folder")
+        check_new(folder)
         random = Random(f"test {seed}")
         (folder / "clips").mkdir(parents=True, exist_ok=True)
         lengths = [random.uniform(5, 30) for _ in range(count)] + [60 * minutes] * (minutes > 0)

@@ -86,11 +86,16 @@ def build_demo_tables(folder: Path, *, count: int = 40, seed: int = 0) -> None:
         JobError: it holds something, or can't be written.
     """
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise JobError(f"{folder}: is there already; name a new or empty folder")
+        check_new(folder)
         write_demo_tables(folder, count, str(seed))
     except OSError as error:
         raise JobError(f"{folder}: can't be written: {error}") from error
+
+
+def check_new(folder: Path) -> None:
+    """Raises JobError unless it is new or empty; OSError if it can't be read."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise JobError(f"{folder}: is there already; name a new or empty folder")
 
 
 def write_demo_tables(folder: Path, count: int, seed: str) -> list[Table]:

@@ -26,7 +26,7 @@ class Checked(NamedTuple):
 
 def check_file(path: Path, endpoint: str, models: Collection[str]) -> Checked:
     """Read the file once: every line has to be a request for ``endpoint`` to one of ``models``, with an id of its own."""
-    rows, seen, problems = 0, dict[int, None](), list[Object]()
+    rows, seen, problems = 0, set[int](), list[Object]()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
@@ -44,7 +44,7 @@ def check_file(path: Path, endpoint: str, models: Collection[str]) -> Checked:
 
 
 def _problems_in(
-    line: bytes, number: int, endpoint: str, models: Collection[str], seen: dict[int, None]
+    line: bytes, number: int, endpoint: str, models: Collection[str], seen: set[int]
 ) -> Iterator[Object]:
     try:
         request = parse_object(line, "", number)
@@ -62,7 +62,7 @@ def _problems_in(
     yield from _of_body(request.get("body"), models)
 
 
-def _of_id(custom_id: Any, seen: dict[int, None]) -> Iterator[Object]:
+def _of_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
     if not isinstance(custom_id, str) or not custom_id:
         text = "custom_id has to be a text that is not empty"
         yield problem("missing_required_parameter", text, param="custom_id")
@@ -71,7 +71,7 @@ def _of_id(custom_id: Any, seen: dict[int, None]) -> Iterator[Object]:
     if key in seen:
         text = f"custom_id {custom_id!r} is that of another line"
         yield problem("duplicate_custom_id", text, param="custom_id")
-    seen[key] = None
+    seen.add(key)
 
 
 def _of_body(body: Any, models: Collection[str]) -> Iterator[Object]:

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from filelock import FileLock, Timeout
 
 from batchkit.commands import Say
-from batchkit.commands.view import address_of, bound
+from batchkit.commands.view import address_of, bound, quiet_server
 from batchkit.engines.registry import require
 from batchkit.errors import Interrupted, JobError, StoreError
 from batchkit.execution.signals import StopRequest
@@ -30,8 +30,6 @@ def serve(settings: Settings, *, ready: Callable[[str], None], say: Say) -> None
         StoreError: another server has the folder, or its database can't be opened.
     """
     require(["fastapi", "uvicorn", "python_multipart"], user="batchkit serve", extra="serve")
-    import uvicorn
-
     check_secrets(settings.job)
     keys = _keys(settings)
     with (
@@ -40,21 +38,12 @@ def serve(settings: Settings, *, ready: Callable[[str], None], say: Say) -> None
         bound(settings.host, settings.port) as listening,
         StopRequest().installed(),  # uvicorn raises its signal again when it has ended
     ):
-        config = uvicorn.Config(
-            make_app(settings, store, keys),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=5,
-        )
+        server = quiet_server(make_app(settings, store, keys), ends_in_s=5)
         lifecycle = Lifecycle(settings, store, say)
         lifecycle.start()
         ready(address_of(settings.host, listening.getsockname()[1]))
         try:
-            uvicorn.Server(config).run(sockets=[listening])
+            server.run(sockets=[listening])
         except Interrupted:  # this is how it ends
             pass
         finally:

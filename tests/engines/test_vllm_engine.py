@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -17,6 +18,7 @@ from batchkit.engines.base import Engine
 from batchkit.engines.faults import EngineDied
 from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
+from batchkit.engines.vllm.core import CoreWatch
 from batchkit.engines.vllm.engine import unknown_images
 from batchkit.engines.vllm.options import check_config
 from batchkit.errors import JobError
@@ -121,6 +123,18 @@ def test_a_core_in_its_own_process_answers_as_one_here_and_its_error_keeps_its_t
             collect(opened, 1)
     assert [d.choices[0].text for d in done] == [d.choices[0].text for d in ask(engine, *asked)]
     assert (died.value.fault.kind, died.value.fault.type) == ("oom", "OutOfMemoryError")
+
+
+@pytest.mark.parametrize(("max_num_seqs", "is_apart"), [(511, False), (512, True)])
+def test_a_core_with_very_many_requests_is_to_have_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, *, is_apart: bool
+) -> None:
+    """An engine that was loaded in this process before has set the variable."""
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "BATCHKIT_CORE_DIED"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with closing(CoreWatch(max_num_seqs)):
+        assert bool(int(os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"])) == is_apart
 
 
 def test_a_core_in_its_own_process_that_is_killed_is_noticed(own_core: JobConfig) -> None:

@@ -8,12 +8,17 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from batchkit.engines.registry import require
 from batchkit.errors import Interrupted, JobError
 from batchkit.runs.finding import find_run
 from batchkit.runs.listing import Runs
 from batchkit.storage.runfolder import is_run
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
 
 PORT = 8484  # if it is taken and no other was asked for, any free one
 _OUTPUT = Path("output")
@@ -35,26 +40,11 @@ def view(
         JobError: there is nothing to show, the port is taken, or a package is missing.
     """
     require(["starlette", "uvicorn"], user="batchkit view", extra="view")
-    import uvicorn
-
     from batchkit.commands.view.server import make_app
 
     runs = _runs(target, tuple(media))
     with bound(host, port) as listening:
-        server = uvicorn.Server(
-            uvicorn.Config(
-                make_app(runs, host),
-                http="h11",
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                log_config=None,
-                log_level="critical",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        server = quiet_server(make_app(runs, host), ends_in_s=1, http="h11", loop="asyncio")
         address = address_of(host, listening.getsockname()[1])
         ready(address)
         if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
@@ -72,6 +62,25 @@ def _runs(target: str | None, media: tuple[Path, ...]) -> Runs:
             raise JobError(f"{folder}/: no such folder; name a folder with runs, or a run")
         folder = find_run(target)  # a job file
     return Runs(folder.resolve(), is_run(folder), media)
+
+
+def quiet_server(app: ASGIApp, *, ends_in_s: int, **options: Any) -> uvicorn.Server:
+    """A server without logs. When it is stopped, the answers under way have so many seconds."""
+    import uvicorn
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=ends_in_s,
+            **options,
+        )
+    )
 
 
 def bound(host: str, port: int | None) -> socket.socket:
