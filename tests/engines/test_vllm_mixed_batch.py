@@ -88,14 +88,14 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": "tea"}),
     ("/v1/score", {"text_1": "tea", "text_2": "hot"}),
     ("/v1/responses", {"input": "tea", "tools": [{"type": "web_search"}], "stream": True}),
-    ("/v1/audio/transcriptions", {"file_url": "a.wav"}),
+    ("/v1/images/generations", {"file_url": "a.wav"}),
 ]  # fmt: skip
 ASKED_TWICE = (0, 2, 4, 6, 8)
 REFUSED = {
     11: 'url: /v1/embeddings is for task = "embed", and the job has task = "generate", which serves chat',
     12: 'url: /v1/score is for task = "score", and the job has task = "generate", which serves chat',
     13: "body: of /v1/responses these are not supported: stream, tools (web_search); leave them out",
-    14: "url: /v1/audio/transcriptions is for task",
+    14: "url: '/v1/images/generations' is not one of",
 }
 
 

@@ -269,7 +269,7 @@ MIXED = [
     line(0, "/v1/chat/completions", messages=CHAT),
     line(1, "/v1/embeddings", input="tea"),
     line(2, "/v1/score", text_1="a", text_2="b"),
-    line(3, "/v1/audio/transcriptions", input="tea"),
+    line(3, "/v1/images/generations", input="tea"),
     line(4, "/v2/rerank", query="a", documents=["b", "c"]),
     line(5, "/v1/completions", prompt="tea"),
     line(6, "/v1/responses", input="tea"),
@@ -295,7 +295,7 @@ def test_each_line_of_a_mixed_file_goes_by_its_own_task_or_fails_alone(
     write(task, *MIXED)
     assert run().exit_code == 3
     assert errors().keys() == {*range(8)} - shapes.keys()
-    assert "'/v1/audio/transcriptions' is not one of" in errors()[3]
+    assert "'/v1/images/generations' is not one of" in errors()[3]
     for number, message in errors().items():
         assert MIXED[number]["url"] in message
         assert number == 3 or f'task = "{task or "generate"}", which serves' in message
