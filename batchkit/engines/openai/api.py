@@ -171,10 +171,7 @@ def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
         if kind == "image":
             return {"type": "image_url", "image_url": {"url": _data_uri(found)}}
         if kind == "audio":
-            return {
-                "type": "input_audio",
-                "input_audio": {"data": base64.b64encode(wav(found)).decode(), "format": "wav"},
-            }
+            return {"type": "input_audio", "input_audio": {"data": _wav(found), "format": "wav"}}
         raise RequestError(
             'a server can\'t be sent the frames of a video yet; use engine.kind = "vllm"'
         )
@@ -205,13 +202,13 @@ def _input_part(part: Mapping[str, Any]) -> dict[str, Any]:
     return {**made, "image_url": _data_uri(part["image_pil"])} if "image_pil" in part else made
 
 
-def wav(sound: Audio) -> bytes:
-    """Of 16 bits, which every server reads."""
+def _wav(sound: Audio) -> str:
+    """In base64, of 16 bits, which every server reads."""
     file = io.BytesIO()
-    with wave.open(file, "wb") as to:
-        to.setparams((1, 2, sound.sample_rate, 0, "NONE", ""))
-        to.writeframes((sound.samples.clip(-1, 1) * 32767).round().astype("<i2").tobytes())
-    return file.getvalue()
+    with wave.open(file, "wb") as wav:
+        wav.setparams((1, 2, sound.sample_rate, 0, "NONE", ""))
+        wav.writeframes((sound.samples.clip(-1, 1) * 32767).round().astype("<i2").tobytes())
+    return base64.b64encode(file.getbuffer()).decode()
 
 
 def _data_uri(image: Image) -> str:
