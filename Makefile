@@ -15,7 +15,7 @@ quickstart: setup
 
 pytest = .venv/bin/pytest --dist loadfile --no-loadscope-reorder
 
-# Real engines, real Ray, kills: all tests but those of test-release.
+# Real engines, real Ray, faults: all tests but those of test-release.
 test: setup
 	$(pytest) -n 3 -m "not release"
 
@@ -23,7 +23,7 @@ test: setup
 test-quick: setup
 	$(pytest) -n 2 -m "not slow"
 
-# What builds or installs something, the cookbook's jobs and the benchmarks.
+# What builds or installs something, storms of kills, the cookbook's jobs and the benchmarks.
 test-release: setup llama-server
 	$(pytest) -n 2 -m release
 

@@ -33,7 +33,7 @@ from tests.support.rollouts import CALLS, SOLVE, THREE, calls, each_once
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.small_vllm import SMALL
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
 N_KILLS = 30
 VALUES = ["a", "b", ""]  # of input.cross

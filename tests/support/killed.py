@@ -32,6 +32,11 @@ def main() -> None:
     ledger = Ledger(Path(sys.argv[3]))
     pa.array([1])  # it is loaded by now
     kill_at(*sys.argv[1:3], files=())
+    write_rows(ledger)
+
+
+def write_rows(ledger: Ledger) -> None:
+    """Those of ``ROWS`` that it lacks."""
     for row in ROWS:
         if not ledger.totals.is_settled(row):
             ledger.write([line_of(record(row, None)) if row % 3 == 2 else with_vector(row)])
