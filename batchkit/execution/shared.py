@@ -1,7 +1,8 @@
 """One engine for several runs that go on beside each other, each in a thread of its own.
 
-Each run has a seat, which is an Engine to it: what it submits comes back to it alone, and it is told that the engine
-runs its share of all requests at once. A run that ends or is stopped leaves its seat, and the engine stays.
+Each run has a seat, which is an Engine to it: what it submits waits there until the engine has room, and comes back to it
+alone. The next request is one of the lowest rank, and of those one of the owner who has the fewest in the engine: so owners
+who are all busy have equal parts of it at any time. A run that ends or is stopped leaves its seat, and the engine stays.
 
 If the engine dies, nobody knows whose request was at fault, and a search among several runs would suspect innocent
 rows. So all runs are to be stopped (``on_death``), and each continued alone for a while: then it searches as any run does.
@@ -11,27 +12,43 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.process.launcher import Launcher
 from batchkit.errors import EngineError
 from batchkit.execution.lane import KeptEngine, Loaded, Wanted
+from batchkit.execution.window import Window
 from batchkit.types import Completion, Request
 
-_SLICE_S = 0.005  # one run waits so long for the engine before another may hand over requests
+_SLICE_S = 0.005  # what a run submits while another waits for the engine may wait so long
+
+
+@dataclass
+class Claim:
+    """Whose run it is, and its place in the queue: the lowest ``rank`` goes first, and may change while the run works.
+    ``answered``: how many of its requests are."""
+
+    owner: str
+    rank: tuple[int, ...]
+    answered: int = 0
 
 
 class SharedEngines:
-    """Used as ``KeptEngine``, by several runs at once. ``on_death`` is called by the thread of a run, once for each
-    engine; it stops the runs without waiting for requests in flight, which are lost."""
+    """The engines of several runs. ``on_death`` is called by the thread of a run, once for each engine; it stops the runs
+    without waiting for requests in flight, which are lost."""
 
     def __init__(self, log: Path, on_death: Callable[[], None]) -> None:
         self._kept, self._on_death = KeptEngine(log), on_death
         self._shared: dict[str, tuple[SharedEngine, Loaded]] = {}
         self._lock = threading.Lock()  # held while a model is loaded: the others wait for it
+
+    def of(self, claim: Claim) -> Share:
+        """As one run uses them."""
+        return Share(self, claim)
 
     @property
     def idle(self) -> Mapping[str, Loaded]:
@@ -42,25 +59,20 @@ class SharedEngines:
     def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher:
         return self._kept.launcher(name, environment)
 
-    def get(self, wanted: Wanted, load: Callable[[], Loaded]) -> Loaded:
+    def get(self, wanted: Wanted, load: Callable[[], Loaded], claim: Claim) -> Loaded:
         """A seat at the engine; it is loaded if it is not there, or nobody uses it and it is another."""
         with self._lock:
             shared, loaded = self._shared.pop(wanted.name, (None, None))
             if shared is not None and loaded is not None:
                 is_same = wanted.is_met_by(loaded)
-                if not shared.is_live() or not (is_same or shared.n_seats):
+                if not shared.is_live() or not (is_same or shared.seats):
                     shared.close()
                     shared = None
             if shared is None or loaded is None:
                 loaded = load()
                 shared = SharedEngine(loaded.engine, self._on_death)
             self._shared[wanted.name] = shared, loaded
-            return loaded._replace(engine=shared.seat())
-
-    def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
-        """The run has ended. What it has in flight is dropped when it comes back."""
-        assert isinstance(loaded.engine, Seat)
-        loaded.engine.leave()
+            return loaded._replace(engine=shared.seat(claim))
 
     def close(self) -> None:
         """Release what it holds."""
@@ -69,52 +81,76 @@ class SharedEngines:
         self._kept.close()
 
 
+@dataclass(frozen=True)
+class Share:
+    """``Engines`` of one run."""
+
+    engines: SharedEngines
+    claim: Claim
+
+    @property
+    def idle(self) -> Mapping[str, Loaded]:
+        return self.engines.idle
+
+    def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher:
+        return self.engines.launcher(name, environment)
+
+    def get(self, wanted: Wanted, load: Callable[[], Loaded]) -> Loaded:
+        return self.engines.get(wanted, load, self.claim)
+
+    def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
+        """The run has ended. What it has in flight is dropped."""
+        assert isinstance(loaded.engine, Seat)
+        loaded.engine.leave()
+
+
 class SharedEngine:
-    """An engine and its seats. Any run's thread calls the engine, for all of them, under the lock."""
+    """An engine and its seats. One run at a time, whichever waits for answers, calls the engine for all of them."""
 
     def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         self.engine, self._on_death = engine, on_death
         self.death: EngineError | None = None
         self.died_shared = False
-        self._lock = threading.Lock()
-        self._seats: list[Seat] = []
-        self._submitted: deque[tuple[Seat, Request]] = deque()
+        self.seats: list[Seat] = []  # replaced as a whole: other threads go through it
+        self._lock = threading.Lock()  # the engine, and what follows
+        self._noting = (
+            threading.Lock()
+        )  # the load, which nobody waits for as long as for the engine
+        self._window = Window(engine.max_num_seqs)
         self._in_flight: dict[int, tuple[Seat, Request]] = {}  # by the request's identity
+        self._of_owner = Counter[str]()  # of those
         self._load = engine.load()
 
-    @property
-    def n_seats(self) -> int:
-        return len(self._seats)
-
-    def seat(self) -> Seat:
-        seat = Seat(self)
-        self._seats.append(seat)
+    def seat(self, claim: Claim) -> Seat:
+        with self._lock:
+            self.seats = [*self.seats, seat := Seat(self, claim)]
         return seat
 
     def leave(self, seat: Seat) -> None:
-        if seat in self._seats:
-            self._seats.remove(seat)
-
-    def submit(self, seat: Seat, request: Request) -> None:
-        """Whoever polls next hands it over: a run that submits never waits for another that polls."""
-        self._submitted.append((seat, request))
-
-    def work(self, until: float) -> None:
-        """Hand over what was submitted and give out what came back, unless others do that until then."""
-        if not self._lock.acquire(timeout=max(0.001, until - time.monotonic())):
-            return
-        try:
-            self._pump(min(_SLICE_S, max(0.0, until - time.monotonic())))
-        finally:
-            self._lock.release()
+        with self._lock:
+            self.seats = [other for other in self.seats if other is not seat]
 
     def is_live(self) -> bool:
-        self.work(time.monotonic())
+        with self._lock:
+            self._turn(0)
         return self.death is None
+
+    def work(self, seat: Seat, until: float) -> None:
+        """Until the seat has an answer: give the engine what waits and all seats what it has answered, or wait while another
+        run does that."""
+        while not seat.inbox and not self.death and (left_s := until - time.monotonic()) > 0:
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._turn(min(_SLICE_S, left_s), seat)
+                finally:
+                    self._lock.release()
+            else:
+                seat.called.wait(min(_SLICE_S, left_s))
+                seat.called.clear()
 
     def take_load(self) -> EngineLoad:
         """What happened is reported to one of the runs."""
-        with self._lock:
+        with self._noting:
             load, self._load = self._load, self._load._replace(preempted=0, events=())
         return load
 
@@ -128,27 +164,51 @@ class SharedEngine:
         with self._lock:
             self.engine.close()
 
-    def _pump(self, timeout_s: float) -> None:
+    def _turn(self, timeout_s: float, worker: Seat | None = None) -> None:
         if self.death is not None:
             return
         try:
-            while self._submitted:
-                seat, request = self._submitted.popleft()
-                self._in_flight[id(request)] = seat, request
-                self.engine.submit(request)
+            self._hand_over()
             for completion in self.engine.poll(timeout_s):
                 seat, _ = self._in_flight.pop(id(completion.request))
+                self._count(seat, -1)
+                seat.claim.answered += 1
                 seat.inbox.append(completion)
-            load = self.engine.load()
+                if seat is not worker:
+                    seat.called.set()
+            self._note_load(self.engine.load())
         except EngineError as death:
             self._note_death(death)
-            return
-        events = [*self._load.events, *load.events]
-        preempted = self._load.preempted + load.preempted
-        self._load = load._replace(preempted=preempted, events=events)
+
+    def _hand_over(self) -> None:
+        while len(self._in_flight) < self._window.size:
+            waiting = [seat for seat in self.seats if seat.waiting]
+            if not waiting:
+                break
+            seat = min(waiting, key=self._place)
+            request = seat.waiting.popleft()
+            self._count(seat, 1)
+            self._in_flight[id(request)] = seat, request
+            self.engine.submit(request)
+
+    def _place(self, seat: Seat) -> tuple[Sequence[int], int, int]:
+        """The least goes first."""
+        return seat.claim.rank, self._of_owner[seat.claim.owner], seat.in_flight
+
+    def _count(self, seat: Seat, number: int) -> None:
+        self._of_owner[seat.claim.owner] += number
+        seat.in_flight += number
+
+    def _note_load(self, load: EngineLoad) -> None:
+        self._window.adapt(load, len(self._in_flight), self.engine.max_num_seqs)
+        waiting = load.waiting + sum(len(seat.waiting) for seat in self.seats)
+        with self._noting:
+            events = [*self._load.events, *load.events]
+            preempted = self._load.preempted + load.preempted
+            self._load = load._replace(waiting=waiting, preempted=preempted, events=events)
 
     def _note_death(self, death: EngineError) -> None:
-        self.died_shared = len(self._seats) > 1
+        self.died_shared = len(self.seats) > 1
         self.death = death
         self._on_death()
 
@@ -156,33 +216,31 @@ class SharedEngine:
 class Seat:
     """The engine of one run, as ``Engine`` says; used by the run's thread."""
 
-    def __init__(self, shared: SharedEngine) -> None:
-        self._shared = shared
-        self.inbox: deque[Completion] = deque()
+    def __init__(self, shared: SharedEngine, claim: Claim) -> None:
+        self._shared, self.claim = shared, claim
+        self.waiting, self.inbox = deque[Request](), deque[Completion]()
+        self.called = threading.Event()  # another run has put something into the inbox
+        self.in_flight = 0
         self.limits, self.versions = shared.engine.limits, shared.engine.versions
 
     @property
     def max_num_seqs(self) -> int:
-        """Its share of the requests that run at once."""
-        return max(1, self._shared.engine.max_num_seqs // max(1, self._shared.n_seats))
+        """All of the engine's: the others may have nothing to do."""
+        return self._shared.engine.max_num_seqs
 
     def submit(self, request: Request) -> None:
-        self._shared.submit(self, request)
+        self.waiting.append(request)
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
-        until = time.monotonic() + timeout_s
-        while True:
-            self._shared.work(until)
-            done = [self.inbox.popleft() for _ in range(len(self.inbox))]
-            if done:
-                return done
-            if (death := self._shared.death) is not None:
-                if not self._shared.died_shared:
-                    raise death
-                time.sleep(timeout_s)  # this run is about to be stopped
-                return []
-            if time.monotonic() >= until:
-                return []
+        self._shared.work(self, time.monotonic() + timeout_s)
+        death = self._shared.death  # read first: all that was answered before is in the inbox
+        done = [self.inbox.popleft() for _ in range(len(self.inbox))]
+        if death is None or done:
+            return done
+        if not self._shared.died_shared:
+            raise death
+        time.sleep(timeout_s)  # this run is about to be stopped
+        return []
 
     def load(self) -> EngineLoad:
         return self._shared.take_load()

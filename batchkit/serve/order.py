@@ -1,64 +1,66 @@
-"""Which batches run: those of the highest priority, and of them those that would miss their deadline, then fair shares
-among keys. Of one key the batch with the fewest rows left goes first, so that a short one never waits for a long one.
+"""Whose rows go first: those of a higher priority, and of them those that would miss their deadline.
+
+Batches of one rank share the engine: keys have equal parts of it at any time (``execution/shared.py``). Of one key the batches
+with the fewest rows left go first, so that a short one never waits for a long one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from batchkit.serve.batch import rows_left
-from batchkit.serve.store import Stored
+from batchkit.serve.store import Object, Stored
 
-MOST = 8
-"""So many batches run at once: more keys take turns."""
+MOST = 16
+"""So many batches run at once: others wait until one has ended, or has more rows left than they."""
 _OF_ONE_KEY = 2  # the second keeps the engine busy while the first one ends
-SHARE_S = 30.0
-"""A key that had the engine for so long lets another go first."""
 _SPARE = 1.5  # a deadline is close if the rows left would take two thirds of the time to it
+_HALF_S = 60.0  # of the rate's weight
+
+
+class Turn(NamedTuple):
+    """A batch that is to run; the lowest ``rank`` goes first."""
+
+    rank: tuple[int, int]
+    stored: Stored
 
 
 class Order:
-    """Seconds of the engine by key, and the rate at which rows are answered. Used under the runner's lock."""
+    """Knows the rate at which rows are answered. Used under the runner's lock."""
 
     def __init__(self) -> None:
-        self._used_s: dict[str, float] = {}
-        self._rows_per_s = float("inf")
+        self._rows = self._seconds = 0.0
 
-    def note_use(self, owners: Sequence[str], seconds: float) -> None:
-        """The engine has worked for runs of ``owners``."""
-        for owner in owners:
-            self._used_s[owner] = self._used_s.get(owner, 0.0) + seconds / len(owners)
+    def note(self, rows: int, seconds: float) -> None:
+        """The engine has answered ``rows`` in that time."""
+        kept = 0.5 ** (seconds / _HALF_S)
+        self._rows, self._seconds = kept * self._rows + rows, kept * self._seconds + seconds
 
-    def note_rate(self, rows: int, seconds: float) -> None:
-        if rows > 0 and seconds > 0:
-            self._rows_per_s = rows / seconds
-
-    def chosen(self, waiting: Sequence[Stored], now: float, most: int) -> list[Stored]:
-        """Those that run now, at most so many."""
-        if not waiting:
-            return []
-        highest = max(stored.doc["priority"] for stored in waiting)
-        first = [stored for stored in waiting if stored.doc["priority"] == highest]
+    def chosen(
+        self, waiting: Sequence[Stored], answered: Mapping[str, int], now: float, most: int
+    ) -> list[Turn]:
+        """Those that run now, at most so many. ``answered``: requests of those that run already."""
+        turns = [
+            Turn(self._rank(stored.doc, answered.get(stored.doc["id"], 0), now), stored)
+            for stored in waiting
+        ]
         owners = {stored.owner for stored in waiting}
-        self._welcome(owners)
-        of_key, found = Counter[str](), list[Stored]()
-        most_of_key = _OF_ONE_KEY if len(owners) == 1 else 1
-        for stored in sorted(first, key=lambda one: self._rank(one, now)):
-            if of_key[stored.owner] < most_of_key and len(found) < most:
-                of_key[stored.owner] += 1
-                found.append(stored)
+        most_of_key = max(1, min(_OF_ONE_KEY, most // max(1, len(owners))))
+        of_key, found = Counter[str](), list[Turn]()
+        for turn in sorted(turns, key=_place):
+            if of_key[turn.stored.owner] < most_of_key and len(found) < most:
+                of_key[turn.stored.owner] += 1
+                found.append(turn)
         return found
 
-    def _rank(self, stored: Stored, now: float) -> tuple[Any, ...]:
-        batch, left = stored.doc, rows_left(stored.doc)
-        is_urgent = batch["expires_at"] - now < _SPARE * left / self._rows_per_s
-        used = self._used_s[stored.owner] // SHARE_S
-        return not is_urgent, used, left, batch["expires_at"], batch["id"]
+    def _rank(self, batch: Object, answered: int, now: float) -> tuple[int, int]:
+        left_s = batch["expires_at"] - now
+        is_close = left_s * self._rows < _SPARE * (rows_left(batch) - answered) * self._seconds
+        return -batch["priority"], 0 if is_close else 1
 
-    def _welcome(self, owners: Collection[str]) -> None:
-        """A key that comes, or comes back, begins with what the least of the others has used: it can't save up shares."""
-        known = [self._used_s[owner] for owner in owners if owner in self._used_s]
-        least = min(known, default=0.0)
-        self._used_s = {owner: self._used_s.get(owner, least) for owner in owners}
+
+def _place(turn: Turn) -> tuple[Any, ...]:
+    batch = turn.stored.doc
+    return turn.rank, rows_left(batch), batch["expires_at"], batch["id"]

@@ -1,8 +1,8 @@
 """Runs batches beside each other, on one engine that stays loaded.
 
-A batch that has to give way stops as an interrupted run does: its requests in flight are finished, while others share the
-engine with them, and it is continued later. After a death of the engine the batches run alone for a while
-(``execution/shared.py``).
+Those that wait for the engine are served in the order of their claims (``execution/shared.py``). A batch that has to give way
+to another stops as an interrupted run does: its requests in flight are finished, and it is continued later. After a death of
+the engine the batches run alone for a while.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from batchkit.commands import Say
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, Interrupted, StoreError
 from batchkit.execution.run import start_run
-from batchkit.execution.shared import SharedEngines
+from batchkit.execution.shared import Claim, SharedEngines
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
 from batchkit.execution.summary import RunSummary
 from batchkit.serve.batch import errors_of, moved, problem
-from batchkit.serve.order import MOST, Order
+from batchkit.serve.order import MOST, Order, Turn
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store, Stored
 
@@ -37,7 +37,7 @@ _FOREVER = float("inf")
 class Running(NamedTuple):
     stored: Stored
     stop: StopRequest
-    began: float
+    claim: Claim
 
 
 class Runner:
@@ -53,7 +53,8 @@ class Runner:
         self._running: dict[str, Running] = {}
         self._alone: dict[str, float] = {}  # until when each batch has to run alone
         self._rests_until: dict[str, float] = {}
-        self._closing, self._looked_at = threading.Event(), time.monotonic()
+        self._looked_at, self._answered = time.monotonic(), 0  # by those that run
+        self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(2 * MOST, thread_name_prefix="run")
 
     def is_running(self, name: str) -> bool:
@@ -69,17 +70,19 @@ class Runner:
     def look(self) -> None:
         """Start what should run now, and let others give way."""
         with self._lock:
-            self._note_use()
+            self._note_rate()
             wanted = {} if self._closing.is_set() else self._wanted()
             for name, running in self._running.items():
-                if name not in wanted:
+                if name in wanted:
+                    running.claim.rank = wanted[name].rank
+                else:
                     running.stop.ask(signal.SIGTERM, drain_s=_FOREVER)
             if any(name in self._alone for name in (*wanted, *self._running)) and self._running:
                 return
             n_active = sum(one.stop.signum is None for one in self._running.values())
-            due = [stored for name, stored in wanted.items() if name not in self._running]
-            for stored in due[: self._most - n_active]:
-                self._begin(stored)
+            due = [turn for name, turn in wanted.items() if name not in self._running]
+            for turn in due[: self._most - n_active]:
+                self._begin(turn)
 
     def close(self, drain_s: float) -> None:
         """Stop within ``drain_s`` and release the engine."""
@@ -91,7 +94,7 @@ class Runner:
         self._engines.close()
         self._pool.shutdown()
 
-    def _wanted(self) -> dict[str, Stored]:
+    def _wanted(self) -> dict[str, Turn]:
         now, clock = time.time(), time.monotonic()
         in_progress = self._store.all("batch", "in_progress")
         waiting = [
@@ -107,14 +110,16 @@ class Runner:
         if alone := [stored for stored in waiting if stored.doc["id"] in self._alone]:
             waiting = alone
         most = 1 if alone else self._most
-        return {stored.doc["id"]: stored for stored in self._order.chosen(waiting, now, most)}
+        answered = {name: running.claim.answered for name, running in self._running.items()}
+        turns = self._order.chosen(waiting, answered, now, most)
+        return {turn.stored.doc["id"]: turn for turn in turns}
 
-    def _note_use(self) -> None:
+    def _note_rate(self) -> None:
         now = time.monotonic()
-        owners = [running.stored.owner for running in self._running.values()]
-        if owners:
-            self._order.note_use(owners, now - self._looked_at)
-        self._looked_at = now
+        answered = sum(running.claim.answered for running in self._running.values())
+        if self._running:
+            self._order.note(answered - self._answered, now - self._looked_at)
+        self._looked_at, self._answered = now, answered
 
     def _on_death(self) -> None:
         """The engine has died: which of the runs it was shows when each is alone."""
@@ -124,11 +129,11 @@ class Runner:
                 if len(self._running) > 1:
                     running.stop.ask(signal.SIGTERM, drain_s=0)
 
-    def _begin(self, stored: Stored) -> None:
-        name = stored.doc["id"]
+    def _begin(self, turn: Turn) -> None:
+        stored, name = turn.stored, turn.stored.doc["id"]
         if name in self._alone:
             self._alone[name] = time.monotonic() + _ALONE_S
-        running = Running(stored, StopRequest(), time.monotonic())
+        running = Running(stored, StopRequest(), Claim(stored.owner, turn.rank))
         self._running[name] = running
         self._pool.submit(self._run, running)
 
@@ -138,7 +143,8 @@ class Runner:
         try:
             job = self._settings.job_of(batch["id"], batch["input_file_id"])
             options = Options(command="serve", quiet=True)
-            summary, error = start_run(job, options=options, kept=self._engines, stop=running.stop)
+            engines = self._engines.of(running.claim)
+            summary, error = start_run(job, options=options, kept=engines, stop=running.stop)
             if summary.stopped_by is not None:
                 error = BatchkitError(f"stopped by {summary.stopped_by}")
         except Interrupted:
@@ -153,10 +159,7 @@ class Runner:
         except StoreError as found:
             self._rest(batch, found)
         with self._lock:
-            if summary is not None:
-                self._order.note_rate(
-                    summary.ok + summary.failed - summary.skipped, summary.seconds
-                )
+            self._answered -= running.claim.answered
             del self._running[batch["id"]]
 
     def _note(self, batch: Object, summary: RunSummary | None, error: BatchkitError | None) -> None:
