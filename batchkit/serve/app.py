@@ -35,7 +35,13 @@ def make_app(settings: Settings, store: Store, keys: Mapping[str, str] | None) -
     from batchkit.serve.metric_routes import metric_routes
     from batchkit.serve.upload_routes import upload_routes
 
-    app = FastAPI(title="batchkit serve", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="batchkit serve",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": {"description": "An error as OpenAI's API has it"}},
+    )
     app.include_router(file_routes(settings, store))
     app.include_router(upload_routes(settings, store))
     app.include_router(batch_routes(settings, store))

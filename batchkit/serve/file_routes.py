@@ -9,8 +9,8 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse
 
 from batchkit.serve.batch import UNFINISHED
-from batchkit.serve.files import found_file, kept_file, remove_file
-from batchkit.serve.forms import Form, feed, reading
+from batchkit.serve.files import PURPOSES, found_file, kept_file, remove_file
+from batchkit.serve.forms import Form, described, feed, reading
 from batchkit.serve.problem import Problem
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store
@@ -19,7 +19,7 @@ from batchkit.serve.store import Object, Store
 def file_routes(settings: Settings, store: Store) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/files")
+    @routes.post("/v1/files", openapi_extra=described("file", purpose={"enum": [*PURPOSES]}))
     async def upload_file(request: Request) -> Object:
         form = Form()
         content_type = request.headers.get("content-type", "")
@@ -49,7 +49,11 @@ def file_routes(settings: Settings, store: Store) -> APIRouter:
     def retrieve_file(request: Request, file_id: str) -> Object:
         return found_file(store, file_id, request.state.owner)
 
-    @routes.get("/v1/files/{file_id}/content")
+    @routes.get(
+        "/v1/files/{file_id}/content",
+        response_class=FileResponse,
+        responses={200: {"content": {"application/octet-stream": {}}}},
+    )
     def file_content(request: Request, file_id: str) -> FileResponse:
         file = found_file(store, file_id, request.state.owner)
         path = settings.files / file["id"]

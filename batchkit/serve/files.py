@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 from batchkit.serve.batch import outputs_of
 from batchkit.serve.forms import Form
@@ -16,7 +17,8 @@ from batchkit.serve.settings import Settings
 from batchkit.serve.store import Kind, Object, Store
 from batchkit.storage.files import sync_folder
 
-PURPOSES = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
+Purpose = Literal["batch", "assistants", "fine-tune", "vision", "user_data", "evals"]
+PURPOSES: tuple[str, ...] = get_args(Purpose)
 _HOUR_S, _MONTH_S = 3600, 2_592_000
 KINDS_OF_FILES: tuple[Kind, ...] = ("file", "part")
 
@@ -51,13 +53,6 @@ def found_file(store: Store, name: str, owner: str) -> Object:
     return file
 
 
-def check_purpose(purpose: str) -> str:
-    if purpose not in PURPOSES:
-        text = f"purpose: found {purpose!r}, expected one of {', '.join(PURPOSES)}"
-        raise Problem(400, text, param="purpose")
-    return purpose
-
-
 def expiry_in(fields: dict[str, str], settings: Settings, now: int) -> int | None:
     """``expires_after[seconds]`` of a form; else the server's."""
     if (given := fields.get("expires_after[seconds]")) is None:
@@ -74,7 +69,9 @@ def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Objec
     Raises:
         Problem: it has none, or a parameter is wrong.
     """
-    purpose = check_purpose(form.required("purpose"))
+    if (purpose := form.required("purpose")) not in PURPOSES:
+        text = f"purpose: found {purpose!r}, expected one of {', '.join(PURPOSES)}"
+        raise Problem(400, text, param="purpose")
     incoming = form.file("file")
     expires_at = expiry_in(form.fields, settings, int(time.time()))
     name = new_id("file")

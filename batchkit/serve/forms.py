@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 _MOST_FIELDS, _MOST_FIELD_BYTES = 32, 64 * 1024
 
 
+def described(file: str, **fields: Any) -> dict[str, Any]:
+    """A form for the OpenAPI schema: its file, and the schemas of its fields, which it has to have."""
+    parts = {file: {"type": "string", "format": "binary"}, **fields}
+    schema = {"type": "object", "required": [*parts], "properties": parts}
+    content = {"multipart/form-data": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 class Form:
     """The fields of a form, by name, and its file, at ``path`` once it was read."""
 
@@ -58,6 +66,8 @@ def reading(content_type: str, folder: Path, form: Form) -> Iterator[FormParser]
     def note(field: Any) -> None:
         form.fields[_text(field.field_name)] = _text(field.value)
 
+    if not content_type.lower().startswith("multipart/form-data"):
+        raise Problem(400, "expected a form with a file: content-type: multipart/form-data")
     with TemporaryDirectory(dir=folder) as own:
         config = {
             "UPLOAD_DIR": own,

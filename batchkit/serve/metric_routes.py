@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 
 from batchkit.serve.batch import UNFINISHED
 from batchkit.serve.live import live
@@ -14,7 +14,7 @@ from batchkit.serve.store import Store
 def metric_routes(settings: Settings, store: Store) -> APIRouter:
     routes = APIRouter()
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     def metrics(request: Request) -> Response:
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 

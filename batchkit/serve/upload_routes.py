@@ -11,7 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 
 from batchkit.serve.files import (
-    check_purpose,
+    Purpose,
     file_doc,
     joined,
     new_id,
@@ -19,7 +19,7 @@ from batchkit.serve.files import (
     remove_file,
     take_in,
 )
-from batchkit.serve.forms import Form, feed, reading
+from batchkit.serve.forms import Form, described, feed, reading
 from batchkit.serve.problem import Problem, missing
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store
@@ -32,7 +32,7 @@ class NewUpload(BaseModel):
     bytes: int = Field(ge=0)
     filename: str = Field(max_length=512)
     mime_type: str
-    purpose: str
+    purpose: Purpose
 
 
 class EndOfUpload(BaseModel):
@@ -47,7 +47,6 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
 
     @routes.post("/v1/uploads")
     def create_upload(request: Request, asked: NewUpload) -> Object:
-        check_purpose(asked.purpose)
         if asked.bytes > settings.max_file_bytes:
             text = f"bytes: found {asked.bytes:,}, at most {settings.max_file_bytes:,}"
             raise Problem(413, text, param="bytes")
@@ -64,7 +63,7 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
         store.add("upload", request.state.owner, upload)
         return upload
 
-    @routes.post("/v1/uploads/{upload_id}/parts")
+    @routes.post("/v1/uploads/{upload_id}/parts", openapi_extra=described("data"))
     async def add_part(request: Request, upload_id: str) -> Object:
         form, owner = Form(), request.state.owner
         await run_in_threadpool(_pending, store, upload_id, owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from openai.types import Batch, FileObject, Upload
+from openai.pagination import SyncCursorPage, SyncPage
+from openai.types import Batch, FileDeleted, FileObject, Model, Upload
+from openai.types.uploads import UploadPart
+from pydantic import BaseModel
 
 from tests.support.api_server import (
     CHAT,
@@ -65,13 +69,56 @@ def test_a_batch_goes_through_its_states_to_its_answers(client: OpenAI) -> None:
 
 def test_all_objects_are_those_of_the_sdk(client: OpenAI, served: Served) -> None:
     batch = ended(client, submit(client, [ask("a")]))
+    new = {"bytes": 1, "filename": "a", "mime_type": "a", "purpose": "batch"}
     with served.http() as http:
-        for path, kind in {
-            f"/v1/batches/{batch.id}": Batch,
-            f"/v1/files/{batch.input_file_id}": FileObject,
-            f"/v1/files/{batch.output_file_id}": FileObject,
-        }.items():
-            kind.model_validate(http.get(path).json(), strict=True)
+
+        def check(kind: type[BaseModel], method: str, path: str, **more: Any) -> str:
+            answer = http.request(method, path, **more)
+            return str(kind.model_validate(answer.json(), strict=True).model_dump().get("id"))
+
+        check(Batch, "GET", f"/v1/batches/{batch.id}")
+        check(SyncCursorPage[Batch], "GET", "/v1/batches")
+        check(FileObject, "GET", f"/v1/files/{batch.output_file_id}")
+        check(FileDeleted, "DELETE", f"/v1/files/{batch.output_file_id}")
+        check(SyncCursorPage[FileObject], "GET", "/v1/files")
+        check(SyncPage[Model], "GET", "/v1/models")
+        check(Model, "GET", "/v1/models/tiny")
+        upload = check(Upload, "POST", "/v1/uploads", json=new)
+        part = check(UploadPart, "POST", f"/v1/uploads/{upload}/parts", files={"data": b"x"})
+        check(Upload, "POST", f"/v1/uploads/{upload}/complete", json={"part_ids": [part]})
+        check(
+            Upload, "POST", f"/v1/uploads/{check(Upload, 'POST', '/v1/uploads', json=new)}/cancel"
+        )
+
+
+def test_the_example_of_openais_guide(tmp_path: Path) -> None:
+    """https://platform.openai.com/docs/guides/batch, as it is there."""
+    lines = (
+        b'{"custom_id": "request-1", "method": "POST", "url": "/v1/chat/completions", "body": {"model":'
+        b' "gpt-3.5-turbo-0125", "messages": [{"role": "system", "content": "You are a helpful assistant."},'
+        b'{"role": "user", "content": "Hello world!"}],"max_tokens": 1000}}\n'
+        b'{"custom_id": "request-2", "method": "POST", "url": "/v1/chat/completions", "body": {"model":'
+        b' "gpt-3.5-turbo-0125", "messages": [{"role": "system", "content": "You are an unhelpful'
+        b' assistant."},{"role": "user", "content": "Hello world!"}],"max_tokens": 1000}}'
+    )
+    (tmp_path / "batchinput.jsonl").write_bytes(lines)
+    model = ("--set", "engine.kind=dry-run", "--model", "gpt-3.5-turbo-0125")
+    with serving(*model, cwd=tmp_path) as served, served.client() as client:
+        batch_input_file = client.files.create(file=tmp_path / "batchinput.jsonl", purpose="batch")
+        batch = client.batches.create(
+            input_file_id=batch_input_file.id,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+            metadata={"description": "nightly eval job"},
+        )
+        batch = ended(client, batch)
+        assert batch.output_file_id is not None
+        text = client.files.content(batch.output_file_id).text
+        assert [json.loads(line)["custom_id"] for line in text.splitlines()] == [
+            "request-1",
+            "request-2",
+        ]
+        assert [one.id for one in client.batches.list(limit=10)] == [batch.id]
 
 
 @pytest.mark.parametrize(
