@@ -66,14 +66,15 @@ def serve(
         found = audit(where["folder"])
         show(found, as_json=False)
         raise SystemExit(found.exit_code)
-    given = {} if model is None else {"engine.model": model}
+    given = {"input.format": "openai-batch"}
+    given |= {} if model is None else {"engine.model": model}
     if job is not None:
         loaded = load(job, overrides, given, of=("",))
     elif model is not None or any(text.startswith("engine.") for text in overrides):
         loaded = make_job({"name": "serve", "engine": {}}, "the command line", overrides, given)
     else:
         raise click.UsageError("give a job file, or --model: batchkit serve --model MODEL")
-    if not loaded.may_have_lines or loaded.has_several:
+    if not loaded.may_have_lines or loaded.steps or loaded.rollout:
         raise JobError(
             "prompt, pair, steps and rollout: a batch's lines are whole requests; leave these tables out"
         )

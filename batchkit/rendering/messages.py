@@ -206,6 +206,6 @@ def _source_in(part: Mapping[str, Any]) -> Any:
         return f"data:;base64,{data}" if isinstance(data, str) else None
     if kind.endswith("_url"):
         url = part.get(kind)
-        return url.get("url") if isinstance(url, Mapping) else url
+        return url.get("url", url.get("file_id")) if isinstance(url, Mapping) else url
     source = part.get(kind)  # may be an array, which is neither true nor false
     return part.get("image_pil" if kind == "image" else "image") if source is None else source

@@ -366,9 +366,12 @@ class PromptRenderer:
         return tools_of_body(body, of_job) if body else of_job()
 
     def _lora(self, fields: Mapping[str, Any]) -> str | None:
-        """The name of the row's adapter; raises RequestError if the job has none of that name."""
+        """The name of the row's adapter; raises RequestError if the job has none of that name. A line of a batch
+        file names it as its model."""
         if self.templates.lora is None:
-            return None
+            body = fields.get("body")
+            asked = body.get("model") if isinstance(body, Mapping) else None
+            return asked if isinstance(asked, str) and asked in self._loras else None
         value = self.templates.lora.value(self.templates.with_vars(fields))
         name = "" if value is None else str(value).strip()
         if name and self._loras and name not in self._loras:

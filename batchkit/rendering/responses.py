@@ -132,11 +132,13 @@ def _part(part: Any, place: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind == "input_image" and isinstance(part.get("image_url"), str):
+    source = part.get("image_url") or part.get("file_id") if kind == "input_image" else None
+    if isinstance(source, str):
         detail = {"detail": part["detail"]} if part.get("detail") else {}
-        return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
+        return {"type": "image_url", "image_url": {"url": source, **detail}}
     raise RequestError(
         f"{place}: part {shown(part)}; known are input_text, output_text and input_image with an image_url"
+        " or a file_id"
     )
 
 

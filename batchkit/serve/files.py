@@ -19,6 +19,7 @@ from batchkit.storage.files import sync_folder
 
 Purpose = Literal["batch", "assistants", "fine-tune", "vision", "user_data", "evals"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
+_FOR_LINES = ("vision", "user_data")
 _HOUR_S, _MONTH_S = 3600, 2_592_000
 KINDS_OF_FILES: tuple[Kind, ...] = ("file", "part")
 
@@ -76,6 +77,7 @@ def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Objec
     expires_at = expiry_in(form.fields, settings, int(time.time()))
     name = new_id("file")
     path = take_in(incoming, settings, name)
+    link(path, purpose, settings.media_of(owner))
     file = file_doc(
         name, path, filename=form.filename or "file", purpose=purpose, expires_at=expires_at
     )
@@ -97,6 +99,13 @@ def take_in(incoming: Path, settings: Settings, name: str) -> Path:
     return path
 
 
+def link(path: Path, purpose: str, folder: Path) -> None:
+    """Let lines open a file by its id, if it is for that."""
+    if purpose in _FOR_LINES:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / path.name).hardlink_to(path)
+
+
 def joined(parts: Sequence[Path], target: Path) -> None:
     """``parts`` one after another in ``target``."""
     with target.open("wb") as file:
@@ -109,7 +118,8 @@ def remove_file(store: Store, settings: Settings, *names: str) -> None:
     """First their names, then their contents: a content without a name is removed at the next start."""
     store.remove(*names)
     for name in names:
-        (settings.files / name).unlink(missing_ok=True)
+        for path in (settings.files / name, *settings.media.glob(f"*/{name}")):
+            path.unlink(missing_ok=True)
 
 
 def remove_unknown(store: Store, settings: Settings) -> None:
@@ -119,7 +129,7 @@ def remove_unknown(store: Store, settings: Settings) -> None:
     known = {stored.doc["id"] for kind in KINDS_OF_FILES for stored in store.all(kind)}
     for stored in store.all("batch", "finalizing", "cancelling"):
         known |= {*outputs_of(stored.doc)}
-    for path in settings.files.iterdir():
+    for path in [*settings.files.iterdir(), *settings.media.glob("*/*")]:
         if path.name not in known:
             path.unlink()
 

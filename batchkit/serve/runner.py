@@ -141,7 +141,7 @@ class Runner:
         batch, summary = running.stored.doc, None
         error: BatchkitError | None = None
         try:
-            job = self._settings.job_of(batch["id"], batch["input_file_id"])
+            job = self._settings.job_of(running.stored)
             options = Options(command="serve", quiet=True)
             engines = self._engines.of(running.claim)
             summary, error = start_run(job, options=options, kept=engines, stop=running.stop)

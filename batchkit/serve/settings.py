@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from batchkit.config.tables import InputTable, JobConfig
+from batchkit.serve.store import Stored
 
 DAY_S = 86_400
 
@@ -33,6 +34,14 @@ class Settings:
         """The contents of files, each under its id."""
         return self.folder / "files"
 
+    def media_of(self, owner: str) -> Path:
+        """Links to the files of that key that its lines may open, each under its id."""
+        return self.media / (owner or "-")  # no key is called so
+
+    @property
+    def media(self) -> Path:
+        return self.folder / "media"
+
     @property
     def incoming(self) -> Path:
         """What is being uploaded. It may be removed when no server runs."""
@@ -55,11 +64,21 @@ class Settings:
         made = int(time.time()) if now is None else now
         return round(made + self.retention_days * DAY_S) if self.retention_days else None
 
-    def job_of(self, batch: str, input_file: str) -> JobConfig:
-        """The job of the run that is the batch."""
-        source = InputTable(path=str(self.files / input_file), format="openai-batch")
+    def job_of(self, stored: Stored) -> JobConfig:
+        """The job of the run that is the batch. Its lines open only what their key has uploaded, unless the job file
+        names another folder."""
+        path, media = self.files / stored.doc["input_file_id"], self.job.media
+        if "root" not in media.model_fields_set:
+            media = media.model_copy(update={"root": str(self.media_of(stored.owner))})
+        source = InputTable(path=str(path), format="openai-batch")
         output = self.job.output.model_copy(update={"dir": str(self.runs)})
         run = self.job.run.model_copy(update={"metrics_port": None})  # several runs can't share it
         return self.job.model_copy(
-            update={"name": batch, "input": source, "output": output, "run": run}
+            update={
+                "name": stored.doc["id"],
+                "input": source,
+                "media": media,
+                "output": output,
+                "run": run,
+            }
         )

@@ -14,6 +14,7 @@ from batchkit.serve.files import (
     Purpose,
     file_doc,
     joined,
+    link,
     new_id,
     parts_of,
     remove_file,
@@ -81,6 +82,7 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
             raise missing("Part", unknown[0])
         parts = [settings.files / name for name in asked.part_ids]
         file = _whole(upload, parts, asked.md5, settings)
+        link(settings.files / file["id"], file["purpose"], settings.media_of(owner))
         done = {**upload, "status": "completed", "file": file}
         store.change(upload_id, lambda doc: done, adding=(file,))
         remove_file(store, settings, *known)

@@ -62,7 +62,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         'prompt.lora: no adapters are named; add [engine.loras] with legal = "adapters/legal", for example',
     ),
     (
-        {"engine": {**VLLM, "loras": {"a": "x"}}},
+        {"engine": {**VLLM, "loras": {"a": "x"}}, "prompt": {"user": "{{ q }}"}},
         'engine.loras: no row uses them; set prompt.lora, for example to "{{ column }}"',
     ),
     (

@@ -129,7 +129,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"input": [USER, "tea"]}, "body.input[1]: found 'tea'; known are messages"),
     ({"input": [{"role": "user"}]}, "body.input[0]: content is None"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "part {'type': 'input_file'}"),
-    ({"input": [{"role": "user", "content": [image(image_url=None, file_id="f")]}]}, "an image_url"),
+    ({"input": [{"role": "user", "content": [image(image_url=None)]}]}, "an image_url"),
 ]  # fmt: skip
 
 

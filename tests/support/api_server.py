@@ -48,10 +48,10 @@ def serving(*args: str | Path, cwd: Path, start: type[Any] = LightFork) -> Itera
     """``args`` follow ``batchkit serve``. At the end it is stopped with SIGTERM, unless it was killed."""
     process = begin("serve", *args, "--port", "0", cwd=cwd, start=start)
     printed: list[str] = []
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    assert "http://" in line, process.communicate(timeout=30)[1]
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline().strip()
-        assert "http://" in line, process.communicate(timeout=30)[1]
         reader = threading.Thread(target=lambda: printed.extend(process.stderr or ()))
         reader.start()  # or the pipe is full, and the server waits
         yield Served(process, line.split()[-1].removesuffix("v1"))
@@ -65,7 +65,7 @@ def serving(*args: str | Path, cwd: Path, start: type[Any] = LightFork) -> Itera
         assert was_killed or code == 0, (code, printed)
 
 
-def request(custom_id: str, model: str, text: str = "Hello", **body: Any) -> dict[str, Any]:
+def request(custom_id: str, model: str, text: Any = "Hello", **body: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": text}]
     body = {"model": model, "messages": messages, "max_tokens": 8, **body}
     return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}

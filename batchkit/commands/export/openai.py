@@ -59,7 +59,8 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
     ):
         for record, fields in with_fields(read_scored(folder), job, names):
             if record["status"] == "ok":
-                line = _answer_line(record, _answer_of(record, fields, vectors), model)
+                answer = _answer_of(record, fields, vectors)
+                line = _answer_line(record, answer, record.get("lora") or model)
                 answers_file.write(orjson.dumps(line, option=_OPTIONS))
                 n_answers += 1
             else:
@@ -83,7 +84,7 @@ def _answer_of(record: Mapping[str, Any], line: Mapping[str, Any], vectors: Vect
         return _classes(record)
     if record.get("score") is not None:
         return _ranked(record, line) if record.get("endpoint") == "rerank" else _scores(record)
-    of_endpoint = {"responses": _response, "completions": _text}
+    of_endpoint = {"responses": _response, "completions": _text, "audio/transcriptions": _heard}
     return of_endpoint.get(record.get("endpoint") or "", _chat)(record)
 
 
@@ -142,6 +143,15 @@ def _choices_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def _response(record: Mapping[str, Any]) -> Answer:
     return Answer("resp", response_of(record, _choices_in(record)[0]))
+
+
+def _heard(record: Mapping[str, Any]) -> Answer:
+    """OpenAI's ``json``, with what we know of its ``verbose_json``."""
+    segments = [{"id": n, **segment} for n, segment in enumerate(record.get("segments") or ())]
+    seconds = record["seconds"]
+    usage = {"type": "duration", "seconds": seconds}
+    parts = {"text": record["text"], "duration": seconds, "segments": segments, "usage": usage}
+    return Answer("transcription", parts)
 
 
 def _created(record: Mapping[str, Any]) -> int:

@@ -305,7 +305,8 @@ def _misfits_of_loras(job: JobConfig) -> Iterator[str]:
     used |= {""} if job.prompt.lora is not None else set()
     for name in ("", *job.engines):
         place = f"engines.{name}" if name else "engine"
-        if job.with_engine(name).engine.loras and name not in used:
+        may_be_named = not name and job.may_have_lines  # as the model of a batch line
+        if job.with_engine(name).engine.loras and name not in used and not may_be_named:
             yield f'{place}.loras: no row uses them; set prompt.lora, for example to "{{{{ column }}}}"'
     for place, each in job.of_each_step():
         engine, lora = each.engine, each.prompt.lora
