@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from batchkit import __version__
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 _PAGES = ("/run/", "/compare", "/assets/", "/api/")  # of ``batchkit view``
 
 
-def make_app(settings: Settings, store: Store, keys: Mapping[str, str] | None) -> ASGIApp:
-    """Every error is answered in OpenAI's shape. Without ``keys``, ``/`` shows the runs as ``batchkit view`` does."""
+def make_app(settings: Settings, store: Store) -> ASGIApp:
+    """Every error is answered in OpenAI's shape. Without keys, ``/`` shows the runs as ``batchkit view`` does."""
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
@@ -57,10 +56,12 @@ def make_app(settings: Settings, store: Store, keys: Mapping[str, str] | None) -
     }.items():
         app.add_exception_handler(kind, answer)
     guarded: ASGIApp = app
-    if keys is None:
+    if settings.keys is None:
         view = make_view(Runs(settings.runs.resolve(), False, ()), settings.host)
         guarded = _with_pages(app, view)
-    return Guard(guarded, keys, lambda named: is_own(named, settings.host), settings.max_file_bytes)
+    return Guard(
+        guarded, settings.keys, lambda named: is_own(named, settings.host), settings.max_file_bytes
+    )
 
 
 def _with_pages(app: ASGIApp, view: ASGIApp) -> ASGIApp:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from batchkit.serve.batch import NewBatch, check_endpoint, made, moved
+from batchkit.serve.batch import UNFINISHED, NewBatch, check_endpoint, made, moved
 from batchkit.serve.files import found_file
 from batchkit.serve.live import live
 from batchkit.serve.problem import Problem, missing
@@ -29,7 +29,12 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
             )
             raise Problem(400, text, param="input_file_id")
         batch = made(asked, settings.models[0], int(time.time()))
-        store.add("batch", owner, batch)
+        most = settings.limits_of(owner).batches
+        with store.lock:
+            if (n_open := len(store.all("batch", *UNFINISHED, owner=owner))) >= most:
+                text = f"{n_open} of your batches have not ended, and you may have {most} at once"
+                raise Problem(429, text, code="batch_limit_exceeded")
+            store.add("batch", owner, batch)
         return batch
 
     @routes.get("/v1/batches")

@@ -24,7 +24,7 @@ class Checked(NamedTuple):
     problems: list[Object]
 
 
-def check_file(path: Path, endpoint: str, models: Collection[str]) -> Checked:
+def check_file(path: Path, endpoint: str, models: Collection[str], most_rows: float) -> Checked:
     """Read the file once: every line has to be a request for ``endpoint`` to one of ``models``, with an id of its own."""
     rows, seen, problems = 0, set[int](), list[Object]()
     with path.open("rb") as file:
@@ -32,6 +32,9 @@ def check_file(path: Path, endpoint: str, models: Collection[str]) -> Checked:
             if line.isspace():
                 continue
             rows += 1
+            if rows > most_rows:
+                text = f"The file has more than {most_rows:,} requests, which is the limit of your key."
+                return Checked(rows, [problem("row_limit_exceeded", text)])
             found = islice(
                 _problems_in(line, number, endpoint, models, seen), _MOST_ERRORS - len(problems)
             )

@@ -81,8 +81,21 @@ def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Objec
     file = file_doc(
         name, path, filename=form.filename or "file", purpose=purpose, expires_at=expires_at
     )
-    store.add("file", owner, file)
+    add_stored(store, settings, "file", owner, file)
     return file
+
+
+def add_stored(store: Store, settings: Settings, kind: Kind, owner: str, doc: Object) -> None:
+    """Raises Problem, and removes the content, if the key may not have so much."""
+    most = settings.limits_of(owner).bytes
+    with store.lock:
+        taken = store.bytes_of(owner)
+        if is_fine := taken + doc["bytes"] <= most:
+            store.add(kind, owner, doc)
+    if not is_fine:
+        remove_file(store, settings, doc["id"])
+        text = f"{doc['bytes']:,} bytes, and your files have {taken:,} of at most {most:,}: delete some"
+        raise Problem(429, text, code="storage_limit_exceeded")
 
 
 def new_id(kind: str) -> str:

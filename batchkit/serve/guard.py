@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from batchkit.serve.keys import hashed
+from batchkit.serve.keys import Key, hashed
 from batchkit.serve.problem import Problem
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        keys: Mapping[str, str] | None,
+        keys: Mapping[str, Key] | None,
         is_own: Callable[[str], bool],
         max_file_bytes: int,
     ) -> None:
@@ -58,9 +58,9 @@ class Guard:
         kind, _, key = headers.get(b"authorization", "").partition(" ")
         if kind.lower() != "bearer" or not key:
             raise Problem(401, "You didn't provide an API key: send 'Authorization: Bearer KEY'.")
-        if (name := self._keys.get(hashed(key.strip()))) is None:
+        if (known := self._keys.get(hashed(key.strip()))) is None:
             raise Problem(401, "Incorrect API key provided.", code="invalid_api_key")
-        return name
+        return known.name
 
     def _bounded(self, headers: Mapping[bytes, str], receive: Receive) -> Receive:
         """``receive``, which reads no more than a body may have: a file if it is a form."""

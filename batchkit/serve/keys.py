@@ -1,4 +1,4 @@
-"""The keys of a server: a file with a line for each, which has the key's hash and not the key."""
+"""The keys of a server: a file with a line for each, which has the key's hash and not the key, its name, and its limits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,28 @@ import secrets
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from batchkit.config.regular_file import read_bytes
 from batchkit.errors import JobError
 from batchkit.storage.files import open_private
 
-_LINE = re.compile(r"([0-9a-f]{64}) ([A-Za-z0-9][A-Za-z0-9._-]*)")
+_LINE = re.compile(
+    r"([0-9a-f]{64}) ([A-Za-z0-9][A-Za-z0-9._-]*)((?: (?:batches|rows|bytes)=[0-9]{1,18})*)"
+)
+
+
+class Limits(NamedTuple):
+    """What a key may have: ``batches`` that have not ended, ``rows`` in each, ``bytes`` of files."""
+
+    batches: float = float("inf")
+    rows: float = float("inf")
+    bytes: float = float("inf")
+
+
+class Key(NamedTuple):
+    name: str
+    limits: Limits = Limits()
 
 
 def new_key(path: Path, name: str) -> str:
@@ -24,7 +40,7 @@ def new_key(path: Path, name: str) -> str:
     """
     if not _LINE.fullmatch(f"{'0' * 64} {name}"):
         raise JobError(f"--new-key {name}: expected letters, digits and . _ -")
-    if path.exists() and name in read_keys(path).values():
+    if path.exists() and name in {known.name for known in read_keys(path).values()}:
         raise JobError(f"{path}: has a key {name!r}; remove its line first, or choose another name")
     key = f"bk-{secrets.token_urlsafe(32)}"
     try:
@@ -36,8 +52,8 @@ def new_key(path: Path, name: str) -> str:
     return key
 
 
-def read_keys(path: Path) -> Mapping[str, str]:
-    """The name of each key, by its hash.
+def read_keys(path: Path) -> Mapping[str, Key]:
+    """The keys by their hashes.
 
     Raises:
         JobError: the file can't be read, or has a line that is none.
@@ -49,13 +65,15 @@ def read_keys(path: Path) -> Mapping[str, str]:
             f"{path}: can't be read: {error.strerror}; `batchkit serve --api-key-file {path} --new-key NAME`"
             " makes it"
         ) from error
-    found: dict[str, str] = {}
+    found: dict[str, Key] = {}
     for number, line in enumerate(lines, start=1):
         if not (key := _LINE.fullmatch(line.strip())):
             raise JobError(
-                f"{path}: line {number} is not a hash and a name, as --new-key writes them"
+                f"{path}: line {number} is not a hash and a name, as --new-key writes them, with any of"
+                " batches=N rows=N bytes=N behind them"
             )
-        found[key[1]] = key[2]
+        limits = dict(limit.split("=") for limit in key[3].split())
+        found[key[1]] = Key(key[2], Limits(**{name: int(n) for name, n in limits.items()}))
     return found
 
 

@@ -17,7 +17,7 @@ from batchkit.serve.files import parts_of, remove_file, remove_unknown
 from batchkit.serve.finish import finish
 from batchkit.serve.runner import Runner
 from batchkit.serve.settings import DAY_S, Settings
-from batchkit.serve.store import Object, Store
+from batchkit.serve.store import Store, Stored
 
 _TICK_S = 0.1
 _EXPIRY_S = 60.0
@@ -59,17 +59,18 @@ class Lifecycle:
 
     def _look(self) -> None:
         for stored in self._store.all("batch", *UNFINISHED):
-            self._further(stored.doc)
+            self._further(stored)
         self._runner.look()
         if time.monotonic() >= self._next_expiry:
             self._next_expiry = time.monotonic() + _EXPIRY_S
             self._remove_expired()
 
-    def _further(self, batch: Object) -> None:
-        name, status, now = batch["id"], batch["status"], time.time()
+    def _further(self, stored: Stored) -> None:
+        batch, now = stored.doc, time.time()
+        name, status = batch["id"], batch["status"]
         is_running = self._runner.is_running(name)
         if status == "validating":
-            self._once(batch, self._validate)
+            self._once(stored, self._validate)
         elif status == "cancelling" and is_running:
             self._runner.stop(name, 0)
         elif status == "in_progress" and now >= batch["expires_at"]:
@@ -78,27 +79,29 @@ class Lifecycle:
             else:
                 self._store.change(name, lambda doc: moved(doc, "finalizing", now))
         elif status in ("finalizing", "cancelling") and not is_running:
-            self._once(batch, self._finish)
+            self._once(stored, self._finish)
 
-    def _once(self, batch: Object, do: Callable[[Object], None]) -> None:
+    def _once(self, stored: Stored, do: Callable[[Stored], None]) -> None:
         """In another thread, unless it is being done."""
         self._doing = {name: doing for name, doing in self._doing.items() if not doing.done()}
-        if batch["id"] not in self._doing:
-            self._doing[batch["id"]] = self._pool.submit(self._do, batch, do)
+        if (name := stored.doc["id"]) not in self._doing:
+            self._doing[name] = self._pool.submit(self._do, stored, do)
 
-    def _do(self, batch: Object, do: Callable[[Object], None]) -> None:
+    def _do(self, stored: Stored, do: Callable[[Stored], None]) -> None:
+        batch = stored.doc
         try:
-            do(batch)
+            do(stored)
         except Exception as error:
             if not isinstance(error, BatchkitError | OSError):
                 traceback.print_exc()
             self._say(f"{batch['id']}: {batch['status']}: {error}; tried again in {_AGAIN_S:.0f} s")
             self._closing.wait(_AGAIN_S)
 
-    def _validate(self, batch: Object) -> None:
+    def _validate(self, stored: Stored) -> None:
+        batch, most = stored.doc, self._settings.limits_of(stored.owner).rows
         path, now = self._settings.files / batch["input_file_id"], time.time()
         try:
-            checked = check_file(path, batch["endpoint"], self._settings.models)
+            checked = check_file(path, batch["endpoint"], self._settings.models, most)
         except FileNotFoundError:
             gone = problem(
                 "file_not_found", f"The file {path.name} is gone.", param="input_file_id"
@@ -117,11 +120,11 @@ class Lifecycle:
                 batch["id"], lambda doc: moved(doc, "in_progress", now, request_counts=counts)
             )
 
-    def _finish(self, batch: Object) -> None:
+    def _finish(self, stored: Stored) -> None:
         """The files first, then in one transaction their names and the batch's last state."""
-        ended = finish(batch, self._settings)
+        ended = finish(stored.doc, self._settings)
         self._store.change(
-            batch["id"],
+            stored.doc["id"],
             lambda doc: moved(doc, ended.status, time.time(), **ended.more),
             adding=ended.files,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 from filelock import FileLock, Timeout
 
@@ -13,7 +14,7 @@ from batchkit.engines.registry import require
 from batchkit.errors import Interrupted, JobError, StoreError
 from batchkit.execution.signals import StopRequest
 from batchkit.serve.app import make_app
-from batchkit.serve.keys import read_keys
+from batchkit.serve.keys import Key, read_keys
 from batchkit.serve.lifecycle import Lifecycle
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Store
@@ -31,14 +32,14 @@ def serve(settings: Settings, *, ready: Callable[[str], None], say: Say) -> None
     """
     require(["fastapi", "uvicorn", "python_multipart"], user="batchkit serve", extra="serve")
     check_secrets(settings.job)
-    keys = _keys(settings)
+    settings = replace(settings, keys=_keys(settings))
     with (
         held(settings),
         closing(Store(settings.database)) as store,
         bound(settings.host, settings.port) as listening,
         StopRequest().installed(),  # uvicorn raises its signal again when it has ended
     ):
-        server = quiet_server(make_app(settings, store, keys), ends_in_s=5)
+        server = quiet_server(make_app(settings, store), ends_in_s=5)
         lifecycle = Lifecycle(settings, store, say)
         lifecycle.start()
         ready(address_of(settings.host, listening.getsockname()[1]))
@@ -51,7 +52,7 @@ def serve(settings: Settings, *, ready: Callable[[str], None], say: Say) -> None
             lifecycle.close()
 
 
-def _keys(settings: Settings) -> Mapping[str, str] | None:
+def _keys(settings: Settings) -> Mapping[str, Key] | None:
     if settings.key_file is not None:
         return read_keys(settings.key_file)
     if settings.host not in _OWN:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from batchkit.config.tables import InputTable, JobConfig
+from batchkit.serve.keys import Key, Limits
 from batchkit.serve.store import Stored
 
 DAY_S = 86_400
@@ -15,13 +17,14 @@ DAY_S = 86_400
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """``job``: the engine, and how its rows are run; its input and its name are those of each batch.
-    ``retention_days``: how long files are kept, 0 for ever."""
+    ``keys``: those of ``key_file``. ``retention_days``: how long files are kept, 0 for ever."""
 
     job: JobConfig
     folder: Path
     host: str = "127.0.0.1"
     port: int = 8080
     key_file: Path | None = None
+    keys: Mapping[str, Key] | None = None
     retention_days: float = 30.0
     max_file_bytes: int = 64 * 2**30
 
@@ -33,6 +36,11 @@ class Settings:
     def files(self) -> Path:
         """The contents of files, each under its id."""
         return self.folder / "files"
+
+    def limits_of(self, owner: str) -> Limits:
+        """Those of the key of that name."""
+        keys = (self.keys or {}).values()
+        return next((key.limits for key in keys if key.name == owner), Limits())
 
     def media_of(self, owner: str) -> Path:
         """Links to the files of that key that its lines may open, each under its id."""

@@ -58,14 +58,15 @@ class Page(NamedTuple):
 class Store:
     """Objects in one SQLite file, each as the JSON that the API answers; their order is that of their creation.
 
-    Threads of the server share its only connection, one at a time. What a call has written is on disk when it returns.
+    Threads of the server share its only connection, one at a time; who holds ``lock`` may look and then write. What a call
+    has written is on disk when it returns.
 
     Raises:
         StoreError: the file is of another version of batchkit, or damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.Lock()  # request handlers, the runner and the clerk
+        self.lock = threading.RLock()  # request handlers, the runner and the clerk
         try:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -84,7 +85,7 @@ class Store:
             self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
 
     def close(self) -> None:
-        with self._lock:
+        with self.lock:
             self._db.close()
 
     def add(self, kind: Kind, owner: str, *docs: Object) -> None:
@@ -181,7 +182,7 @@ class Store:
 
     def _read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         try:
-            with self._lock:
+            with self.lock:
                 return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"the server's database can't be read: {error}") from error
@@ -189,7 +190,7 @@ class Store:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         try:
-            with self._lock:
+            with self.lock:
                 self._db.execute("BEGIN IMMEDIATE")
                 try:
                     yield self._db

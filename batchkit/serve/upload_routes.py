@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from batchkit.serve.files import (
     Purpose,
+    add_stored,
     file_doc,
     joined,
     link,
@@ -118,7 +119,7 @@ def _kept_part(form: Form, upload: str, owner: str, settings: Settings, store: S
         "upload_id": upload,
         "bytes": path.stat().st_size,
     }
-    store.add("part", owner, part)
+    add_stored(store, settings, "part", owner, part)
     return part
 
 

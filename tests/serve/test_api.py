@@ -370,6 +370,42 @@ def test_a_key_sees_only_what_is_its_own(tmp_path: Path) -> None:
             assert http.get("/", headers={"host": "gateway"}).status_code == 404
 
 
+def test_a_key_has_limits(tmp_path: Path) -> None:
+    keys = ("--api-key-file", "keys.txt")
+    key = batchkit("serve", *keys, "--new-key", "one", cwd=tmp_path).stdout.strip()
+    file = tmp_path / "keys.txt"
+    file.write_text(f"{file.read_text().strip()} batches=1 rows=70000\n")
+    with serving(*DRY, *keys, cwd=tmp_path) as served, served.client(key) as client:
+        long = submit(client, [ask(str(n)) for n in range(70_000)])
+        with pytest.raises(openai.RateLimitError) as caught:
+            submit(client, [ask("a")])
+        assert caught.value.code == "batch_limit_exceeded"
+        client.batches.cancel(long.id)
+        ended(client, long)
+        longer = ended(client, submit(client, [ask(str(n)) for n in range(70_001)]))
+        assert (longer.status, longer.output_file_id) == ("failed", None)
+        assert longer.errors is not None
+        assert longer.errors.data is not None
+        assert longer.errors.data[0].code == "row_limit_exceeded"
+    file.write_text(file.read_text().replace("batches=1 rows=70000", "bytes=1000"))
+    with (
+        serving(*DRY, *keys, "--folder", "new", cwd=tmp_path) as served,
+        served.client(key) as client,
+    ):
+        made = client.files.create(file=b"x" * 600, purpose="vision")
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.files.create(file=b"x" * 600, purpose="vision")
+        assert caught.value.code == "storage_limit_exceeded"
+        upload = client.uploads.create(bytes=600, filename="a", mime_type="a", purpose="vision")
+        with pytest.raises(openai.RateLimitError):
+            client.uploads.parts.create(upload.id, data=b"x" * 600)
+        assert [path.name for path in (tmp_path / "new/files").iterdir()] == [made.id]
+        client.files.delete(made.id)
+        client.files.create(file=b"x" * 600, purpose="vision")
+    file.write_text(file.read_text().replace("bytes=1000", "bytes=some"))
+    assert "line 1 is not" in batchkit("serve", *DRY, *keys, cwd=tmp_path).stderr
+
+
 def test_others_need_a_key(tmp_path: Path) -> None:
     refused = batchkit("serve", *DRY, "--host", "0.0.0.0", cwd=tmp_path)
     assert refused.returncode == 2
