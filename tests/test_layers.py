@@ -63,7 +63,12 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "scoring.speech",
     },
     "torchvision": set(),
-    "httpx": {"commands.export.upload", "engines.openai.connections", "rendering.media.download"},
+    "httpx": {
+        "commands.export.upload",
+        "engines.openai.connections",
+        "rendering.media.download",
+        "serve.webhooks",
+    },
     "pandas": set(),
     "prometheus_client": {"execution.exporter", "serve.metric_routes"},
     "ray": {

@@ -34,6 +34,7 @@ _FOLDER = Path("output/serve")
     default=64.0,
     help="Larger files are refused.",
 )
+@click.option("--webhook", metavar="URL", help="It is told of each batch that has ended.")
 @SET
 @click.option("--check", is_flag=True, help="Compare the database with the folders, and exit.")
 def serve(

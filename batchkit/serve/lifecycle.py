@@ -12,12 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from batchkit.commands import Say
 from batchkit.errors import BatchkitError
 from batchkit.serve.batch import UNFINISHED, errors_of, moved, problem
-from batchkit.serve.checks import check_file
+from batchkit.serve.checks import Checked, check_file
 from batchkit.serve.files import parts_of, remove_file, remove_unknown
-from batchkit.serve.finish import finish
+from batchkit.serve.finish import Finished, finish
 from batchkit.serve.runner import Runner
 from batchkit.serve.settings import DAY_S, Settings
 from batchkit.serve.store import Store, Stored
+from batchkit.serve.webhooks import ended_event
 
 _TICK_S = 0.1
 _EXPIRY_S = 60.0
@@ -99,34 +100,29 @@ class Lifecycle:
 
     def _validate(self, stored: Stored) -> None:
         batch, most = stored.doc, self._settings.limits_of(stored.owner).rows
-        path, now = self._settings.files / batch["input_file_id"], time.time()
+        path, name = self._settings.files / batch["input_file_id"], batch["id"]
         try:
             checked = check_file(path, batch["endpoint"], self._settings.models, most)
         except FileNotFoundError:
-            gone = problem(
-                "file_not_found", f"The file {path.name} is gone.", param="input_file_id"
-            )
-            self._store.change(
-                batch["id"], lambda doc: moved(doc, "failed", now, errors=errors_of(gone))
-            )
-            return
-        now = time.time()
+            text = f"The file {path.name} is gone."
+            checked = Checked(0, [problem("file_not_found", text, param="input_file_id")])
         if checked.problems:
-            why = errors_of(*checked.problems)
-            self._store.change(batch["id"], lambda doc: moved(doc, "failed", now, errors=why))
+            self._end(name, Finished("failed", {"errors": errors_of(*checked.problems)}, ()))
         else:
-            counts = {"total": checked.rows, "completed": 0, "failed": 0}
+            counts, now = {"total": checked.rows, "completed": 0, "failed": 0}, time.time()
             self._store.change(
-                batch["id"], lambda doc: moved(doc, "in_progress", now, request_counts=counts)
+                name, lambda doc: moved(doc, "in_progress", now, request_counts=counts)
             )
 
     def _finish(self, stored: Stored) -> None:
-        """The files first, then in one transaction their names and the batch's last state."""
-        ended = finish(stored.doc, self._settings)
+        self._end(stored.doc["id"], finish(stored.doc, self._settings))
+
+    def _end(self, name: str, ended: Finished) -> None:
+        """In one transaction its last state, the names of its files, which are there, and what a webhook gets."""
+        now, status = time.time(), ended.status
+        events = (ended_event(name, status, now),) if self._settings.webhook else ()
         self._store.change(
-            stored.doc["id"],
-            lambda doc: moved(doc, ended.status, time.time(), **ended.more),
-            adding=ended.files,
+            name, lambda doc: moved(doc, status, now, **ended.more), adding=(*ended.files, *events)
         )
 
     def _remove_expired(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 
 from filelock import FileLock, Timeout
@@ -18,6 +18,7 @@ from batchkit.serve.keys import Key, read_keys
 from batchkit.serve.lifecycle import Lifecycle
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Store
+from batchkit.serve.webhooks import Webhooks
 from batchkit.storage.job_toml import check_secrets
 
 _OWN = ("127.0.0.1", "::1", "localhost")
@@ -27,7 +28,7 @@ def serve(settings: Settings, *, ready: Callable[[str], None], say: Say) -> None
     """Serve until a signal; ``ready`` gets the address. SIGINT and SIGTERM let requests in flight finish.
 
     Raises:
-        JobError: the job, the keys or the address can't be used, or a package is missing.
+        JobError: the job, the keys, the webhook or the address can't be used, or a package is missing.
         StoreError: another server has the folder, or its database can't be opened.
     """
     require(["fastapi", "uvicorn", "python_multipart"], user="batchkit serve", extra="serve")
@@ -36,6 +37,7 @@ def serve(settings: Settings, *, ready: Callable[[str], None], say: Say) -> None
     with (
         held(settings),
         closing(Store(settings.database)) as store,
+        closing(Webhooks(settings.webhook, store, say)) if settings.webhook else nullcontext(),
         bound(settings.host, settings.port) as listening,
         StopRequest().installed(),  # uvicorn raises its signal again when it has ended
     ):

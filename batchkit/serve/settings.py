@@ -17,7 +17,8 @@ DAY_S = 86_400
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """``job``: the engine, and how its rows are run; its input and its name are those of each batch.
-    ``keys``: those of ``key_file``. ``retention_days``: how long files are kept, 0 for ever."""
+    ``keys``: those of ``key_file``. ``webhook``: the URL that is told of
+    batches that have ended. ``retention_days``: how long files are kept, 0 for ever."""
 
     job: JobConfig
     folder: Path
@@ -25,6 +26,7 @@ class Settings:
     port: int = 8080
     key_file: Path | None = None
     keys: Mapping[str, Key] | None = None
+    webhook: str | None = None
     retention_days: float = 30.0
     max_file_bytes: int = 64 * 2**30
 

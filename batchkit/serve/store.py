@@ -13,7 +13,7 @@ import orjson
 
 from batchkit.errors import StoreError
 
-Kind = Literal["file", "upload", "part", "batch"]
+Kind = Literal["file", "upload", "part", "batch", "event"]
 Object = dict[str, Any]
 
 _VERSION = 1
@@ -100,8 +100,8 @@ class Store:
         *,
         adding: tuple[Object, ...] = (),
     ) -> Object | None:
-        """Replace an object with what ``change`` makes of it, and add or replace the files ``adding`` in the same
-        transaction. None, and nothing is written, if ``change`` returns None or there is no such object."""
+        """Replace an object with what ``change`` makes of it, and add or replace files and events, ``adding``, in the
+        same transaction. None, and nothing is written, if ``change`` returns None or there is no such object."""
         with self._transaction() as db:
             found = db.execute("SELECT owner, doc FROM objects WHERE id = ?", (name,)).fetchone()
             changed = None if found is None else change(orjson.loads(found[1]))
@@ -109,7 +109,7 @@ class Store:
                 return None
             db.execute("UPDATE objects SET doc = ? WHERE id = ?", (_text(changed), name))
             for doc in adding:
-                _put(db, "file", found[0], doc)
+                _put(db, doc["object"], found[0], doc)
         return changed
 
     def remove(self, *names: str) -> None:

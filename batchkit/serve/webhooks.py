@@ -1,0 +1,105 @@
+"""Tells a URL of each batch that has ended, as OpenAI's webhooks do; signed as https://www.standardwebhooks.com says."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import os
+import secrets
+import threading
+import time
+
+import orjson
+
+from batchkit.commands import Say
+from batchkit.errors import JobError, StoreError
+from batchkit.serve.store import Object, Store
+
+_SECRET = "BATCHKIT_WEBHOOK_SECRET"
+_LOOK_S = 0.5
+_WAITS_S = (5, 30, 300, 1800, 7200, 18_000)  # after each failure; then the event is given up
+_TIMEOUT_S = 10.0
+
+
+def ended_event(batch: str, status: str, now: float) -> Object:
+    return {
+        "id": f"evt_{secrets.token_hex(16)}",
+        "object": "event",
+        "created_at": int(now),
+        "type": f"batch.{status}",
+        "data": {"id": batch},
+    }
+
+
+def key_of(secret: str) -> bytes:
+    """Raises ValueError if it is none."""
+    text = secret.removeprefix("whsec_")
+    return text.encode() if text == secret else base64.b64decode(text, validate=True)
+
+
+def signed(event: Object, body: bytes, key: bytes, now: float) -> dict[str, str]:
+    """The headers of a request with ``body``."""
+    at = int(now)
+    digest = hmac.digest(key, f"{event['id']}.{at}.".encode() + body, "sha256")
+    return {
+        "content-type": "application/json",
+        "webhook-id": event["id"],
+        "webhook-timestamp": str(at),
+        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
+    }
+
+
+class Webhooks:
+    """Its thread sends the events of the database and removes those that were taken. An event may be sent twice, and
+    is sent after a restart, too.
+
+    Raises:
+        JobError: the URL or the secret can't be used.
+    """
+
+    def __init__(self, url: str, store: Store, say: Say) -> None:
+        secret = os.environ.get(_SECRET)
+        if not secret:
+            raise JobError(f"--webhook: set {_SECRET} in the environment, which signs what is sent")
+        try:
+            self._key = key_of(secret)
+        except ValueError as error:
+            raise JobError(f"{_SECRET}: what follows whsec_ has to be base64: {error}") from None
+        if not url.startswith(("http://", "https://")):
+            raise JobError(f"--webhook: found {url!r}, expected an http:// or https:// address")
+        self._url, self._store, self._say = url, store, say
+        self._failures: dict[str, int] = {}
+        self._due: dict[str, float] = {}  # when each that failed is sent again
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="webhooks")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._closing.wait(_LOOK_S):
+            try:
+                for _, event in self._store.all("event"):
+                    if self._due.get(event["id"], 0) <= time.monotonic():
+                        self._send(event)
+            except StoreError as error:
+                self._say(f"webhooks: {error}")
+
+    def _send(self, event: Object) -> None:
+        import httpx
+
+        name, body = event["id"], orjson.dumps(event)
+        try:
+            headers = signed(event, body, self._key, time.time())
+            httpx.post(
+                self._url, content=body, headers=headers, timeout=_TIMEOUT_S
+            ).raise_for_status()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            n = self._failures[name] = self._failures.get(name, 0) + 1
+            if n <= len(_WAITS_S):
+                self._due[name] = time.monotonic() + _WAITS_S[n - 1]
+                return
+            self._say(f"webhooks: {event['type']} of {event['data']['id']} is given up: {error}")
+        self._store.remove(name)
