@@ -80,6 +80,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "serve.app",
         "serve.batch_routes",
         "serve.file_routes",
+        "serve.flex_routes",
         "serve.metric_routes",
         "serve.upload_routes",
     },

@@ -31,6 +31,7 @@ def make_app(settings: Settings, store: Store) -> ASGIApp:
     from batchkit.runs.listing import Runs
     from batchkit.serve.batch_routes import batch_routes
     from batchkit.serve.file_routes import file_routes
+    from batchkit.serve.flex_routes import flex_routes
     from batchkit.serve.metric_routes import metric_routes
     from batchkit.serve.upload_routes import upload_routes
 
@@ -44,6 +45,7 @@ def make_app(settings: Settings, store: Store) -> ASGIApp:
     app.include_router(file_routes(settings, store))
     app.include_router(upload_routes(settings, store))
     app.include_router(batch_routes(settings, store))
+    app.include_router(flex_routes(settings, store))
     app.include_router(metric_routes(settings, store))
     app.add_api_route("/health", lambda: {"status": "ok"}, methods=["GET"])
     for kind, answer in {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,7 +14,8 @@ from batchkit.config.tables import TaskName
 from batchkit.errors import RowError
 from batchkit.rendering.body import endpoint_of
 from batchkit.serve.problem import Problem
-from batchkit.serve.store import Object
+from batchkit.serve.settings import Settings
+from batchkit.serve.store import Object, Store
 
 Status = Literal[
     "validating",
@@ -93,8 +95,19 @@ def check_endpoint(endpoint: str, task: TaskName) -> None:
         raise Problem(400, f"endpoint: {text}", param="endpoint", code="invalid_endpoint") from None
 
 
-def made(asked: NewBatch, model: str, now: int) -> Object:
-    """A new batch, ``validating``."""
+def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -> Object:
+    """A new batch, ``validating``; raises Problem if the key has as many as it may."""
+    batch = _made(asked, settings.models[0], int(time.time()))
+    most = settings.limits_of(owner).batches
+    with store.lock:
+        if (n_open := len(store.all("batch", *UNFINISHED, owner=owner))) >= most:
+            text = f"{n_open} of your batches have not ended, and you may have {most} at once"
+            raise Problem(429, text, code="batch_limit_exceeded")
+        store.add("batch", owner, batch)
+    return batch
+
+
+def _made(asked: NewBatch, model: str, now: int) -> Object:
     return {
         "id": f"batch_{secrets.token_hex(16)}",
         "object": "batch",

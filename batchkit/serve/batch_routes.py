@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from batchkit.serve.batch import UNFINISHED, NewBatch, check_endpoint, made, moved
+from batchkit.serve.batch import NewBatch, added_batch, check_endpoint, moved
 from batchkit.serve.files import found_file
 from batchkit.serve.live import live
 from batchkit.serve.problem import Problem, missing
@@ -28,14 +28,7 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
                 f"input_file_id: {file['id']} has the purpose {file['purpose']!r}, expected 'batch'"
             )
             raise Problem(400, text, param="input_file_id")
-        batch = made(asked, settings.models[0], int(time.time()))
-        most = settings.limits_of(owner).batches
-        with store.lock:
-            if (n_open := len(store.all("batch", *UNFINISHED, owner=owner))) >= most:
-                text = f"{n_open} of your batches have not ended, and you may have {most} at once"
-                raise Problem(429, text, code="batch_limit_exceeded")
-            store.add("batch", owner, batch)
-        return batch
+        return added_batch(asked, owner, settings, store)
 
     @routes.get("/v1/batches")
     def list_batches(

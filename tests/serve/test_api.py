@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.support.api_server import (
     submit,
 )
 from tests.support.own_process import batchkit
+from tests.support.waiting import until
 
 DRY = ("--set", "engine.kind=dry-run", "--model", "tiny")
 
@@ -255,6 +257,36 @@ def test_a_batch_past_its_window_expires_with_the_rest_as_errors(client: OpenAI)
     assert {line["error"]["code"] for line in failed} == {"batch_expired"}
     ids = [int(line["custom_id"]) for line in [*done, *failed]]
     assert sorted(ids) == list(range(60_000))
+
+
+def test_flex_requests_wait_for_their_answer(client: OpenAI) -> None:
+    def flex(**more: Any) -> Any:
+        said = [{"role": "user", "content": "Hi"}]
+        given: Any = {"model": "tiny", "service_tier": "flex", "messages": said, **more}
+        return client.chat.completions.create(**given)
+
+    before = len([*client.batches.list()])
+    with ThreadPoolExecutor(8) as pool:
+        answers = [*pool.map(lambda n: flex(max_tokens=n), range(1, 9))]
+    for answer in answers:
+        assert answer.choices[0].message.content
+        assert answer.service_tier == "flex"
+    assert len([*client.batches.list()]) == before + 8
+    with pytest.raises(openai.BadRequestError) as caught:
+        flex(model="gpt-6")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    for more in ({"stream": True}, {"service_tier": "auto"}, {"messages": None}):
+        with pytest.raises(openai.BadRequestError):
+            flex(**more)
+    first = submit(client, [ask(str(n)) for n in range(60_000)], extra_body={"priority": 5})
+    until(lambda: client.batches.retrieve(first.id).status == "in_progress")
+    with pytest.raises(openai.APITimeoutError):
+        flex(timeout=0.5)
+    left = client.batches.list(limit=1).data[0]
+    assert left.id != first.id
+    assert ended(client, left).status == "cancelled"
+    client.batches.cancel(first.id)
+    ended(client, first)
 
 
 def test_models_health_metrics_and_the_pages(client: OpenAI, served: Served) -> None:

@@ -1,0 +1,83 @@
+"""``POST /v1/chat/completions`` for those who can wait: a batch of one row, answered when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import Any, Literal
+
+import orjson
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict
+
+from batchkit.serve.batch import UNFINISHED, NewBatch, added_batch, check_endpoint, moved
+from batchkit.serve.files import add_stored, file_doc, new_id, take_in
+from batchkit.serve.problem import Problem
+from batchkit.serve.settings import Settings
+from batchkit.serve.store import Object, Store
+
+_ENDPOINT = "/v1/chat/completions"
+_LOOK_S = 0.1
+_OF_CLIENT = ("invalid_request", "prompt_too_long", "media", "template")  # kinds of errors
+
+
+class FlexRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    service_tier: Literal["flex"]
+
+
+def flex_routes(settings: Settings, store: Store) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post(_ENDPOINT)
+    async def create_chat_completion(request: Request, asked: FlexRequest) -> Response:
+        owner, body = request.state.owner, asked.model_dump()
+        name = (await run_in_threadpool(_begun, body, owner, settings, store))["id"]
+        while (batch := await run_in_threadpool(store.get, "batch", name)) is not None:
+            if batch["status"] not in UNFINISHED:
+                return Response(_answer(batch, settings), media_type="application/json")
+            if await request.is_disconnected():
+                cancel = partial(moved, status="cancelling", now=time.time())
+                await run_in_threadpool(store.change, name, cancel)
+                break
+            await asyncio.sleep(_LOOK_S)
+        return Response(status_code=499)  # nobody reads it
+
+    return routes
+
+
+def _begun(body: Any, owner: str, settings: Settings, store: Store) -> Object:
+    check_endpoint(_ENDPOINT, settings.job.task)
+    line = {"custom_id": "flex", "method": "POST", "url": _ENDPOINT, "body": body}
+    name = new_id("file")
+    incoming = settings.incoming / name
+    incoming.write_bytes(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    path = take_in(incoming, settings, name)
+    file = file_doc(
+        name, path, filename="flex.jsonl", purpose="batch", expires_at=settings.expiry()
+    )
+    add_stored(store, settings, "file", owner, file)
+    asked = NewBatch(input_file_id=name, endpoint=_ENDPOINT, completion_window="24h")
+    return added_batch(asked, owner, settings, store)
+
+
+def _answer(batch: Object, settings: Settings) -> bytes:
+    """Raises Problem with what was wrong with the request or the batch."""
+    if (answers := batch["output_file_id"]) is not None:
+        line = orjson.loads((settings.files / answers).read_bytes())
+        return orjson.dumps({**line["response"]["body"], "service_tier": "flex"})
+    if (errors := batch["error_file_id"]) is not None:
+        found = orjson.loads((settings.files / errors).read_bytes())["error"]
+        status = 400 if found["code"] in _OF_CLIENT else 500
+    else:
+        found, status = batch["errors"]["data"][0], 400
+    raise Problem(
+        status,
+        found["message"],
+        param=(found.get("param") or "").removeprefix("body.") or None,
+        code=found["code"],
+    )
