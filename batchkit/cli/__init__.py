@@ -394,9 +394,14 @@ def score(
     Uses the [scoring] of RUN if it is a job file, or of --job, else the run's own. Scores are
     percentages, rewards 0 to 10. Failed rows are not scored; an unscored row is not a 0.
     """
-    from batchkit.commands.score import check_overrides, job_of_rows, job_to_score, score_run
+    from batchkit.commands.score import (
+        Scores,
+        check_overrides,
+        job_of_rows,
+        job_to_score,
+        score_run,
+    )
     from batchkit.commands.score.predictions import score_predictions
-    from batchkit.commands.score.values import Scores
     from batchkit.commands.trust import vouched
 
     named = job or job_file(run)

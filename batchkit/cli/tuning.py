@@ -158,8 +158,8 @@ def bench(job: Path, batch_sizes: str, overrides: Texts, as_json: bool, **limits
     rounds, which start when the engine is warm and full. p50 and p99 are latencies of a request,
     counted from when it enters the engine's queue. One line of JSON follows the table.
     """
-    from batchkit.commands.tuning.bench import bench as measure
-    from batchkit.commands.tuning.bench import sizes_in
+    from batchkit.commands.tuning.table import bench as measure
+    from batchkit.commands.tuning.table import sizes_in
 
     found = measure(load(job, overrides), sizes_in(batch_sizes), say=say, **limits)
     if not as_json:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchkit.commands import Say
-from batchkit.commands.score.values import Scores
+from batchkit.commands.score import Scores
 from batchkit.commands.view.charts import spreads, timeline
 from batchkit.commands.view.detail import shown
 from batchkit.commands.view.images import Pictures

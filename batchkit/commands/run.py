@@ -8,8 +8,7 @@ from pathlib import Path
 from batchkit.commands import Say
 from batchkit.commands.at_end import planned, with_exports
 from batchkit.commands.forecast_file import announced, turned_out
-from batchkit.commands.score import finish_scoring
-from batchkit.commands.score.values import Scores
+from batchkit.commands.score import Scores, finish_scoring
 from batchkit.commands.tuning.known import advised
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, Interrupted

@@ -6,17 +6,16 @@ import glob
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from batchkit.config.columns import with_filled
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
 from batchkit.config.problems import annotation_of, homes_of, shown
-from batchkit.config.regular_file import is_dir, read_bytes
+from batchkit.config.regular_file import is_dir, read_bytes, read_text
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import (
     EngineTable,
@@ -391,3 +390,41 @@ def _find_input(path: str, base: Path) -> str:
 
 def _matches(pattern: str) -> bool:
     return glob.has_magic(pattern) and next(glob.iglob(pattern, recursive=True), None) is not None
+
+
+def prompt_columns(job: JobConfig) -> frozenset[str]:
+    """Names in the texts of its prompts, but those of ``[vars]``, ``input.cross`` and the places of clips; a template
+    that can't be used is refused where it is, and has none here."""
+    from jinja2 import Environment, TemplateError, nodes
+    from jinja2.meta import find_undeclared_variables
+
+    found = set[str]()
+    for text in _texts(job):
+        with suppress(TemplateError, RecursionError):
+            tree = Environment().parse(text)
+            found |= find_undeclared_variables(tree)
+            found |= {  # {{ row["my column"] }}
+                item.arg.value
+                for item in tree.find_all(nodes.Getitem)
+                if isinstance(item.arg, nodes.Const) and isinstance(item.arg.value, str)
+            }
+    prompts = [its.prompt for _, its in job.of_each_step()]
+    places = {kind for kind in ("audio", "video") if any(getattr(p, f"{kind}s") for p in prompts)}
+    return frozenset(found - job.vars.keys() - job.input.cross.keys() - places)
+
+
+def with_filled(job: JobConfig) -> JobConfig:
+    """The job whose input leaves out what ``input.empty`` says, once its prompts' files have been found."""
+    if job.input.empty != "skip":
+        return job
+    return job.model_copy(update={"input": job.input.with_filled(prompt_columns(job))})
+
+
+def _texts(job: JobConfig) -> Iterator[str]:
+    for _, its in job.of_each_step():
+        for text in (its.prompt.user, its.prompt.system, its.pair.query, its.pair.documents):
+            if isinstance(text, str):
+                yield text
+        for file in (its.prompt.user_file, its.prompt.system_file):
+            with suppress(OSError, UnicodeDecodeError):
+                yield "" if file is None else read_text(file)

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from batchkit.config.columns import prompt_columns
+from batchkit.config.loading import prompt_columns
 from batchkit.config.seams import SCORERS
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, ScoringTable

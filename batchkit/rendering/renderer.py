@@ -13,7 +13,7 @@ from zlib import crc32
 
 from msgspec.structs import replace
 
-from batchkit.config.columns import prompt_columns
+from batchkit.config.loading import prompt_columns
 from batchkit.config.tables import JobConfig, MediaTable, TaskName
 from batchkit.errors import PromptTooLongError, RequestError, RowError, TemplateError
 from batchkit.rendering.body import (

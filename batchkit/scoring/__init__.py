@@ -17,8 +17,7 @@ import orjson
 
 from batchkit.config.seams import SCORERS
 from batchkit.config.tables import JobConfig, ScoringTable
-from batchkit.scoring.bounds import Unscorable
-from batchkit.scoring.extract import extracted
+from batchkit.scoring.extract import Unscorable, extracted
 from batchkit.scoring.metrics import ERROR_RATES
 from batchkit.scoring.overlap import preload
 from batchkit.scoring.scorers import score_by

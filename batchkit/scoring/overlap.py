@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from batchkit.scoring.bounds import MOST_MARKS, Unscorable
+from batchkit.scoring.extract import MOST_MARKS, Unscorable
 
 Mode = Literal["official", "fixed"]
 

@@ -14,8 +14,7 @@ import orjson
 from batchkit.config.answer_schema import fault_in_schema, schema_in
 from batchkit.config.terminal import shortened
 from batchkit.errors import InvalidOutputError, TruncatedOutputError
-from batchkit.scoring.bounds import Unscorable, last_match
-from batchkit.scoring.extract import FENCED
+from batchkit.scoring.extract import FENCED, Unscorable, last_match
 from batchkit.types import Choice
 
 _MOST_MISFITS = 100  # looked at, to show the one that matters

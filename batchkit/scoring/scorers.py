@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from batchkit.config.seams import SCORERS as SEAM
 from batchkit.config.tables import ScoringTable
-from batchkit.scoring.bounds import MOST_COMPARED, check_length
+from batchkit.scoring.extract import MOST_COMPARED, check_length
 from batchkit.scoring.overlap import overlap, pair
 from batchkit.scoring.values import chosen, numbers_in, parse_reward
 

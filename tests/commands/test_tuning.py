@@ -24,10 +24,9 @@ from PIL import Image
 
 from batchkit.commands.trial import OOM, Trial
 from batchkit.commands.trial.measurement import Figures, Idle
-from batchkit.commands.tuning.bench import sizes_in
 from batchkit.commands.tuning.find import bottleneck_of, search
 from batchkit.commands.tuning.options import patch, write_patch
-from batchkit.commands.tuning.table import Line, SizeTable, line_of
+from batchkit.commands.tuning.table import Line, SizeTable, line_of, sizes_in
 from batchkit.errors import JobError
 from tests.support.chat_server import serving
 from tests.support.dry_runs import TRIED as JOB
