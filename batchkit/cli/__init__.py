@@ -394,15 +394,10 @@ def score(
     Uses the [scoring] of RUN if it is a job file, or of --job, else the run's own. Scores are
     percentages, rewards 0 to 10. Failed rows are not scored; an unscored row is not a 0.
     """
-    from batchkit.commands.score import (
-        Scores,
-        check_overrides,
-        job_of_rows,
-        job_to_score,
-        score_run,
-    )
+    from batchkit.commands.score import check_overrides, job_of_rows, job_to_score, score_run
     from batchkit.commands.score.predictions import score_predictions
     from batchkit.commands.trust import vouched
+    from batchkit.runs.compare import Scores
 
     named = job or job_file(run)
 
@@ -456,7 +451,7 @@ def merge(runs: Texts, into: str, partial: bool) -> Result:
     copied and does not change. Exits with 3 if rows are missing or failed.
     """
     from batchkit.commands.merge import merge as join
-    from batchkit.runs.finding import folder_of
+    from batchkit.runs.listing import folder_of
 
     found = join([find(run) for run in runs], folder_of(into), partial=partial)
     if found.folder is None:

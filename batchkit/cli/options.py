@@ -111,7 +111,7 @@ def printed(command: Callable[..., Result]) -> Callable[..., None]:
 
 def find(run: str | None, overrides: Texts = ()) -> Path:
     """The run folder; if it was not named, prints on stderr which one it is."""
-    from batchkit.runs.finding import find_run
+    from batchkit.runs.listing import find_run
 
     folder = find_run(run, overrides)
     if run is None:

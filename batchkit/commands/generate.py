@@ -9,11 +9,11 @@ from typing import Any
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
 from batchkit.execution.run import start_run
-from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
+from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import from_python
-from batchkit.storage.answers import answers_in_words
+from batchkit.storage.lines import answers_in_words
 
 
 def prompts_of(texts: Sequence[str], file: Path | None) -> list[str]:

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchkit.commands import Say
-from batchkit.commands.score import Scores
-from batchkit.commands.view.charts import spreads, timeline
 from batchkit.commands.view.detail import shown
-from batchkit.commands.view.images import Pictures
-from batchkit.commands.view.overview import Figures, about, overview
+from batchkit.commands.view.media import Pictures
+from batchkit.commands.view.overview import Figures, about, overview, spreads, timeline
 from batchkit.commands.view.page import check_page, write_page
 from batchkit.commands.view.rows import labels_of
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import BatchkitError, StoreError
+from batchkit.runs.compare import Scores
 from batchkit.runs.comparison import Comparison
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.inputs import InputRows

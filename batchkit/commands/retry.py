@@ -9,16 +9,15 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from batchkit.commands import Say
-from batchkit.commands.at_end import planned, with_exports
-from batchkit.commands.run import with_scores
+from batchkit.commands.run import planned, with_exports, with_scores
 from batchkit.commands.trust import vouched
 from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineCrashError, JobError, RowOutOfMemoryError
 from batchkit.execution.run import start_run
-from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
+from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary, notifying
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.storage.checkpoint import check_log

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from batchkit.commands import Say
-from batchkit.commands.at_end import planned, with_exports
+from batchkit.commands.export import export
+from batchkit.commands.export.outputs import format_for
+from batchkit.commands.export.upload import address_for, send
 from batchkit.commands.forecast_file import announced, turned_out
-from batchkit.commands.score import Scores, finish_scoring
+from batchkit.commands.score import finish_scoring
 from batchkit.commands.tuning.known import advised
+from batchkit.config.masking import UPLOAD
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, Interrupted
+from batchkit.errors import BatchkitError, Interrupted, JobError
 from batchkit.execution.run import start_run
-from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import OnChange, Options
+from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import Outcome, notifying
+from batchkit.runs.compare import Scores
 
 
 def run_job(
@@ -68,3 +75,85 @@ def with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -
     if table is not None:
         say(Scores.of(table, Path(summary.folder)).to_text())
     return outcome
+
+
+class Wanted(NamedTuple):
+    """An export; without a path, in the run folder."""
+
+    format: str
+    path: Path | None = None
+
+    @property
+    def flag(self) -> str:
+        """As ``batchkit export`` takes it."""
+        return shlex.join([f"--{self.format}", *([] if self.path is None else [str(self.path)])])
+
+
+class AtEnd(NamedTuple):
+    """What is written once a run has ended, and the address it is sent to."""
+
+    exports: Sequence[Wanted]
+    address: str | None
+
+
+def planned(job: JobConfig, output: Path | None = None, skip_from: Path | None = None) -> AtEnd:
+    """Raises JobError if it can't be done, before the run begins."""
+    exports = [Wanted(name) for name in dict.fromkeys(job.output.export)]
+    if output is not None:
+        exports.append(Wanted(format_for(output, job), output))
+    if exports and skip_from is not None:
+        key = f"--output {output}" if output is not None else "output.export"
+        raise JobError(
+            f"{key}: the rows that {skip_from} has would be missing there; leave it out, and"
+            " `batchkit export` both runs"
+        )
+    if job.output.upload is None or job.is_trial:  # a trial's answers are no model's
+        return AtEnd(exports, None)
+    if not exports:
+        raise JobError(
+            f'{UPLOAD}: nothing is written that could be sent; name what, as output.export = ["parquet"], or give'
+            " --output FILE"
+        )
+    if job.input.shard is not None:
+        raise JobError(
+            f"{UPLOAD}: each shard would send to the same address; leave it out, then `batchkit merge` the"
+            " shards and `batchkit export --upload ADDRESS` the result"
+        )
+    return AtEnd(exports, address_for(job.output.upload, [wanted.format for wanted in exports]))
+
+
+def with_exports(outcome: Outcome, end: AtEnd, say: Say) -> Outcome:
+    """Once all rows have finished, write and send them. Sending changes nothing of how the run ended."""
+    if not end.exports:
+        return outcome
+    folder = Path(outcome.summary.folder)
+    if outcome.error is not None or outcome.summary.exit not in (0, 3):
+        names = ", ".join(str(wanted.path or wanted.format) for wanted in end.exports)
+        say(
+            f"{names}: not written, as the run has not ended; `batchkit export {folder}` writes what there is"
+        )
+        return outcome
+    files: list[Path] = []
+    try:
+        for wanted in end.exports:
+            for file in export(folder, wanted.format, wanted.path, say, force=True):
+                say(file.to_text())
+                files.append(file.path)
+    except BatchkitError as error:
+        return Outcome(replace(outcome.summary, exit=error.exit_code), error)
+    if end.address is not None:
+        _send(files, end, end.address, folder, say)
+    return outcome
+
+
+def _send(files: Sequence[Path], end: AtEnd, address: str, folder: Path, say: Say) -> None:
+    try:
+        for sent in send(files, address, say):
+            say(sent.to_text())
+    except BatchkitError as error:
+        flags = " ".join(wanted.flag for wanted in end.exports)
+        say(f"error: {error}")
+        say(
+            f"the run is complete, but not all of it was sent. To send it again: batchkit export"
+            f" {shlex.quote(str(folder))} {flags} (with --upload ADDRESS, to another address than in the job file)"
+        )

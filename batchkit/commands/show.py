@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from batchkit.config.cross import variants
 from batchkit.config.masking import masked_text
+from batchkit.config.tables.input import variants
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import JobError, MediaError
 from batchkit.rendering.media import shown
@@ -17,9 +17,8 @@ from batchkit.rendering.messages import as_text
 from batchkit.runs.inputs import InputRows, Prompt
 from batchkit.runs.reach import Reach
 from batchkit.sources import reader
-from batchkit.storage.answers import answers_in_words, call_in_words, choice_in_words
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.lines import failure_kind
+from batchkit.storage.lines import answers_in_words, call_in_words, choice_in_words, failure_kind
 from batchkit.storage.newest import Generations
 from batchkit.storage.score_store import read_scored
 

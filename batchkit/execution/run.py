@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
-from batchkit.config.cross import variants
 from batchkit.config.tables import JobConfig
+from batchkit.config.tables.input import variants
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.exporter import exporting
@@ -14,19 +14,18 @@ from batchkit.execution.lane import Engines
 from batchkit.execution.loop import Loop
 from batchkit.execution.resume import open_run
 from batchkit.execution.screen import Screen
-from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options, Start
-from batchkit.execution.stop import Stop
+from batchkit.execution.stop import Stop, StopRequest
 from batchkit.execution.summary import Outcome
 from batchkit.execution.tasks import Tasks, shared_ids
 from batchkit.execution.turns import grouping_of
-from batchkit.runs.finding import near_run
+from batchkit.runs.listing import near_run
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.sample import check_countable, sampled
+from batchkit.storage.files import remove_orphans
 from batchkit.storage.job_toml import check_secrets
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import check_one_row_each
-from batchkit.storage.temporary import remove_orphans
 
 
 def start_run(

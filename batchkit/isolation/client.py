@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from batchkit.errors import EngineError
 from batchkit.isolation.server import FAILED, READY, START_S
-from batchkit.storage.temporary import OwnFolder
+from batchkit.storage.files import OwnFolder
 
 _END_S = 5.0
 _LAST_WORDS_S = 20.0  # a process with many libraries is slow to end

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from batchkit.errors import RequestError
 from batchkit.sources.reader import shown
-from batchkit.storage.answers import calls_in_words
+from batchkit.storage.lines import calls_in_words
 from batchkit.types import CLIPS, Content, Request
 
 Message = Mapping[str, Any]

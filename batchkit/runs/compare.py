@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from batchkit.config.cross import variants
+from batchkit.config.tables.input import variants
 from batchkit.errors import JobError
 from batchkit.runs.comparison import Comparison, Delta, Flip, origin
 from batchkit.runs.paired import PairedScores, Pairing, Side, deltas, flips, paired
 from batchkit.scoring import kept_fields
+from batchkit.scoring.metrics import ScoreTable
 from batchkit.sources.input import input_changes
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences
@@ -168,3 +170,24 @@ def _warnings(
 
 def _files(manifest: Manifest) -> list[str]:
     return [file.sha256 for file in manifest.input]
+
+
+class Scores(NamedTuple):
+    """``comparison`` is None if the run has no two values, or no scores."""
+
+    table: ScoreTable
+    comparison: Comparison | None
+
+    @classmethod
+    def of(cls, table: ScoreTable, folder: Path) -> Scores:
+        return cls(table, compare_values(folder))
+
+    def to_json(self) -> dict[str, Any]:
+        values = {} if self.comparison is None else {"values": self.comparison.to_json()}
+        return {**self.table.to_json(), **values}
+
+    def to_text(self) -> str:
+        parts = [self.table.to_text()]
+        if self.comparison is not None:
+            parts.append(self.comparison.to_text())
+        return "\n\n".join(parts)

@@ -25,9 +25,8 @@ import orjson
 from batchkit.config.regular_file import open_regular
 from batchkit.errors import StoreError
 from batchkit.scoring.metrics import group_name
-from batchkit.storage.answers import answers_in_words
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
-from batchkit.storage.lines import NO_TEXT, failure_kind, record_in, whole_record
+from batchkit.storage.lines import NO_TEXT, answers_in_words, failure_kind, record_in, whole_record
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import last_of_each
 from batchkit.storage.score_store import SCORES, score_lines

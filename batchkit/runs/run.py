@@ -15,7 +15,7 @@ import orjson
 
 from batchkit.config.masking import masked_text
 from batchkit.errors import JobError
-from batchkit.runs.finding import find_run
+from batchkit.runs.listing import find_run
 from batchkit.runs.status import Status, status
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
@@ -185,7 +185,7 @@ def _lines_with(row_id: str, log: NewestLog) -> Iterator[bytes]:
 
 
 def _html_row(record: Mapping[str, Any]) -> str:
-    from batchkit.storage.answers import answers_in_words
+    from batchkit.storage.lines import answers_in_words
 
     answer = (record.get("error") or {}).get("message") or answers_in_words(record)[0]
     cells = record["index"], record["id"], record["status"], answer[:_MOST_TEXT]

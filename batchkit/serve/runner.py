@@ -20,8 +20,8 @@ from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, Interrupted, StoreError
 from batchkit.execution.run import start_run
 from batchkit.execution.shared import Claim, SharedEngines
-from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
+from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary
 from batchkit.serve.batch import errors_of, moved, problem
 from batchkit.serve.order import MOST, Order, Turn

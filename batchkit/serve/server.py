@@ -12,7 +12,7 @@ from batchkit.commands import Say
 from batchkit.commands.view import address_of, bound, quiet_server
 from batchkit.engines.registry import require
 from batchkit.errors import Interrupted, JobError, StoreError
-from batchkit.execution.signals import StopRequest
+from batchkit.execution.stop import StopRequest
 from batchkit.serve.app import make_app
 from batchkit.serve.keys import Key, read_keys
 from batchkit.serve.lifecycle import Lifecycle

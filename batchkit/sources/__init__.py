@@ -6,22 +6,22 @@ and ``limit``, which are handled here for all formats. CONTRIBUTING.md says how 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 from msgspec.structs import replace
 
-from batchkit.config.cross import variants
 from batchkit.config.masking import masked
 from batchkit.config.shard import parse_shard
 from batchkit.config.tables import InputTable
-from batchkit.sources.cross import crossed
+from batchkit.config.tables.input import Variant, variants
+from batchkit.errors import RequestError
 from batchkit.sources.finding import Listing, input_files, listing
 from batchkit.sources.fingerprint import changed_files, content_hash, fingerprint
 from batchkit.sources.formats import ROWS_ARE_FILES, format_of, load_format
-from batchkit.sources.ids import is_fallback, row_of
 from batchkit.sources.python_rows import PLACE, python_rows
-from batchkit.sources.reader import Broken
+from batchkit.sources.reader import Broken, is_fallback, row_of
 from batchkit.sources.where import check_fields, compile_where
 from batchkit.types import Row
 
@@ -160,3 +160,35 @@ def has_ids(table: InputTable, files: Iterable[str] | None = None) -> bool:
 
 def _id_key(path: str, table: InputTable) -> str | None:
     return table.id or load_format(format_of(path, table)).id
+
+
+Skip = Callable[[int], bool]
+
+
+def crossed(
+    cross: Mapping[str, Sequence[Any]], read: Callable[[Skip], Iterator[Row]], skip: Skip
+) -> Iterator[Row]:
+    """The rows that ``read`` yields, each once for each variant, but those for which ``skip(index)`` is true: the n of
+    the row at position i are the rows i × n to i × n + n - 1, so that ``Row.index`` only depends on the input and on ``cross``.
+
+    A row that has a column of one of the names has ``error`` set.
+    """
+    if not cross:
+        yield from read(skip)
+        return
+    found = variants(cross)
+    n = len(found)
+    for row in read(lambda index: all(map(skip, range(index * n, index * n + n)))):
+        for index, variant in enumerate(found, start=row.index * n):
+            if not skip(index):
+                yield _of_variant(row, index, variant)
+
+
+def _of_variant(row: Row, index: int, variant: Variant) -> Row:
+    error = row.error
+    if error is None and (taken := [name for name in variant.fields if name in row.fields]):
+        error = RequestError(
+            f"input.cross.{taken[0]}: the row has a column of that name; give the key another one"
+        )
+    fields = {**row.fields, **variant.fields}
+    return replace(row, index=index, id=f"{row.id}/{variant.label}", fields=fields, error=error)

@@ -12,9 +12,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchkit.config.cross import variants
 from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable, JobConfig
+from batchkit.config.tables.input import variants
 from batchkit.errors import (
     BatchkitError,
     ChangedInputError,
@@ -26,13 +26,13 @@ from batchkit.sources import (
     PLACE,
     changed_files,
     count_rows,
+    crossed,
     fingerprint,
     has_ids,
     listing,
     python_rows,
     read_rows,
 )
-from batchkit.sources.cross import crossed
 from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import CHANGING

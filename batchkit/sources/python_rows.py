@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 
 from batchkit.config.regular_file import is_file
 from batchkit.errors import JobError, RequestError
-from batchkit.sources.ids import fallback_id, row_of
-from batchkit.sources.reader import MAX_DEPTH, TOO_DEEP, check_columns, is_too_deep
+from batchkit.sources.reader import (
+    MAX_DEPTH,
+    TOO_DEEP,
+    check_columns,
+    fallback_id,
+    is_too_deep,
+    row_of,
+)
 from batchkit.types import Row
 
 PLACE = "(rows from Python)"

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from batchkit.config.cross import variants
 from batchkit.config.tables import InputTable
+from batchkit.config.tables.input import variants
 from batchkit.errors import JobError
 from batchkit.sources.input import Input
 from batchkit.storage.checkpoint import Totals

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from batchkit.config.cross import variants
 from batchkit.config.tables import JobConfig
+from batchkit.config.tables.input import variants
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import replacing

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkit.commands.plan.answers import replicates
+from batchkit.commands.plan.forecast import replicates
 from batchkit.commands.plan.throughput import StepTime, Wave, fit, points_of, steps_of
 from batchkit.commands.trial.measurement import Answer
 

@@ -13,7 +13,7 @@ import tomlkit
 
 from batchkit.config.loading import load_job
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.storage.answers import answers_in_words
+from batchkit.storage.lines import answers_in_words
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN, records, run, write_rows
 from tests.support.rows import write_jsonl

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchkit.commands.report import MAX_FAILED, MAX_ROWS, report
-from batchkit.commands.view.charts import histogram
-from batchkit.commands.view.images import MAX_PICTURE_BYTES
+from batchkit.commands.view.media import MAX_PICTURE_BYTES
+from batchkit.commands.view.overview import histogram
 from batchkit.errors import StoreError
 from tests.support.command_line import batchkit
 from tests.support.made_runs import draw_tables, failure, make_run, rows

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from batchkit.storage import temporary
-from batchkit.storage.temporary import OwnFolder, remove_orphans
+from batchkit.storage import files
+from batchkit.storage.files import OwnFolder, remove_orphans
 
 OWNER = """
 import time
-from batchkit.storage.temporary import OwnFolder
+from batchkit.storage.files import OwnFolder
 print(OwnFolder("engine").path, flush=True)
 time.sleep(60)
 """
@@ -24,7 +24,7 @@ def test_only_what_a_killed_process_left_is_removed(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(temporary, "HOMES", ())
+    monkeypatch.setattr(files, "HOMES", ())
     own, kept = OwnFolder("trial"), OwnFolder("trial")
     kept.keep()
     (tmp_path / "batchkit-notes").mkdir()

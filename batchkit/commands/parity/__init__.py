@@ -16,8 +16,8 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import EngineError, InputError, JobError
-from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
+from batchkit.execution.stop import StopRequest
 from batchkit.storage.manifest import read_manifest
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from batchkit.storage.answers import answers_in_words
+from batchkit.storage.lines import answers_in_words
 
 _WORDS = re.compile(r"\s*\S+")
 _PIECE = "\N{REPLACEMENT CHARACTER}"  # part of a character that takes several tokens

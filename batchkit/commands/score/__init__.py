@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchkit.commands import Say
 from batchkit.commands.score.deferred import deferred_scores, is_deferred, names_of_deferred
@@ -20,9 +20,7 @@ from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError
 from batchkit.execution.first_rows import check_columns, scoring_hints
-from batchkit.execution.signals import StopRequest
-from batchkit.runs.compare import compare_values
-from batchkit.runs.comparison import Comparison
+from batchkit.execution.stop import StopRequest
 from batchkit.runs.inputs import with_fields
 from batchkit.runs.scores import table_of
 from batchkit.scoring import Scoring, scorers_of
@@ -240,24 +238,3 @@ def job_of_rows(named: Path | None, folder: Path | None, overrides: Sequence[str
             "--predictions needs the job: its rows, and how they are scored; name JOB (or a RUN)"
         )
     return job_of_run(folder, overrides)
-
-
-class Scores(NamedTuple):
-    """``comparison`` is None if the run has no two values, or no scores."""
-
-    table: ScoreTable
-    comparison: Comparison | None
-
-    @classmethod
-    def of(cls, table: ScoreTable, folder: Path) -> Scores:
-        return cls(table, compare_values(folder))
-
-    def to_json(self) -> dict[str, Any]:
-        values = {} if self.comparison is None else {"values": self.comparison.to_json()}
-        return {**self.table.to_json(), **values}
-
-    def to_text(self) -> str:
-        parts = [self.table.to_text()]
-        if self.comparison is not None:
-            parts.append(self.comparison.to_text())
-        return "\n\n".join(parts)

@@ -9,7 +9,7 @@ from batchkit.commands import Say
 from batchkit.commands.score.judge import NAMES, Answered, judge, judged_by_step, names_read
 from batchkit.config.tables import JobConfig
 from batchkit.errors import RowError
-from batchkit.execution.signals import StopRequest
+from batchkit.execution.stop import StopRequest
 from batchkit.rendering.templates.prompt import PathTemplate, names_in
 from batchkit.scoring import DEFERRED, Scoring
 

@@ -20,8 +20,8 @@ from batchkit.commands.trial import tried
 from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable, ScoringTable
 from batchkit.errors import BudgetError
-from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
+from batchkit.execution.stop import StopRequest
 from batchkit.rendering.templates.prompt import constant_files, names_in
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.values import numbers_in

@@ -17,7 +17,7 @@ from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable, JobConfig
 from batchkit.errors import JobError
 from batchkit.execution.first_rows import check_columns, scoring_hints
-from batchkit.execution.signals import StopRequest
+from batchkit.execution.stop import StopRequest
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources import read_rows

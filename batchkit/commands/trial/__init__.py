@@ -36,16 +36,16 @@ from batchkit.engines.registry import holds_model
 from batchkit.errors import EngineError, InputError, Interrupted, JobError
 from batchkit.execution.lane import KeptEngine
 from batchkit.execution.run import start_run
-from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
+from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.steps import renderer_of
 from batchkit.sources import count_rows, never
 from batchkit.sources.input import Input, from_job
+from batchkit.storage.files import OwnFolder
 from batchkit.storage.log import RESULTS
 from batchkit.storage.metrics import read_metrics
-from batchkit.storage.temporary import OwnFolder
 
 OK, OOM = "ok", "OOM"
 LOOK_S = 0.1

@@ -1,20 +1,23 @@
-"""What trials of ``tune`` have shown, in a file beside the run folder: ``<name>.tune.jsonl``."""
+"""What trials of ``tune`` have shown, in files beside the run folder: ``<name>.tune.jsonl``, and a picture."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from html import escape
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from batchkit.commands.forecast_file import hash_of_job
+from batchkit.commands.view.page import policy, style
+from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.engines.memory import gpus
 from batchkit.errors import StoreError
-from batchkit.storage.files import open_log
+from batchkit.storage.files import open_log, write_atomically
 from batchkit.storage.identity import hash_of
 from batchkit.storage.plain_json import encoded
 
@@ -115,3 +118,51 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+_WIDTH, _LEFT, _LINE = 960, 480, 26  # in the picture's own units
+_LONGEST = 72  # characters of a label
+
+
+def draw(job: JobConfig, trials: Sequence[Tried], best: Mapping[str, Any]) -> Path:
+    """One line for each trial, in their order: its rate as a dot, the interval as a bar, and ``best`` in full colour.
+
+    Raises:
+        StoreError: it can't be written.
+    """
+    path = job.folder.with_name(f"{job.name}.tune.html")
+    most = max((tried.high or tried.rows_per_s or 0.0 for tried in trials), default=0.0) or 1.0
+    scale = (_WIDTH - _LEFT - 90) / most
+    lines = "".join(
+        part
+        for n, tried in enumerate(trials)
+        for part in _line(tried, (n + 1) * _LINE, scale, is_best=tried.options == best)
+    )
+    title = escape(f"{job.name}: rows a second of each trial")
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8">{policy(style())}<title>{title}</title>'
+        f"<style>{style()}</style><header class=top><h1>{title}</h1></header><main>"
+        f'<svg class="curve" viewBox="0 0 {_WIDTH} {(len(trials) + 1) * _LINE}" role="img">{lines}</svg></main></html>'
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page.encode())
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+    return path
+
+
+def _line(tried: Tried, y: int, scale: float, *, is_best: bool) -> Iterator[str]:
+    label = words(tried.options)
+    shown = label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…"
+    yield f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end"><title>{escape(label)}</title>{escape(shown)}</text>'
+    if tried.rows_per_s is None:
+        yield f'<text class="bad" x="{_LEFT}" y="{y + 4}">{escape(tried.status[:_LONGEST])}</text>'
+        return
+    x, low, high = (
+        _LEFT + scale * (rate or 0.0) for rate in (tried.rows_per_s, tried.low, tried.high)
+    )
+    yield f'<line class="spread" x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}"/>'
+    kind = "dot" if is_best else "other"
+    yield f'<circle class="{kind}" cx="{x:.1f}" cy="{y}" r="5"/>'
+    yield f'<text x="{max(x, high) + 10:.1f}" y="{y + 4}">{number(tried.rows_per_s)}</text>'

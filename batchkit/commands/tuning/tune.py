@@ -14,17 +14,18 @@ from batchkit.commands import Say
 from batchkit.commands.parity import parity
 from batchkit.commands.trial import OK, OOM, Trial, Trials, trials_of
 from batchkit.commands.tuning.find import LEAST_GAIN, bottleneck_of
-from batchkit.commands.tuning.known import Known, Options, Tried, words
+from batchkit.commands.tuning.known import Known, Options, Tried, draw, words
 from batchkit.commands.tuning.options import (
     SIZE,
+    Choice,
     check_patch,
+    choices,
     most_of,
+    next_of,
     patch,
     with_options,
     write_patch,
 )
-from batchkit.commands.tuning.picture import draw
-from batchkit.commands.tuning.space import Choice, choices, next_of
 from batchkit.commands.tuning.table import line_of
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchkit.engines.registry import require
 from batchkit.errors import Interrupted, JobError
-from batchkit.runs.finding import find_run
-from batchkit.runs.listing import Runs
+from batchkit.runs.listing import Runs, find_run
 from batchkit.storage.runfolder import is_run
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from batchkit.commands.view.charts import newest_point, timeline
 from batchkit.commands.view.detail import beside_answers, image_of, played_clip, row_of
-from batchkit.commands.view.overview import about, figures_of, overview
+from batchkit.commands.view.overview import about, figures_of, newest_point, overview, timeline
 from batchkit.commands.view.pairs import PairsQuery, page_of, pairs_of
 from batchkit.commands.view.rows import Query, Rows, Side, labels_of
 from batchkit.config.masking import masked_text

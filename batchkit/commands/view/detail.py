@@ -11,8 +11,7 @@ from typing import Any
 
 import orjson
 
-from batchkit.commands.view.clips import PlayableClip, clip_of
-from batchkit.commands.view.images import LARGE, THUMB, as_webp
+from batchkit.commands.view.media import LARGE, THUMB, PlayableClip, as_webp, clip_of
 from batchkit.commands.view.rows import MOST_TEXT, Labels, labels_of
 from batchkit.errors import MediaError
 from batchkit.rendering.messages import as_text, said
@@ -20,8 +19,7 @@ from batchkit.runs.index import Index, Table
 from batchkit.runs.inputs import InputRows, Prompt
 from batchkit.runs.reach import Reach
 from batchkit.scoring import Scoring
-from batchkit.storage.answers import answers_in_words
-from batchkit.storage.lines import whole_record
+from batchkit.storage.lines import answers_in_words, whole_record
 from batchkit.storage.newest import Generations
 from batchkit.storage.plain_json import encoded
 

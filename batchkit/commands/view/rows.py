@@ -20,8 +20,7 @@ from batchkit.rendering.templates.sandbox import fields_read
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.reach import Reach
 from batchkit.scoring.metrics import group_name
-from batchkit.storage.answers import answers_in_words
-from batchkit.storage.lines import failure_kind
+from batchkit.storage.lines import answers_in_words, failure_kind
 
 _SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # by column
 _LISTED = ("index", "id", "status", "prediction", "scores", "usage", "latency_s", "attempt")

@@ -39,7 +39,7 @@ from batchkit.engines.process.channel import (
 from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.registry import load_engine, preload_engine
 from batchkit.errors import JobError
-from batchkit.storage.temporary import OWNER
+from batchkit.storage.files import OWNER
 from batchkit.types import Request, Row
 
 HEARTBEAT_S = 0.5

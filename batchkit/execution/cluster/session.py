@@ -21,7 +21,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import shortened
 from batchkit.engines.registry import holds_model, require
 from batchkit.errors import EngineError, Interrupted, JobError
-from batchkit.storage.temporary import OwnFolder
+from batchkit.storage.files import OwnFolder
 
 CONNECT_S = 10.0
 LONGEST_TMP = 14  # Ray's sockets have long names in it; a socket path has at most 107 bytes
