@@ -414,7 +414,7 @@ def test_a_mixed_batch_file_is_answered_as_far_as_the_server_has_the_endpoints(t
         ("/v2/rerank", {"query": "tea for you", "documents": DOCUMENTS}),
     ]
     rows = [{"custom_id": f"c{n}", "url": url, "body": body} for n, (url, body) in enumerate(lines)]
-    with pooling() as server:  # it has no /v1/score, and the other does the same
+    with pooling() as server:
         write_run(server, task, rows)
         assert batchkit("run", "job.toml").exit_code == 0
     vector, *scored = records()

@@ -390,7 +390,7 @@ def test_a_run_whose_server_goes_away_stops_and_is_carried_on_at_another_address
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")
-def test_a_server_without_responses_is_asked_the_same_as_chat() -> None:
+def test_lines_for_responses_are_asked_as_chat() -> None:
     lines = [{"input": f"tea {n}", "instructions": "be brief"} for n in range(5)]
     rows = [{"custom_id": f"c{n}", "url": "/v1/responses", "body": b} for n, b in enumerate(lines)]
     write_jsonl(Path("batch.jsonl"), rows)

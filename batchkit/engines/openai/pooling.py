@@ -1,4 +1,4 @@
-"""The endpoints of pooling models: ``/v1/embeddings``, ``/classify``, ``/v1/rerank`` and ``/v1/score``.
+"""The endpoints of pooling models: ``/v1/embeddings``, ``/classify`` and ``/v1/rerank``.
 
 https://platform.openai.com/docs/api-reference/embeddings, with what `vllm serve` adds to it
 (vllm/entrypoints/pooling); ``/rerank`` is also Cohere's, Jina's and llama.cpp's. Nothing here
@@ -17,7 +17,6 @@ import msgspec
 
 from batchkit.engines.openai.api import ShapeError, in_words
 from batchkit.engines.openai.chat import Chat, Endpoint, as_shape
-from batchkit.engines.openai.responses import Responses
 from batchkit.engines.openai.speech import Transcriptions
 from batchkit.errors import InvalidOutputError, RequestError
 from batchkit.storage.plain_json import valid
@@ -42,7 +41,6 @@ class _Item(msgspec.Struct):
     probs: list[float] | None = None
     label: str | None = None
     relevance_score: float | None = None
-    score: float | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -146,23 +144,6 @@ class Rerank(_Endpoint):
         return _scored(scores)
 
 
-class Score(Rerank):
-    """``/score``, which `vllm serve` has, for batch lines that name it."""
-
-    def takes(self, request: Request) -> bool:
-        return True
-
-    def url(self, base_url: str, request: Request) -> str:
-        return f"{base_url}/score"
-
-    def input_of(self, request: Request) -> dict[str, Any]:
-        sides = super().input_of(request)
-        return {"queries": sides["query"], "documents": sides["documents"]}
-
-    def pooled_of(self, request: Request, answer: _Answer) -> Pooled:
-        return _scored([item.score for item in _in_order(answer.data, _documents(request))])
-
-
 ENDPOINTS: dict[str, type[Endpoint]] = {
     "generate": Chat,
     "embed": Embeddings,
@@ -170,10 +151,6 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
     "score": Rerank,
     "transcribe": Transcriptions,
 }
-
-
-# By the name in a batch line's url, those that only some servers have: the task's own does the same.
-OF_LINES: dict[str, type[Responses] | type[Score]] = {"responses": Responses, "score": Score}
 
 
 def _documents(request: Request) -> int:

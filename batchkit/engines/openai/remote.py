@@ -16,7 +16,7 @@ from batchkit.engines.openai import api
 from batchkit.engines.openai.chat import Endpoint
 from batchkit.engines.openai.connections import CONNECT_S, Connections, Content, Response
 from batchkit.engines.openai.options import Options, check_for_llama_cpp
-from batchkit.engines.openai.pooling import ENDPOINTS, OF_LINES
+from batchkit.engines.openai.pooling import ENDPOINTS
 from batchkit.engines.openai.rate_limiter import NoAnswer, Why
 from batchkit.errors import (
     AnswerTooLargeError,
@@ -59,8 +59,6 @@ class Remote:
         self._job, self._options, self._event = job, options, event
         self._model, self._timeout_s = job.engine.model, job.run.row_timeout_s
         self._endpoints = {task: made(job, options.drop) for task, made in ENDPOINTS.items()}
-        self._of_lines = {name: made(job, options.drop) for name, made in OF_LINES.items()}
-        """By the name in the url of a batch line: those that the server is not known to lack."""
         self._answered_as: str | None = None
         self._known: dict[str, Any] = {}
         """What its lists of models have said about the model so far."""
@@ -125,13 +123,7 @@ class Remote:
         return {**body, **self._options.extra_body}
 
     def _endpoint_of(self, request: Request) -> Endpoint:
-        """That of the request's batch line, if the server has it and would read every part of it there; else
-        that of its task, which asks the same."""
-        own = self._of_lines.get(request.endpoint or "")
-        # llama.cpp's server ignores much that it doesn't know, and extra_body is for the task's endpoint.
-        is_plain = not (self._is_llama_cpp or self._options.extra_body)
-        if own is not None and is_plain and own.takes(request):
-            return own
+        """That of its task, also for a batch line that names another one, as ``/responses``: it asks the same."""
         return self._endpoints[task_of(request.endpoint, self._job.task)]
 
     @property
@@ -153,9 +145,6 @@ class Remote:
         await self.check_model()
         began = time.monotonic()
         response = await self._exchange("POST", url, content, self._timeout_s)
-        if response.status in _LACKS and endpoint not in self._endpoints.values():
-            self._of_lines.pop(request.endpoint or "", None)
-            return await self.ask(request)
         if response.status >= 300:
             refusal = api.refusal_of(response.status, response.content)
             raise await self._refused(request, url, refusal)
