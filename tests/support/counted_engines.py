@@ -18,7 +18,6 @@ from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import RequestError
 from batchkit.execution.events import EngineHistory, Event, Note
 from batchkit.execution.supervisor import SupervisedEngine
-from batchkit.storage.manifest import Suspicion
 from batchkit.types import Choice, Completion, Request, Row
 
 FAULTS: dict[FaultKind, Fault] = {
@@ -101,7 +100,6 @@ class World:
         max_num_seqs: int | None = 8,
         ladder: Ladder | None = None,
         quarantined: Iterable[int] = (),
-        suspicions: Iterable[Suspicion] = (),
         remember: Callable[[EngineHistory], None] = lambda history: None,
         **run: Any,
     ) -> SupervisedEngine:
@@ -120,7 +118,6 @@ class World:
             job,
             hear,
             self.open,
-            known=EngineHistory(suspicions=tuple(suspicions)),
             ladder=ladder,
             quarantined=quarantined,
             sleep=lambda seconds: None,

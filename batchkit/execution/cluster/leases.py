@@ -191,14 +191,8 @@ class RayWorker:
         return settled
 
     def begin(self, actor: Any, known: Mapping[str, EngineHistory]) -> None:
-        """Its next life; what it knows of its search for a poison row, it still knows."""
-        before = self.lives[-1].histories if self.lives else {}
-        histories = {
-            name: before.get(name, EngineHistory(engine=name))._replace(
-                restarts=0, steps=learned.steps
-            )
-            for name, learned in known.items()
-        }
+        """Its next life."""
+        histories = {name: learned._replace(restarts=0) for name, learned in known.items()}
         self.lives.append(Life(actor, histories))
 
     @property

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from itertools import chain
 from typing import Any
 
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
@@ -239,8 +238,6 @@ class RayPool:
         learned = EngineHistory(
             sum(life.restarts for life in lives),
             max((one.steps for one in newest), key=len),
-            before.among_accidents or history.among_accidents,
-            tuple(chain.from_iterable(one.suspicions for one in newest)),
             name,
         )
         if learned != before:
