@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import marshal
+import os
 import random
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
@@ -24,17 +26,14 @@ from batchkit.engines.faults import (
     points_elsewhere,
 )
 from batchkit.engines.memory import HostMemory, MemoryWatch
-from batchkit.engines.process import guard as guard_program
-from batchkit.engines.process.guard import GRACE_S
 from batchkit.engines.process.launcher import LOG, EngineLog
 from batchkit.errors import EngineError, JobError
+from batchkit.isolation.client import Child, Gone, Server
 from batchkit.storage.files import open_log
 
-_GUARD = Path(guard_program.__file__)
 _PORTS = range(20_000, 32_768)  # the ephemeral ones begin behind it on Linux
 _LOOK_S = 0.1
-_TRIM_S = 1.0
-_STOP_S = GRACE_S + 5.0
+_GRACE_S, _STOP_S = 10.0, 15.0  # after SIGTERM, and after SIGKILL
 _LAST_LINES = 12
 _LONGEST_CAUSE = 300
 _ACCESS = " HTTP/1."  # … 500 Internal Server Error, one line per request
@@ -45,7 +44,7 @@ class OwnServer:
     """``command``'s server, on its own port; what it prints is appended to ``log``, by default
     ``engine.log``.
 
-    ``start`` starts it. A second process (``guard.py``) ends it with the run. ``limits`` are the
+    ``start`` starts it. A fork server (``isolation/``) ends it with the run. ``limits`` are the
     options that decide how much memory it claims when it starts.
     """
 
@@ -57,7 +56,8 @@ class OwnServer:
         self._log = EngineLog(log or job.folder / LOG)
         self._host_memory = HostMemory(job)
         self._port, self._claim = claimed_port()
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._forks: Server | None = None
+        self._process: Child | None = None
         self._memory = MemoryWatch()
 
     @property
@@ -66,8 +66,8 @@ class OwnServer:
 
     @property
     def host_bytes(self) -> int:
-        """The memory of the server and its guard, if ``run.max_host_gb`` limits it; else 0."""
-        return 0 if self._guard is None else self._host_memory.bytes_of(self._guard.pid)
+        """The memory of the server, if ``run.max_host_gb`` limits it; else 0."""
+        return 0 if self._process is None else self._host_memory.bytes_of(self._process.pid)
 
     def start(self) -> None:
         """
@@ -86,25 +86,19 @@ class OwnServer:
             self._log.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise EngineError(f"{self._log.path}: can't be written: {error.strerror}") from error
-        with open_log(self._log.path) as log:
-            self._control, theirs = socket.socketpair()
-            self._control.setblocking(False)
-            try:
-                with theirs:
-                    guard = [sys.executable, "-I", str(_GUARD), str(theirs.fileno())]
-                    self._guard = subprocess.Popen(
-                        [*guard, program, *arguments],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        pass_fds=[theirs.fileno()],
-                        process_group=0,  # Ctrl-C reaches only the run
-                    )
-            except OSError as error:
-                self._control.close()
-                raise EngineError(
-                    f"engine.server.command: {program} can't be started: {error.strerror}"
-                ) from error
+        try:
+            with open_log(self._log.path) as log:
+                self._forks = Server(
+                    "batchkit.isolation.program_child",
+                    "the server",
+                    environment=lambda folder: os.environ,
+                    output=log,
+                )
+            self._process = self._forks.fork()
+            command = [program, *arguments], dict(os.environ)
+            self._process.connection.send_bytes(marshal.dumps(command))
+        except (Gone, OSError) as error:
+            raise EngineError(f"engine.server.command: {program} can't be started") from error
 
     async def come_up(self, is_ready: Callable[[str], Awaitable[bool]]) -> None:
         """Wait until ``is_ready``, called repeatedly with the path to check, returns True. Raises
@@ -130,34 +124,32 @@ class OwnServer:
 
     async def death(self) -> Fault:
         """Wait until the server ends; returns why."""
-        hung_up = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._control, 16))
-        try:
-            while not hung_up.done():
-                self._log.trim()
-                await asyncio.wait([hung_up], timeout=_TRIM_S)
-        finally:
-            hung_up.cancel()  # no effect if it has ended
-        code = hung_up.result()
-        # No exit code: the guard itself was killed, and the server with it.
-        returncode = int(code) if code else -signal.SIGKILL
+        assert self._process is not None, "it was started"
+        while not self._process.has_ended():
+            self._log.trim()
+            await asyncio.sleep(_LOOK_S)
+        code = self._process.returncode
+        returncode = (
+            -signal.SIGKILL if code is None else code
+        )  # None: the fork server was killed, too
         return fault_of_exit(returncode, _cause(self._log.printed()), self._memory.evidence())
 
     def stop(self) -> None:
         """End it and wait for that; called after the event loop has ended. May be called twice. Raises
         EngineError if it can't be ended, for example because a driver hangs."""
-        if self._guard is None:
-            self._claim.close()
-            return
-        self._control.close()
-        try:
-            self._guard.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            raise EngineError(
-                f"the server can't be ended: it still runs {_STOP_S:.0f} s after SIGTERM,"
-                f" also after SIGKILL: {self.command}"
-            ) from None
-        self._guard = None
+        process, self._process = self._process, None
+        if process is not None and not process.has_ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.has_ended(_GRACE_S)
+        is_gone = process is None or process.end(_STOP_S)
+        if self._forks is not None:
+            self._forks.close()
         self._claim.close()
+        if not is_gone:
+            raise EngineError(
+                f"the server can't be ended: it still runs {_STOP_S:.0f} s after SIGKILL: {self.command}"
+            )
 
     def _failed(self, how: str, fault: Fault) -> StartFailed:
         lines = self._log.printed().strip().splitlines()[-_LAST_LINES:]
