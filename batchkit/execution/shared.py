@@ -112,10 +112,8 @@ class SharedEngine:
         self.death: EngineError | None = None
         self.died_shared = False
         self.seats: list[Seat] = []  # replaced as a whole: other threads go through it
-        self._lock = threading.Lock()  # the engine, and what follows
-        self._noting = (
-            threading.Lock()
-        )  # the load, which nobody waits for as long as for the engine
+        self._lock = threading.Lock()  # of the engine and what is in flight
+        self._noting = threading.Lock()  # of the load: nobody waits for the engine to read it
         self._window = Window(engine.max_num_seqs)
         self._in_flight: dict[int, tuple[Seat, Request]] = {}  # by the request's identity
         self._of_owner = Counter[str]()  # of those
