@@ -35,18 +35,11 @@ from batchkit.types import Row
 _UNFINISHED = f"{REQUEUE}.tmp"
 
 
-class Kept(NamedTuple):
-    """What a requeue may keep, depending on what has changed: ``records`` of rows that have not, and
-    ``generations`` of the other rows, each of which then answers a request that asks the same."""
-
-    records: bool = True
-    generations: bool = True
-
-
 def requeue(
-    folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool, keep: Kept
+    folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool, keep_records: bool
 ) -> str:
-    """Keep the records whose row is still among ``rows``, under its present index; drop the others.
+    """Keep the records whose row is still among ``rows``, under its present index; drop the others. Generations
+    of the other rows stay, and each answers a request that asks the same. Without ``keep_records``: those of all rows.
 
     ``manifest`` becomes the run's manifest. The old logs are kept beside the new ones. A row is the
     same if its fields are, and its id if the job names one, else its index. Holds an index and a hash
@@ -58,7 +51,7 @@ def requeue(
     unfinished = folder / _UNFINISHED
     try:
         unfinished.mkdir()
-        kept, dropped, reused = _copy(folder, unfinished, _Rows(rows, by_id=by_id), keep)
+        kept, dropped, reused = _copy(folder, unfinished, _Rows(rows, by_id=by_id), keep_records)
         manifest.write(unfinished)
         unfinished.rename(folder / REQUEUE)
         sync_folder(folder)
@@ -154,7 +147,7 @@ class _Rows:
         return None
 
 
-def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep: Kept) -> dict[int, _Move]:
+def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep_records: bool) -> dict[int, _Move]:
     """Where each record's row is now, by its old index."""
     moves, changed = dict[int, _Move](), list[tuple[int, str]]()
     for record in records:
@@ -162,16 +155,16 @@ def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep: Kept) -> dict[i
         if (to := rows.same(key, record.get("input_hash") or "")) is None:
             changed.append((was, key))
         else:
-            moves[was] = _Move(to, keep.records)
+            moves[was] = _Move(to, keep_records)
     moves |= {was: _Move(rows.other(key), False) for was, key in changed}
     return moves
 
 
-def _copy(run: Path, folder: Path, rows: _Rows, keep: Kept) -> tuple[int, int, int]:
+def _copy(run: Path, folder: Path, rows: _Rows, keep_records: bool) -> tuple[int, int, int]:
     """Write the records and generations to keep, with their checkpoint. Returns the numbers of records
     kept and dropped, and of generations of rows without a record."""
     vectors = Vectors(run)
-    moves = _moves(read_newest(run / RESULTS), rows, keep)
+    moves = _moves(read_newest(run / RESULTS), rows, keep_records)
     n_records, reused = len(moves), 0
 
     def to_keep() -> Iterator[RecordLine]:
@@ -195,8 +188,7 @@ def _copy(run: Path, folder: Path, rows: _Rows, keep: Kept) -> tuple[int, int, i
             if was not in moves:  # it has no record
                 moves[was] = _Move(rows.other(key), False)
             to, has_record = moves[was]
-            is_reused = keep.generations and line.record.status == "ok"
-            if to is None or not (has_record or is_reused):
+            if to is None or not (has_record or line.record.status == "ok"):
                 continue
             moved = replace(line.record, index=to, id=key)
             if has_record:

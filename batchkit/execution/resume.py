@@ -26,7 +26,7 @@ from batchkit.errors import (
     StoreError,
 )
 from batchkit.execution.repair import repair_held
-from batchkit.execution.requeue import Kept, finish_requeue, requeue
+from batchkit.execution.requeue import finish_requeue, requeue
 from batchkit.execution.start import Options, Start
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.runs.verify import Compared
@@ -282,8 +282,8 @@ def _settle_changes(
     renewed.skipped_elsewhere = 0  # those rows may have changed, too
     if (folder / SCORES).exists():  # they belong to the old indexes: score all rows again
         renewed.scoring = None
-    keep = Kept(holds and is_answered, reuses)
-    messages.append(requeue(folder, rows, renewed, by_id=source.has_ids, keep=keep))
+    keeps = holds and is_answered
+    messages.append(requeue(folder, rows, renewed, by_id=source.has_ids, keep_records=keeps))
     return False
 
 

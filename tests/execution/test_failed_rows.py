@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from batchkit.config.loading import load_job
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.run import start_run
+from batchkit.execution.start import Options
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import (
     LOG,
@@ -208,6 +211,13 @@ def test_rows_left_to_another_run_are_pending_again_once_they_changed(start: Any
     killed.wait()
     assert sorted(settled()) == [3]
     assert (status()["pending"], verify()["pending"]) == (3, 3)
+
+
+def test_a_row_that_was_answered_since_a_retry_looked_for_it_stays() -> None:
+    prepare(2)
+    run()
+    outcome = start_run(load_job(Path("job.toml")), options=Options(attempts={0: 1}))
+    assert (outcome.summary.ok, n_records()) == (2, 2)
 
 
 def test_retry_takes_only_the_kinds_it_was_given() -> None:

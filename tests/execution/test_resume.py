@@ -147,6 +147,7 @@ KINDS: Rows = [{"key": "twin", "kind": kind, "q": kind} for kind in "ab"]
             [TWINS[0], FAILS, C], KEY, [TWINS[0], FAILS, C, {**C, "q": "y"}], KEY, [1, 3], id="twins"
         ),
         pytest.param([TWINS[1], C], KEY, [*TWINS, {**C, "q": "edited"}], KEY, [0], id="a later twin"),
+        pytest.param([C], KEY, [C, C], KEY, [1], id="an answer counts for one row"),
         pytest.param(
             KINDS, KEY | {"where": {"kind": "a"}}, KINDS, KEY | {"where": {"kind": "b"}}, [1],
             id="a twin that the filter leaves out",
