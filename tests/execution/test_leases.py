@@ -172,6 +172,7 @@ def test_what_a_worker_held_that_is_given_up_goes_to_the_others(dies: bool) -> N
     assert len(leases.lease(1, 3, lambda: next(new, None))) == 2
     if dies:
         leases.die(0, "worker died")
+        assert leases.lease(0, 3, lambda: next(new, None)) == (), "its model is not loaded"
     leases.give_up(0)
     assert not leases.are_settled
     leases.workers[1].settle([2, 3])

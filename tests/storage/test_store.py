@@ -177,6 +177,7 @@ def test_log_cut_at_any_byte_keeps_every_whole_record(tmp_path: Path) -> None:
         for one in MIXED[:n_whole]:
             expected.add(one)
 
+        assert indexes(folder) == sorted({one.index for one in MIXED[:n_whole]}), size
         ledger = Ledger(folder)
         assert facts(ledger.totals) == facts(expected), size
         ledger.write([line_of(record(99))])
