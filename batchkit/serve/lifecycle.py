@@ -20,7 +20,7 @@ from batchkit.serve.settings import DAY_S, Settings
 from batchkit.serve.store import Store, Stored
 from batchkit.serve.webhooks import ended_event
 
-_TICK_S = 0.1
+_TICK_S = 0.5  # for deadlines: what changes a batch is seen at once
 _EXPIRY_S = 60.0
 _AGAIN_S = 10.0
 DRAIN_S = 25.0  # less than the 30 s that Kubernetes gives
@@ -44,12 +44,15 @@ class Lifecycle:
     def close(self) -> None:
         """What runs is given a while to finish; the rest is continued at the next start."""
         self._closing.set()
+        self._store.changed.set()
         self._thread.join()
         self._runner.close(DRAIN_S)
         self._pool.shutdown(cancel_futures=True)
 
     def _work(self) -> None:
-        while not self._closing.wait(_TICK_S):
+        while not self._closing.is_set():
+            self._store.changed.wait(_TICK_S)
+            self._store.changed.clear()
             try:
                 self._look()
             except Exception as error:  # a full disk, or ours: the service goes on

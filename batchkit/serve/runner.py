@@ -161,6 +161,7 @@ class Runner:
         with self._lock:
             self._answered -= running.claim.answered
             del self._running[batch["id"]]
+        self._store.changed.set()  # it may be ended now
 
     def _note(self, batch: Object, summary: RunSummary | None, error: BatchkitError | None) -> None:
         """Write down how the run stopped. A batch that was cancelled meanwhile stays ``cancelling``."""

@@ -66,7 +66,9 @@ class Store:
     """
 
     def __init__(self, path: Path) -> None:
-        self.lock = threading.RLock()  # request handlers, the runner and the clerk
+        self.lock = threading.RLock()  # request handlers, the runner and the lifecycle
+        self.changed = threading.Event()
+        """Set by every change; whoever waits for it clears it."""
         try:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -195,6 +197,7 @@ class Store:
                 try:
                     yield self._db
                     self._db.execute("COMMIT")
+                    self.changed.set()
                 finally:
                     if self._db.in_transaction:
                         self._db.execute("ROLLBACK")
