@@ -33,10 +33,10 @@ class EngineLoad(NamedTuple):
 
 
 class Engine(Protocol):
-    """Answers requests in any order. Called by one thread.
+    """Answers requests in any order. Called by one thread at a time.
 
-    Every submitted request comes back from ``poll`` exactly once, a failed one with ``error`` set,
-    unless EngineDied is raised: then the engine is dead and no more requests come back.
+    Every submitted request comes back from ``poll`` exactly once, a failed one with ``error`` set, or at most once
+    if it was aborted, unless EngineDied is raised: then the engine is dead and no more requests come back.
     """
 
     @property
@@ -61,6 +61,9 @@ class Engine(Protocol):
             EngineDied: the engine died; the error says why.
             EngineError: it failed, and a new engine would fail, too.
         """
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Nobody waits for these any more: stop computing them, if the engine can."""
 
     def load(self) -> EngineLoad:
         """How busy it is. Cheap to call."""

@@ -66,6 +66,10 @@ class DryRunEngine:
             done.append(self._answer(request))
         return done
 
+    def abort(self, requests: Sequence[Request]) -> None:
+        dropped = set(map(id, requests))
+        self._queue = deque(one for one in self._queue if id(one[1]) not in dropped)
+
     def load(self) -> EngineLoad:
         running = min(len(self._queue), self.max_num_seqs)
         return EngineLoad(running, len(self._queue) - running, 0.0, 0)

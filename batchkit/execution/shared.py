@@ -127,6 +127,12 @@ class SharedEngine:
     def leave(self, seat: Seat) -> None:
         with self._lock:
             self.seats = [other for other in self.seats if other is not seat]
+            left = [request for one, request in self._in_flight.values() if one is seat]
+            for request in left:
+                del self._in_flight[id(request)]
+                self._count(seat, -1)
+            if left and self.death is None:
+                self.engine.abort(left)
 
     def is_live(self) -> bool:
         with self._lock:
@@ -168,7 +174,9 @@ class SharedEngine:
         try:
             self._hand_over()
             for completion in self.engine.poll(timeout_s):
-                seat, _ = self._in_flight.pop(id(completion.request))
+                seat, _ = self._in_flight.pop(id(completion.request), (None, None))
+                if seat is None:
+                    continue  # its run has left
                 self._count(seat, -1)
                 seat.claim.answered += 1
                 seat.inbox.append(completion)
@@ -242,6 +250,9 @@ class Seat:
 
     def load(self) -> EngineLoad:
         return self._shared.take_load()
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """They are when the run leaves."""
 
     def leave(self) -> None:
         self._shared.leave(self)

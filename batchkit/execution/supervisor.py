@@ -114,6 +114,9 @@ class SupervisedEngine:
         self._count_success(done)
         return [completion for completion in done if not self._is_probe(completion)]
 
+    def abort(self, requests: Sequence[Request]) -> None:
+        self._engine.abort(requests)
+
     def load(self) -> EngineLoad:
         """The engine's load; requests held here count as waiting."""
         load = self._engine.load()

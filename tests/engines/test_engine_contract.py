@@ -105,6 +105,23 @@ def test_requests_may_be_submitted_while_others_run(engine: Engine) -> None:
     assert sorted(seen) == list(range(40))
 
 
+def test_aborted_requests_come_back_at_most_once_and_the_others_do(engine: Engine) -> None:
+    asked = [request(index, max_tokens=64) for index in range(40)]
+    for one in asked:
+        engine.submit(one)
+    seen = [completion.request.row.index for completion in engine.poll(0.05)]
+    engine.abort([one for one in asked[1::2] if one.row.index not in seen])
+    while not {*seen} >= {*range(0, 40, 2)}:
+        seen += [completion.request.row.index for completion in engine.poll(0.05)]
+    engine.submit(request(40))
+    while 40 not in seen:
+        seen += [completion.request.row.index for completion in engine.poll(0.05)]
+    while (load := engine.load()).running or load.waiting:  # those that can't be aborted
+        seen += [completion.request.row.index for completion in engine.poll(0.05)]
+    assert len(seen) == len({*seen})
+    assert engine.poll(0.2) == []
+
+
 def test_an_idle_engine_returns_nothing_in_time(engine: Engine) -> None:
     assert engine.poll(0.01) == []
 

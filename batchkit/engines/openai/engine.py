@@ -139,6 +139,9 @@ class OpenAIServerEngine:
             raise ended
         return done
 
+    def abort(self, requests: Sequence[Request]) -> None:
+        """They are sent all the same: the server may have begun them."""
+
     def load(self) -> EngineLoad:
         running = min(self._limiter.running, self._in_flight)
         host_bytes = self._own.host_bytes if self._own else 0

@@ -64,6 +64,12 @@ class Submit(_Message, frozen=True):
     request: Request
 
 
+class Abort(_Message, frozen=True):
+    """Requests, by their numbers, for which nobody waits any more."""
+
+    numbers: Sequence[int]
+
+
 class Close(_Message, frozen=True):
     """Close the engine and end."""
 
@@ -105,7 +111,7 @@ class Died(_Message, frozen=True):
     number: int | None
 
 
-OfRun = Open | Submit | Close
+OfRun = Open | Submit | Abort | Close
 OfEngine = Ready | Refused | NotStarted | Turn | Died
 
 

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from batchkit.engines.base import BURST_GAP_S, Engine
 from batchkit.engines.faults import EngineDied, StartFailed
 from batchkit.engines.process.channel import (
+    Abort,
     Channel,
     Close,
     Died,
@@ -34,6 +35,7 @@ from batchkit.engines.process.channel import (
     OfRun,
     Ready,
     Refused,
+    Submit,
     Turn,
 )
 from batchkit.engines.process.launcher import SCRATCH
@@ -46,7 +48,7 @@ HEARTBEAT_S = 0.5
 POLL_S = 0.02  # a request that arrives during a poll may wait this long
 BURST_S = 0.05  # the longest that an idle engine collects a burst before it starts
 
-Inbox = queue.SimpleQueue[tuple[int, Request] | None]
+Inbox = queue.SimpleQueue[Submit | Abort | None]
 Outbox = queue.SimpleQueue[Turn | Died | None]
 
 _KEPT = Request(Row(0, "", {}), None, None, {}, "")  # the run has it
@@ -120,8 +122,11 @@ def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
         for message in _come_in(inbox) if in_flight else _burst(inbox):
             if message is None:
                 return True
-            in_flight[id(message[1])] = message
-            engine.submit(message[1])
+            if isinstance(message, Abort):
+                engine.abort(_dropped(in_flight, message.numbers))
+            else:
+                in_flight[id(message.request)] = message.number, message.request
+                engine.submit(message.request)
         try:
             completions = engine.poll(POLL_S)
         except EngineDied as death:
@@ -132,6 +137,7 @@ def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
         done = [
             (in_flight.pop(id(completion.request))[0], replace(completion, request=_KEPT))
             for completion in completions
+            if id(completion.request) in in_flight  # else it was aborted
         ]
         now = time.monotonic()
         if done or now - last_sent >= HEARTBEAT_S:
@@ -139,14 +145,25 @@ def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
             outbox.put(Turn(done, engine.load()))
 
 
-def _come_in(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
+def _dropped(
+    in_flight: dict[int, tuple[int, Request]], numbers: Sequence[int]
+) -> Sequence[Request]:
+    """Those of the ``numbers``, which are in flight no longer."""
+    wanted = set(numbers)
+    found = [request for number, request in in_flight.values() if number in wanted]
+    for request in found:
+        del in_flight[id(request)]
+    return found
+
+
+def _come_in(inbox: Inbox) -> Iterator[Submit | Abort | None]:
     """All messages that have arrived so far."""
     with contextlib.suppress(queue.Empty):
         while True:
             yield inbox.get_nowait()
 
 
-def _burst(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
+def _burst(inbox: Inbox) -> Iterator[Submit | Abort | None]:
     """Wait for the first message, and for those right behind it, so that they start together."""
     with contextlib.suppress(queue.Empty):
         yield inbox.get(timeout=HEARTBEAT_S)
@@ -170,8 +187,7 @@ def _receive(channel: Channel, inbox: Inbox) -> None:
     try:
         while True:
             message = channel.recv()
-            is_end = isinstance(message, Close)
-            inbox.put(None if is_end else (message.number, message.request))
+            inbox.put(None if isinstance(message, Close) else message)
     except (EOFError, ConnectionError):
         pass  # the parent has ended
     except Exception:  # a request that can't be read, for example for lack of memory

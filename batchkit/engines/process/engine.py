@@ -26,6 +26,7 @@ from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of_exit, with_log
 from batchkit.engines.memory import MemoryWatch
 from batchkit.engines.process.channel import (
+    Abort,
     Channel,
     Close,
     Died,
@@ -109,15 +110,11 @@ class ProcessEngine:
         self._in_flight[self._submitted] = request
         try:
             bare = msgspec.structs.replace(request, row=Row(request.row.index, "", {}))
-            self._channel.send(Submit(self._submitted, bare))
+            self._send(Submit(self._submitted, bare))
         except Unsendable as error:
             del self._in_flight[self._submitted]
             refusal = RequestError(f"can't be sent to the engine: {error}")
             self._refused.append(Completion(request, error=refusal))
-        except BlockingIOError:
-            self._stall()  # half a message was sent: nothing can follow it
-        except OSError:
-            return  # it is dead: the next poll says why
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         if self._death is not None:
@@ -140,6 +137,13 @@ class ProcessEngine:
             raise self._death
         return done  # what finished before a death counts; the next poll raises it
 
+    def abort(self, requests: Sequence[Request]) -> None:
+        dropped = set(map(id, requests))
+        numbers = [n for n, request in self._in_flight.items() if id(request) in dropped]
+        for number in numbers:
+            del self._in_flight[number]
+        self._send(Abort(numbers))
+
     def load(self) -> EngineLoad:
         load, self._load = self._load, self._load._replace(preempted=0)
         return load
@@ -147,6 +151,15 @@ class ProcessEngine:
     def close(self) -> None:
         if not self._is_ended:
             self._end(kill=False)
+
+    def _send(self, message: Submit | Abort) -> None:
+        """Raises Unsendable. If the engine is dead, the next poll says why."""
+        try:
+            self._channel.send(message)
+        except BlockingIOError:
+            self._stall()  # half a message was sent: nothing can follow it
+        except OSError:
+            pass
 
     def _launch(self, job: JobConfig) -> Child:
         # Whatever the cause: it has only imported packages, so no smaller setting would help.
@@ -189,6 +202,7 @@ class ProcessEngine:
         return [
             msgspec.structs.replace(completion, request=self._in_flight.pop(number))
             for number, completion in turn.done
+            if number in self._in_flight  # else it was aborted when it had just ended
         ]
 
     def _check_sign_of_life(self) -> None:

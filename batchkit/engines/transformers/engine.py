@@ -71,6 +71,9 @@ class TransformersEngine:
                 break
         return done
 
+    def abort(self, requests: Sequence[Request]) -> None:
+        """They are computed all the same."""
+
     def load(self) -> EngineLoad:
         running = len(self._batch.unfinished) if self._batch is not None else 0
         waiting = len(self._submitted) + len(self._waiting)

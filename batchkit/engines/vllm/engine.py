@@ -96,6 +96,7 @@ class VllmEngine:
         self._done: list[Completion] = []
         self._ended: list[_Ended] = []
         self._running: dict[str, _Running] = {}
+        self._aborted: dict[int, Request] = {}  # by identity: those that may still come by here
         self._numbers = itertools.count()
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
         # By vLLM's number of a scheduled request: its tokens at the last check, and since when.
@@ -129,7 +130,14 @@ class VllmEngine:
             if time.monotonic() >= deadline:
                 break
         done, self._done = self._done, []
-        return done
+        return [completion for completion in done if not self._is_aborted(completion)]
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        self._aborted |= {id(request): request for request in requests}
+        running = {id(one): one for one in self._running.values() if self._is_aborted(one.prepared)}
+        for one in running.values():
+            self._drop(one)
+        self._stepper.forget_aborted()
 
     def load(self) -> EngineLoad:
         return self._stepper.load()._replace(
@@ -214,6 +222,8 @@ class VllmEngine:
                 break
             wait_s = 0
             self._preparing -= 1
+            if self._is_aborted(prepared):
+                continue
             if isinstance(prepared, Completion):
                 self._done.append(prepared)
             elif (error := self._add(prepared)) is not None:
@@ -330,11 +340,18 @@ class VllmEngine:
             if number in self._running:  # else it was aborted with another one of its row
                 self._abort(self._running[number], tokens, silence_s)
 
-    def _abort(self, running: _Running, tokens: int, silence_s: float) -> None:
+    def _is_aborted(self, found: Prepared | Completion) -> bool:
+        """True once for each request that was aborted."""
+        return self._aborted.pop(id(found.request), None) is not None
+
+    def _drop(self, running: _Running) -> None:
         self._engine.abort_request(running.numbers)
-        self._stepper.forget_aborted()
         for number in running.numbers:
             self._running.pop(number, None)
+
+    def _abort(self, running: _Running, tokens: int, silence_s: float) -> None:
+        self._drop(running)
+        self._stepper.forget_aborted()
         error = RowTimeoutError(
             f"no token for {silence_s:.0f} s (run.row_timeout_s = {self._row_timeout_s:g}),"
             f" {tokens} before that"
