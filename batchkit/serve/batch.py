@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,6 +12,7 @@ from pydantic import BaseModel, Field, StringConstraints, field_validator
 from batchkit.config.tables import TaskName
 from batchkit.errors import RowError
 from batchkit.rendering.body import endpoint_of
+from batchkit.serve.clock import wall_s
 from batchkit.serve.problem import Problem
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store
@@ -97,7 +97,7 @@ def check_endpoint(endpoint: str, task: TaskName) -> None:
 
 def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -> Object:
     """A new batch, ``validating``; raises Problem if the key has as many as it may."""
-    batch = _made(asked, settings.models[0], int(time.time()))
+    batch = _made(asked, settings.models[0], wall_s())
     most = settings.limits_of(owner).batches
     with store.lock:
         if (n_open := len(store.all("batch", *UNFINISHED, owner=owner))) >= most:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
 from batchkit.serve.batch import NewBatch, added_batch, check_endpoint, moved
+from batchkit.serve.clock import wall_s
 from batchkit.serve.files import found_file
 from batchkit.serve.live import live
 from batchkit.serve.problem import Problem, missing
@@ -16,7 +16,7 @@ from batchkit.serve.store import Object, Page, Store
 
 
 def batch_routes(settings: Settings, store: Store) -> APIRouter:
-    routes, started = APIRouter(), int(time.time())
+    routes, started = APIRouter(), wall_s()
 
     @routes.post("/v1/batches")
     def create_batch(request: Request, asked: NewBatch) -> Object:
@@ -46,7 +46,7 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
     @routes.post("/v1/batches/{batch_id}/cancel")
     def cancel_batch(request: Request, batch_id: str) -> Object:
         batch = _found(store, batch_id, request.state.owner)
-        now = time.time()
+        now = wall_s()
         changed = store.change(batch_id, lambda doc: moved(doc, "cancelling", now))
         if changed is None:
             batch = _found(store, batch_id, request.state.owner)

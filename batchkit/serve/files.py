@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
 from batchkit.serve.batch import outputs_of
+from batchkit.serve.clock import wall_s
 from batchkit.serve.forms import Form
 from batchkit.serve.problem import Problem, missing
 from batchkit.serve.settings import Settings
@@ -38,7 +38,7 @@ def file_doc(
         "id": name,
         "object": "file",
         "bytes": found.st_size,
-        "created_at": int(time.time()),
+        "created_at": wall_s(),
         "filename": filename,
         "purpose": purpose,
         "status": "processed",
@@ -74,7 +74,7 @@ def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Objec
         text = f"purpose: found {purpose!r}, expected one of {', '.join(PURPOSES)}"
         raise Problem(400, text, param="purpose")
     incoming = form.file("file")
-    expires_at = expiry_in(form.fields, settings, int(time.time()))
+    expires_at = expiry_in(form.fields, settings, wall_s())
     name = new_id("file")
     path = take_in(incoming, settings, name)
     link(path, purpose, settings.media_of(owner))

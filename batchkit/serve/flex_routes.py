@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from batchkit.serve.batch import UNFINISHED, NewBatch, added_batch, check_endpoint, moved
+from batchkit.serve.clock import wall_s
 from batchkit.serve.files import add_stored, file_doc, new_id, take_in
 from batchkit.serve.problem import Problem
 from batchkit.serve.settings import Settings
@@ -41,7 +41,7 @@ def flex_routes(settings: Settings, store: Store) -> APIRouter:
             if batch["status"] not in UNFINISHED:
                 return Response(_answer(batch, settings), media_type="application/json")
             if await request.is_disconnected():
-                cancel = partial(moved, status="cancelling", now=time.time())
+                cancel = partial(moved, status="cancelling", now=wall_s())
                 await run_in_threadpool(store.change, name, cancel)
                 break
             await asyncio.sleep(_LOOK_S)

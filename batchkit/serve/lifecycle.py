@@ -13,6 +13,7 @@ from batchkit.commands import Say
 from batchkit.errors import BatchkitError
 from batchkit.serve.batch import UNFINISHED, errors_of, moved, problem
 from batchkit.serve.checks import Checked, check_file
+from batchkit.serve.clock import wall_s
 from batchkit.serve.files import parts_of, remove_file, remove_unknown
 from batchkit.serve.finish import Finished, finish
 from batchkit.serve.runner import Runner
@@ -70,7 +71,7 @@ class Lifecycle:
             self._remove_expired()
 
     def _further(self, stored: Stored) -> None:
-        batch, now = stored.doc, time.time()
+        batch, now = stored.doc, wall_s()
         name, status = batch["id"], batch["status"]
         is_running = self._runner.is_running(name)
         if status == "validating":
@@ -94,7 +95,9 @@ class Lifecycle:
     def _do(self, stored: Stored, do: Callable[[Stored], None]) -> None:
         batch = stored.doc
         try:
-            do(stored)
+            now = self._store.get("batch", batch["id"])
+            if now is not None and now["status"] == batch["status"]:  # it was not just done
+                do(stored)
         except Exception as error:
             if not isinstance(error, BatchkitError | OSError):
                 traceback.print_exc()
@@ -112,7 +115,7 @@ class Lifecycle:
         if checked.problems:
             self._end(name, Finished("failed", {"errors": errors_of(*checked.problems)}, ()))
         else:
-            counts, now = {"total": checked.rows, "completed": 0, "failed": 0}, time.time()
+            counts, now = {"total": checked.rows, "completed": 0, "failed": 0}, wall_s()
             self._store.change(
                 name, lambda doc: moved(doc, "in_progress", now, request_counts=counts)
             )
@@ -122,14 +125,14 @@ class Lifecycle:
 
     def _end(self, name: str, ended: Finished) -> None:
         """In one transaction its last state, the names of its files, which are there, and what a webhook gets."""
-        now, status = time.time(), ended.status
+        now, status = wall_s(), ended.status
         events = (ended_event(name, status, now),) if self._settings.webhook else ()
         self._store.change(
             name, lambda doc: moved(doc, status, now, **ended.more), adding=(*ended.files, *events)
         )
 
     def _remove_expired(self) -> None:
-        now = time.time()
+        now = wall_s()
         in_use = {stored.doc["input_file_id"] for stored in self._store.all("batch", *UNFINISHED)}
         for stored in self._store.expired(now):
             if stored.doc["id"] not in in_use:

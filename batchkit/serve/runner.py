@@ -24,6 +24,7 @@ from batchkit.execution.start import Options
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary
 from batchkit.serve.batch import errors_of, moved, problem
+from batchkit.serve.clock import wall_s
 from batchkit.serve.order import MOST, Order, Turn
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store, Stored
@@ -95,7 +96,7 @@ class Runner:
         self._pool.shutdown()
 
     def _wanted(self) -> dict[str, Turn]:
-        now, clock = time.time(), time.monotonic()
+        now, clock = wall_s(), time.monotonic()
         in_progress = self._store.all("batch", "in_progress")
         waiting = [
             stored
@@ -165,7 +166,7 @@ class Runner:
 
     def _note(self, batch: Object, summary: RunSummary | None, error: BatchkitError | None) -> None:
         """Write down how the run stopped. A batch that was cancelled meanwhile stays ``cancelling``."""
-        now, name = time.time(), batch["id"]
+        now, name = wall_s(), batch["id"]
         if isinstance(
             error, StoreError
         ):  # a full disk: nothing is lost, and it may have room later

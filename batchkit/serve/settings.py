@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from batchkit.config.tables import InputTable, JobConfig
+from batchkit.serve.clock import wall_s
 from batchkit.serve.keys import Key, Limits
 from batchkit.serve.store import Stored
 
@@ -71,7 +71,7 @@ class Settings:
 
     def expiry(self, now: int | None = None) -> int | None:
         """When a file made ``now`` expires."""
-        made = int(time.time()) if now is None else now
+        made = wall_s() if now is None else now
         return round(made + self.retention_days * DAY_S) if self.retention_days else None
 
     def job_of(self, stored: Stored) -> JobConfig:

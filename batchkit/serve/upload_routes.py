@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from hashlib import md5
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 
+from batchkit.serve.clock import wall_s
 from batchkit.serve.files import (
     Purpose,
     add_stored,
@@ -52,7 +52,7 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
         if asked.bytes > settings.max_file_bytes:
             text = f"bytes: found {asked.bytes:,}, at most {settings.max_file_bytes:,}"
             raise Problem(413, text, param="bytes")
-        now = int(time.time())
+        now = wall_s()
         upload = {
             "id": new_id("upload"),
             "object": "upload",
@@ -103,7 +103,7 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
 def _pending(store: Store, name: str, owner: str) -> Object:
     if (upload := store.get("upload", name, owner)) is None:
         raise missing("Upload", name)
-    if upload["status"] != "pending" or upload["expires_at"] <= time.time():
+    if upload["status"] != "pending" or upload["expires_at"] <= wall_s():
         state = upload["status"] if upload["status"] != "pending" else "expired"
         raise Problem(409, f"{name} is {state}, and takes no more", code="upload_not_pending")
     return upload
@@ -115,7 +115,7 @@ def _kept_part(form: Form, upload: str, owner: str, settings: Settings, store: S
     part = {
         "id": name,
         "object": "upload.part",
-        "created_at": int(time.time()),
+        "created_at": wall_s(),
         "upload_id": upload,
         "bytes": path.stat().st_size,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.support.api_server import (
     serving,
     submit,
 )
+from tests.support.mounts import small_disk
 from tests.support.own_process import batchkit
 from tests.support.waiting import until
 
@@ -436,6 +438,25 @@ def test_a_key_has_limits(tmp_path: Path) -> None:
         client.files.create(file=b"x" * 600, purpose="vision")
     file.write_text(file.read_text().replace("bytes=1000", "bytes=some"))
     assert "line 1 is not" in batchkit("serve", *DRY, *keys, cwd=tmp_path).stderr
+
+
+def test_a_full_disk_makes_batches_wait(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "24m") as disk:
+        args = (*DRY, "--folder", disk / "serve")
+        with serving(*args, cwd=tmp_path) as served, served.client() as client:
+            batch = submit(client, [ask(str(n)) for n in range(10_000)])
+            with (disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+                while True:
+                    ballast.write(bytes(4096))
+            with pytest.raises(openai.InternalServerError, match="No space"):
+                submit(client, [ask("a")] * 1000)
+            until(lambda: "tried again in 10 s" in "".join(served.stderr))
+            (disk / "ballast").unlink()
+            lines = content(client, ended(client, batch).output_file_id)
+            assert sorted(int(line["custom_id"]) for line in lines) == list(range(10_000))
+        assert (
+            batchkit("serve", "--check", "--folder", disk / "serve", cwd=tmp_path).returncode == 0
+        )
 
 
 def test_others_need_a_key(tmp_path: Path) -> None:

@@ -25,10 +25,11 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class Served(NamedTuple):
-    """The server's process, and its address without ``/v1``."""
+    """The server's process, its address without ``/v1``, and what it has printed."""
 
     process: subprocess.Popen[str]
     url: str
+    stderr: list[str]
 
     def client(self, key: str = "none") -> OpenAI:
         """The SDK as it comes; errors are raised at once."""
@@ -54,7 +55,7 @@ def serving(*args: str | Path, cwd: Path, start: type[Any] = LightFork) -> Itera
     try:
         reader = threading.Thread(target=lambda: printed.extend(process.stderr or ()))
         reader.start()  # or the pipe is full, and the server waits
-        yield Served(process, line.split()[-1].removesuffix("v1"))
+        yield Served(process, line.split()[-1].removesuffix("v1"), printed)
     finally:
         was_killed = process.poll() is not None
         if not was_killed:
