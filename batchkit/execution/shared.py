@@ -30,11 +30,12 @@ _SLICE_S = 0.005  # what a run submits while another waits for the engine may wa
 @dataclass
 class Claim:
     """Whose run it is, and its place in the queue: the lowest ``rank`` goes first, and may change while the run works.
-    ``answered``: how many of its requests are."""
+    ``answered``: how many of its requests are. ``engine_s``: its part of the engine's time, by its requests there."""
 
     owner: str
     rank: tuple[int, ...]
     answered: int = 0
+    engine_s: float = 0.0
 
 
 class SharedEngines:
@@ -118,6 +119,7 @@ class SharedEngine:
         self._in_flight: dict[int, tuple[Seat, Request]] = {}  # by the request's identity
         self._of_owner = Counter[str]()  # of those
         self._load = engine.load()
+        self._turned_at = time.monotonic()
 
     def seat(self, claim: Claim) -> Seat:
         with self._lock:
@@ -171,6 +173,7 @@ class SharedEngine:
     def _turn(self, timeout_s: float, worker: Seat | None = None) -> None:
         if self.death is not None:
             return
+        self._charge()
         try:
             self._hand_over()
             for completion in self.engine.poll(timeout_s):
@@ -185,6 +188,14 @@ class SharedEngine:
             self._note_load(self.engine.load())
         except EngineError as death:
             self._note_death(death)
+
+    def _charge(self) -> None:
+        """Share the time since the last turn among those whose requests the engine had."""
+        now, n_in_flight = time.monotonic(), len(self._in_flight)
+        for seat in self.seats:
+            if seat.in_flight:
+                seat.claim.engine_s += (now - self._turned_at) * seat.in_flight / n_in_flight
+        self._turned_at = now
 
     def _hand_over(self) -> None:
         while len(self._in_flight) < self._window.size:

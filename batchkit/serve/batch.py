@@ -128,6 +128,8 @@ def _made(asked: NewBatch, model: str, now: int) -> Object:
         "output_expires_after": asked.output_expires_after
         and asked.output_expires_after.model_dump(),
         "priority": asked.priority,
+        "gpu_seconds": 0.0,
+        "price": None,
     }
 
 

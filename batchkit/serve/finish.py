@@ -19,6 +19,7 @@ from batchkit.serve.store import Object
 from batchkit.storage.files import sync_folder
 from batchkit.storage.log import log_of, read_lines
 from batchkit.storage.runfolder import is_run
+from batchkit.types import Usage
 
 _WHY = {
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was run."),
@@ -55,14 +56,16 @@ def finish(batch: Object, settings: Settings) -> Finished:
     n_errors = total - len(ok)
     files = tuple(_kept(settings, batch, {ids.answers: len(ok), ids.errors: n_errors}))
     sync_folder(settings.files)
-    named = [file["id"] for file in files]
+    named, usage = [file["id"] for file in files], usage_of(folder)
+    tokens = Usage(usage["input_tokens"], usage["output_tokens"]) if usage else Usage(0, 0)
     return Finished(
         status,
         {
             "output_file_id": ids.answers if ids.answers in named else None,
             "error_file_id": ids.errors if ids.errors in named else None,
             "request_counts": {"total": total, "completed": len(ok), "failed": n_errors},
-            "usage": usage_of(folder),
+            "usage": usage,
+            "price": settings.job.run.price_of(tokens, batch["gpu_seconds"]),
         },
         files,
     )

@@ -155,7 +155,9 @@ class Runner:
         except Exception as found:  # ours: it must not end the service
             traceback.print_exc()
             error = BatchkitError(f"internal error: {type(found).__name__}: {found}")
+        spent_s = running.claim.engine_s * self._settings.gpus
         try:
+            self._store.change(batch["id"], lambda doc: _charged(doc, spent_s))
             self._note(batch, summary, error)
         except StoreError as found:
             self._rest(batch, found)
@@ -182,6 +184,10 @@ class Runner:
     def _rest(self, batch: Object, error: Exception) -> None:
         self._say(f"{batch['id']}: {error}; tried again in {_PAUSE_S:.0f} s")
         self._rests_until[batch["id"]] = time.monotonic() + _PAUSE_S
+
+
+def _charged(batch: Object, gpu_seconds: float) -> Object:
+    return {**batch, "gpu_seconds": round(batch["gpu_seconds"] + gpu_seconds, 3)}
 
 
 def counts_of_summary(summary: RunSummary) -> Object:

@@ -69,6 +69,11 @@ class Settings:
         short = PurePath(name).name if Path(name).is_absolute() else name
         return list(dict.fromkeys([name, short, *self.job.engine.loras]))
 
+    @property
+    def gpus(self) -> int:
+        """Those of the engine; a server elsewhere has its own."""
+        return 0 if self.job.engine.base_url is not None else self.job.engine_gpus
+
     def expiry(self, now: int | None = None) -> int | None:
         """When a file made ``now`` expires."""
         made = wall_s() if now is None else now

@@ -55,9 +55,8 @@ def test_lines_name_an_adapter_as_their_model(tmp_path: Path, text_model: Path) 
         name: str(write_adapter(tmp_path / name, text_model, seed=seed))
         for seed, name in enumerate(("legal", "medical"))
     }
-    job = job_file(
-        tmp_path, engine={"model": str(text_model), "options": OPTIONS, "loras": adapters}
-    )
+    engine = {"model": str(text_model), "options": OPTIONS, "loras": adapters}
+    job = job_file(tmp_path, engine=engine, run={"price_per_gpu_hour": 3600})
     names = [text_model.name, *adapters]
     with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
         assert [model.id for model in client.models.list()] == [str(text_model), *names]
@@ -70,6 +69,9 @@ def test_lines_name_an_adapter_as_their_model(tmp_path: Path, text_model: Path) 
             alone = submit(client, [one for one in each if one["body"]["model"] == name])
             found = texts_of(content(client, ended(client, alone).output_file_id))
             assert found == {key: texts[key] for key in found}
+        paid = [batch.model_dump() for batch in client.batches.list()]
+        assert all(batch["price"] == pytest.approx(batch["gpu_seconds"]) for batch in paid)
+        assert paid[-1]["gpu_seconds"] > max(batch["gpu_seconds"] for batch in paid[:-1])
 
 
 def test_vectors_and_scores(tmp_path: Path, text_model: Path) -> None:
