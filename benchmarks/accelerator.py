@@ -2,13 +2,13 @@
 
     worker_cls = "accelerator.SimulatedWorker"      (embed.py: SimulatedEmbedder)
 
-A step takes ``step_ms``, ``token_us`` for each token in it and ``image_ms`` for each image that it
+A step takes ``step_ms``, ``token_us`` for each token in it and ``image_ms`` for each image or recording that it
 encodes (``SIMULATED_ACCELERATOR``, JSON), and leaves the host's cores alone meanwhile. Its output is
 asynchronous, as a GPU's: vLLM waits for it when it needs it. Scheduler, KV cache, tokenizer and image
 processor are vLLM's own.
 
-An answer depends only on its row's tokens and processed pixels, so that it shows whether these
-reached the engine, in any batch. It ends by a stop token, after a number of tokens that is lognormal
+An answer depends only on its row's tokens and processed pixels or sound, so that it shows whether these
+reached the engine, in any batch. ``words``: the first and the number of the tokens that it is drawn from. It ends by a stop token, after a number of tokens that is lognormal
 with the median ``median_tokens``; only the worker knows it. The tokens are drawn when a request
 arrives, so a step costs the host next to nothing here.
 
@@ -108,7 +108,8 @@ class SimulatedWorker(CPUWorker):
         draw = np.random.default_rng(_checksum(new))
         length = round(draw.lognormal(np.log(self.costs["median_tokens"]), SIGMA))
         length = min(max(length, params.min_tokens, 1), params.max_tokens)
-        words = draw.integers(FIRST_WORD, FIRST_WORD + WORDS, length).tolist()
+        first, n_words = self.costs.get("words", (FIRST_WORD, WORDS))
+        words = draw.integers(first, first + n_words, length).tolist()
         return Answer(len(new.prompt_token_ids), [[word] for word in [*words, self.stop_token]])
 
     def _ends_at(self, began: float, costs_s: float) -> float:
@@ -172,9 +173,9 @@ class SimulatedEmbedder(SimulatedWorker):
 
 
 def _checksum(new: Any) -> int:
-    """Of the prompt's tokens and a sample of its images' processed pixels."""
+    """Of the prompt's tokens and a sample of its images' processed pixels, or of its sound."""
     found = crc32(np.array(new.prompt_token_ids).tobytes())
     for feature in new.mm_features:
-        pixels = feature.data["pixel_values"].data.numpy()
-        found = crc32(np.ascontiguousarray(pixels[::16]).tobytes(), found)
+        values = feature.data["pixel_values" if feature.modality == "image" else "input_features"]
+        found = crc32(np.ascontiguousarray(values.data.numpy()[::16]).tobytes(), found)
     return found

@@ -139,8 +139,25 @@ def test_sound_is_mono_at_the_models_rate(format: str, codec: str, rate: int) ->
     assert np.abs(found.samples).max() == pytest.approx(12000 / 32768, rel=0.1)
 
 
-def test_the_samples_of_a_plain_file_are_its_own() -> None:
-    assert (audio(WAV).samples == TONE.astype(np.float32) / 32768).all()
+@pytest.mark.parametrize(
+    ("format", "codec"),
+    [
+        ("wav", "pcm_s16le"),
+        ("wav", "pcm_s24le"),
+        ("wav", "pcm_f32le"),
+        ("matroska", "pcm_f64le"),
+        ("aiff", "pcm_s16be"),
+        ("flac", "flac"),
+    ],
+)
+def test_the_samples_of_a_plain_file_are_its_own(format: str, codec: str) -> None:
+    left, right = clips.tone(2), clips.tone(2, hertz=300)
+
+    one = audio(clips.sound(left, format=format, codec=codec))
+    both = audio(clips.sound(np.stack([left, right]), format=format, codec=codec))
+
+    assert (one.samples == left.astype(np.float32) / 32768).all()
+    assert (both.samples == (left.astype(np.float32) + right) / 2 / 32768).all()
 
 
 @pytest.mark.parametrize(("n_frames", "seconds"), [(8, 5), (80, 2)])
