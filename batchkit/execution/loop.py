@@ -21,7 +21,7 @@ from batchkit.execution.stop import Stop
 from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.execution.tasks import Tasks
 from batchkit.execution.worker import Returned, Worker
-from batchkit.runs.failures import Failure, failures_of
+from batchkit.runs.failures import Failure, failures_of, uncovered_in
 from batchkit.storage.ledger import RecordLine
 from batchkit.storage.log import RESULTS
 
@@ -225,9 +225,12 @@ class Loop:
         failed."""
         run, tasks, job = self._run, self._tasks, self._start.job
         total, failures = tasks.total(None if code is None else 0), list[Failure]()
+        uncovered = 0
         if code is None:
             run.ledger.sync()  # after an error, closing the ledger writes what it can
             failures = failures_of(run.folder / RESULTS, run.ledger.totals, job)
+            if job.task == "transcribe":
+                uncovered = uncovered_in(run.folder / RESULTS)
             some_remain = self._start.is_retry and tasks.some_remain()
             code = 1 if some_remain else 3 if run.ledger.totals.failed else 0
         totals, usage, before = run.ledger.totals, run.ledger.usage, self._tokens_before
@@ -258,6 +261,7 @@ class Loop:
             price=None if price is None else round(price, 6),
             failed_by_kind=totals.count_by_kind(),
             failures=failures,
+            uncovered=uncovered,
             source=tasks.input.source,
             run=run.manifest.created_at,
             generates=job.generates,

@@ -39,7 +39,8 @@ class RunSummary:
     rows ok, 3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143
     interrupted. ``stopped_by``: the budget that stopped it, as ``run.max_seconds = 60``; None if none
     did. ``price``: of the run so far, over all starts; None if the job has no price. ``failures``: of
-    the whole job, unless something stopped it. ``source``: where its rows came from. ``run``: when the
+    the whole job, unless something stopped it; so is ``uncovered``, the transcripts that lack some of
+    the sound. ``source``: where its rows came from. ``run``: when the
     run began, which tells it from another one in the same folder. ``generates``: False if the task
     gives no text.
     """
@@ -62,6 +63,7 @@ class RunSummary:
     exit: int
     stopped_by: str | None = None
     price: float | None = None
+    uncovered: int = 0
     failures: Sequence[Failure] = field(default=(), repr=False, compare=False)
     source: Input | None = field(default=None, repr=False, compare=False)
     run: str = field(default="", repr=False, compare=False)
@@ -84,6 +86,10 @@ class RunSummary:
         lines = [f"{done}; {self.skipped:,} were done before; {self.seconds:.1f} s, {rates}"]
         if self.price is not None:
             lines.append(f"price so far: {number(self.price)}")
+        if self.uncovered:
+            lines.append(
+                f"{self.uncovered:,} recordings have sound without text, their `coverage`; missing_s in exports"
+            )
         if self.exit in (130, 143):
             lines.append("interrupted; run the same command to continue")
         elif self.stopped_by:

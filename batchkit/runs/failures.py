@@ -60,6 +60,14 @@ def failures_of(log: Path, totals: Totals, job: JobConfig) -> list[Failure]:
     return sorted(found, key=lambda failure: -failure.rows)
 
 
+def uncovered_in(log: Path) -> int:
+    """How many transcripts of ``log`` lack some of the sound."""
+    with closing(NewestLog(log)) as newest:
+        lines = (newest.view[line.start : line.end] for line in newest)
+        marked = (record_of(line) for line in lines if b'"coverage":' in line)
+        return sum(bool(record and record.get("coverage")) for record in marked)
+
+
 def lines_of(failures: Sequence[Failure], folder: str, *, was_retry: bool) -> Iterator[str]:
     """What a terminal shows of them, and what to do next."""
     for failure in failures:

@@ -39,10 +39,13 @@ def shipped(place: Path) -> list[dict[str, Any]]:
 
 
 def _records(place: Path, name: str, *settings: str) -> list[dict[str, Any]]:
+    """Of a run, whose summary counts those that lack some of the sound."""
     words = [word for setting in (f"name={name}", *settings) for word in ("--set", setting)]
     done = batchkit("run", JOB, *words, cwd=place, start=Fork)
     assert done.returncode == 0, done.stderr
-    return [*read_newest(place / "output" / name / RESULTS)]
+    records = [*read_newest(place / "output" / name / RESULTS)]
+    assert json.loads(done.stdout)["uncovered"] == sum("coverage" in record for record in records)
+    return records
 
 
 def _rows(place: Path) -> list[dict[str, Any]]:

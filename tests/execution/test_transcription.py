@@ -125,6 +125,21 @@ def test_sound_without_text_is_named_with_its_seconds() -> None:
     assert found["gaps"][1] == pytest.approx((last.start, last.end), abs=0.05)
 
 
+def test_words_for_what_is_only_noise_are_no_segment_and_quiet_speech_is() -> None:
+    made = make_recording(Random(4), 40)
+    samples = made.samples.copy()
+    quiet, loud = made.digits[5], made.digits[6]
+    first, last = round(quiet.start * SAMPLE_RATE), round(quiet.end * SAMPLE_RATE)
+    samples[first:last] *= 0.1
+    sound, behind = _sound(samples), loud.end + 0.12
+
+    assert not any(sound.is_silent(it.start, it.end) for it in made.digits)
+    assert sound.is_silent(behind, max(behind, made.digits[7].start - 0.12))
+    assert not sound.is_silent(behind, made.digits[7].end)
+    tone = _sound(np.sin(np.arange(SAMPLE_RATE)))
+    assert not tone.is_silent(0.2, 0.4)
+
+
 def _job(folder: Path, rows: list[dict[str, Any]], **tables: Any) -> list[dict[str, Any]]:
     write_jsonl(folder / "rows.jsonl", rows)
     job = {
@@ -146,8 +161,9 @@ def test_each_part_is_a_generation_and_a_recording_one_record(tmp_path: Path) ->
     write_wav(tmp_path / "a.wav", make_recording(Random(1), 60).samples)
     write_wav(tmp_path / "b.wav", make_recording(Random(2), 5).samples)
     (tmp_path / "c.wav").write_bytes(b"RIFF")
+    write_wav(tmp_path / "d.wav", np.random.default_rng(0).normal(0, 1e-4, 5 * SAMPLE_RATE))
 
-    long, short, broken = _job(tmp_path, [{"file": f"{name}.wav"} for name in "abc"])
+    long, short, broken, silent = _job(tmp_path, [{"file": f"{name}.wav"} for name in "abcd"])
 
     lines = read_jsonl(tmp_path / "output/run" / STEPS)
     of_long = [line for line in lines if line["index"] == 0]
@@ -159,6 +175,7 @@ def test_each_part_is_a_generation_and_a_recording_one_record(tmp_path: Path) ->
     assert short["generations"] == 1
     assert short["text"] == "dry-run: no model answered row 1"
     assert broken["error"]["kind"] == "media"
+    assert (silent["status"], silent["text"], silent["segments"]) == ("ok", "", [])
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,9 @@ async def _asked(row: OpenRow, recording: Recording, span: Span, step: str) -> l
     completion = await row.ask(lambda: recording.request_for(span), step, takes_long=False)
     assert completion is not None
     if completion.error is None:
-        return segments_in(completion.text, span, completion.finish_reason)
+        found = segments_in(completion.text, span, completion.finish_reason)
+        # Models make up words for silence.
+        return [its for its in found if not recording.sound.is_silent(its["start"], its["end"])]
     if isinstance(completion.error, EmptyTextError):  # nothing is said, or it was not heard
         return []
     raise completion.error

@@ -14,6 +14,7 @@ from batchkit.types import Audio
 FRAME_S = 0.02
 _FLOOR_DB = -60.0  # below it is silence in every recording
 _OVER_NOISE = 0.3  # of the way from the noise to the loud parts, in dB
+_OVER_SILENCE = 0.1  # the same; what is below has nothing but noise
 _UNDER_LOUD_DB = 10.0
 _SHORTEST_PAUSE_S = 0.1
 _NEAR_S = 0.1  # how exact a model's times are taken to be
@@ -47,7 +48,13 @@ class Sound:
     def __init__(self, audio: Audio) -> None:
         self.seconds = audio.seconds
         self._db = _loudness(audio)
-        self._has_sound = self._db > _threshold(self._db)
+        self._has_sound = self._db > _threshold(self._db, _OVER_NOISE)
+        self._is_silent = self._db <= _threshold(self._db, _OVER_SILENCE)
+
+    def is_silent(self, start: float, end: float) -> bool:
+        """Whether there is nothing but the recording's noise, until 0.1 s before and after."""
+        first, last = _frame(start - _NEAR_S), max(_frame(start), _frame(end + _NEAR_S))
+        return bool(self._is_silent[first:last].all())
 
     def without(self, covered: Iterable[tuple[float, float]], within: Span) -> list[Span]:
         """The sound ``within`` that no span of ``covered`` has. What is shorter than 0.14 s is left out, as is what is
@@ -110,11 +117,11 @@ def _loudness(audio: Audio) -> NDArray[np.float64]:
     return np.asarray(10 * np.log10(np.maximum(power / lengths, 1e-12)))
 
 
-def _threshold(db: NDArray[np.float64]) -> float:
+def _threshold(db: NDArray[np.float64], share: float) -> float:
     if not len(db):
         return _FLOOR_DB
     noise, loud = np.percentile(db, [10, 95])
-    between = noise + _OVER_NOISE * (loud - noise)
+    between = noise + share * (loud - noise)
     return float(max(_FLOOR_DB, min(between, loud - _UNDER_LOUD_DB)))
 
 
