@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,12 +13,20 @@ from batchkit.cli.frame import echo, say, show
 from batchkit.cli.options import FILE, SET, Texts, load
 from batchkit.errors import JobError
 
+if TYPE_CHECKING:
+    from batchkit.config.tables import JobConfig
+
 _FOLDER = Path("output/serve")
 
 
 @click.command()
-@click.argument("job", type=FILE, required=False)
-@click.option("--model", help="A folder, or a name on the Hugging Face hub (engine.model).")
+@click.argument("jobs", type=FILE, nargs=-1, metavar="[JOB]...")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    help="A folder, or a name on the Hugging Face hub (engine.model); may be repeated without a JOB.",
+)
 @click.option("--host", default="127.0.0.1", help="The address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, help="0 takes any free one.")
 @click.option("--folder", type=FILE, default=_FOLDER, help="Where files and batches are kept.")
@@ -38,21 +48,21 @@ _FOLDER = Path("output/serve")
 @SET
 @click.option("--check", is_flag=True, help="Compare the database with the folders, and exit.")
 def serve(
-    job: Path | None,
-    model: str | None,
+    jobs: tuple[Path, ...],
+    models: Texts,
     new_key: str | None,
     check: bool,
     max_file_gb: float,
     overrides: Texts,
     **where: Any,
 ) -> None:
-    """Serve OpenAI's Batch API: files and batches, answered by one model.
+    """Serve OpenAI's Batch API: files and batches, answered by one model, or by several in turn.
 
-    JOB has the engine and the defaults of requests; its input is not used. Each batch is a run in FOLDER/batches.
-    Ctrl-C lets requests in flight finish; the same command continues.
+    JOB has the engine and the defaults of requests; its input is not used; each JOB is for another model. Each batch is a run
+    in FOLDER/batches. Ctrl-C lets requests in flight finish; the same command continues.
     """
-    from batchkit.config.loading import make_job
     from batchkit.serve.keys import new_key as make_key
+    from batchkit.serve.models import Model, by_name
     from batchkit.serve.server import serve as run
     from batchkit.serve.settings import Settings
 
@@ -67,17 +77,30 @@ def serve(
         found = audit(where["folder"])
         show(found, as_json=False)
         raise SystemExit(found.exit_code)
-    given = {"input.format": "openai-batch"}
-    given |= {} if model is None else {"engine.model": model}
-    if job is not None:
-        loaded = load(job, overrides, given, of=("",))
-    elif model is not None or any(text.startswith("engine.") for text in overrides):
-        loaded = make_job({"name": "serve", "engine": {}}, "the command line", overrides, given)
-    else:
-        raise click.UsageError("give a job file, or --model: batchkit serve --model MODEL")
-    if not loaded.may_have_lines or loaded.steps or loaded.rollout:
-        raise JobError(
-            "prompt, pair, steps and rollout: a batch's lines are whole requests; leave these tables out"
-        )
-    settings = Settings(job=loaded, max_file_bytes=int(max_file_gb * 2**30), **where)
+    loaded = [*_loaded(jobs, models, overrides)]
+    settings = Settings(
+        models=by_name(map(Model, loaded)), max_file_bytes=int(max_file_gb * 2**30), **where
+    )
     run(settings, ready=lambda address: echo(f"batchkit: serving {address}v1"), say=say)
+
+
+def _loaded(jobs: Sequence[Path], models: Texts, overrides: Texts) -> Iterator[JobConfig]:
+    from batchkit.config.loading import make_job
+
+    if (len(models) > 1 and jobs) or (len(jobs) > 1 and models):
+        raise click.UsageError("--model is for one job file, or for none")
+    if not (jobs or models or any(text.startswith("engine.") for text in overrides)):
+        raise click.UsageError("give a job file, or --model: batchkit serve --model MODEL")
+    for job, model in zip_longest(jobs, models) if jobs or models else [(None, None)]:
+        given = {"input.format": "openai-batch"}
+        given |= {} if model is None else {"engine.model": model}
+        if job is not None:
+            loaded = load(job, overrides, given, of=("",))
+        else:
+            table = {"name": "serve", "engine": {}}
+            loaded = make_job(table, "the command line", overrides, given)
+        if not loaded.may_have_lines or loaded.steps or loaded.rollout:
+            raise JobError(
+                "prompt, pair, steps and rollout: a batch's lines are whole requests; leave these tables out"
+            )
+        yield loaded

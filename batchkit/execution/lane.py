@@ -68,9 +68,12 @@ class KeptEngine:
 
     def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher:
         """What starts the processes of the engine ``name``."""
-        if name not in self._launchers:
-            self._launchers[name] = Launcher(log_of(self._log, name), environment)
-        return self._launchers[name]
+        known = self._launchers.get(name)
+        if known is None or known.environment != environment:
+            if known is not None:
+                known.close()
+            self._launchers[name] = known = Launcher(log_of(self._log, name), environment)
+        return known
 
     def get(self, wanted: Wanted, load: Callable[[], Loaded]) -> Loaded:
         """The engine that waits, if it lives and is the one ``wanted``; else it is closed, and another loaded."""

@@ -84,20 +84,22 @@ def seconds_of(window: str) -> int:
     return int(found[1]) * _SECONDS[found[2]] if found else 0
 
 
-def check_endpoint(endpoint: str, task: TaskName) -> None:
-    """Raises Problem if a job with ``task`` answers no such lines."""
-    try:
-        endpoint_of(endpoint, task)
-        if not endpoint.startswith("/v1/"):
-            raise Problem(400, f"endpoint: found {endpoint!r}, expected /v1/…", param="endpoint")
-    except RowError as error:
-        text = str(error).removeprefix("url: ")
-        raise Problem(400, f"endpoint: {text}", param="endpoint", code="invalid_endpoint") from None
+def check_endpoint(endpoint: str, *tasks: TaskName) -> None:
+    """Raises Problem if jobs with these ``tasks`` answer no such lines."""
+    text = f"found {endpoint!r}, expected /v1/…"
+    for task in tasks if endpoint.startswith("/v1/") else ():
+        try:
+            endpoint_of(endpoint, task)
+            return
+        except RowError as error:
+            text = str(error).removeprefix("url: ")
+    raise Problem(400, f"endpoint: {text}", param="endpoint", code="invalid_endpoint")
 
 
 def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -> Object:
-    """A new batch, ``validating``; raises Problem if the key has as many as it may."""
-    batch = _made(asked, settings.models[0], wall_s())
+    """A new batch, ``validating``; raises Problem if no model answers such lines, or the key has as many as it may."""
+    check_endpoint(asked.endpoint, *(model.job.task for model in settings.models.values()))
+    batch = _made(asked, wall_s())
     most = settings.limits_of(owner).batches
     with store.lock:
         if (n_open := len(store.all("batch", *UNFINISHED, owner=owner))) >= most:
@@ -107,12 +109,12 @@ def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -
     return batch
 
 
-def _made(asked: NewBatch, model: str, now: int) -> Object:
+def _made(asked: NewBatch, now: int) -> Object:
     return {
         "id": f"batch_{secrets.token_hex(16)}",
         "object": "batch",
         "endpoint": asked.endpoint,
-        "model": model,
+        "model": None,
         "errors": None,
         "input_file_id": asked.input_file_id,
         "completion_window": asked.completion_window,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from batchkit.serve.batch import NewBatch, added_batch, check_endpoint, moved
+from batchkit.serve.batch import NewBatch, added_batch, moved
 from batchkit.serve.clock import wall_s
 from batchkit.serve.files import found_file
 from batchkit.serve.live import live
@@ -21,7 +21,6 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
     @routes.post("/v1/batches")
     def create_batch(request: Request, asked: NewBatch) -> Object:
         owner = request.state.owner
-        check_endpoint(asked.endpoint, settings.job.task)
         file = found_file(store, asked.input_file_id, owner)
         if file["purpose"] != "batch":
             text = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from batchkit.errors import RequestError
-from batchkit.serve.batch import problem
+from batchkit.serve.batch import check_endpoint, problem
+from batchkit.serve.models import Model
+from batchkit.serve.problem import Problem
 from batchkit.serve.store import Object
 from batchkit.sources.lines import parse_object
 
@@ -18,15 +20,17 @@ _MOST_ERRORS = 100
 
 
 class Checked(NamedTuple):
-    """``problems``: the first of them, with their lines."""
+    """``problems``: the first of them, with their lines. ``model``: the name of that which all lines ask for."""
 
     rows: int
     problems: list[Object]
+    model: str = ""
 
 
-def check_file(path: Path, endpoint: str, models: Collection[str], most_rows: float) -> Checked:
-    """Read the file once: every line has to be a request for ``endpoint`` to one of ``models``, with an id of its own."""
-    rows, seen, problems = 0, set[int](), list[Object]()
+def check_file(path: Path, endpoint: str, models: Mapping[str, Model], most_rows: float) -> Checked:
+    """Read the file once: every line has to be a request for ``endpoint`` to one of ``models``, which is that of all
+    lines, with an id of its own."""
+    rows, seen, problems, asked = 0, set[int](), list[Object](), list[Model]()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
@@ -36,18 +40,24 @@ def check_file(path: Path, endpoint: str, models: Collection[str], most_rows: fl
                 text = f"The file has more than {most_rows:,} requests, which is the limit of your key."
                 return Checked(rows, [problem("row_limit_exceeded", text)])
             found = islice(
-                _problems_in(line, number, endpoint, models, seen), _MOST_ERRORS - len(problems)
+                _problems_in(line, number, endpoint, models, seen, asked),
+                _MOST_ERRORS - len(problems),
             )
             problems += ({**one, "line": number} for one in found)
             if len(problems) >= _MOST_ERRORS:
                 break
     if not rows:
         problems.append(problem("empty_file", "The file has no requests."))
-    return Checked(rows, problems)
+    return Checked(rows, problems, asked[0].name if asked else "")
 
 
 def _problems_in(
-    line: bytes, number: int, endpoint: str, models: Collection[str], seen: set[int]
+    line: bytes,
+    number: int,
+    endpoint: str,
+    models: Mapping[str, Model],
+    seen: set[int],
+    asked: list[Model],
 ) -> Iterator[Object]:
     try:
         request = parse_object(line, "", number)
@@ -62,7 +72,7 @@ def _problems_in(
     if request.get("url") != endpoint:
         text = f"url: found {request.get('url')!r}, and the batch is for {endpoint}"
         yield problem("mismatched_endpoint", text, param="url")
-    yield from _of_body(request.get("body"), models)
+    yield from _of_body(request.get("body"), endpoint, models, asked)
 
 
 def _of_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
@@ -77,13 +87,27 @@ def _of_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
     seen.add(key)
 
 
-def _of_body(body: Any, models: Collection[str]) -> Iterator[Object]:
+def _of_body(
+    body: Any, endpoint: str, models: Mapping[str, Model], asked: list[Model]
+) -> Iterator[Object]:
+    """``asked`` gets the model of the first line."""
     if not isinstance(body, dict):
         yield problem("missing_required_parameter", "body has to be an object", param="body")
-    elif body.get("model") not in models:
-        text = f"body.model: found {body.get('model')!r}; this server has {', '.join(models)}"
+        return
+    name = body.get("model")
+    if not isinstance(name, str) or (model := models.get(name)) is None:
+        text = f"body.model: found {name!r}; this server has {', '.join(models)}"
         yield problem("model_not_found", text, param="body.model")
-    elif body.get("stream"):
+    elif not asked:
+        asked.append(model)
+        try:
+            check_endpoint(endpoint, model.job.task)
+        except Problem as error:
+            yield problem("mismatched_endpoint", error.message, param="url")
+    elif model is not asked[0]:
+        text = f"body.model: found {name}, and lines before are for {asked[0].name}: a batch is for one model"
+        yield problem("mismatched_model", text, param="body.model")
+    if body.get("stream"):
         yield problem("invalid_value", "body.stream: a batch has no streams", param="body.stream")
 
 

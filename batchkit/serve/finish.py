@@ -56,6 +56,7 @@ def finish(batch: Object, settings: Settings) -> Finished:
     n_errors = total - len(ok)
     files = tuple(_kept(settings, batch, {ids.answers: len(ok), ids.errors: n_errors}))
     sync_folder(settings.files)
+    model = settings.models.get(batch["model"])
     named, usage = [file["id"] for file in files], usage_of(folder)
     tokens = Usage(usage["input_tokens"], usage["output_tokens"]) if usage else Usage(0, 0)
     return Finished(
@@ -65,7 +66,7 @@ def finish(batch: Object, settings: Settings) -> Finished:
             "error_file_id": ids.errors if ids.errors in named else None,
             "request_counts": {"total": total, "completed": len(ok), "failed": n_errors},
             "usage": usage,
-            "price": settings.job.run.price_of(tokens, batch["gpu_seconds"]),
+            "price": model and model.job.run.price_of(tokens, batch["gpu_seconds"]),
         },
         files,
     )

@@ -12,7 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
-from batchkit.serve.batch import UNFINISHED, NewBatch, added_batch, check_endpoint, moved
+from batchkit.serve.batch import UNFINISHED, NewBatch, added_batch, moved
 from batchkit.serve.clock import wall_s
 from batchkit.serve.files import add_stored, file_doc, new_id, take_in
 from batchkit.serve.problem import Problem
@@ -51,7 +51,6 @@ def flex_routes(settings: Settings, store: Store) -> APIRouter:
 
 
 def _begun(body: Any, owner: str, settings: Settings, store: Store) -> Object:
-    check_endpoint(_ENDPOINT, settings.job.task)
     line = {"custom_id": "flex", "method": "POST", "url": _ENDPOINT, "body": body}
     name = new_id("file")
     incoming = settings.incoming / name

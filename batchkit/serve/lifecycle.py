@@ -116,9 +116,8 @@ class Lifecycle:
             self._end(name, Finished("failed", {"errors": errors_of(*checked.problems)}, ()))
         else:
             counts, now = {"total": checked.rows, "completed": 0, "failed": 0}, wall_s()
-            self._store.change(
-                name, lambda doc: moved(doc, "in_progress", now, request_counts=counts)
-            )
+            more = {"request_counts": counts, "model": checked.model}
+            self._store.change(name, lambda doc: moved(doc, "in_progress", now, **more))
 
     def _finish(self, stored: Stored) -> None:
         self._end(stored.doc["id"], finish(stored.doc, self._settings))

@@ -1,7 +1,8 @@
 """Whose rows go first: those of a higher priority, and of them those that would miss their deadline.
 
 Batches of one rank share the engine: keys have equal parts of it at any time (``execution/shared.py``). Of one key the batches
-with the fewest rows left go first, so that a short one never waits for a long one.
+with the fewest rows left go first, so that a short one never waits for a long one. Of several models one is loaded, until
+nobody asks for it or a batch of a lower rank asks for another.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ MOST = 16
 """So many batches run at once: others wait until one has ended, or has more rows left than they."""
 _OF_ONE_KEY = 2  # the second keeps the engine busy while the first one ends
 _SPARE = 1.5  # a deadline is close if the rows left would take two thirds of the time to it
+_LOAD_S = 300.0  # so much closer is a deadline if another model may have to be loaded first
 _HALF_S = 60.0  # of the rate's weight
 
 
@@ -28,10 +30,11 @@ class Turn(NamedTuple):
 
 
 class Order:
-    """Knows the rate at which rows are answered. Used under the runner's lock."""
+    """Knows the rate at which rows are answered, and the model that is loaded. Used under the runner's lock."""
 
     def __init__(self) -> None:
         self._rows = self._seconds = 0.0
+        self._model = ""
 
     def note(self, rows: int, seconds: float) -> None:
         """The engine has answered ``rows`` in that time."""
@@ -42,11 +45,15 @@ class Order:
         self, waiting: Sequence[Stored], answered: Mapping[str, int], now: float, most: int
     ) -> list[Turn]:
         """Those that run now, at most so many. ``answered``: requests of those that run already."""
-        turns = [
-            Turn(self._rank(stored.doc, answered.get(stored.doc["id"], 0), now), stored)
-            for stored in waiting
-        ]
-        owners = {stored.owner for stored in waiting}
+        has_several = len({stored.doc["model"] for stored in waiting}) > 1
+        by = now + _LOAD_S if has_several else now
+        turns = self._of_one_model(
+            [
+                Turn(self._rank(stored.doc, answered.get(stored.doc["id"], 0), by), stored)
+                for stored in waiting
+            ]
+        )
+        owners = {turn.stored.owner for turn in turns}
         most_of_key = max(1, min(_OF_ONE_KEY, most // max(1, len(owners))))
         of_key, found = Counter[str](), list[Turn]()
         for turn in sorted(turns, key=_place):
@@ -55,9 +62,21 @@ class Order:
                 found.append(turn)
         return found
 
+    def _of_one_model(self, turns: list[Turn]) -> list[Turn]:
+        """Those of the model that is loaded; of another one if it has none, or none in so high a rank."""
+        if turns:
+            first = min(turns, key=_place)
+            ranks = (turn.rank for turn in turns if turn.stored.doc["model"] == self._model)
+            if min(ranks, default=None) != first.rank:
+                self._model = first.stored.doc["model"]
+        return [turn for turn in turns if turn.stored.doc["model"] == self._model]
+
     def _rank(self, batch: Object, answered: int, now: float) -> tuple[int, int]:
         left_s = batch["expires_at"] - now
-        is_close = left_s * self._rows < _SPARE * (rows_left(batch) - answered) * self._seconds
+        is_close = (
+            left_s < 0
+            or left_s * self._rows < _SPARE * (rows_left(batch) - answered) * self._seconds
+        )
         return -batch["priority"], 0 if is_close else 1
 
 

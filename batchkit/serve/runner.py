@@ -47,7 +47,8 @@ class Runner:
 
     def __init__(self, settings: Settings, store: Store, say: Say) -> None:
         self._settings, self._store, self._say = settings, store, say
-        self._most = MOST if settings.job.run.workers is None else 1
+        has_workers = any(model.job.run.workers is not None for model in settings.models.values())
+        self._most = 1 if has_workers else MOST
         self._order = Order()
         self._engines = SharedEngines(settings.folder / LOG, self._on_death)
         self._lock = threading.Lock()  # the runs, and those that start and stop them
@@ -80,6 +81,10 @@ class Runner:
                     running.stop.ask(signal.SIGTERM, drain_s=_FOREVER)
             if any(name in self._alone for name in (*wanted, *self._running)) and self._running:
                 return
+            models = {turn.stored.doc["model"] for turn in wanted.values()}
+            models |= {running.stored.doc["model"] for running in self._running.values()}
+            if len(models) > 1:
+                return  # the runs of the model that is loaded have to end first
             n_active = sum(one.stop.signum is None for one in self._running.values())
             due = [turn for name, turn in wanted.items() if name not in self._running]
             for turn in due[: self._most - n_active]:
@@ -155,9 +160,8 @@ class Runner:
         except Exception as found:  # ours: it must not end the service
             traceback.print_exc()
             error = BatchkitError(f"internal error: {type(found).__name__}: {found}")
-        spent_s = running.claim.engine_s * self._settings.gpus
         try:
-            self._store.change(batch["id"], lambda doc: _charged(doc, spent_s))
+            self._charge(batch, running.claim)
             self._note(batch, summary, error)
         except StoreError as found:
             self._rest(batch, found)
@@ -165,6 +169,11 @@ class Runner:
             self._answered -= running.claim.answered
             del self._running[batch["id"]]
         self._store.changed.set()  # it may be ended now
+
+    def _charge(self, batch: Object, claim: Claim) -> None:
+        if (model := self._settings.models.get(batch["model"])) is not None:
+            spent_s = claim.engine_s * model.gpus
+            self._store.change(batch["id"], lambda doc: _charged(doc, spent_s))
 
     def _note(self, batch: Object, summary: RunSummary | None, error: BatchkitError | None) -> None:
         """Write down how the run stopped. A batch that was cancelled meanwhile stays ``cancelling``."""

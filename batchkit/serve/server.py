@@ -32,7 +32,8 @@ def serve(settings: Settings, *, ready: Callable[[str], None], say: Say) -> None
         StoreError: another server has the folder, or its database can't be opened.
     """
     require(["fastapi", "uvicorn", "python_multipart"], user="batchkit serve", extra="serve")
-    check_secrets(settings.job)
+    for model in settings.models.values():
+        check_secrets(model.job)
     settings = replace(settings, keys=_keys(settings))
     with (
         held(settings),

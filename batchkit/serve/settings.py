@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from batchkit.config.tables import InputTable, JobConfig
+from batchkit.errors import JobError
 from batchkit.serve.clock import wall_s
 from batchkit.serve.keys import Key, Limits
-from batchkit.serve.store import Stored
+from batchkit.serve.models import Model
+from batchkit.serve.store import Object, Stored
 
 DAY_S = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """``job``: the engine, and how its rows are run; its input and its name are those of each batch.
-    ``keys``: those of ``key_file``. ``webhook``: the URL that is told of
-    batches that have ended. ``retention_days``: how long files are kept, 0 for ever."""
+    """``models``: by each of their names. ``keys``: those of ``key_file``. ``webhook``: the URL that is told of batches
+    that have ended. ``retention_days``: how long files are kept, 0 for ever."""
 
-    job: JobConfig
+    models: Mapping[str, Model]
     folder: Path
     host: str = "127.0.0.1"
     port: int = 8080
@@ -62,17 +63,11 @@ class Settings:
         """A run folder for each batch, under its id."""
         return self.folder / "batches"
 
-    @property
-    def models(self) -> list[str]:
-        """The names by which lines may ask for the model, and its adapters."""
-        name = str(self.job.engine.model or self.job.engine.kind)
-        short = PurePath(name).name if Path(name).is_absolute() else name
-        return list(dict.fromkeys([name, short, *self.job.engine.loras]))
-
-    @property
-    def gpus(self) -> int:
-        """Those of the engine; a server elsewhere has its own."""
-        return 0 if self.job.engine.base_url is not None else self.job.engine_gpus
+    def model_of(self, batch: Object) -> Model:
+        """Raises JobError if this server does not have it."""
+        if (model := self.models.get(batch["model"])) is None:
+            raise JobError(f"this server was started without the model {batch['model']}")
+        return model
 
     def expiry(self, now: int | None = None) -> int | None:
         """When a file made ``now`` expires."""
@@ -81,14 +76,19 @@ class Settings:
 
     def job_of(self, stored: Stored) -> JobConfig:
         """The job of the run that is the batch. Its lines open only what their key has uploaded, unless the job file
-        names another folder."""
-        path, media = self.files / stored.doc["input_file_id"], self.job.media
+        names another folder.
+
+        Raises:
+            JobError: as ``model_of``.
+        """
+        job = self.model_of(stored.doc).job
+        path, media = self.files / stored.doc["input_file_id"], job.media
         if "root" not in media.model_fields_set:
             media = media.model_copy(update={"root": str(self.media_of(stored.owner))})
         source = InputTable(path=str(path), format="openai-batch")
-        output = self.job.output.model_copy(update={"dir": str(self.runs)})
-        run = self.job.run.model_copy(update={"metrics_port": None})  # several runs can't share it
-        return self.job.model_copy(
+        output = job.output.model_copy(update={"dir": str(self.runs)})
+        run = job.run.model_copy(update={"metrics_port": None})  # several runs can't share it
+        return job.model_copy(
             update={
                 "name": stored.doc["id"],
                 "input": source,

@@ -165,3 +165,39 @@ def test_images_by_the_id_of_a_file_of_the_same_key(tmp_path: Path, demo_model: 
         (gone,) = content(mine, batch.error_file_id)
         assert gone["error"]["code"] == "media"
     assert not [*(tmp_path / "output/serve/media/one").iterdir()]
+
+
+def test_several_models_one_loaded_at_a_time(tmp_path: Path, text_model: Path) -> None:
+    model = build_embedding_model(tmp_path / "vectors", text_model)
+    tables = {"chat": {"engine": {"model": str(text_model), "options": OPTIONS}}}
+    tables["vectors"] = {"task": "embed", "engine": {"model": str(model), "options": OPTIONS}}
+    for name, table in tables.items():
+        (tmp_path / f"{name}.toml").write_text(tomlkit.dumps(table))
+    chat = [request(str(n), text_model.name, f"Row {n}", min_tokens=8) for n in range(300)]
+    vectors = [line(str(n), "/v1/embeddings", model="vectors", input=f"{n}") for n in range(20)]
+    with (
+        serving("chat.toml", "vectors.toml", cwd=tmp_path, start=Fork) as served,
+        served.client() as client,
+    ):
+        names = [one.id for one in client.models.list()]
+        assert names == [str(text_model), text_model.name, str(model), model.name]
+        made = [submit(client, chat), submit(client, vectors, endpoint="/v1/embeddings")]
+        made.append(submit(client, chat[:5]))
+        first = submit(client, vectors, endpoint="/v1/embeddings", extra_body={"priority": 1})
+        (first, *batches) = (ended(client, batch) for batch in [first, *made])
+        for batch in [first, *batches]:
+            assert batch.status == "completed", batch
+            assert batch.error_file_id is None
+        assert [batch.model for batch in batches] == [str(text_model), str(model), str(text_model)]
+        assert first.completed_at is not None
+        assert first.completed_at <= (batches[0].completed_at or 0)
+        assert len(content(client, batches[0].output_file_id)) == 300
+        for wrong, code in {
+            "mixed": ([*chat[:2], request("v", "vectors")], "mismatched_model"),
+            "task": ([request("v", "vectors")], "mismatched_endpoint"),
+        }.values():
+            failed = ended(client, submit(client, wrong))
+            assert failed.errors is not None
+            assert [error.code for error in failed.errors.data or ()] == [code]
+    twice = batchkit("serve", "chat.toml", "chat.toml", cwd=tmp_path)
+    assert (twice.returncode, "two models are called" in twice.stderr) == (2, True)

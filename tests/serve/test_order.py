@@ -11,10 +11,22 @@ NOW = 1_000_000.0
 
 
 def batch(
-    name: str, owner: str = "a", *, left: int = 100, priority: int = 0, in_s: float = 1e6
+    name: str,
+    owner: str = "a",
+    *,
+    left: int = 100,
+    priority: int = 0,
+    in_s: float = 1e6,
+    model: str = "m",
 ) -> Stored:
     counts = {"total": left + 7, "completed": 5, "failed": 2}
-    doc = {"id": name, "priority": priority, "expires_at": NOW + in_s, "request_counts": counts}
+    doc = {
+        "id": name,
+        "model": model,
+        "priority": priority,
+        "expires_at": NOW + in_s,
+        "request_counts": counts,
+    }
     return Stored(owner, doc)
 
 
@@ -57,3 +69,18 @@ def test_the_rate_of_the_last_minutes_counts() -> None:
         for _ in range(600):
             order.note(rate, 1.0)
     assert names(order.chosen(waiting, {}, NOW, MOST)) == ["close", "usual"]
+
+
+def test_a_model_stays_loaded_until_it_has_no_batch_or_another_is_more_urgent() -> None:
+    order, long = Order(), batch("long", left=900)
+    order.note(100, 10)
+    other = batch("other", model="n", left=5)
+    chosen = [names(order.chosen([long], {}, NOW, MOST))]
+    chosen.append(names(order.chosen([long, other], {}, NOW, MOST)))
+    urgent = batch("urgent", model="n", in_s=200)
+    chosen.append(names(order.chosen([long, other, urgent], {}, NOW, MOST)))
+    chosen.append(names(order.chosen([long, other], {}, NOW, MOST)))
+    chosen.append(names(order.chosen([long], {}, NOW, MOST)))
+    first = batch("first", model="n", priority=1)
+    chosen.append(names(order.chosen([long, first], {}, NOW, MOST)))
+    assert chosen == [["long"], ["long"], ["urgent", "other"], ["other"], ["long"], ["first"]]

@@ -45,15 +45,15 @@ class Launcher:
     start: ClassVar[type[subprocess.Popen[bytes]]] = subprocess.Popen
 
     def __init__(self, log: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.log = log
-        self._environment = environment
+        self.log, self.environment = log, environment
         self._server: Server | None = None
+        self._kind = ""
 
     def launch(self, kind: str) -> Child:
         """A process that serves an engine of ``kind`` over its connection. Raises as ``Server``."""
-        if self._server is None or not self._server.is_alive:
+        if self._server is None or not self._server.is_alive or kind != self._kind:
             self.close()
-            self._server = self._begin(kind)
+            self._server, self._kind = self._begin(kind), kind
         return self._server.fork()
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Launcher:
                 "batchkit.engines.process.child",
                 "the engine",
                 kind,
-                environment=lambda folder: {**os.environ, **self._environment, SCRATCH: folder},
+                environment=lambda folder: {**os.environ, **self.environment, SCRATCH: folder},
                 output=log,
                 start=self.start,
             )
