@@ -280,15 +280,6 @@ def test_flex_requests_wait_for_their_answer(client: OpenAI) -> None:
     for more in ({"stream": True}, {"service_tier": "auto"}, {"messages": None}):
         with pytest.raises(openai.BadRequestError):
             flex(**more)
-    first = submit(client, [ask(str(n)) for n in range(60_000)], extra_body={"priority": 5})
-    until(lambda: client.batches.retrieve(first.id).status == "in_progress")
-    with pytest.raises(openai.APITimeoutError):
-        flex(timeout=0.5)
-    left = client.batches.list(limit=1).data[0]
-    assert left.id != first.id
-    assert ended(client, left).status == "cancelled"
-    client.batches.cancel(first.id)
-    ended(client, first)
 
 
 def test_models_health_metrics_and_the_pages(client: OpenAI, served: Served) -> None:

@@ -112,6 +112,23 @@ def test_a_short_batch_does_not_wait_for_a_long_one_which_is_then_cancelled(
     assert sorted(int(line["custom_id"]) for line in [*answers, *others]) == list(range(3000))
 
 
+def test_a_flex_request_whose_client_leaves_is_cancelled(
+    client: openai.OpenAI, ask: Callable[..., dict[str, Any]]
+) -> None:
+    rows = [ask(str(n), f"Row {n}", max_tokens=32, min_tokens=32) for n in range(1000)]
+    long = submit(client, rows)
+    until(lambda: _completed(client, long.id) > 20, within_s=120)
+    body = ask("a", max_tokens=400)["body"] | {"extra_body": {"min_tokens": 400}}
+    del body["min_tokens"]
+    with pytest.raises(openai.APITimeoutError):
+        client.chat.completions.create(**body, service_tier="flex", timeout=0.3)
+    left = client.batches.list(limit=1).data[0]
+    assert left.id != long.id
+    assert ended(client, left).status == "cancelled"
+    client.batches.cancel(long.id)
+    ended(client, long)
+
+
 def _completed(client: openai.OpenAI, name: str) -> int:
     counts = client.batches.retrieve(name).request_counts
     return 0 if counts is None else counts.completed
