@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -94,12 +94,13 @@ class Runs:
     """The runs below a folder, or the one run that ``target`` is.
 
     A run is found by its key, its folder's name, among those that are there: no part of a request
-    becomes a path. ``media``: folders that may be read, too.
+    becomes a path. ``media``: folders that may be read, too. ``named``: the keys of those that are shown, if not all are.
     """
 
     target: Path
     is_single: bool
     media: tuple[Path, ...] = ()
+    named: Callable[[], Collection[str]] | None = None
 
     def folders(self) -> dict[str, Path]:
         """By key; the newest run first. Empty if the folder is gone."""
@@ -107,7 +108,12 @@ class Runs:
             return {self.target.name: self.target} if is_run(self.target) else {}
         stamps = {path: stamp_of(path) for path in self.target.glob(f"[!.]*/{MANIFEST}")}
         newest = sorted(stamps, key=lambda path: (stamps[path] or (0, 0, 0))[2], reverse=True)
-        return {path.parent.name: path.parent for path in newest}
+        shown = None if self.named is None else self.named()
+        return {
+            path.parent.name: path.parent
+            for path in newest
+            if shown is None or path.parent.name in shown
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {"runs": [*self.listed()]}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batchkit import __version__
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError
-from batchkit.serve.guard import Guard
+from batchkit.serve.guard import Guard, is_page
 from batchkit.serve.problem import Problem
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Store
@@ -17,18 +18,14 @@ if TYPE_CHECKING:
     from fastapi.responses import JSONResponse
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-_PAGES = ("/run/", "/compare", "/assets/", "/api/")  # of ``batchkit view``
-
 
 def make_app(settings: Settings, store: Store) -> ASGIApp:
-    """Every error is answered in OpenAI's shape. Without keys, ``/`` shows the runs as ``batchkit view`` does."""
+    """Every error is answered in OpenAI's shape. ``/`` shows the runs of a key as ``batchkit view`` does."""
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
 
     from batchkit.commands.view.server import is_own
-    from batchkit.commands.view.server import make_app as make_view
-    from batchkit.runs.listing import Runs
     from batchkit.serve.batch_routes import batch_routes
     from batchkit.serve.file_routes import file_routes
     from batchkit.serve.flex_routes import flex_routes
@@ -57,20 +54,28 @@ def make_app(settings: Settings, store: Store) -> ASGIApp:
         Exception: _on_trouble,
     }.items():
         app.add_exception_handler(kind, answer)
-    guarded: ASGIApp = app
-    if settings.keys is None:
-        view = make_view(Runs(settings.runs.resolve(), False, ()), settings.host)
-        guarded = _with_pages(app, view)
     return Guard(
-        guarded, settings.keys, lambda named: is_own(named, settings.host), settings.max_file_bytes
+        _with_pages(app, settings, store),
+        settings.keys,
+        lambda named: is_own(named, settings.host),
+        settings.max_file_bytes,
     )
 
 
-def _with_pages(app: ASGIApp, view: ASGIApp) -> ASGIApp:
+def _with_pages(app: ASGIApp, settings: Settings, store: Store) -> ASGIApp:
+    from batchkit.commands.view.server import make_app as make_view
+    from batchkit.runs.listing import Runs
+
+    def view_of(owner: str) -> ASGIApp:
+        media = (settings.media_of(owner).resolve(),)
+        named = partial(store.names, "batch", owner)
+        return make_view(Runs(settings.runs.resolve(), False, media, named), None)
+
+    views = {owner: view_of(owner) for owner in settings.owners}
+
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        to_view = path == "/" or path.startswith(_PAGES)
-        await (view if to_view else app)(scope, receive, send)
+        is_for_view = is_page(scope.get("path", ""))
+        await (views[scope["state"]["owner"]] if is_for_view else app)(scope, receive, send)
 
     return routed
 

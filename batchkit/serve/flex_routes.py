@@ -68,7 +68,8 @@ def _answer(batch: Object, settings: Settings) -> bytes:
     """Raises Problem with what was wrong with the request or the batch."""
     if (answers := batch["output_file_id"]) is not None:
         line = orjson.loads((settings.files / answers).read_bytes())
-        return orjson.dumps({**line["response"]["body"], "service_tier": "flex"})
+        own = {"id": f"chatcmpl-{batch['id']}", "service_tier": "flex"}
+        return orjson.dumps({**line["response"]["body"], **own})
     if (errors := batch["error_file_id"]) is not None:
         found = orjson.loads((settings.files / errors).read_bytes())["error"]
         status = 400 if found["code"] in _OF_CLIENT else 500

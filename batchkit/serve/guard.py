@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,13 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _OPEN = ("/health",)  # answered without a key
+_PAGES = ("/run/", "/compare", "/assets/", "/api/")  # of ``batchkit view``
 _MOST_JSON_BYTES = 1 << 20
 _FORM_BYTES = 1 << 20  # around a file
+
+
+def is_page(path: str) -> bool:
+    return path == "/" or path.startswith(_PAGES)
 
 
 class Guard:
@@ -32,6 +38,8 @@ class Guard:
         self._max_file_bytes = max_file_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.responses import JSONResponse
+
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -40,7 +48,9 @@ class Guard:
             scope.setdefault("state", {})["owner"] = self._owner(scope["path"], headers)
             receive = self._bounded(headers, receive)
         except Problem as problem:
-            await _refuse(problem, scope, receive, send)
+            asks = {"www-authenticate": 'Basic realm="batchkit"'} if is_page(scope["path"]) else {}
+            response = JSONResponse(problem.to_json(), problem.status, asks)
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -56,7 +66,13 @@ class Guard:
         if path in _OPEN:
             return ""
         kind, _, key = headers.get(b"authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not key:
+        if kind.lower() == "basic" and is_page(
+            path
+        ):  # a browser's: it would send it for others' pages, too
+            key = _password(key)
+        elif kind.lower() != "bearer":
+            key = ""
+        if not key:
             raise Problem(401, "You didn't provide an API key: send 'Authorization: Bearer KEY'.")
         if (known := self._keys.get(hashed(key.strip()))) is None:
             raise Problem(401, "Incorrect API key provided.", code="invalid_api_key")
@@ -82,11 +98,12 @@ class Guard:
         return bounded
 
 
+def _password(given: str) -> str:
+    try:
+        return base64.b64decode(given).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
 def _too_large(most: int) -> Problem:
     return Problem(413, f"the body is larger than {most:,} bytes", code="request_too_large")
-
-
-async def _refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
-    from starlette.responses import JSONResponse
-
-    await JSONResponse(problem.to_json(), problem.status)(scope, receive, send)

@@ -40,6 +40,11 @@ class Settings:
         """The contents of files, each under its id."""
         return self.folder / "files"
 
+    @property
+    def owners(self) -> list[str]:
+        """The names of the keys; "" without keys."""
+        return [""] if self.keys is None else [key.name for key in self.keys.values()]
+
     def limits_of(self, owner: str) -> Limits:
         """Those of the key of that name."""
         keys = (self.keys or {}).values()

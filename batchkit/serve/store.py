@@ -160,6 +160,10 @@ class Store:
         query = f"SELECT owner, doc FROM objects WHERE {where} ORDER BY seq"
         return [Stored(owner, orjson.loads(text)) for owner, text in self._read(query, *values)]
 
+    def names(self, kind: Kind, owner: str) -> set[str]:
+        query = "SELECT id FROM objects WHERE kind = ? AND owner = ?"
+        return {name for (name,) in self._read(query, kind, owner)}
+
     def expired(self, now: float) -> list[Stored]:
         """Files and uploads past their time."""
         query = (

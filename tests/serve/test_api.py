@@ -392,7 +392,27 @@ def test_a_key_sees_only_what_is_its_own(tmp_path: Path) -> None:
         assert theirs.batches.list(after=batch.id).data == []
         with served.http(other) as http:
             assert 'status="completed"' not in http.get("/metrics").text
-            assert http.get("/", headers={"host": "gateway"}).status_code == 404
+            assert http.get("/v1/files", headers={"host": "gateway"}).status_code == 200
+        with served.http() as http:
+            asked = http.get("/")
+            assert (asked.status_code, asked.headers["www-authenticate"]) == (
+                401,
+                'Basic realm="batchkit"',
+            )
+            assert http.get("/", headers={"authorization": "Basic x"}).status_code == 401
+            shown = [http.get("/api/runs", auth=("me", key)).json() for key in (one, other)]
+            assert [[run["run"] for run in runs] for runs in shown] == [[batch.id], []]
+            page = f"/run/{batch.id}"
+            assert [http.get(page, auth=("", key)).status_code for key in (one, other)] == [
+                200,
+                404,
+            ]
+            rows = f"/api/runs/{batch.id}/rows"
+            assert [http.get(rows, auth=("", key)).status_code for key in (one, other)] == [
+                200,
+                404,
+            ]
+            assert http.get("/v1/files", auth=("", one)).status_code == 401
 
 
 def test_a_key_has_limits(tmp_path: Path) -> None:

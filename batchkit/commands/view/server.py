@@ -66,8 +66,8 @@ _HEADERS = {
 }
 
 
-def make_app(runs: Runs, host: str) -> ASGIApp:
-    """The application; ``host`` is the name or address that it listens on."""
+def make_app(runs: Runs, host: str | None) -> ASGIApp:
+    """The application; ``host`` is the name or address that it listens on, None if any name may be used."""
     from batchkit.commands.view.api import Api
 
     pages, api = _Pages(runs), Api(runs)
@@ -136,7 +136,7 @@ def _on_problem(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": masked_text(str(error))}, 409)
 
 
-def _guarded(app: ASGIApp, host: str) -> ASGIApp:
+def _guarded(app: ASGIApp, host: str | None) -> ASGIApp:
     """``app`` with the headers that protect its pages, only for requests to this server by a name
     that is its own: a web page elsewhere could point its own name to this address."""
 
@@ -148,7 +148,7 @@ def _guarded(app: ASGIApp, host: str) -> ASGIApp:
             await send(message)
 
         named = Request(scope).headers.get("host", "")
-        if not is_own(named, host):
+        if host is not None and not is_own(named, host):
             text = (
                 f"Host {named!r} is refused: open this server by its address or as localhost, or start"
                 " it with --host and that name"
