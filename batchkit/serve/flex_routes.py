@@ -21,7 +21,11 @@ from batchkit.serve.store import Object, Store
 
 _ENDPOINT = "/v1/chat/completions"
 _LOOK_S = 0.1
-_OF_CLIENT = ("invalid_request", "prompt_too_long", "media", "template")  # kinds of errors
+_STATUS = {
+    **dict.fromkeys(["invalid_request", "prompt_too_long", "media"], 400),
+    "batch_failed": 500,
+}
+_FAILED = 422  # any other row that failed: the SDK would ask again after a 500, and it was tried again here
 
 
 class FlexRequest(BaseModel):
@@ -72,7 +76,7 @@ def _answer(batch: Object, settings: Settings) -> bytes:
         return orjson.dumps({**line["response"]["body"], **own})
     if (errors := batch["error_file_id"]) is not None:
         found = orjson.loads((settings.files / errors).read_bytes())["error"]
-        status = 400 if found["code"] in _OF_CLIENT else 500
+        status = _STATUS.get(found["code"], _FAILED)
     else:
         found, status = batch["errors"]["data"][0], 400
     raise Problem(

@@ -118,6 +118,8 @@ class Lifecycle:
             counts, now = {"total": checked.rows, "completed": 0, "failed": 0}, wall_s()
             more = {"request_counts": counts, "model": checked.model}
             self._store.change(name, lambda doc: moved(doc, "in_progress", now, **more))
+            log = self._settings.runs / name / "run.log"
+            self._say(f"{name}: in_progress, {checked.rows:,} rows for {checked.model}; see {log}")
 
     def _finish(self, stored: Stored) -> None:
         self._end(stored.doc["id"], finish(stored.doc, self._settings))
@@ -129,6 +131,7 @@ class Lifecycle:
         self._store.change(
             name, lambda doc: moved(doc, status, now, **ended.more), adding=(*ended.files, *events)
         )
+        self._say(f"{name}: {status}{_in_words(ended)}")
 
     def _remove_expired(self) -> None:
         now = wall_s()
@@ -150,3 +153,10 @@ class Lifecycle:
                 and folder.exists()
             ):
                 shutil.rmtree(folder)
+
+
+def _in_words(ended: Finished) -> str:
+    if errors := ended.more.get("errors"):
+        return f": {errors['data'][0]['message']}"
+    counts = ended.more["request_counts"]
+    return f", {counts['completed']:,} of {counts['total']:,} rows answered"
