@@ -181,11 +181,13 @@ class Pair(NamedTuple):
 
 class Speech(NamedTuple):
     """How the sound of a request of ``task = "transcribe"`` is written down. ``prompt``: what was said before.
-    ``timestamps``: the answer says when each sentence begins and ends, as Whisper does: ``<|0.00|> Hello.<|1.20|>``."""
+    ``timestamps``: the answer says when each sentence begins and ends, as Whisper does: ``<|0.00|> Hello.<|1.20|>``.
+    ``asks_language``: the answer is the language, as ``<|en|>``, if the model has to be told it."""
 
     language: str | None = None
     prompt: str = ""
     timestamps: bool = True
+    asks_language: bool = False
 
 
 class Segment(TypedDict):
@@ -204,11 +206,13 @@ class Coverage(TypedDict):
 
 
 class Transcript(Struct, frozen=True):
-    """What is said in a recording of so many ``seconds``. ``coverage``: what may be missing; None if nothing is."""
+    """What is said in a recording of so many ``seconds``. ``coverage``: what may be missing; None if nothing is.
+    ``language``: None if only the model knows it."""
 
     seconds: float
     segments: Sequence[Segment]
     coverage: Coverage | None = None
+    language: str | None = None
 
 
 Key = int | tuple[int, str, int]
@@ -481,7 +485,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     answered; ``usage`` and ``latency_s`` are sums. ``generations_lost``: how many of them ``steps.jsonl`` lost
     in a crash.
     ``selected`` and ``votes`` as in ``Completion``. ``lora`` and ``endpoint`` as in ``Request``. ``dry_run``: an engine that has no model answered.
-    ``seconds``, ``segments`` and ``coverage`` as in ``Transcript``.
+    ``seconds``, ``segments``, ``coverage`` and ``language`` as in ``Transcript``.
     """
 
     attempt: Annotated[int, Meta(ge=0, lt=2**31)]
@@ -515,6 +519,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     seconds: float | None = None
     segments: Sequence[Segment] | None = None
     coverage: Coverage | None = None
+    language: str | None = None
 
 
 def line_of_choice(choice: Choice) -> ChoiceLine:

@@ -29,6 +29,22 @@ class Recording(NamedTuple):
     sound: Sound
     parts: Sequence[Part]
 
+    @property
+    def speech(self) -> Speech:
+        assert self.request.speech is not None
+        return self.request.speech
+
+    def asked_with(self, **changes: Any) -> Recording:
+        """With another ``speech``."""
+        speech = self.speech._replace(**changes)
+        return self._replace(request=replace(self.request, speech=speech))
+
+    def language_request(self) -> Request:
+        """The request for the language of the first part that has sound."""
+        part = next((it for it in self.parts if self.sound.without((), it.own)), self.parts[0])
+        asked = self.asked_with(asks_language=True).request_for(part.heard)
+        return replace(asked, sampling={"temperature": 0.0, "max_tokens": 1})
+
     def request_for(self, span: Span) -> Request:
         """The request for what is heard in ``span``."""
         (audio,) = self.request.clips
@@ -67,6 +83,7 @@ class SpeechRenderer:
         self.templates = self._of_recordings.templates
         self.takes_long = self._of_recordings.takes_long
         self.opens_files = True
+        self.finds_language = job.engine.kind == "vllm"  # a server does it by itself
 
     def recording(self, row: Row, attempt: int = 1) -> Recording:
         """The row's, decoded, and cut into parts.
@@ -85,6 +102,8 @@ class SpeechRenderer:
     def render(self, row: Row, attempt: int = 1) -> Request:
         found = self.recording(row, attempt)
         first = found.request_for(found.parts[0].heard)
+        if self.finds_language and found.speech.language is None:
+            first = found.language_request()
         return replace(first, media_bytes=first.clips[0].n_bytes)
 
     def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:

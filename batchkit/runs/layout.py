@@ -118,6 +118,7 @@ _TRANSCRIPT = {
     "seconds": Column("double", ("seconds",)),
     "segments": Column("string", ("segments",)),
     "missing_s": Column("double", ("coverage", "missing_s")),
+    "language": Column("string", ("language",)),
 }
 _SELECTED = {"selected": Column("int64", ("selected",))}
 _VOTES = {"votes": Column("string", ("votes",))}

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +139,48 @@ def test_rows_with_sound_answer_as_llm_generate_does(
     assert len({answer["text"] for answer in expected}) >= 5
     assert ours[10]["error"]["kind"] == "media"
     assert "the model hears 30 s and drops what follows" in ours[10]["error"]["message"]
+
+
+_HEARD = """
+import json, sys, numpy as np, torch
+from transformers import WhisperForConditionalGeneration, WhisperProcessor
+folder, *paths = sys.argv[1:]
+model, processor = (kind.from_pretrained(folder) for kind in (WhisperForConditionalGeneration, WhisperProcessor))
+ids = processor.tokenizer.convert_tokens_to_ids(["<|startoftranscript|>", "<|de|>", "<|en|>"])
+for path in paths:
+    features = processor(np.load(path), sampling_rate=16000, return_tensors="pt").input_features
+    with torch.no_grad():
+        logits = model.float()(features, decoder_input_ids=torch.tensor([ids[:1]])).logits[0, -1]
+    print("de" if logits[ids[1]] > logits[ids[2]] else "en")
+"""
+
+
+def test_a_recording_without_a_language_is_asked_for_it_first(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    """The languages are those that transformers finds in the first token's logits, and the texts those of
+    ``LLM.generate`` with them."""
+    files = [tmp_path / f"{n}.npy" for n in range(10)]
+    for n, file in enumerate(files):
+        samples = clips.tone(0.3 + 0.35 * n, hertz=150 + 190 * n)
+        clips.write(tmp_path, f"{n}.wav", clips.sound(samples))
+        np.save(file, samples.astype(np.float32) / 32768)
+    write_jsonl(tmp_path / "rows.jsonl", [{"a": f"{n}.wav"} for n in range(10)])
+    model = sound_model("whisper", demo_model)
+    options = {**SMALL, "max_model_len": 448, "limit_mm_per_prompt": {"audio": 1}}
+    prompt = {"audios": ["{{ a }}"]}
+
+    _run(tmp_path, model, options, task="transcribe", prompt=prompt, speech={"timestamps": False})
+
+    records = [*read_newest(tmp_path / "output/run" / RESULTS)]
+    heard = subprocess.check_output([sys.executable, "-c", _HEARD, model, *files], text=True)
+    languages = heard.split()
+    assert [record["language"] for record in records] == languages
+    assert "de" in languages  # which nothing here names
+    assert {record["generations"] for record in records} == {2}
+    calls = [
+        {"prompt": TRANSCRIBE.replace("en", language), "audios": [str(file)]}
+        for language, file in zip(languages, files, strict=True)
+    ]
+    expected = generated({**options, "model": str(model)}, calls, max_tokens=16)
+    assert [record["text"] for record in records] == [its["text"].strip() for its in expected]

@@ -76,8 +76,8 @@ class SpeechTable(Table):
     """For `task = "transcribe"`, whose recordings `prompt.audios` names, one for each row."""
 
     language: Identity[str | None] = None
-    """The language of the recording, for example `en`; or a template, for example `{{ language }}`. vLLM needs it for
-    Whisper."""
+    """The language of the recording, for example `en`; or a template, for example `{{ language }}`. Without it, Whisper is
+    asked first which of its languages it hears, as vLLM's server does."""
     prompt: Identity[str | None] = None
     """A text that the model takes for what was said before, for example names and how they are spelt; or a template."""
     timestamps: Identity[bool] = True

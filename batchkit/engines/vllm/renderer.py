@@ -86,8 +86,8 @@ class VllmRenderer:
         if reason := why_not_bounded(request.sampling, self._vllm_config):
             raise RequestError(reason)
         params, parser = sampling_params(request.sampling), None
-        if request.speech is not None:  # time stamps may count as special
-            params.skip_special_tokens = False
+        if request.speech is not None and self._speech is not None:
+            self._speech.limit(params, request.speech)
         with refusing(request):
             if self._parsing is not None:
                 parser = self._parsing.parser_of(request, params, self._template_kwargs(request))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchkit.errors import JobError, MediaError, RequestError
-from batchkit.types import Audio, Request
+from batchkit.types import Audio, Request, Speech
 
 _NO_STAMPS = "<|notimestamps|>"
 _WRONG_MARK, _MARK = "<|prev|>", "<|startofprev|>"  # vLLM's name for it, and Whisper's
@@ -31,6 +31,16 @@ class SpeechPrompts:
         self._config = self._model.get_speech_to_text_config(model_config, "transcribe")
         self._marks = tokenizer.get_vocab()
         self.has_stamps = bool(getattr(self._model, "supports_segment_timestamp", False))
+        self._languages = list[int]()
+        if getattr(self._model, "supports_explicit_language_detection", False):
+            marks = (f"<|{language}|>" for language in self._model.supported_languages)
+            self._languages = [self._marks[mark] for mark in marks if mark in self._marks]
+
+    def limit(self, params: Any, speech: Speech) -> None:
+        """Let ``params`` allow what may be said about the sound."""
+        params.skip_special_tokens = False  # time stamps may count as special
+        if speech.asks_language and self._languages:
+            params.allowed_token_ids = self._languages
 
     def prompt(self, request: Request) -> Any:
         """In the shape of vLLM's inputs. Raises RowError."""
@@ -39,6 +49,8 @@ class SpeechPrompts:
         speech, (audio,) = request.speech, request.clips
         assert speech is not None
         self._check(audio, speech.language)
+        if speech.asks_language and self._languages:
+            return self._model.get_language_detection_prompt(audio.samples, self._config)
         params = SpeechToTextParams(
             audio=audio.samples,
             stt_config=self._config,
@@ -69,11 +81,6 @@ class SpeechPrompts:
                 f" {most_s}"
             )
         try:
-            known = self._model.validate_language(language)
+            self._model.validate_language(language)
         except ValueError as error:
             raise RequestError(f"speech.language: {error}") from error
-        if known is None and getattr(self._model, "supports_explicit_language_detection", False):
-            raise RequestError(
-                'speech.language: is missing, and this model needs it; set it, for example to "en", or to a'
-                " template of the row's column"
-            )

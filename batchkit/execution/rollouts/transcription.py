@@ -16,8 +16,9 @@ from batchkit.rendering.media.sound import Part, Sound, Span
 from batchkit.rendering.speech import Recording, SpeechRenderer
 from batchkit.types import Choice, Completion, Coverage, Request, Segment, Transcript
 
-PART, AGAIN = "part", "again"
-"""The steps of a recording's generations: for each part, and for what its answer left out."""
+LANGUAGE, PART, AGAIN = "language", "part", "again"
+"""The steps of a recording's generations: for its language, for each part, and for what its answer left out."""
+_LANGUAGE = re.compile(r"<\|([a-z]+)\|>")
 _STAMP = re.compile(r"<\|(\d+\.\d+)\|>")
 _MARK = re.compile(r"<\|[^|<>]*\|>")
 _LEAD_S = 0.3  # heard around what is asked again
@@ -50,6 +51,8 @@ class Transcription:
             return row.failed(error)
 
     async def _transcribed(self, row: OpenRow, recording: Recording) -> Completion:
+        if self._renderer.finds_language and recording.speech.language is None:
+            recording = recording.asked_with(language=await _language(row, recording))
         tasks = [asyncio.ensure_future(_heard(row, recording, part)) for part in recording.parts]
         try:
             of_parts = await asyncio.gather(*tasks)
@@ -57,13 +60,22 @@ class Transcription:
             for task in tasks:
                 task.cancel()
         segments = joined(recording.parts, of_parts)
-        sound, speech = recording.sound, recording.request.speech
-        assert speech is not None
-        space = "" if speech.language in _WITHOUT_SPACES else " "
+        sound, language = recording.sound, recording.speech.language
+        space = "" if language in _WITHOUT_SPACES else " "
         text = space.join(segment["text"] for segment in segments)
         outcome = row.outcome(None, [Choice(text, "stop")])
-        transcript = Transcript(round(sound.seconds, 3), segments, coverage_of(segments, sound))
-        return replace(outcome, transcript=transcript)
+        seconds, coverage = round(sound.seconds, 3), coverage_of(segments, sound)
+        return replace(outcome, transcript=Transcript(seconds, segments, coverage, language))
+
+
+async def _language(row: OpenRow, recording: Recording) -> str | None:
+    """None if the model need not be told."""
+    completion = await row.ask(recording.language_request, LANGUAGE, takes_long=False)
+    assert completion is not None
+    if completion.error is not None and not isinstance(completion.error, EmptyTextError):
+        raise completion.error
+    found = None if completion.error is not None else _LANGUAGE.fullmatch(completion.text.strip())
+    return found and found[1]
 
 
 async def _heard(row: OpenRow, recording: Recording, part: Part) -> list[Segment]:
