@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import partial
 from typing import Any, Literal
 
@@ -58,7 +59,7 @@ def _begun(body: Any, owner: str, settings: Settings, store: Store) -> Object:
     line = {"custom_id": "flex", "method": "POST", "url": _ENDPOINT, "body": body}
     name = new_id("file")
     incoming = settings.incoming / name
-    incoming.write_bytes(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    incoming.write_text(json.dumps(line))  # orjson refuses integers beyond 64 bits
     path = take_in(incoming, settings, name)
     file = file_doc(
         name, path, filename="flex.jsonl", purpose="batch", expires_at=settings.expiry()

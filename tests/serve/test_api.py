@@ -277,7 +277,7 @@ def test_flex_requests_wait_for_their_answer(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         flex(model="gpt-6")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-    for more in ({"stream": True}, {"service_tier": "auto"}, {"messages": None}):
+    for more in ({"stream": True}, {"service_tier": "auto"}, {"messages": None}, {"model": 1 << 70}):
         with pytest.raises(openai.BadRequestError):
             flex(**more)
 
