@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -87,15 +88,26 @@ def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Objec
 
 def add_stored(store: Store, settings: Settings, kind: Kind, owner: str, doc: Object) -> None:
     """Raises Problem, and removes the content, if the key may not have so much."""
+    with room_for(doc["id"], doc["bytes"], owner, settings, store):
+        store.add(kind, owner, doc)
+
+
+@contextmanager
+def room_for(
+    name: str, n_bytes: int, owner: str, settings: Settings, store: Store
+) -> Iterator[None]:
+    """Nobody else writes meanwhile. The content of ``name`` is removed if it ends with a Problem: that the key may not
+    have so much, or another."""
     most = settings.limits_of(owner).bytes
-    with store.lock:
-        taken = store.bytes_of(owner)
-        if is_fine := taken + doc["bytes"] <= most:
-            store.add(kind, owner, doc)
-    if not is_fine:
-        remove_file(store, settings, doc["id"])
-        text = f"{doc['bytes']:,} bytes, and your files have {taken:,} of at most {most:,}: delete some"
-        raise Problem(429, text, code="storage_limit_exceeded")
+    try:
+        with store.lock:
+            if (taken := store.bytes_of(owner)) + n_bytes > most:
+                text = f"{n_bytes:,} bytes, and your files have {taken:,} of at most {most:,}: delete some"
+                raise Problem(429, text, code="storage_limit_exceeded")
+            yield
+    except Problem:
+        remove_file(store, settings, name)
+        raise
 
 
 def new_id(kind: str) -> str:

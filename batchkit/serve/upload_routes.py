@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hashlib import md5
+from functools import partial
+from hashlib import file_digest, md5
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -19,6 +20,7 @@ from batchkit.serve.files import (
     new_id,
     parts_of,
     remove_file,
+    room_for,
     take_in,
 )
 from batchkit.serve.forms import Form, described, feed, reading
@@ -27,7 +29,6 @@ from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store
 
 _PENDING_S = 3600
-_CHUNK = 1 << 20
 
 
 class NewUpload(BaseModel):
@@ -81,11 +82,17 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
         known = parts_of(store, upload_id, owner)
         if unknown := [name for name in asked.part_ids if name not in known]:
             raise missing("Part", unknown[0])
+        if (size := sum(known[name]["bytes"] for name in asked.part_ids)) != upload["bytes"]:
+            text = f"the parts have {size:,} bytes, and the upload was to have {upload['bytes']:,}"
+            raise Problem(400, text, param="part_ids")
         parts = [settings.files / name for name in asked.part_ids]
         file = _whole(upload, parts, asked.md5, settings)
         link(settings.files / file["id"], file["purpose"], settings.media_of(owner))
+        more = size - sum(part["bytes"] for part in known.values())
         done = {**upload, "status": "completed", "file": file}
-        store.change(upload_id, lambda doc: done, adding=(file,))
+        with room_for(file["id"], more, owner, settings, store):
+            _pending(store, upload_id, owner)  # it may have been completed or cancelled meanwhile
+            store.change(upload_id, lambda doc: done, adding=(file,))
         remove_file(store, settings, *known)
         return done
 
@@ -124,17 +131,16 @@ def _kept_part(form: Form, upload: str, owner: str, settings: Settings, store: S
 
 
 def _whole(upload: Object, parts: list[Path], digest: str | None, settings: Settings) -> Object:
-    """The file of the parts, which has to be as long as it was said to be."""
+    """The file of the parts."""
     name = new_id("file")
     incoming = settings.incoming / name
-    joined(parts, incoming)
     try:
-        if (size := incoming.stat().st_size) != upload["bytes"]:
-            text = f"the parts have {size:,} bytes, and the upload was to have {upload['bytes']:,}"
-            raise Problem(400, text, param="part_ids")
+        joined(parts, incoming)
         if digest is not None and _md5(incoming) != digest.lower():
             raise Problem(400, "md5 is not that of the parts", param="md5")
         path = take_in(incoming, settings, name)
+    except FileNotFoundError:  # another request has completed or cancelled it
+        raise missing("Part", upload["id"]) from None
     finally:
         incoming.unlink(missing_ok=True)
     return file_doc(
@@ -147,8 +153,5 @@ def _whole(upload: Object, parts: list[Path], digest: str | None, settings: Sett
 
 
 def _md5(path: Path) -> str:
-    digest = md5(usedforsecurity=False)
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return file_digest(file, partial(md5, usedforsecurity=False)).hexdigest()

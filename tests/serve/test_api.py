@@ -245,6 +245,24 @@ def test_an_upload_in_parts_is_a_file(client: OpenAI) -> None:
         client.uploads.complete(upload.id, part_ids=[early, late])
 
 
+def test_an_upload_is_completed_once(client: OpenAI) -> None:
+    def complete(upload: str, part: str) -> int:
+        try:
+            client.uploads.complete(upload, part_ids=[part])
+        except openai.APIStatusError as error:
+            return error.status_code
+        return 200
+
+    given: Any = {"filename": "a", "mime_type": "a", "purpose": "user_data"}
+    for _ in range(5):
+        upload = client.uploads.create(bytes=1 << 20, **given)
+        part = client.uploads.parts.create(upload.id, data=bytes(1 << 20)).id
+        with ThreadPoolExecutor(4) as pool:
+            codes = [*pool.map(complete, [upload.id] * 4, [part] * 4)]
+        assert codes.count(200) == 1
+        assert {*codes} <= {200, 404, 409}
+
+
 def test_a_batch_that_has_ended_can_not_be_cancelled(client: OpenAI) -> None:
     batch = ended(client, submit(client, [ask("a")]))
     with pytest.raises(openai.ConflictError, match="completed"):
@@ -277,7 +295,12 @@ def test_flex_requests_wait_for_their_answer(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         flex(model="gpt-6")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-    for more in ({"stream": True}, {"service_tier": "auto"}, {"messages": None}, {"model": 1 << 70}):
+    for more in (
+        {"stream": True},
+        {"service_tier": "auto"},
+        {"messages": None},
+        {"model": 1 << 70},
+    ):
         with pytest.raises(openai.BadRequestError):
             flex(**more)
 
@@ -444,6 +467,10 @@ def test_a_key_has_limits(tmp_path: Path) -> None:
         upload = client.uploads.create(bytes=600, filename="a", mime_type="a", purpose="vision")
         with pytest.raises(openai.RateLimitError):
             client.uploads.parts.create(upload.id, data=b"x" * 600)
+        part = client.uploads.parts.create(upload.id, data=b"x" * 300).id
+        with pytest.raises(openai.RateLimitError):
+            client.uploads.complete(upload.id, part_ids=[part, part])
+        client.uploads.cancel(upload.id)
         assert [path.name for path in (tmp_path / "new/files").iterdir()] == [made.id]
         client.files.delete(made.id)
         client.files.create(file=b"x" * 600, purpose="vision")
