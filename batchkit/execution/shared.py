@@ -1,8 +1,9 @@
 """One engine for several runs that go on beside each other, each in a thread of its own.
 
 Each run has a seat, which is an Engine to it: what it submits waits there until the engine has room, and comes back to it
-alone. The next request is one of the lowest rank, and of those one of the owner who has the fewest in the engine: so owners
-who are all busy have equal parts of it at any time. A run that ends or is stopped leaves its seat, and the engine stays.
+alone. The next request is one of the lowest rank, of those one of the owner who has the fewest in the engine, and of the owner's
+runs one of that with the fewest rows left. So owners who are all busy have equal parts of the engine at any time. A run that ends
+or is stopped leaves its seat, and the engine stays.
 
 If the engine dies, nobody knows whose request was at fault, and a search among several runs would suspect innocent
 rows. So all runs are to be stopped (``on_death``), and each continued alone for a while: then it searches as any run does.
@@ -30,12 +31,18 @@ _SLICE_S = 0.005  # what a run submits while another waits for the engine may wa
 @dataclass
 class Claim:
     """Whose run it is, and its place in the queue: the lowest ``rank`` goes first, and may change while the run works.
-    ``answered``: how many of its requests are. ``engine_s``: its part of the engine's time, by its requests there."""
+    ``rows``: those that it has to answer; ``answered``: requests; ``engine_s``: its part of the engine's time, by its requests
+    there."""
 
     owner: str
     rank: tuple[int, ...]
+    rows: int
     answered: int = 0
     engine_s: float = 0.0
+
+    @property
+    def left(self) -> int:
+        return self.rows - self.answered
 
 
 class SharedEngines:
@@ -210,7 +217,7 @@ class SharedEngine:
 
     def _place(self, seat: Seat) -> tuple[Sequence[int], int, int]:
         """The least goes first."""
-        return seat.claim.rank, self._of_owner[seat.claim.owner], seat.in_flight
+        return seat.claim.rank, self._of_owner[seat.claim.owner], seat.claim.left
 
     def _count(self, seat: Seat, number: int) -> None:
         self._of_owner[seat.claim.owner] += number

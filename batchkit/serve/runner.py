@@ -23,7 +23,7 @@ from batchkit.execution.shared import Claim, SharedEngines
 from batchkit.execution.start import Options
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary
-from batchkit.serve.batch import errors_of, moved, problem
+from batchkit.serve.batch import errors_of, moved, problem, rows_left
 from batchkit.serve.clock import wall_s
 from batchkit.serve.order import MOST, Order, Turn
 from batchkit.serve.settings import Settings
@@ -116,8 +116,8 @@ class Runner:
         if alone := [stored for stored in waiting if stored.doc["id"] in self._alone]:
             waiting = alone
         most = 1 if alone else self._most
-        answered = {name: running.claim.answered for name, running in self._running.items()}
-        turns = self._order.chosen(waiting, answered, now, most)
+        left = {name: running.claim.left for name, running in self._running.items()}
+        turns = self._order.chosen(waiting, left, now, most)
         return {turn.stored.doc["id"]: turn for turn in turns}
 
     def _note_rate(self) -> None:
@@ -139,7 +139,8 @@ class Runner:
         stored, name = turn.stored, turn.stored.doc["id"]
         if name in self._alone:
             self._alone[name] = time.monotonic() + _ALONE_S
-        running = Running(stored, StopRequest(), Claim(stored.owner, turn.rank))
+        claim = Claim(stored.owner, turn.rank, rows_left(stored.doc))
+        running = Running(stored, StopRequest(), claim)
         self._running[name] = running
         self._pool.submit(self._run, running)
 

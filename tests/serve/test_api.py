@@ -279,21 +279,22 @@ def test_a_batch_past_its_window_expires_with_the_rest_as_errors(client: OpenAI)
     assert sorted(ids) == list(range(60_000))
 
 
-def test_flex_requests_wait_for_their_answer(client: OpenAI) -> None:
-    def flex(**more: Any) -> Any:
-        said = [{"role": "user", "content": "Hi"}]
-        given: Any = {"model": "tiny", "service_tier": "flex", "messages": said, **more}
-        return client.chat.completions.create(**given)
+def flex(client: OpenAI, **more: Any) -> Any:
+    said = [{"role": "user", "content": "Hi"}]
+    given: Any = {"model": "tiny", "service_tier": "flex", "messages": said, **more}
+    return client.chat.completions.create(**given)
 
+
+def test_flex_requests_wait_for_their_answer(client: OpenAI) -> None:
     before = len([*client.batches.list()])
     with ThreadPoolExecutor(8) as pool:
-        answers = [*pool.map(lambda n: flex(max_tokens=n), range(1, 9))]
+        answers = [*pool.map(lambda n: flex(client, max_tokens=n), range(1, 9))]
     for answer in answers:
         assert answer.choices[0].message.content
         assert answer.service_tier == "flex"
     assert len([*client.batches.list()]) == before + 8
     with pytest.raises(openai.BadRequestError) as caught:
-        flex(model="gpt-6")
+        flex(client, model="gpt-6")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     for more in (
         {"stream": True},
@@ -302,7 +303,7 @@ def test_flex_requests_wait_for_their_answer(client: OpenAI) -> None:
         {"model": 1 << 70},
     ):
         with pytest.raises(openai.BadRequestError):
-            flex(**more)
+            flex(client, **more)
 
 
 def test_models_health_metrics_and_the_pages(client: OpenAI, served: Served) -> None:

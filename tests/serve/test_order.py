@@ -37,22 +37,26 @@ def names(turns: list[Turn]) -> list[str]:
 @pytest.mark.parametrize(
     ("waiting", "chosen"),
     [
-        ([batch("long", left=900), batch("short", left=9), batch("other")], ["short", "other"]),
+        (
+            [batch("long", left=900), batch("short", left=9), batch("other")],
+            ["short", "other", "long"],
+        ),
         ([batch("low"), batch("high", left=900, priority=1)], ["high", "low"]),
         ([batch("a1"), batch("a2"), batch("a3"), batch("b1", "b")], ["a1", "a2", "b1"]),
+        ([batch(name) for name in "edcba"], [*"abcd"]),
         ([batch("late"), batch("sooner", in_s=5e5)], ["sooner", "late"]),
     ],
 )
-def test_of_a_key_the_two_with_the_fewest_rows_left_run(
+def test_of_a_key_those_with_the_fewest_rows_left_run(
     waiting: list[Stored], chosen: list[str]
 ) -> None:
-    assert names(Order().chosen(waiting, {}, NOW, MOST)) == chosen
+    assert names(Order().chosen(waiting, {}, NOW, 4)) == chosen
 
 
 def test_every_key_has_a_batch_before_one_has_two() -> None:
     waiting = [batch(f"{key}{n}", key) for key in "abcdefghijkl" for n in range(2)]
-    assert len({turn.stored.owner for turn in Order().chosen(waiting, {}, NOW, MOST)}) == 12
-    assert len(Order().chosen(waiting * 2, {}, NOW, 4)) == 4
+    assert len({turn.stored.owner for turn in Order().chosen(waiting, {}, NOW, 12)}) == 12
+    assert len(Order().chosen(waiting, {}, NOW, 4)) == 4
 
 
 def test_a_batch_that_would_miss_its_deadline_goes_first_until_it_would_not() -> None:
