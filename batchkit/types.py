@@ -326,11 +326,13 @@ class Choice(Struct, frozen=True):
 
 class Usage(Struct, frozen=True, omit_defaults=True):
     """Tokens; ``completion_tokens`` is summed over the choices, and so is the part of them that is
-    reasoning, None if it is not known."""
+    reasoning, None if it is not known. ``cached_tokens``: those of the prompt that the engine had in its prefix cache,
+    None if it is not known or there were none."""
 
     prompt_tokens: Count
     completion_tokens: Count
     reasoning_tokens: Count | None = None
+    cached_tokens: Count | None = None
 
 
 class Entity(TypedDict):

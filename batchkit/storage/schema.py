@@ -29,8 +29,9 @@ def possible(usage: Usage | None) -> Usage | None:
     """None if one of the first two counts can't be true, whatever they are; the answer itself stays usable."""
     if usage is None or not (is_count(usage.prompt_tokens) and is_count(usage.completion_tokens)):
         return None
-    is_known = usage.reasoning_tokens is None or is_count(usage.reasoning_tokens)
-    return usage if is_known else replace(usage, reasoning_tokens=None)
+    parts = {"reasoning_tokens": usage.reasoning_tokens, "cached_tokens": usage.cached_tokens}
+    wrong = {name: None for name, n in parts.items() if not (n is None or is_count(n))}
+    return replace(usage, **wrong) if wrong else usage
 
 
 def error_of(error: RowError) -> ErrorInfo:

@@ -23,7 +23,7 @@ from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 from tests.support.sound_model import PLACE, TRANSCRIBE, sound_model
-from tests.support.vllm_reference import generated
+from tests.support.vllm_reference import counts, generated
 
 pytestmark = pytest.mark.vllm
 
@@ -45,7 +45,7 @@ def _run(folder: Path, model: Path, options: dict[str, Any], **tables: Any) -> l
     done = batchkit("run", "job.toml", cwd=folder, start=Fork)
     assert done.returncode in (0, 3), done.stderr
     return [
-        {"text": record["text"], "finish_reason": record["finish_reason"], **record["usage"]}
+        {name: record[name] for name in ("text", "finish_reason")} | counts(record["usage"])
         if record["status"] == "ok"
         else record
         for record in read_newest(folder / "output/run" / RESULTS)

@@ -15,14 +15,14 @@ from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 from tests.support.transformers_jobs import N_ROWS, write_job
-from tests.support.vllm_reference import reference
+from tests.support.vllm_reference import counts, reference
 
 pytestmark = pytest.mark.vllm
 
 
 def _ours(folder: Path) -> list[dict[str, Any]]:
     return [
-        {"text": record["text"], "finish_reason": record["finish_reason"], **record["usage"]}
+        {name: record[name] for name in ("text", "finish_reason")} | counts(record["usage"])
         for record in read_newest(folder / RESULTS)
     ]
 

@@ -89,6 +89,19 @@ def test_a_row_that_fails_is_a_line_of_the_error_file(
     assert codes == {"long": "prompt_too_long", "bad": "invalid_request"}
 
 
+def test_prompt_tokens_of_the_prefix_cache_are_counted(
+    client: openai.OpenAI, ask: Callable[..., dict[str, Any]]
+) -> None:
+    text = "The same long beginning. " * 25
+    batch = ended(client, submit(client, [ask(str(n), f"{text}{n}") for n in range(40)]))
+    lines = content(client, batch.output_file_id)
+    found = [line["response"]["body"]["usage"].get("prompt_tokens_details") for line in lines]
+    cached = [details["cached_tokens"] for details in found if details is not None]
+    assert batch.usage is not None
+    assert batch.usage.input_tokens_details.cached_tokens == sum(cached) > 0
+    assert batch.usage.input_tokens > sum(cached)
+
+
 def test_a_short_batch_does_not_wait_for_a_long_one_which_is_then_cancelled(
     client: openai.OpenAI, ask: Callable[..., dict[str, Any]]
 ) -> None:

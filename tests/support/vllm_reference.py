@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,8 @@ def _serving(engine: Any, reasoning_parser: str | None, tool_call_parser: str | 
 
 if __name__ == "__main__":
     main()
+
+
+def counts(usage: Mapping[str, int]) -> dict[str, int]:
+    """Without those that depend on what ran before."""
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}

@@ -227,6 +227,8 @@ def _usage(usage: Mapping[str, int] | None) -> dict[str, Any] | None:
     found["total_tokens"] = found["prompt_tokens"] + found["completion_tokens"]
     if (tokens := found.pop("reasoning_tokens", None)) is not None:
         found["completion_tokens_details"] = {"reasoning_tokens": tokens}
+    if (tokens := found.pop("cached_tokens", None)) is not None:
+        found["prompt_tokens_details"] = {"cached_tokens": tokens}
     return found
 
 

@@ -46,7 +46,10 @@ def _usage(usage: Mapping[str, int] | None) -> dict[str, Any] | None:
     sent, answered = usage["prompt_tokens"], usage["completion_tokens"]
     return {
         "input_tokens": sent,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": usage.get("cached_tokens") or 0,
+            "cache_write_tokens": 0,
+        },
         "output_tokens": answered,
         "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens") or 0},
         "total_tokens": sent + answered,

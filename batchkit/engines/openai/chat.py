@@ -228,9 +228,13 @@ def usage_in(
     in ``counts``."""
     if not isinstance(counts, Mapping):
         return None
-    details = counts.get(f"{answered}_details")
-    reasoning_tokens = details.get("reasoning_tokens") if isinstance(details, Mapping) else None
-    return possible(Usage(counts.get(sent, -1), counts.get(answered, -1), reasoning_tokens))
+    reasoning, cached = (
+        details.get(name) if isinstance(details := counts.get(f"{of}_details"), Mapping) else None
+        for of, name in ((answered, "reasoning_tokens"), (sent, "cached_tokens"))
+    )
+    return possible(
+        Usage(counts.get(sent, -1), counts.get(answered, -1), reasoning, cached or None)
+    )
 
 
 def json_form(wanted: Any) -> dict[str, Any] | None:

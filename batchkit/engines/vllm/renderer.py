@@ -118,7 +118,9 @@ class VllmRenderer:
             for c in output.outputs
         ]
         usage = Usage(
-            len(output.prompt_token_ids or ()), sum(len(c.token_ids) for c in output.outputs)
+            len(output.prompt_token_ids or ()),
+            sum(len(c.token_ids) for c in output.outputs),
+            cached_tokens=output.num_cached_tokens or None,
         )
         done = Completion(prepared.request, choices, usage, latency_s, prompt=output.prompt)
         is_led = prepared.inputs[0].params.structured_outputs is not None

@@ -165,6 +165,7 @@ def _sum(usages: Sequence[Usage]) -> Usage | None:
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
         sum(thought) if thought else None,
+        sum(usage.cached_tokens or 0 for usage in usages) or None,
     )
 
 
