@@ -41,6 +41,7 @@ SCRIPTS = [
     "adapters",
     "embed",
     "run_batch",
+    "serving",
     "ray_data",
     "steps",
     "plan",

@@ -1,12 +1,14 @@
-"""`batchkit serve`: against `batchkit run` on the same rows, a short batch beside a long one, and five keys.
+"""`batchkit serve`: against `batchkit run` and `vllm run-batch` on the same rows, a short batch beside a long one, five keys.
 
     python benchmarks/serving.py [--rounds 3] [--rows 3000] [--setting simulated|CPU|dry-run] [--quick]
 
 Real vLLM on batchkit-demo at its defaults but 64 sequences; simulated, which is the default: a step takes 10 ms and leaves the
 host's cores alone (accelerator.py). dry-run has no model: each request takes 50 ms, and the host shows what it does for each row.
 
-Both sides count the seconds with the engine up, as the run's manifest has them: a batch is a run. What serve does besides
-(the check of the file, the export, its ticks) is counted by itself: a batch of one row, from its creation to its end.
+Against `batchkit run` both sides count the seconds with the engine up, as the run's manifest has them: a batch is a run. What
+serve does besides (the check of the file, the export) is counted by itself: a batch of one row, from its creation to its end.
+Against `vllm run-batch` serve's clock runs from the upload to the end of the batch, with the model loaded; that of run-batch from
+the loaded model to its last line (stamped.py).
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
+from commands import STAMPS
 from frame import HERE, Figure, arguments, batchkit, report, spread
 from openai import OpenAI
+from run_batch import RUN_BATCH, run_batch
 from sides import COSTS
 
-CHAT, SHORT, KEYS = "/v1/chat/completions", 10, 5
+CHAT, SHORT, KEYS, OF_KEY = "/v1/chat/completions", 10, 5, 1500
 STEP = {"step_ms": 10, "token_us": 0, "image_ms": 0, "median_tokens": 30}
 OPTIONS = {"max_num_seqs": 64, "max_model_len": 1024, "kv_cache_memory_bytes": 2**30}
 DRY = {"max_num_seqs": 64, "latency_s": 0.05}
@@ -54,7 +58,7 @@ def main() -> None:
         folder = Path(name)
         job = {"name": "run", "input": INPUT, "engine": SETTINGS[args.setting]}
         (folder / "job.toml").write_text(tomlkit.dumps(job))
-        figures = measure(folder, args.rows, args.rounds)
+        figures = measure(folder, args.setting, args.rows, args.rounds)
     print(f"{'what':<42}{'found':>10}  wanted")
     for figure in figures:
         at = "" if figure.wanted is None else f"{figure.wanted:.2f} {figure.outcome}"
@@ -62,44 +66,75 @@ def main() -> None:
     report("serving", figures, setting=args.setting, rows=args.rows)
 
 
-def measure(folder: Path, n_rows: int, n_rounds: int) -> list[Figure]:
+def measure(folder: Path, setting: str, n_rows: int, n_rounds: int) -> list[Figure]:
     (folder / "rows.jsonl").write_bytes(lines(n_rows))
-    ratios = []
+    ratios, others = list[float](), list[float]()
     with serving(folder) as keys:
         one = keys[0]
         ended(one, submit(one, lines(SHORT)))  # the model is loaded
         for number in range(n_rounds):
-            batch = ended(one, submit(one, lines(n_rows)), every_s=1)
+            began = time.monotonic()
+            batch = ended(one, submit(one, lines(n_rows)), every_s=0.2)
+            whole_s = time.monotonic() - began
             served_s = seconds_in(folder / "output/serve/batches" / batch)
             ran = batchkit(folder, "run", "job.toml", "--fresh", environment=ENVIRONMENT)
             ratios.append(ran.summary["seconds"] / served_s)
-            print(f"{number + 1}: served in {served_s:.2f} s, {ratios[-1]:.3f} ×", file=sys.stderr)
+            if setting != "dry-run":
+                others.append(run_batch_s(folder, setting) / whole_s)
+            print(f"{number + 1}: served in {served_s:.2f} s", ratios[-1], others, file=sys.stderr)
         fixed_s, alone_s = median_s(one, 1), median_s(one, SHORT)
-        long = submit(one, lines(5 * n_rows))
+        long = submit(one, lines(10 * n_rows))
         until_completed(one, long, n_rows // 10)
         beside_s = median_s(one, SHORT)
         one.batches.cancel(long)
-        shares = shares_of(keys, n_rows)
+        shares = shares_of(keys)
     print(f"ratios {spread(ratios)}; shares {shares}", file=sys.stderr)
     return [
         Figure("rows a second, against batchkit run", statistics.median(ratios), wanted=0.98),
+        *(
+            Figure(f"against {RUN_BATCH}", statistics.median(others), wanted=1.05)
+            for _ in others[:1]
+        ),
         Figure("a batch of one row", fixed_s, "s"),
         Figure(f"a batch of {SHORT} alone", alone_s, "s"),
-        Figure(f"a batch of {SHORT} beside one of {5 * n_rows:,}", beside_s, "s"),
+        Figure(f"a batch of {SHORT} beside one of {10 * n_rows:,}", beside_s, "s"),
         Figure("five keys: least share / largest", min(shares) / max(shares), wanted=0.9),
     ]
 
 
-def shares_of(keys: list[OpenAI], n_rows: int) -> list[int]:
-    """Rows of each key's batch, from when all run to when half of all rows are done."""
-    batches = [submit(key, lines(n_rows)) for key in keys]
+def run_batch_s(folder: Path, setting: str) -> float:
+    """From the loaded model to the last line of its answers."""
+    worker = f"stamped.{'SimulatedWorker' if setting == 'simulated' else 'CpuWorker'}"
+    options = {**OPTIONS, "served_model_name": "batchkit-demo", "worker_cls": worker}
+    tool = run_batch(str(HERE.parent / "batchkit/demo_model"))
+    stamps, answers = folder / "stamps", folder / "answers.jsonl"
+    stamps.unlink(missing_ok=True)
+    subprocess.run(
+        tool.command(folder / "rows.jsonl", options, folder),
+        cwd=folder,
+        env={**ENVIRONMENT, STAMPS: str(stamps)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
+    loaded, _ = map(float, stamps.read_text().split())
+    assert len(answers.read_text().splitlines()) == len(
+        (folder / "rows.jsonl").read_text().splitlines()
+    )
+    return answers.stat().st_mtime - loaded
+
+
+def shares_of(keys: list[OpenAI]) -> list[int]:
+    """Rows of each key's batch, from when all run, and what the first of them had in the engine before has gone, to when half
+    of all rows are done."""
+    batches = [submit(key, lines(OF_KEY)) for key in keys]
 
     def done() -> list[int]:
         return [completed(key, batch) for key, batch in zip(keys, batches, strict=True)]
 
-    while min(before := done()) == 0:
+    while min(before := done()) < SHORT:
         time.sleep(0.2)
-    while sum(now := done()) < KEYS * n_rows / 2:
+    while sum(now := done()) < KEYS * OF_KEY / 2:
         time.sleep(0.2)
     for key, batch in zip(keys, batches, strict=True):
         key.batches.cancel(batch)
@@ -170,7 +205,12 @@ def serving(folder: Path) -> Iterator[list[OpenAI]]:
     made = [batchkit(folder, *own, "--new-key", f"k{n}").stdout for n in range(KEYS)]
     command = [sys.executable, "-m", "batchkit", *own]
     with subprocess.Popen(
-        command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as server:
         assert server.stdout is not None
         url = server.stdout.readline().split()[-1]
