@@ -39,7 +39,8 @@ _TIMES = (
     *("expired_at", "cancelling_at", "cancelled_at"),
 )
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_MOST_PAIRS = 16
+_Short = Annotated[str, StringConstraints(max_length=64)]
+_Long = Annotated[str, StringConstraints(max_length=512)]
 
 
 class OutputExpiresAfter(BaseModel):
@@ -53,13 +54,7 @@ class NewBatch(BaseModel):
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: (
-        dict[
-            Annotated[str, StringConstraints(max_length=64)],
-            Annotated[str, StringConstraints(max_length=512)],
-        ]
-        | None
-    ) = None
+    metadata: Annotated[dict[_Short, _Long], Field(max_length=16)] | None = None
     output_expires_after: OutputExpiresAfter | None = None
     priority: int = Field(0, ge=-1000, le=1000)
 
@@ -69,13 +64,6 @@ class NewBatch(BaseModel):
         if not seconds_of(text):
             raise ValueError(f"found {text!r}, expected a number with s, m, h or d, as 24h")
         return text
-
-    @field_validator("metadata")
-    @classmethod
-    def _is_short(cls, pairs: dict[str, str] | None) -> dict[str, str] | None:
-        if pairs is not None and len(pairs) > _MOST_PAIRS:
-            raise ValueError(f"found {len(pairs)} pairs, expected at most {_MOST_PAIRS}")
-        return pairs
 
 
 def seconds_of(window: str) -> int:

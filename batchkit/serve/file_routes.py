@@ -10,7 +10,7 @@ from fastapi.responses import FileResponse
 
 from batchkit.serve.batch import UNFINISHED
 from batchkit.serve.files import PURPOSES, found_file, kept_file, remove_file
-from batchkit.serve.forms import Form, described, feed, reading
+from batchkit.serve.forms import described, received
 from batchkit.serve.problem import Problem
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store
@@ -21,10 +21,7 @@ def file_routes(settings: Settings, store: Store) -> APIRouter:
 
     @routes.post("/v1/files", openapi_extra=described("file", purpose={"enum": [*PURPOSES]}))
     async def upload_file(request: Request) -> Object:
-        form = Form()
-        content_type = request.headers.get("content-type", "")
-        with reading(content_type, settings.incoming, form) as parser:
-            await feed(parser, request.stream())
+        async with received(request, settings.incoming) as form:
             return await run_in_threadpool(kept_file, form, request.state.owner, settings, store)
 
     @routes.get("/v1/files")

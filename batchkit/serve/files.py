@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, get_args
@@ -129,14 +129,6 @@ def link(path: Path, purpose: str, folder: Path) -> None:
     if purpose in _FOR_LINES:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / path.name).hardlink_to(path)
-
-
-def joined(parts: Sequence[Path], target: Path) -> None:
-    """``parts`` one after another in ``target``."""
-    with target.open("wb") as file:
-        for part in parts:
-            with part.open("rb") as source:
-                shutil.copyfileobj(source, file, 1 << 20)
 
 
 def remove_file(store: Store, settings: Settings, *names: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batchkit.serve.problem import Problem
 
 if TYPE_CHECKING:
-    from python_multipart.multipart import FormParser
+    from fastapi import Request
 
 _MOST_FIELDS, _MOST_FIELD_BYTES = 32, 64 * 1024
 
@@ -45,15 +45,17 @@ class Form:
         return found
 
 
-@contextmanager
-def reading(content_type: str, folder: Path, form: Form) -> Iterator[FormParser]:
-    """A parser that fills ``form``; its file is removed at the end, unless it was moved.
+@asynccontextmanager
+async def received(request: Request, folder: Path) -> AsyncIterator[Form]:
+    """The form of a request; its file is removed at the end, unless it was moved.
 
     Raises:
         Problem: the body is no such form.
     """
     from python_multipart import create_form_parser
     from python_multipart.exceptions import FormParserError
+
+    form, content_type = Form(), request.headers.get("content-type", "")
 
     def keep(file: Any) -> None:
         if form.path is not None:
@@ -77,16 +79,14 @@ def reading(content_type: str, folder: Path, form: Form) -> Iterator[FormParser]
         }
         try:
             headers: Any = {"Content-Type": content_type.encode()}
-            yield create_form_parser(headers, note, keep, config=config)
+            parser = create_form_parser(headers, note, keep, config=config)
+            async for chunk in request.stream():
+                if chunk:
+                    parser.write(chunk)
+            parser.finalize()
         except (FormParserError, ValueError) as error:
             raise Problem(400, f"the body is not a form with a file: {error}") from error
-
-
-async def feed(parser: FormParser, body: AsyncIterator[bytes]) -> None:
-    async for chunk in body:
-        if chunk:
-            parser.write(chunk)
-    parser.finalize()
+        yield form
 
 
 def _text(value: bytes | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from hashlib import file_digest, md5
 from pathlib import Path
@@ -15,7 +16,6 @@ from batchkit.serve.files import (
     Purpose,
     add_stored,
     file_doc,
-    joined,
     link,
     new_id,
     parts_of,
@@ -23,7 +23,7 @@ from batchkit.serve.files import (
     room_for,
     take_in,
 )
-from batchkit.serve.forms import Form, described, feed, reading
+from batchkit.serve.forms import Form, described, received
 from batchkit.serve.problem import Problem, missing
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store
@@ -68,11 +68,9 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
 
     @routes.post("/v1/uploads/{upload_id}/parts", openapi_extra=described("data"))
     async def add_part(request: Request, upload_id: str) -> Object:
-        form, owner = Form(), request.state.owner
+        owner = request.state.owner
         await run_in_threadpool(_pending, store, upload_id, owner)
-        content_type = request.headers.get("content-type", "")
-        with reading(content_type, settings.incoming, form) as parser:
-            await feed(parser, request.stream())
+        async with received(request, settings.incoming) as form:
             return await run_in_threadpool(_kept_part, form, upload_id, owner, settings, store)
 
     @routes.post("/v1/uploads/{upload_id}/complete")
@@ -135,7 +133,10 @@ def _whole(upload: Object, parts: list[Path], digest: str | None, settings: Sett
     name = new_id("file")
     incoming = settings.incoming / name
     try:
-        joined(parts, incoming)
+        with incoming.open("wb") as file:
+            for part in parts:
+                with part.open("rb") as source:
+                    shutil.copyfileobj(source, file, 1 << 20)
         if digest is not None and _md5(incoming) != digest.lower():
             raise Problem(400, "md5 is not that of the parts", param="md5")
         path = take_in(incoming, settings, name)
