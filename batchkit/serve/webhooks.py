@@ -68,8 +68,7 @@ class Webhooks:
         if not url.startswith(("http://", "https://")):
             raise JobError(f"--webhook: found {url!r}, expected an http:// or https:// address")
         self._url, self._store, self._say = url, store, say
-        self._failures: dict[str, int] = {}
-        self._due: dict[str, float] = {}  # when each that failed is sent again
+        self._failed: dict[str, tuple[int, float]] = {}  # how often, and when it is sent again
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="webhooks")
         self._thread.start()
@@ -82,12 +81,13 @@ class Webhooks:
         while not self._closing.wait(_LOOK_S):
             try:
                 for _, event in self._store.all("event"):
-                    if self._due.get(event["id"], 0) <= time.monotonic():
-                        self._send(event)
+                    n_failures, due = self._failed.get(event["id"], (0, 0.0))
+                    if due <= time.monotonic():
+                        self._send(event, n_failures)
             except StoreError as error:
                 self._say(f"webhooks: {error}")
 
-    def _send(self, event: Object) -> None:
+    def _send(self, event: Object, n_failures: int) -> None:
         import httpx
 
         name, body = event["id"], orjson.dumps(event)
@@ -97,9 +97,10 @@ class Webhooks:
                 self._url, content=body, headers=headers, timeout=_TIMEOUT_S
             ).raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            n = self._failures[name] = self._failures.get(name, 0) + 1
-            if n <= len(_WAITS_S):
-                self._due[name] = time.monotonic() + _WAITS_S[n - 1]
+            if n_failures < len(_WAITS_S):
+                due = time.monotonic() + _WAITS_S[n_failures]
+                self._failed[name] = n_failures + 1, due
                 return
             self._say(f"webhooks: {event['type']} of {event['data']['id']} is given up: {error}")
         self._store.remove(name)
+        self._failed.pop(name, None)
