@@ -11,6 +11,7 @@ import marshal
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ _MOST_CHANNELS = 64
 _SIZE_ORDER: dict[bytes, Literal["little", "big"]] = {b"RIFF": "little", b"FORM": "big"}
 _UNKNOWN_SIZE = 2**32 - 2**16  # what is written to a pipe has the largest number there
 _MOST_FRAMES_A_SECOND = 1000
+_MOST_FROM_KEY_FRAME = 300
 _RATE = 25.0  # of frames, if the clip names none
 # Packets of a WAV in which FFmpeg looks for DTS: the usual 32 take longer than decoding.
 _OPTIONS = {"max_probe_packets": "4"}
@@ -178,6 +180,25 @@ def _frames(
     return len(times), rate, seconds, kept, b"".join(pixels)
 
 
+def _still(clip: Any, side: int) -> tuple[int, int, bytes]:
+    """Width, height and RGB pixels, upright, of the frame in the middle, or one before it if key frames are rare. No side is
+    longer than ``side``."""
+    stream, frame = _stream(clip, "video"), None
+    middle_s = (_said_s(clip, stream) or 0.0) / 2
+    if middle_s:
+        clip.seek(int(middle_s * av.time_base))
+    for frame in islice(clip.decode(stream), _MOST_FROM_KEY_FRAME):
+        if frame.time is None or frame.time >= middle_s:
+            break
+    if frame is None:
+        raise Refusal("unreadable", "has no frame that can be decoded; save it again")
+    smaller = min(1.0, side / max(frame.width, frame.height))
+    wide, high = (max(1, round(smaller * it)) for it in (frame.width, frame.height))
+    if _turns(frame) % 2:
+        wide, high = high, wide
+    return wide, high, _rgb(frame, wide, high)
+
+
 def _rgb(frame: Any, width: int, height: int) -> bytes:
     turns = _turns(frame)
     wide, high = (height, width) if turns % 2 else (width, height)
@@ -260,4 +281,9 @@ def _rate(stream: Any) -> float:
     return float(stream.average_rate or stream.guessed_rate or 0) or _RATE
 
 
-_ANSWERS: dict[str, Callable[..., Any]] = {"audio": _audio, "video": _video, "frames": _frames}
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "audio": _audio,
+    "video": _video,
+    "frames": _frames,
+    "still": _still,
+}

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 
@@ -15,11 +15,12 @@ from batchkit.config.loading import load_job
 from batchkit.config.tables import InputTable, JobConfig, MediaTable
 from batchkit.config.tool_definitions import is_template
 from batchkit.errors import InputError, JobError, MediaError, RenderTimeoutError, RowError
-from batchkit.rendering.media import load_clip_bytes, load_image, shown
+from batchkit.rendering.media import load_clip_bytes, load_image, load_still, shown
 from batchkit.sources import input_files
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.manifest import place_of_job
 
+_Loaded = TypeVar("_Loaded")
 ROW_S = 5.0  # that a reader waits for a template
 _CLOSED = "/dev/null/closed"  # a root below which nothing can be
 _NO_NETWORK = "reading a run uses no network"
@@ -83,10 +84,17 @@ class Reach(NamedTuple):
 
     def clip(self, source: Any) -> bytes:
         """The file of a clip. Raises MediaError, also if it is not to be opened."""
+        return self._of_clip(source, load_clip_bytes)
+
+    def still(self, source: Any, side: int) -> Image.Image:
+        """A frame of a video. Raises MediaError, also if it is not to be opened."""
+        return self._of_clip(source, lambda source, media: load_still(source, side, media))
+
+    def _of_clip(self, source: Any, load: Callable[[Any, MediaTable], _Loaded]) -> _Loaded:
         if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
             raise MediaError(f"{shown(source, 'clip')}: not fetched: {_NO_NETWORK}")
         try:
-            return load_clip_bytes(source, self.job.media)
+            return load(source, self.job.media)
         except MediaError as error:
             raise MediaError(self.reason(error)) from None
 

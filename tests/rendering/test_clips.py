@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from batchkit.config.tables import MediaTable
-from batchkit.rendering.media import load_media
+from batchkit.errors import MediaError
+from batchkit.rendering.media import load_media, load_still
 from batchkit.types import Audio, Video
 from tests.support import clips
 from tests.support.images import media_table
@@ -48,6 +49,17 @@ def test_every_kind_of_source_gives_the_same_clip(tmp_path: Path) -> None:
         {"bytes": None, "path": "a b.mkv"},
     ):
         assert (video(source, media).frames == FRAMES[clips.chosen(20, 5)]).all()
+
+
+def test_the_still_of_a_video_is_of_its_middle_and_small() -> None:
+    still = np.asarray(load_still(VIDEO, 96, media_table()))
+    near = [n for n in range(20) if (still == FRAMES[n]).all()]
+    assert near
+    assert 9 <= near[0] <= 10
+    assert load_still(VIDEO, 48, media_table()).size == (48, 32)
+    assert load_still(clips.video(FRAMES[:1]), 96, media_table()).size == (96, 64)
+    with pytest.raises(MediaError, match="no video"):
+        load_still(WAV, 96, media_table())
 
 
 @pytest.mark.parametrize("n_frames", [1, 2, 5, 6, 31])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from batchkit.commands.view.detail import beside_answers, image_of, played_clip, row_of
+from batchkit.commands.view.detail import beside_answers, image_of, played_clip, poster_of, row_of
 from batchkit.commands.view.overview import about, figures_of, newest_point, overview, timeline
 from batchkit.commands.view.pairs import PairsQuery, page_of, pairs_of
 from batchkit.commands.view.rows import Query, Rows, Side, labels_of
@@ -107,9 +108,15 @@ class Api:
         return _json(row_of(index, entries, request.url.path, self._runs.media))
 
     def image(self, request: Request) -> Response:
+        return self._picture(request, image_of)
+
+    def poster(self, request: Request) -> Response:
+        return self._picture(request, poster_of)
+
+    def _picture(self, request: Request, made: Callable[..., bytes]) -> Response:
         index, entries = self._entries(request)
         try:
-            content = image_of(index, entries[-1], request.path_params["n"], self._runs.media)
+            content = made(index, entries[-1], request.path_params["n"], self._runs.media)
         except MediaError as error:
             raise HTTPException(404, masked_text(str(error))) from None
         return Response(content, media_type="image/webp")

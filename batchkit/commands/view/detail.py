@@ -11,7 +11,16 @@ from typing import Any
 
 import orjson
 
-from batchkit.commands.view.media import LARGE, THUMB, PlayableClip, as_webp, clip_of
+from batchkit.commands.view.media import (
+    LARGE,
+    SMALL,
+    THUMB,
+    PlayableClip,
+    Webp,
+    as_webp,
+    clip_of,
+    still_as_webp,
+)
 from batchkit.commands.view.rows import MOST_TEXT, Labels, labels_of
 from batchkit.errors import MediaError
 from batchkit.rendering.messages import as_text, said
@@ -41,6 +50,9 @@ def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> d
     prompt = _prompt(index, *_place(entries[-1]), media)
     images = [f"{url}/images/{n}" for n in range(len(prompt.sources))]
     clips = [{"kind": kind, "src": f"{url}/clips/{n}"} for n, (kind, _) in enumerate(prompt.clips)]
+    for clip in clips:
+        if clip["kind"] == "video":
+            clip["poster"] = f"{clip['src']}/poster"
     with closing(Generations(index.folder)) as generations:
         steps = generations.of_record(records[-1])
     found = shown(records, steps, prompt, images, labels_of(reach), _scoring(reach))
@@ -61,11 +73,19 @@ def beside_answers(
         row = shown([record], [], prompt, [], labels, scoring)
         found = {name: row[name] for name in ("asked", "reference")}
         with suppress(MediaError, IndexError):
-            found["image"] = as_webp(prompt.sources[0], reach, THUMB).uri
+            found["image"] = _thumb(prompt, reach).uri
         yield record["index"], found
         # If a template was too slow, the other rows' are not tried, so they take no time.
         if time.monotonic() > until and not prompt.problem:
             return
+
+
+def _thumb(prompt: Prompt, reach: Reach) -> Webp:
+    """Of the first image, or of the first video. Raises MediaError, or IndexError if there is none."""
+    if prompt.sources:
+        return as_webp(prompt.sources[0], reach, THUMB)
+    videos = [source for kind, source in prompt.clips if kind == "video"]
+    return still_as_webp(videos[0], reach, THUMB)
 
 
 def _scoring(reach: Reach) -> Scoring | None:
@@ -92,10 +112,24 @@ def played_clip(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> Pl
     Raises:
         MediaError: there is none, or as ``clip_of``.
     """
+    return clip_of(*_clip(index, entry, n, media), Reach.of(index.folder, media))
+
+
+def poster_of(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> bytes:
+    """A frame of clip ``n`` of the row with this entry, a video, as WebP.
+
+    Raises:
+        MediaError: there is none, or as ``still_as_webp``.
+    """
+    _, source = _clip(index, entry, n, media)
+    return still_as_webp(source, Reach.of(index.folder, media), SMALL).content
+
+
+def _clip(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> tuple[str, Any]:
     clips = _prompt(index, *_place(entry), media).clips
     if n >= len(clips):
         raise MediaError(f"row {entry['row']} has no clip {n}")
-    return clip_of(*clips[n], Reach.of(index.folder, media))
+    return clips[n]
 
 
 def shown(

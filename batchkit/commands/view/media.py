@@ -7,6 +7,7 @@ import hashlib
 import io
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -130,6 +131,11 @@ def as_webp(source: Any, reach: Reach, limits: Limits) -> Webp:
         raise MediaError(f"{shown(source)}: {error}") from error
 
 
+def still_as_webp(source: Any, reach: Reach, limits: Limits) -> Webp:
+    """A frame near the middle of the video at ``source``. Raises MediaError as ``as_webp``."""
+    return _encoded(reach.still(source, limits.side), limits.max_bytes)
+
+
 def _encoded(image: Image.Image, max_bytes: int) -> Webp:
     while True:
         for quality in _QUALITIES:
@@ -159,9 +165,12 @@ class Pictures:
         return self._numbers[key]
 
     def clip(self, kind: str, source: Any) -> Mapping[str, Any]:
-        """As ``clips.in_page``, while there is room."""
-        found = in_page(kind, source, self._reach)
-        self._room -= len(found.get("src", ""))
+        """As ``clips.in_page``, while there is room; a video has the data: URI of a frame, its "poster"."""
+        found = dict(in_page(kind, source, self._reach))
+        if kind == "video":
+            with suppress(MediaError):
+                found["poster"] = still_as_webp(source, self._reach, SMALL).uri
+        self._room -= len(found.get("src", "")) + len(found.get("poster", ""))
         if self._room < 0:
             problem = "left out: the page holds no more clips"
             return {"kind": kind, "name": found["name"], "problem": problem}

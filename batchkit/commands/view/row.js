@@ -77,14 +77,20 @@ function promptOf({ record, prompt }) {
     titled(role ? `Prompt: ${role}` : "Prompt", make("p", content.length > LONG ? "question long" : "question", content)))];
 }
 
-// {kind, src}, or {kind, problem}; with what was heard when, if the record says so.
-function playerOf({ kind, src, problem, name }, { segments = [], coverage }) {
+// {kind, src}, or {kind, problem}; poster: a frame of a video; with what was heard when, if the record says so.
+function playerOf({ kind, src, problem, name, poster }, { segments = [], coverage }) {
   const box = make("div", "clip");
   const known = src?.startsWith(held ? `data:` : "/api/runs/") && ["audio", "video"].includes(kind);
-  if (!known) return make("p", "missing", problem ?? "The clip is not shown.");
+  const still = isPicture({ src: poster }) ? poster : null, picture = () => enlargeable({ src: still, name: name ?? kind });
+  if (!known) {
+    if (still) box.append(picture());
+    box.append(make("p", "missing", problem ?? "The clip is not shown."));
+    return box;
+  }
   const player = make(kind);
   Object.assign(player, { controls: true, preload: "metadata", src, ariaLabel: name ?? kind });
-  player.addEventListener("error", () => player.replaceWith(missing(src)));
+  if (still) player.poster = still;
+  player.addEventListener("error", () => player.replaceWith(...(still ? [picture()] : []), missing(src)));
   box.append(player);
   if (coverage) {
     const where = coverage.gaps.map(([start, end]) => `${clock(start)} to ${clock(end)}`).join(", ");

@@ -28,6 +28,7 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
     An image of the prompt as WebP, scaled down to 3 megapixels; 404 if it can't be opened.
 ``/api/runs/{run}/rows/{index}/clips/{n}``
     A clip of the prompt as it is, or the range of its bytes that is asked for; 404 if it can't be opened or played.
+    A frame of a video, as WebP, is at ``/poster`` below it.
 ``/api/compare?a=RUN&b=RUN&…`` (``pairs.PairsQuery``)
     {total, counts, rows: [{id, group, a, b}], offset, indexed}: rows that have the same id, as
     in the list; ``a`` or ``b`` is null if the run has no such row.
@@ -85,6 +86,7 @@ def make_app(runs: Runs, host: str | None) -> ASGIApp:
             Route("/api/runs/{run}/rows/{row:int}", api.row),
             Route("/api/runs/{run}/rows/{row:int}/images/{n:int}", api.image),
             Route("/api/runs/{run}/rows/{row:int}/clips/{n:int}", api.clip),
+            Route("/api/runs/{run}/rows/{row:int}/clips/{n:int}/poster", api.poster),
             Route("/api/runs/{run}/about", api.about),
             Route("/api/runs/{run}/values", api.values),
             Route("/api/compare", api.compare),

@@ -19,7 +19,7 @@ from PIL import Image
 from batchkit.config.tables import MediaTable
 from batchkit.config.urls import is_remote
 from batchkit.errors import MediaError
-from batchkit.rendering.media.clips import decode_audio, decode_video
+from batchkit.rendering.media.clips import decode_audio, decode_still, decode_video
 from batchkit.rendering.media.pdf_page import is_pdf, page_image, page_of
 from batchkit.rendering.media.pixels import Size, decode, fit, target_size
 from batchkit.rendering.media.source import (
@@ -42,6 +42,7 @@ __all__ = [
     "load_clip_bytes",
     "load_image",
     "load_media",
+    "load_still",
     "load_text",
     "shown",
     "target_size",
@@ -126,6 +127,11 @@ def load_clip_bytes(source: Source, media: MediaTable) -> bytes:
     if data is None:
         raise MediaError(f"{name}: names no file")
     return data
+
+
+def load_still(source: Source, side: int, media: MediaTable) -> Image.Image:
+    """A frame near the middle of a video, no side longer than ``side``. Raises MediaError as ``load_media``."""
+    return decode_still(load_clip_bytes(source, media), shown(source, "video"), side, media)
 
 
 def _clip(kind: str, source: Source, media: MediaTable) -> Clip:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from PIL import Image
+
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
 from batchkit.isolation.clip import ask, missing_package
@@ -55,6 +57,17 @@ def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
         -1, size.height, size.width, 3
     )
     return Video(frames, fps, seconds, total, chosen, times)
+
+
+def decode_still(data: bytes, name: str, side: int, media: MediaTable) -> Image.Image:
+    """A frame near the middle of the first video of the clip in ``data``; no side of it is longer than ``side``.
+
+    Raises:
+        MediaError: none can be decoded.
+    """
+    with _asking(data, name, 2 * media.max_decode_bytes) as asked:
+        wide, high, pixels = asked("still", side)
+    return Image.frombytes("RGB", (wide, high), pixels)
 
 
 def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
