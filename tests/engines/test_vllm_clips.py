@@ -96,6 +96,10 @@ def test_rows_with_videos_and_images_answer_as_llm_generate_does(
     assert [n for n in range(len(rows)) if ours[n] != expected[n]] == []
     assert len({answer["text"] for answer in expected}) > len(rows) // 2
     assert json.loads((tmp_path / "output/run/manifest.json").read_text())["starts"]
+    words = ("plan", "job.toml", "--set", "name=planned", "--rows", "3", "--json")
+    plan = json.loads(batchkit(*words, cwd=tmp_path, start=Fork).stdout)
+    assert plan["prompts"]["exact"]
+    assert plan["prompt_tokens"]["expected"] == sum(answer["prompt_tokens"] for answer in ours)
 
 
 def _audio_row(kind: str, n: int, data: bytes, format: str) -> tuple[dict[str, Any], str]:
