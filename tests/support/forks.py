@@ -15,6 +15,7 @@ its ``Launcher`` gets the engines' launchers: so they are below the command in t
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -81,6 +82,7 @@ class _Request(NamedTuple):
     has_vllm: bool
 
 
+STACKS = signal.SIGUSR2  # a fork prints its threads' stacks
 _MOST_SAID = 100  # bytes of a process id, or an exit code
 _OFFERED = "BATCHKIT_TEST_FORKS"  # where
 _started: dict[bool, socket.socket] = {}  # whether they have imported vLLM
@@ -236,6 +238,7 @@ def _take_over(request: _Request, fds: Sequence[int]) -> None:
 
 
 def _run(request: _Request) -> None:
+    faulthandler.register(STACKS)
     if request.has_vllm and request.module != LAUNCHER:
         _fork_a_server()
     sys.path[:0] = filter(None, request.environment.get("PYTHONPATH", "").split(os.pathsep))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from tests.support.forks import STACKS
 from tests.support.own_process import begin
 from tests.support.waiting import until
 
@@ -55,5 +57,11 @@ def viewing(*args: str | Path, cwd: Path, port: int = 0) -> Iterator[Viewed]:
             yield Viewed(process, url, client)
     finally:
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        try:
+            _, stderr = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.send_signal(STACKS)  # where it hangs
+            time.sleep(1)
+            process.kill()
+            raise AssertionError(process.communicate()) from None
         assert "Traceback" not in stderr, stderr
