@@ -250,10 +250,9 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
         update["input"] = job.input.model_copy(update={"path": _find_input(path, base)})
     input_table = update.get("input", job.input)
     root = _media_root(job, base, input_table)
+    # Not with model_copy, which would say that the root was given: `serve` asks for that.
     given, media = job.media.model_fields_set, {**job.media.model_dump(), "root": root}
-    update["media"] = MediaTable.model_construct(
-        given, **media
-    )  # `serve` asks if the root was given
+    update["media"] = MediaTable.model_construct(given, **media)
     update["input"] = input_table.below(root)
     job = with_filled(job.model_copy(update=update)).as_made_in(str(Path.cwd()))
     learn_secrets(job)

@@ -66,10 +66,8 @@ class Guard:
         if path in _OPEN:
             return ""
         kind, _, key = headers.get(b"authorization", "").partition(" ")
-        if kind.lower() == "basic" and is_page(
-            path
-        ):  # a browser's: it would send it for others' pages, too
-            key = _password(key)
+        if kind.lower() == "basic" and is_page(path):
+            key = _password(key)  # a browser would send it with a form of another site, too
         elif kind.lower() != "bearer":
             key = ""
         if not key:

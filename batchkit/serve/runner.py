@@ -179,10 +179,8 @@ class Runner:
     def _note(self, batch: Object, summary: RunSummary | None, error: BatchkitError | None) -> None:
         """Write down how the run stopped. A batch that was cancelled meanwhile stays ``cancelling``."""
         now, name = wall_s(), batch["id"]
-        if isinstance(
-            error, StoreError
-        ):  # a full disk: nothing is lost, and it may have room later
-            self._rest(batch, error)
+        if isinstance(error, StoreError):
+            self._rest(batch, error)  # a full disk: nothing is lost, and it may have room later
         elif error is not None:
             self._say(f"{name}: {error}")
             why = errors_of(problem("batch_failed", str(error)))

@@ -68,7 +68,7 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.lock = threading.RLock()  # request handlers, the runner and the lifecycle
         self.changed = threading.Event()
-        """Set by every change; whoever waits for it clears it."""
+        """Set when the database has changed. The lifecycle waits for it, and clears it."""
         try:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
