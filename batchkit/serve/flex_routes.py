@@ -10,7 +10,7 @@ from typing import Any, Literal
 import orjson
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
 from batchkit.serve.batch import UNFINISHED, NewBatch, added_batch, moved
@@ -49,7 +49,11 @@ def flex_routes(settings: Settings, store: Store) -> APIRouter:
                 cancel = partial(moved, status="cancelling", now=wall_s())
                 await run_in_threadpool(store.change, name, cancel)
                 break
-            await asyncio.sleep(_LOOK_S)
+            try:
+                await asyncio.sleep(_LOOK_S)
+            except asyncio.CancelledError:  # it did not end in the time that is left after SIGTERM
+                stopping = Problem(503, "The server is stopping; ask again.")
+                return JSONResponse(stopping.to_json(), 503)
         return Response(status_code=499)  # nobody reads it
 
     return routes

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -249,14 +250,28 @@ def test_kills_lose_nothing_and_run_nothing_twice(
 def test_sigterm_lets_requests_finish_and_the_next_server_goes_on(
     tmp_path: Path, demo_model: Path, ask: Callable[..., dict[str, Any]]
 ) -> None:
-    job, rows = job_file(tmp_path, demo_model), [ask(str(n), f"Row {n}") for n in range(500)]
-    with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
+    slow = {"worker_cls": "tests.support.failing_worker.FailingWorker"}
+    job = job_file(tmp_path, demo_model, **slow, additional_config={"step_s": 0.4})
+    rows = [ask(str(n), f"Row {n}", min_tokens=8) for n in range(40)]
+    body = ask("flex", max_tokens=40)["body"] | {"extra_body": {"min_tokens": 40}}
+    del body["min_tokens"]
+    with (
+        serving(job, cwd=tmp_path, start=Fork) as served,
+        served.client() as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(client.chat.completions.create, **body, service_tier="flex")
         batch = submit(client, lines_of(rows))
         until(lambda: _completed(client, batch.id) > 0, within_s=120)
+        served.process.terminate()
+        with pytest.raises(openai.InternalServerError, match="is stopping; ask again"):
+            asked.result()
+        assert served.process.wait(60) == 0
     with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
-        assert ended(client, batch).status == "completed"
-        lines = content(client, client.batches.retrieve(batch.id).output_file_id)
-        assert sorted(int(line["custom_id"]) for line in lines) == list(range(500))
+        for one in client.batches.list():
+            lines = content(client, ended(client, one).output_file_id)
+            ids = [*map(str, range(40))] if one.id == batch.id else ["flex"]
+            assert sorted(line["custom_id"] for line in lines) == sorted(ids)
 
 
 def test_the_readmes_example_does_what_it_shows(tmp_path: Path) -> None:
