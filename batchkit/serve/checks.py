@@ -64,7 +64,7 @@ def _problems_in(
     except Exception as error:  # InputError: the whole file is one JSON value
         request = RequestError(str(error))
     if isinstance(request, RequestError):
-        yield problem("invalid_json_line", f"This line is not a JSON object: {request}")
+        yield problem("invalid_json_line", f"This is not a JSON object:{request}")
         return
     yield from _of_id(request.get("custom_id"), seen)
     if request.get("method") != "POST":
