@@ -85,7 +85,8 @@ def test_eight_slots_answer_as_one_slot_does(tmp_path: Path, model: Path) -> Non
     found, expected = records(folder), records(folder.with_name("alone"))
     assert [r["index"] for r in found] == list(range(64))
     assert [r["text"] for r in found] == [r["text"] for r in expected]
-    for tokens in ("prompt_tokens", "completion_tokens"):  # of the prompt, each slot has another part cached
+    # Of the prompt, each slot has another part cached.
+    for tokens in ("prompt_tokens", "completion_tokens"):
         assert [r["usage"][tokens] for r in found] == [r["usage"][tokens] for r in expected]
     assert len({r["text"] for r in found}) > 48
     manifest = json.loads((folder / "manifest.json").read_text())
