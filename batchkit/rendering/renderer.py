@@ -225,8 +225,7 @@ class PromptRenderer:
             return media_sources(
                 messages_of(body)[0] if is_generated else contents_of(body), *kinds
             )
-        names = self.templates.with_vars(row.fields)
-        return [found for template in templates for found in sources_of(template, names)]
+        return [found for template in templates for found in sources_of(template, row.fields)]
 
     def hint(self, row: Row) -> RowHint:
         """Opens no file. A row that can't be rendered is like no other row."""
@@ -247,8 +246,7 @@ class PromptRenderer:
             return ""
         if any(template.is_apart for template in files):
             return ""  # all rows behind this one would wait for it
-        names = self.templates.with_vars(row.fields)
-        paths = [path.text(names) for path in self.templates.files.texts.values()]
+        paths = [path.text(row.fields) for path in self.templates.files.texts.values()]
         media = self._sources(row, self.templates.files.media, "image", *CLIPS)
         return "\n".join(map(_known_by, [*media, *paths]))
 
@@ -264,9 +262,8 @@ class PromptRenderer:
             fields = self._line(fields)
         if not self.templates.files.texts:
             return fields
-        names = self.templates.with_vars(fields)
         texts = {
-            name: load_text(path.text(names), self._job.media)
+            name: load_text(path.text(fields), self._job.media)
             for name, path in self.templates.files.texts.items()
         }
         return {**fields, **texts}
@@ -318,9 +315,8 @@ class PromptRenderer:
             read = messages_of if self._job.task == "generate" else input_of
             messages, prompt = read(fields["body"])
             return (None, prompt) if prompt is not None else (loaded(messages, self._part), None)
-        names = self.templates.with_vars(fields)
         if self._user is not None:
-            text = self._user.text(self._with_places(names))
+            text = self._user.text(self._with_places(fields))
         elif "prompt" in fields:
             text = fields["prompt"]
             if not isinstance(text, str):
@@ -335,22 +331,22 @@ class PromptRenderer:
             )
         if not self._job.prompt.chat:
             return None, text
-        messages = [{"role": "user", "content": self._user_content(text, names)}]
+        messages = [{"role": "user", "content": self._user_content(text, fields)}]
         if self._system is not None:
-            system = self._system.text(names)
+            system = self._system.text(fields)
             messages.insert(0, {"role": "system", "content": system})
         return messages, None
 
-    def _with_places(self, names: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``names``, in which those of clips are their places; ``row`` has the columns of that name."""
+    def _with_places(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``fields``, in which those of clips are their places; ``row`` has the columns of that name."""
         if not self._places or not self._job.prompt.chat:
-            return names
-        return {ROW: names, **names, **self._places}
+            return fields
+        return {ROW: {**self._job.vars, **fields}, **fields, **self._places}
 
     def _pair(self, fields: Mapping[str, Any]) -> Pair:
         """From the job's templates, else from the row's body."""
         if self._job.pair.is_set:
-            return pair_of(self.templates, self.templates.with_vars(fields), self._part)
+            return pair_of(self.templates, fields, self._part)
         if "body" not in fields:
             raise TemplateError(
                 "nothing to compare: pair.query and pair.documents are not set, and the row has no"
@@ -362,7 +358,7 @@ class PromptRenderer:
 
     def _tools(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> RequestTools:
         """Those of the row's body, else of the job."""
-        of_job = partial(self.templates.tools.of_row, self.templates.with_vars(fields))
+        of_job = partial(self.templates.tools.of_row, fields)
         return tools_of_body(body, of_job) if body else of_job()
 
     def _lora(self, fields: Mapping[str, Any]) -> str | None:
@@ -372,7 +368,7 @@ class PromptRenderer:
             body = fields.get("body")
             asked = body.get("model") if isinstance(body, Mapping) else None
             return asked if isinstance(asked, str) and asked in self._loras else None
-        value = self.templates.lora.value(self.templates.with_vars(fields))
+        value = self.templates.lora.value(fields)
         name = "" if value is None else str(value).strip()
         if name and self._loras and name not in self._loras:
             raise RequestError(
@@ -380,16 +376,16 @@ class PromptRenderer:
             )
         return name
 
-    def _user_content(self, text: str, names: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    def _user_content(self, text: str, fields: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         if not self.templates.files.media:
             return text
         parts: list[dict[str, Any]] = []
         for n, template in enumerate(self._images):
             if self.templates.captions:
-                parts.append(text_part(self.templates.captions[n].text(names)))
-            parts += [self._part("image", source) for source in sources_of(template, names)]
+                parts.append(text_part(self.templates.captions[n].text(fields)))
+            parts += [self._part("image", source) for source in sources_of(template, fields)]
         clips = {
-            kind: [self._part(kind, source) for source in self._clip_sources(kind, names)]
+            kind: [self._part(kind, source) for source in self._clip_sources(kind, fields)]
             for kind in self._clips
         }
         text_parts = placed(text, self._places, clips)
@@ -398,16 +394,15 @@ class PromptRenderer:
             return text_parts + parts
         return parts + text_parts
 
-    def _clip_sources(self, kind: str, names: Mapping[str, Any]) -> list[Any]:
-        return [found for template in self._clips[kind] for found in sources_of(template, names)]
+    def _clip_sources(self, kind: str, fields: Mapping[str, Any]) -> list[Any]:
+        return [found for template in self._clips[kind] for found in sources_of(template, fields)]
 
     def _own_clips(self, fields: Mapping[str, Any]) -> list[Clip]:
         """Those of a plain prompt."""
-        names = self.templates.with_vars(fields)
         return [
             self._part(kind, source)[kind]
             for kind in self._clips
-            for source in self._clip_sources(kind, names)
+            for source in self._clip_sources(kind, fields)
         ]
 
     def _part(self, kind: str, source: Any) -> dict[str, Any]:
@@ -429,12 +424,9 @@ class PromptRenderer:
             return {**of_job, **pooling_of(fields["body"] if own == "body" else {})}
         column, of_job = self._job.sampling.sampling_column, self._sampling
         if self.templates.sampling:
-            names = self.templates.with_vars(fields)
             templates = self.templates.sampling.items()
-            of_job = {
-                **of_job,
-                **{name: number_of(template, names) for name, template in templates},
-            }
+            own_values = {name: number_of(template, fields) for name, template in templates}
+            of_job = {**of_job, **own_values}
         found = row_sampling(of_job, fields, column=column, with_body=own == "body")
         if self._adjust_sampling is None:
             return found

@@ -76,7 +76,7 @@ class SpeechRenderer:
         )
         self._load, self._speech = load, job.speech
         self._texts = {
-            name: RowTemplate(f"speech.{name}", text, timeout_s=job.run.row_timeout_s)
+            name: RowTemplate.of(job, f"speech.{name}", text)
             for name in ("language", "prompt")
             if (text := getattr(job.speech, name)) is not None
         }
@@ -135,7 +135,7 @@ class SpeechRenderer:
         body = row.fields.get("body")
         if not self.job.prompt.audios and isinstance(body, Mapping):
             return self._of_line(row, attempt, body)
-        texts = self._texts_of(row)
+        texts = {name: text.text(row.fields).strip() for name, text in self._texts.items()}
         if self.job.prompt.audios:
             request = self._of_recordings.render(row, attempt)
             if len(request.clips) != 1:
@@ -178,10 +178,6 @@ class SpeechRenderer:
             clips=[audio],
             speech=self._asked(texts),
         )
-
-    def _texts_of(self, row: Row) -> dict[str, str]:
-        names = {**self.job.vars, **row.fields}
-        return {name: text.text(names).strip() for name, text in self._texts.items()}
 
     def _asked(self, texts: Mapping[str, str]) -> Speech:
         language, prompt = texts.get("language"), texts.get("prompt", "")

@@ -21,7 +21,7 @@ from batchkit.rendering.media import load_media
 from batchkit.rendering.messages import Message
 from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer, failed
 from batchkit.rendering.speech import SpeechRenderer
-from batchkit.rendering.templates.prompt import PathTemplate
+from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.sandbox import keys_read
 from batchkit.sources.rowhash import input_hash
 from batchkit.types import Call, Completion, Request, Row, RowHint
@@ -61,7 +61,7 @@ class StepsRenderer:
                 )
         self._first = self._by_name[job.steps[0].name]
         self._when = {
-            step.name: PathTemplate(f"steps.{step.name}.when", step.when, job)
+            step.name: RowTemplate.of(job, f"steps.{step.name}.when", step.when)
             for step in job.steps
             if step.when is not None
         }
@@ -92,12 +92,12 @@ class StepsRenderer:
             RowError: its template can't be rendered.
         """
         when = self._when.get(step)
-        return when is None or when.render(row.fields).strip().lower() not in _NO
+        return when is None or when.text(row.fields).strip().lower() not in _NO
 
     def step_takes_long(self, step: str) -> bool:
         """True if ``runs`` and ``render_step`` open files, or wait for a process."""
         when, renderer = self._when.get(step), self._by_name[step]
-        return renderer.takes_long or renderer.opens_files or bool(when and when.template.is_apart)
+        return renderer.takes_long or renderer.opens_files or bool(when and when.is_apart)
 
     def render_step(self, step: str, row: Row) -> Request:
         """The request of a step, without a hash; ``row`` has what ``with_answers`` adds.
@@ -165,7 +165,7 @@ class StepsRenderer:
     def _sources(self, step: str) -> Iterator[tuple[str, str]]:
         """The place and the text of each template of a step."""
         if (when := self._when.get(step)) is not None:
-            yield when.template.key, when.template.source
+            yield when.key, when.source
         for template in self._by_name[step].templates.all:
             yield f"steps.{step}.{template.key}", template.source
 

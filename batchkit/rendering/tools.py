@@ -38,8 +38,7 @@ class JobTools:
         self.template: RowTemplate | None = None
         """Gives a row's own definitions; None if all rows have the same, or none."""
         if is_template(tools):
-            timeout_s = job.run.row_timeout_s
-            self.template = RowTemplate("prompt.tools", tools, timeout_s=timeout_s, keeps_type=True)
+            self.template = RowTemplate.of(job, "prompt.tools", tools, keeps_type=True)
         elif tools is not None:
             tools = tools_in(tools) if isinstance(tools, str) else tools
             choice = _chosen(self._choice, tools, JobError, "prompt.tool_choice")
@@ -47,15 +46,15 @@ class JobTools:
         self.inline = tools
         """``prompt.tools``, no file."""
 
-    def of_row(self, names: Mapping[str, Any]) -> RequestTools:
-        """The tools for a row; ``names`` fill in a template.
+    def of_row(self, fields: Mapping[str, Any]) -> RequestTools:
+        """The tools for a row.
 
         Raises:
             RowError: the row's definitions are wrong, or it has none and has to call one.
         """
         if self.template is None:
             return self._of_all
-        found = _without_nulls(self.template.value(names))
+        found = _without_nulls(self.template.value(fields))
         return checked_tools(found, self._choice, "prompt.tools", "prompt.tool_choice")
 
 

@@ -23,7 +23,6 @@ from PIL import Image
 from batchkit.config.loading import make_job
 from batchkit.errors import EngineError, JobError, RenderTimeoutError, RowError, TemplateError
 from batchkit.rendering.templates import RowTemplate
-from batchkit.rendering.templates.prompt import PathTemplate
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.waiting import until
@@ -169,7 +168,7 @@ def test_an_image_expression_from_a_process_keeps_its_type() -> None:
 def test_a_path_template_without_an_end_is_ended() -> None:
     job = make_job({"engine": {"kind": "dry-run"}, "run": {"row_timeout_s": 1}}, "test")
     with pytest.raises(RenderTimeoutError, match=r"scoring\.table"):
-        PathTemplate("scoring.table", "{{ lipsum(n=10**8) }}", job).render({})
+        RowTemplate.of(job, "scoring.table", "{{ lipsum(n=10**8) }}").text({})
 
 
 @pytest.mark.parametrize("source", ["(" * 5000 + "1" + ")" * 5000, "9" * 5000])

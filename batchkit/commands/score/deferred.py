@@ -10,7 +10,8 @@ from batchkit.commands.score.judge import NAMES, Answered, judge, judged_by_step
 from batchkit.config.tables import JobConfig
 from batchkit.errors import RowError
 from batchkit.execution.stop import StopRequest
-from batchkit.rendering.templates.prompt import PathTemplate, names_in
+from batchkit.rendering.templates import RowTemplate
+from batchkit.rendering.templates.prompt import names_in
 from batchkit.scoring import DEFERRED, Scoring
 
 
@@ -57,17 +58,17 @@ def _charts(
     from batchkit.scoring.chart import Chart, score_charts
     from batchkit.scoring.chart.sandbox import SandboxError
 
-    kind = PathTemplate("scoring.chart_type", job.scoring.chart_type, job)
+    kind = RowTemplate.of(job, "scoring.chart_type", job.scoring.chart_type)
     table = job.scoring.table
-    where = None if table is None else PathTemplate("scoring.table", table, job)
+    where = None if table is None else RowTemplate.of(job, "scoring.table", table)
     charts: dict[int, Chart] = {}
     for answered in answers:
         try:
             charts[answered.index] = Chart(
                 response=answered.text,
-                chart_type=kind.render(answered.fields).partition(" ")[0],
+                chart_type=kind.text(answered.fields).partition(" ")[0],
                 reference=scoring.reference(answered.fields, answered.id) or "",
-                table=None if where is None else where.path(answered.fields),
+                table=None if where is None else _below_root(job, where.text(answered.fields)),
             )
         except RowError as error:
             say(f"row {answered.id}: its chart is unscored: {error}")
@@ -79,6 +80,13 @@ def _charts(
     for index, chart in zip(charts, results, strict=True):
         passed = None if chart.passed is None else float(chart.passed)
         yield index, {"ecr": float(chart.ecr), "pass": passed}
+
+
+def _below_root(job: JobConfig, path: str) -> Path | None:
+    """The file at ``path``, if it exists and is under ``media.root``."""
+    root = Path(job.media.root).resolve()
+    found = (root / path).resolve()
+    return found if found.is_file() and found.is_relative_to(root) else None
 
 
 def names_of_deferred(job: JobConfig, scoring: Scoring) -> set[str]:

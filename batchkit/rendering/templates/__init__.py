@@ -13,12 +13,14 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import StrictUndefined, UndefinedError
 from jinja2 import TemplateError as JinjaError
 
 from batchkit.config.suggest import did_you_mean
+from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import shortened
 from batchkit.config.values import reason_of
 from batchkit.errors import JobError, RenderTimeoutError, TemplateError
@@ -44,16 +46,22 @@ class RowTemplate:
     """One template, whose text is ``source``; ``key`` is its name in errors. Several threads may share it.
 
     ``keeps_type``: a lone ``{{ expression }}`` gives its value unchanged, for example bytes or a
-    list. ``timeout_s`` is ``run.row_timeout_s``.
+    list. ``timeout_s`` is ``run.row_timeout_s``. ``defaults``: ``[vars]``, for names that a row lacks.
 
     Raises:
         JobError: it is not a valid template.
     """
 
     def __init__(
-        self, key: str, source: str, *, timeout_s: float, keeps_type: bool = False
+        self,
+        key: str,
+        source: str,
+        *,
+        timeout_s: float,
+        keeps_type: bool = False,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.key, self.source, self._timeout_s = key, source, timeout_s
+        self.key, self.source, self._timeout_s, self._defaults = key, source, timeout_s, defaults
         lone = _LONE_EXPRESSION.match(source) if keeps_type else None
         self._expression = None if lone is None else lone["expression"]
         try:
@@ -70,6 +78,12 @@ class RowTemplate:
             reason = reason_of(error)
             raise JobError(f"{key}: {place}: {reason}{_how_to_write(reason)}") from error
 
+    @classmethod
+    def of(cls, job: JobConfig, key: str, source: str, *, keeps_type: bool = False) -> RowTemplate:
+        """A template of ``job``."""
+        timeout_s, defaults = job.run.row_timeout_s, job.vars
+        return cls(key, source, timeout_s=timeout_s, keeps_type=keeps_type, defaults=defaults)
+
     def text(self, names: Mapping[str, Any]) -> str:
         """The template filled in with ``names``.
 
@@ -84,6 +98,8 @@ class RowTemplate:
 
         A value from another process is text, bytes, numbers, None, or lists and tables of them.
         """
+        if self._defaults:
+            names = {**self._defaults, **names}
         if ROW in self.names and ROW not in names:
             names = {**names, ROW: names}
         if self._here is None:

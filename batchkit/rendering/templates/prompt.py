@@ -1,5 +1,4 @@
-"""The templates of a job: those of its prompt or its pair, and others, for example
-``scoring.table``; and the files that they name for every row, as a picture of a good answer."""
+"""The templates of a job's prompt or pair, and the files that they name for every row, as a picture of a good answer."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -23,29 +21,11 @@ from batchkit.sources.reader import shown
 from batchkit.types import CLIPS
 
 
-class PathTemplate:
-    """A template of the job outside its prompt, for example ``scoring.table``."""
-
-    def __init__(self, key: str, source: str, job: JobConfig) -> None:
-        self._job = job
-        self.template = RowTemplate(key, source, timeout_s=job.run.row_timeout_s)
-
-    def render(self, fields: Mapping[str, Any]) -> str:
-        """Raises RowError as ``RowTemplate`` does, for example if a name is missing."""
-        return self.template.text({**self._job.vars, **fields})
-
-    def path(self, fields: Mapping[str, Any]) -> Path | None:
-        """The file that it names, if it exists and is under ``media.root``."""
-        root = Path(self._job.media.root).resolve()
-        path = (root / self.render(fields)).resolve()
-        return path if path.is_file() and path.is_relative_to(root) else None
-
-
 class FileTemplates:
     """The templates of ``[prompt]`` and ``[pair]`` that name files."""
 
     def __init__(self, job: JobConfig) -> None:
-        self._timeout_s = job.run.row_timeout_s
+        self._job = job
         self.query_images = self._images("pair.query_images", job.pair.query_images)
         self.document_images = self._images("pair.document_images", job.pair.document_images)
         self.images = [
@@ -60,7 +40,7 @@ class FileTemplates:
         }
         """Of each kind that the prompt has."""
         self.texts = {
-            name: RowTemplate(f"prompt.texts.{name}", source, timeout_s=self._timeout_s)
+            name: RowTemplate.of(job, f"prompt.texts.{name}", source)
             for name, source in job.prompt.texts.items()
         }
         self.media = [*self.images, *chain.from_iterable(self.clips.values())]
@@ -68,7 +48,7 @@ class FileTemplates:
 
     def _images(self, key: str, sources: Iterable[str]) -> list[RowTemplate]:
         return [
-            RowTemplate(f"{key}.{n}", source, timeout_s=self._timeout_s, keeps_type=True)
+            RowTemplate.of(self._job, f"{key}.{n}", source, keeps_type=True)
             for n, source in enumerate(sources)
         ]
 
@@ -126,12 +106,8 @@ class PromptTemplates:
         self.takes_long = any(part.is_apart for part in (*self.all, *others))
         """True if a row's templates are rendered in a separate process."""
 
-    def with_vars(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a template is filled in with."""
-        return {**self._job.vars, **fields} if self._job.vars else fields
-
     def note(self, fields: Mapping[str, Any]) -> str:
-        return "" if self._note is None else self._note.text(self.with_vars(fields)).strip()
+        return "" if self._note is None else self._note.text(fields).strip()
 
     def _of_prompt(self, key: str, text: str | None, path: str | None) -> RowTemplate | None:
         if path is None:
@@ -148,8 +124,7 @@ class PromptTemplates:
         return source and self._template(f"pair.{name}", source, keeps_type=keeps_type)
 
     def _template(self, key: str, text: str, *, keeps_type: bool = False) -> RowTemplate:
-        timeout_s = self._job.run.row_timeout_s
-        return RowTemplate(key, text, timeout_s=timeout_s, keeps_type=keeps_type)
+        return RowTemplate.of(self._job, key, text, keeps_type=keeps_type)
 
 
 def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
@@ -192,7 +167,7 @@ def constant_files(job: JobConfig) -> dict[str, str]:
 
 def _hashes(key: str, template: RowTemplate, job: JobConfig) -> Iterator[tuple[str, str]]:
     with suppress(RowError):
-        sources = sources_of(template, job.vars)
+        sources = sources_of(template, {})
         for n, source in enumerate(sources):
             with suppress(RowError):
                 content = load_bytes(source, job.media) + b"\n"
