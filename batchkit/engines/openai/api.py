@@ -165,7 +165,7 @@ def retry_after_s(value: str | None) -> float | None:
 
 
 def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
-    """``body`` with each image in its messages, its items or its pair as OpenAI's part."""
+    """``body`` with each image in its messages or its pair as OpenAI's part."""
 
     def part(kind: str, found: Any) -> dict[str, Any]:
         if kind == "image":
@@ -181,25 +181,13 @@ def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
             return content
         return {"content": with_parts(content["content"], part)}
 
-    def item(found: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not isinstance(content := found.get("content"), list):
-            return found
-        return {**found, "content": [_input_part(part) for part in content]}
-
     made = dict(body)
-    if isinstance(body.get("input"), list):  # of /responses
-        made["input"] = [item(found) for found in body["input"]]
     if "messages" in body:
         made["messages"] = loaded(list(body["messages"]), part)
     if "documents" in body:
         made |= {name: side(body[name]) for name in _QUERIES & body.keys()}
         made["documents"] = [side(document) for document in body["documents"]]
     return made
-
-
-def _input_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    made = {name: value for name, value in part.items() if name != "image_pil"}
-    return {**made, "image_url": _data_uri(part["image_pil"])} if "image_pil" in part else made
 
 
 def _wav(sound: Audio) -> str:
