@@ -108,12 +108,7 @@ class OpenAIServerEngine:
             owner = {"owned_by": owners.pop()} if len(owners) == 1 else {}
             where = self._own.command if self._own else self._remote.base_url
             self.versions = {"server": where, **owner}
-            is_pair = job.task == "score"
-            is_speech = job.task == "transcribe"
-            asked = _one_word(
-                is_chat=False, is_pair=is_pair, sampling=job.params(), is_speech=is_speech
-            )
-            self._remote.body_of(asked)
+            self._remote.body_of(_one_word(job.task, job.params()))
         except RequestError as error:
             self.close()
             raise JobError(str(error)) from None
@@ -249,12 +244,8 @@ class OpenAIServerEngine:
     async def _is_well(self, request: Request, place: Place) -> bool:
         """Whether the server, which answered nothing before, answers a prompt of one word."""
         try:
-            is_chat, is_pair = request.messages is not None, request.pair is not None
-            sampling = {"max_tokens": 1} if self._task == "generate" else {}
-            is_speech = request.speech is not None
-            asked = _one_word(
-                is_chat=is_chat, is_pair=is_pair, sampling=sampling, is_speech=is_speech
-            )
+            kind = "chat" if request.messages else task_of(request.endpoint, self._task)
+            asked = _one_word(kind, {"max_tokens": 1} if self._task == "generate" else {})
             await self._ask(replace(asked, endpoint=request.endpoint), place)
         except (NoAnswer, RowTimeoutError) as problem:
             if isinstance(problem, NoAnswer) and problem.stops is not None:
@@ -339,25 +330,19 @@ class OpenAIServerEngine:
         )
 
 
-def _one_word(
-    *, is_chat: bool, is_pair: bool, sampling: Mapping[str, Any], is_speech: bool = False
-) -> Request:
-    """For speech, a second of silence."""
-    request = Request(
-        row=Row(-1, "", {}),
-        messages=[{"role": "user", "content": "Hi"}] if is_chat else None,
-        prompt=None if is_chat or is_pair else "Hi",
-        sampling=sampling,
-        input_hash="",
-        pair=Pair("Hi", ["Hi"], is_list=False) if is_pair else None,
-    )
-    return replace(request, clips=[_silence()], speech=Speech("en")) if is_speech else request
-
-
-def _silence() -> Audio:
+def _one_word(kind: str, sampling: Mapping[str, Any]) -> Request:
+    """Of ``kind`` "chat", or of a task; for speech, a second of silence."""
+    request = Request(Row(-1, "", {}), None, None, sampling, "")
+    if kind == "chat":
+        return replace(request, messages=[{"role": "user", "content": "Hi"}])
+    if kind == "score":
+        return replace(request, pair=Pair("Hi", ["Hi"], is_list=False))
+    if kind != "transcribe":
+        return replace(request, prompt="Hi")
     import numpy as np
 
-    return Audio(np.zeros(16_000, np.float32), 16_000)
+    silence = Audio(np.zeros(16_000, np.float32), 16_000)
+    return replace(request, prompt="Hi", clips=[silence], speech=Speech("en"))
 
 
 class OpenAIServerPreflight:
