@@ -15,10 +15,11 @@ from typing import Any
 from batchkit.config.tables import InputTable
 from batchkit.config.tables.input import CLIP_SUFFIXES, IMAGE_SUFFIXES, PDF_SUFFIX
 from batchkit.errors import InputError, MediaError
-from batchkit.isolation.files import FileProcessError, UnreadableFileError, place_of
-from batchkit.isolation.pdf import ask, missing_package
+from batchkit.isolation.files import PDF_READER, FileProcessError, UnreadableFileError, place_of
 from batchkit.sources.files import BLOCK_BYTES, COMPRESSIONS, name_of, open_input
 from batchkit.sources.reader import Broken, Format, Found, Skip
+
+_MEMORY_BYTES = 2**31
 
 
 def _read_file(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
@@ -59,7 +60,7 @@ def _n_pages(place: str, path: str) -> int:
         InputError: it is unknown whether it is.
     """
     try:
-        return int(ask("pages", place))
+        return int(PDF_READER.ask(place, _MEMORY_BYTES, "pages"))
     except UnreadableFileError as error:
         raise MediaError(f"{path}: {error}") from None
     except FileProcessError as error:
@@ -70,7 +71,7 @@ def _page(file: dict[str, Any], place: str, page: int, n_pages: int) -> Found:
     image = f"{file['path']}#page={page}"
     fields = {**file, "image": image, "page": page, "pages": n_pages}
     try:
-        return fields | {"page_text": ask("text", place, page)}
+        return fields | {"page_text": PDF_READER.ask(place, _MEMORY_BYTES, "text", page)}
     except (UnreadableFileError, FileProcessError) as error:
         return Broken(fields, MediaError(f"{image}: its text can't be read: {error}"))
 
@@ -78,7 +79,7 @@ def _page(file: dict[str, Any], place: str, page: int, n_pages: int) -> Found:
 @contextmanager
 def _opened(path: str) -> Iterator[str]:
     """Where the PDF's process finds the file, as it is now: a remote one is copied."""
-    if (missing := missing_package()) is not None:
+    if (missing := PDF_READER.missing) is not None:
         raise InputError(f"{path}: {missing}")
     with open_input(path, text=False, may_be_empty=True) as file, TemporaryFile() as copy:
         if "://" not in path and not path.endswith(COMPRESSIONS):

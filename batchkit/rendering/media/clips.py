@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 from PIL import Image
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
-from batchkit.isolation.clip import ask, missing_package
-from batchkit.isolation.files import FileProcessError, UnreadableFileError, placed
+from batchkit.isolation.files import CLIP_READER
 from batchkit.rendering.media.pixels import LARGE_BYTES, Size, one_large_image, target_of
+from batchkit.rendering.media.source import asking
 from batchkit.types import Audio, Video
-
-_SPARE_BYTES = 2**30  # for FFmpeg itself, and the frames that a decoder keeps
 
 
 def decode_audio(data: bytes, name: str, media: MediaTable) -> Audio:
@@ -27,7 +23,7 @@ def decode_audio(data: bytes, name: str, media: MediaTable) -> Audio:
     import numpy as np
 
     rate, most_s = media.audio_sample_rate, media.max_audio_seconds
-    with _asking(data, name, 2 * media.max_decode_bytes) as asked:
+    with asking(CLIP_READER, data, name, media) as asked:
         samples = np.frombuffer(bytearray(asked("audio", rate, most_s)), dtype=np.float32)
     return Audio(samples, rate)
 
@@ -42,7 +38,7 @@ def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
     import numpy as np
 
     most_s = media.max_video_seconds
-    with _asking(data, name, 2 * media.max_decode_bytes) as asked:
+    with asking(CLIP_READER, data, name, media) as asked:
         wide, high, total, seconds = asked("video", most_s)
         size = target_of(Size(wide, high), name, media)
         found = 0
@@ -65,7 +61,7 @@ def decode_still(data: bytes, name: str, side: int, media: MediaTable) -> Image.
     Raises:
         MediaError: none can be decoded.
     """
-    with _asking(data, name, 2 * media.max_decode_bytes) as asked:
+    with asking(CLIP_READER, data, name, media) as asked:
         wide, high, pixels = asked("still", side)
     return Image.frombytes("RGB", (wide, high), pixels)
 
@@ -90,21 +86,3 @@ def _need_bytes(full: Size, size: Size, n_frames: int, name: str, media: MediaTa
             " media.video_frames or media.max_pixels"
         )
     return need_bytes
-
-
-@contextmanager
-def _asking(data: bytes, name: str, memory_bytes: int) -> Iterator[Any]:
-    if (missing := missing_package()) is not None:
-        raise MediaError(f"{name}: {missing}")
-    try:
-        with placed(data) as place:
-
-            def asked(what: str, *arguments: Any, seconds: float = 0) -> Any:
-                limits: Any = {"memory_bytes": memory_bytes + _SPARE_BYTES, "seconds": seconds}
-                return ask(what, place, *arguments, **limits)
-
-            yield asked
-    except UnreadableFileError as error:
-        raise MediaError(f"{name}: {error}") from error
-    except FileProcessError as error:
-        raise MediaError(f"{name}: it can't be decoded: {error}") from error

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
-from batchkit.isolation.files import FileProcessError, UnreadableFileError, placed
-from batchkit.isolation.pdf import ask, missing_package
+from batchkit.isolation.files import PDF_READER
 from batchkit.rendering.media.pixels import Size, target_of
+from batchkit.rendering.media.source import asking
 
 _PAGE = re.compile(  # RFC 8118; a URL may have a query
     r"(.*\.pdf(?:\?[^#]*)?)#page=([1-9][0-9]{0,8})", re.IGNORECASE | re.DOTALL
 )
 _POINTS_PER_INCH = 72
-_SPARE_BYTES = 2**30  # for PDFium itself, and what it makes of the pictures
 
 
 class PageOf(NamedTuple):
@@ -44,34 +43,19 @@ def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> I
         MediaError: the PDF is broken or needs a password, has no such page, or has several and none
             is named; or the page's pictures need more than ``media.max_decode_bytes``.
     """
-    if (missing := missing_package()) is not None:
-        raise MediaError(f"{name}: {missing}")
-    try:
-        with placed(data) as place:
-            return _drawn(place, page, name, media)
-    except UnreadableFileError as error:
-        raise MediaError(f"{name}: {error}") from error
-    except FileProcessError as error:
-        raise MediaError(f"{name}: the page can't be drawn: {error}") from error
-
-
-def _drawn(place: str, page: int | None, name: str, media: MediaTable) -> Image.Image:
-    def asked(what: str, *arguments: int) -> Any:
-        memory_bytes = 2 * media.max_decode_bytes + _SPARE_BYTES
-        return ask(what, place, *arguments, memory_bytes=memory_bytes)
-
-    if page is None and (n_pages := asked("pages")) > 1:
-        raise MediaError(
-            f"{name}: is a PDF of {n_pages:,} pages; name one, as in a.pdf#page=1 (with"
-            ' input.format = "pdf", each page is a row, and {{ image }} names it)'
-        )
-    wide, high, need_bytes = asked("size", page or 1)
-    if need_bytes > media.max_decode_bytes:
-        raise MediaError(
-            f"{name}: the pictures of the page need {need_bytes} bytes to decode,"
-            f" media.max_decode_bytes is {media.max_decode_bytes}; raise it or store them smaller"
-        )
-    scale = media.pdf_dpi / _POINTS_PER_INCH
-    full = Size(max(1, round(wide * scale)), max(1, round(high * scale)))
-    size = target_of(full, name, media)
-    return Image.frombytes("RGB", size, asked("image", page or 1, *size))
+    with asking(PDF_READER, data, name, media) as asked:
+        if page is None and (n_pages := asked("pages")) > 1:
+            raise MediaError(
+                f"{name}: is a PDF of {n_pages:,} pages; name one, as in a.pdf#page=1 (with"
+                ' input.format = "pdf", each page is a row, and {{ image }} names it)'
+            )
+        wide, high, need_bytes = asked("size", page or 1)
+        if need_bytes > media.max_decode_bytes:
+            raise MediaError(
+                f"{name}: the pictures of the page need {need_bytes} bytes to decode,"
+                f" media.max_decode_bytes is {media.max_decode_bytes}; raise it or store them smaller"
+            )
+        scale = media.pdf_dpi / _POINTS_PER_INCH
+        full = Size(max(1, round(wide * scale)), max(1, round(high * scale)))
+        size = target_of(full, name, media)
+        return Image.frombytes("RGB", size, asked("image", page or 1, *size))
