@@ -21,13 +21,12 @@ from batchkit.config.numbers import duration
 from batchkit.config.terminal import plain, shortened
 from batchkit.engines.memory import family_bytes, gpu_loads
 from batchkit.engines.process.launcher import LOG as ENGINE_LOG
-from batchkit.errors import StoreError
 from batchkit.execution.events import Load
 from batchkit.execution.exporter import Show
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
-from batchkit.storage.files import open_log
+from batchkit.storage.files import disk_errors, open_log
 from batchkit.storage.metrics import GpuLoad, Metrics, MetricsLog
 from batchkit.storage.runfolder import LOG
 from batchkit.types import utc_now
@@ -223,10 +222,8 @@ class Progress:
             self._log.close()
 
     def _write(self, line: str) -> None:
-        try:
+        with disk_errors(self._path):
             self._log.write(f"{utc_now()} {plain(masked_text(line))}\n")
-        except OSError as error:
-            raise StoreError(f"{self._path}: can't write: {error.strerror}") from error
 
     def _draw(self, metrics: Metrics, text: str) -> None:
         settled, *_ = _counts(metrics)

@@ -33,17 +33,24 @@ def open_private(path: Path, flags: int) -> int:
         raise
 
 
+@contextmanager
+def disk_errors(path: Path, what: str = "can't write", advice: str = "") -> Iterator[None]:
+    """Inside, an error of the disk becomes a StoreError: ``path`` ``what``: why, and ``advice``."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{path}: {what}: {error.strerror or error}{advice}") from error
+
+
 def open_log(path: Path) -> BinaryIO:
     """A file that is only appended to.
 
     Raises:
         StoreError: it can't be written.
     """
-    try:
+    with disk_errors(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         return os.fdopen(open_private(path, flags), "ab")
-    except OSError as error:
-        raise StoreError(f"{path}: can't write: {error.strerror}") from error
 
 
 def write_all(file: int, block: bytes | memoryview) -> None:

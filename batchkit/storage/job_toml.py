@@ -12,18 +12,16 @@ from batchkit.config import masking
 from batchkit.config.loading import load_job, resolved_job
 from batchkit.config.masking import MASK, masked
 from batchkit.config.tables import EngineTable, JobConfig, Table
-from batchkit.errors import JobError, StoreError
-from batchkit.storage.files import write_atomically
+from batchkit.errors import JobError
+from batchkit.storage.files import disk_errors, write_atomically
 from batchkit.storage.identity import known_of
 from batchkit.storage.runfolder import JOB
 
 
 def write_job(folder: Path, job: JobConfig) -> None:
     """``job.toml``: the job as resolved, secrets masked."""
-    try:
+    with disk_errors(folder / JOB):
         write_atomically(folder / JOB, toml_of(job).encode())
-    except OSError as error:
-        raise StoreError(f"{folder / JOB}: can't write: {error.strerror}") from error
 
 
 def toml_of(

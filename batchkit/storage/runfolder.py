@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from batchkit.config.regular_file import read_bytes
 from batchkit.errors import JobError, LostLockError, StoreError
-from batchkit.storage.files import free_name, open_private, write_atomically
+from batchkit.storage.files import disk_errors, free_name, open_private, write_atomically
 from batchkit.types import utc_now
 
 JOB = "job.toml"
@@ -125,10 +125,8 @@ def _locked(folder: Path, lock: FileLock) -> Claim:
 
 def _sign(folder: Path) -> None:
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": utc_now()}
-    try:
+    with disk_errors(folder):
         write_atomically(folder / _HOLDER, orjson.dumps(holder))
-    except OSError as error:
-        raise StoreError(f"{folder}: can't write: {error.strerror}") from error
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
@@ -165,11 +163,7 @@ def move_aside(folder: Path) -> Path:
         StoreError: it can't be renamed, for example because it is a mount point.
     """
     free = free_name(folder, ".")
-    try:
+    advice = "; move what is in it to another folder, or give the job another name"
+    with disk_errors(folder, f"can't be moved aside to {free}", advice):
         folder.rename(free)
-    except OSError as error:
-        raise StoreError(
-            f"{folder}: can't be moved aside to {free}: {error.strerror}; move what is in it to"
-            " another folder, or give the job another name"
-        ) from error
     return free

@@ -20,7 +20,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.tables.input import variants
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.files import replacing
+from batchkit.storage.files import disk_errors, replacing
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.log import RESULTS, opened_log
 from batchkit.storage.newest import read_newest
@@ -101,15 +101,12 @@ def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[
         StoreError: the file can't be written.
     """
     path = folder / SCORES
-    try:
-        with replacing(path) as temporary, temporary.open("wb") as file:
-            for line in lines:
-                file.write(msgspec.json.encode(line) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-            before()
-    except OSError as error:
-        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+    with disk_errors(path), replacing(path) as temporary, temporary.open("wb") as file:
+        for line in lines:
+            file.write(msgspec.json.encode(line) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+        before()
 
 
 def references_of(job: JobConfig) -> dict[str, str | None] | None:

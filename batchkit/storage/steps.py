@@ -21,8 +21,9 @@ from msgspec.structs import replace
 
 import batchkit.errors
 from batchkit.config.masking import masked_text
-from batchkit.errors import RowError, ServerError, StoreError
+from batchkit.errors import RowError, ServerError
 from batchkit.storage.checkpoint import StepsPoint, Totals
+from batchkit.storage.files import disk_errors
 from batchkit.storage.lines import Generation, Spent, encoded, generation_in
 from batchkit.storage.log import STEPS, Log, LogLine, read_generations
 from batchkit.storage.schema import error_of, possible, seconds_of
@@ -144,10 +145,8 @@ class StepsLog:
             StoreError: the disk refuses.
         """
         places = self._places.get(index, ())
-        try:
+        with disk_errors(self.log.path, "can't be read"):
             return [self._read(*place) for place in zip(places[::2], places[1::2], strict=True)]
-        except OSError as error:
-            raise StoreError(f"{self.log.path}: {error.strerror or error}") from error
 
     def recall(self, rows: Container[int]) -> None:
         """From now on, know the generations of ``rows``, too, though they have a record."""

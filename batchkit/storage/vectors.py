@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.config.regular_file import open_regular
-from batchkit.errors import LostVectorError, StoreError
-from batchkit.storage.files import open_private, sync_folder, write_all
+from batchkit.errors import LostVectorError
+from batchkit.storage.files import disk_errors, open_private, sync_folder, write_all
 from batchkit.types import VectorPlace
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ VECTORS = "vectors"
 DTYPES = ("float32", "float16")
 _NAME = re.compile(r"(\d{6,})\.arrow", re.ASCII)
 _RELEASE_BYTES = 64 << 20
+_IF_FULL = "; every row before is on disk. Make room, then run the same command again"
 _ADVICE = "A start runs the rows again whose vector is gone; put a copy of the file back before, if there is one"
 
 
@@ -108,13 +109,8 @@ class VectorWriter:
             by_type.setdefault(VectorType(vector.dtype.name, vector.shape[-1]), []).append(number)
         places: dict[int, VectorPlace] = {}
         for kind, numbers in by_type.items():
-            try:
+            with disk_errors(self._folder / VECTORS, advice=_IF_FULL):
                 found = self._append(kind, [(indexes[n], vectors[n]) for n in numbers])
-            except OSError as error:
-                raise StoreError(
-                    f"{self._folder / VECTORS}: can't write: {error.strerror or error}; every row before is"
-                    " on disk. Make room, then run the same command again"
-                ) from error
             places.update(zip(numbers, found, strict=True))
         return [places[number] for number in range(len(vectors))]
 
@@ -307,14 +303,11 @@ def _batch(kind: VectorType, rows: Sequence[tuple[int, Vector]]) -> pa.RecordBat
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise StoreError(f"{path}: can't be read: {error.strerror or error}") from error
+    reading = disk_errors(path, "can't be read")
+    with reading, suppress(FileNotFoundError), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    return b""
 
 
 def _whole_batches(view: mmap.mmap | bytes) -> Iterator[pa.RecordBatch]:
