@@ -10,6 +10,7 @@ import orjson
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.terminal import shortened
+from batchkit.config.values import from_json
 
 _DEEPEST = 20
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -21,12 +22,7 @@ _OTHER_DIALECT = ("bad escape", "unknown extension")
 def schema_in(sampling: Mapping[str, Any]) -> Any:
     """The schema in sampling parameters; None if they have none that can be read."""
     wanted = sampling.get("structured_outputs")
-    schema = wanted.get("json") if isinstance(wanted, Mapping) else None
-    if isinstance(schema, str):
-        try:
-            return orjson.loads(schema)
-        except orjson.JSONDecodeError:
-            return None
+    schema = from_json(wanted.get("json")) if isinstance(wanted, Mapping) else None
     return schema if isinstance(schema, Mapping) else None
 
 

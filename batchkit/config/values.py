@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+import orjson
+
 MAX_DEPTH = 100  # nested tables and lists; the writers fail at about 250
 LONGEST = 8192  # characters of a path, a URL, a name or a command; patterns run over them
 _BITS = 64  # the limit of TOML's integers, and of the JSON writer
@@ -39,6 +41,14 @@ def check_values(table: Mapping[str, Any]) -> None:
             waiting += [((*path, key), part) for key, part in value.items()]
         elif isinstance(value, list | tuple):
             waiting += [((*path, number), part) for number, part in enumerate(value)]
+
+
+def from_json(value: Any) -> Any:
+    """The value in a text of JSON, None if it is none; any other value itself."""
+    try:
+        return orjson.loads(value) if isinstance(value, str) else value
+    except orjson.JSONDecodeError:
+        return None
 
 
 def reason_of(error: Exception) -> str:

@@ -12,9 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import orjson
-
 from batchkit.config.tables import RetryTable, TaskName
+from batchkit.config.values import from_json
 from batchkit.errors import RequestError, WrongTaskError
 from batchkit.rendering.responses import as_chat
 from batchkit.sources.reader import shown
@@ -139,13 +138,7 @@ def row_sampling(
     found = None if column is None else fields.get(column)
     if is_null(found) or (isinstance(found, str) and not found):
         return sampling
-    own = found
-    if isinstance(own, str):
-        try:
-            own = orjson.loads(own)
-        except orjson.JSONDecodeError:
-            own = None
-    if not isinstance(own, Mapping):
+    if not isinstance(own := from_json(found), Mapping):
         raise RequestError(
             f"{column}: found {shown(found)}, expected a table of sampling parameters"
         )

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-import orjson
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
+from batchkit.config.values import from_json
 from batchkit.engines.openai.api import ShapeError, encoded, in_words
 from batchkit.engines.openai.connections import Content
 from batchkit.errors import RequestError
@@ -183,10 +183,8 @@ class Chat(Endpoint):
         return {"messages": request.messages, **(used if request.tools is not None else {})}
 
     def parameters_of(self, request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        for (
-            name,
-            value,
-        ) in given.items():  # JSON has only null for it: the server would use its default
+        for name, value in given.items():
+            # JSON has only null for it: the server would use its default.
             if isinstance(value, float) and not math.isfinite(value):
                 raise RequestError(f"sampling.{name}: is {value}, expected a finite number")
         if (response_format := json_form(given.get("structured_outputs"))) is not None:
@@ -243,14 +241,8 @@ def json_form(wanted: Any) -> dict[str, Any] | None:
         return None
     if wanted.get("json_object") is True:
         return {"type": "json_object"}
-    schema = wanted.get("json")
-    if isinstance(schema, str):
-        try:
-            schema = orjson.loads(schema)
-        except orjson.JSONDecodeError:
-            return None  # vLLM says what is wrong with it
-    if not isinstance(schema, Mapping):
-        return None
+    if not isinstance(schema := from_json(wanted.get("json")), Mapping):
+        return None  # vLLM says what is wrong with it
     return {
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": schema, "strict": True},

@@ -8,10 +8,9 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-import orjson
-
 from batchkit.config.regular_file import read_text
 from batchkit.config.tables import JobConfig, PromptTable
+from batchkit.config.values import from_json
 from batchkit.errors import JobError, MediaError, RequestError, RowError
 from batchkit.rendering.media import load_bytes
 from batchkit.rendering.templates import RowTemplate
@@ -139,11 +138,7 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
 def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
     """The number that a template gives, also from a text; raises RequestError if it gives none."""
     found = template.value(names)
-    try:
-        number = orjson.loads(found) if isinstance(found, str) else found
-    except orjson.JSONDecodeError:
-        number = None
-    if not isinstance(number, int | float):
+    if not isinstance(number := from_json(found), int | float):
         raise RequestError(f"{template.key}: found {shown(found)}, expected a number")
     return number
 
