@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from batchkit.errors import StoreError
-from batchkit.storage.plain_json import valid
+from batchkit.storage import plain_json
 from batchkit.types import ChoiceLine, Count, Counted, ErrorInfo, Record, ToolCall, Usage
 
 LINE_HEAD = b'{"index":'
@@ -62,7 +62,9 @@ def encoded(line: Record | Generation) -> bytes:
     try:
         return _encoder.encode(line) + b"\n"
     except UnicodeEncodeError:
-        return _encoder.encode(_valid(line)) + b"\n"
+        # Raw is a part that was encoded before, for example a row's fields.
+        table = msgspec.to_builtins(line, enc_hook=lambda raw: orjson.loads(memoryview(raw)))
+        return plain_json.encoded(table)
 
 
 def record_in(raw: bytes) -> Record | None:
@@ -163,20 +165,6 @@ def _decoded(decoder: msgspec.json.Decoder[Sound], raw: bytes) -> Sound | None:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return found
-
-
-def _valid(value: Any) -> Any:
-    """``value`` with texts that UTF-8 can encode."""
-    if isinstance(value, str):
-        return valid(value)
-    if isinstance(value, msgspec.Struct):
-        names = value.__struct_fields__
-        return type(value)(**{name: _valid(getattr(value, name)) for name in names})
-    if isinstance(value, Mapping):
-        return {valid(key): _valid(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(_valid, value)]
-    return value
 
 
 _MOST_SHOWN = 20
