@@ -221,31 +221,21 @@ class JobConfig(Table):
         return tables
 
     @model_validator(mode="after")
-    def _names_files_below_root(self) -> JobConfig:
-        object.__setattr__(self, "input", self.input.below(self.media.root))  # it is frozen
-        return self
-
-    @model_validator(mode="after")
-    def _groups_by_cross(self) -> JobConfig:
+    def _with_defaults_of_others(self) -> JobConfig:
+        """Defaults that follow from other tables."""
+        scoring = dict[str, Any]()
         if self.scoring.group_by is None and self.input.cross:
-            scoring = self.scoring.model_copy(update={"group_by": next(iter(self.input.cross))})
-            object.__setattr__(self, "scoring", scoring)  # it is frozen
-        return self
-
-    @model_validator(mode="after")
-    def _normalises_english(self) -> JobConfig:
+            scoring["group_by"] = next(iter(self.input.cross))
         if self.scoring.normalizer is None and self.speech.language == "en":
-            scoring = self.scoring.model_copy(update={"normalizer": "english"})
-            object.__setattr__(self, "scoring", scoring)  # it is frozen
-        return self
-
-    @model_validator(mode="after")
-    def _sends_texts_as_they_are(self) -> JobConfig:
-        """As ``vllm.LLM.embed`` does; its server applies the chat template to images."""
+            scoring["normalizer"] = "english"
+        # As vllm.LLM.embed does; its server applies the chat template to images.
         chat_is_meant = "chat" in self.prompt.model_fields_set or self.prompt.has_media
-        if not self.generates and not chat_is_meant:
-            prompt = self.prompt.model_copy(update={"chat": False})
-            object.__setattr__(self, "prompt", prompt)  # it is frozen
+        prompt = {} if self.generates or chat_is_meant else {"chat": False}
+        for name, update in (("scoring", scoring), ("prompt", prompt)):
+            if update:
+                table = getattr(self, name).model_copy(update=update)
+                object.__setattr__(self, name, table)  # it is frozen
+        object.__setattr__(self, "input", self.input.below(self.media.root))
         return self
 
     @model_validator(mode="after")
