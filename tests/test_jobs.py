@@ -10,6 +10,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from batchkit.errors import MediaError, TemplateError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.messages import with_note
 from batchkit.rendering.renderer import PromptRenderer
-from batchkit.rendering.steps import renderer_of
+from batchkit.rendering.steps import render_or_fail, renderer_of
 from batchkit.runs.run import Run
 from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
@@ -437,7 +438,9 @@ def test_every_real_question_renders(qa: str, rows: int, tmp_path: Path) -> None
     sampled = realhit_job("realhit_text", REALHIT / "sample", path)
     outcomes = Counter(
         rendered.error.kind if isinstance(rendered, Completion) and rendered.error else "ok"
-        for rendered in map(PromptRenderer(sampled).render_or_fail, read_rows(sampled.input))
+        for rendered in map(
+            partial(render_or_fail, PromptRenderer(sampled)), read_rows(sampled.input)
+        )
     )
     assert outcomes.keys() == {"ok", "media"}
     assert outcomes.total() == rows

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from batchkit.errors import JobError, PromptTooLongError, RowError
 from batchkit.execution.first_rows import blanks_in, check_columns, check_uses_a_column, hints
 from batchkit.execution.rollouts.function import loaded_function
 from batchkit.rendering.prefetch import Prefetch
-from batchkit.rendering.steps import Renderer, renderer_of
+from batchkit.rendering.steps import Renderer, render_or_fail, renderer_of
 from batchkit.sources import read_rows
 from batchkit.sources.input import why_empty
 from batchkit.types import Completion, Request, Row
@@ -143,7 +144,7 @@ def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[Checked]:
     renderer, preflights = renderer_of(job), _opened_preflights(job)
     prefetch = Prefetch(
         rows,
-        renderer.render_or_fail if job.rollout is None else _read_only,
+        partial(render_or_fail, renderer) if job.rollout is None else _read_only,
         threads=job.run.render_threads,
         ahead=2 * job.run.render_threads,
         max_bytes=job.media.max_memory_bytes,

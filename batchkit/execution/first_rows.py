@@ -24,7 +24,7 @@ from batchkit.errors import (
     WrongTaskError,
 )
 from batchkit.rendering.body import endpoint_of
-from batchkit.rendering.steps import CANDIDATES, Renderer
+from batchkit.rendering.steps import CANDIDATES, Renderer, render_or_fail
 from batchkit.rendering.templates import ROW
 from batchkit.rendering.templates.prompt import PromptTemplates, names_in
 from batchkit.scoring import fields_of
@@ -56,7 +56,7 @@ def check_first_rows(
         return taken
     while len(taken) < job.run.check_rows and (row := next(rows, None)) is not None:
         taken.append(row)
-        rendered = renderer.render_or_fail(row)
+        rendered = render_or_fail(renderer, row)
         error = rendered.error if isinstance(rendered, Completion) else None
         if error is None or (first is not None and _reason(error) != _reason(first)):
             return taken

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from batchkit.execution.rollouts.rollouts import PausedRow, Rollouts
 from batchkit.execution.start import Start
 from batchkit.rendering.prefetch import AHEAD, READ_AT_ONCE, Prefetch
+from batchkit.rendering.steps import render_or_fail
 from batchkit.types import Completion, Request, Task
 
 
@@ -18,7 +19,7 @@ class RowRequests:
         is_light = not (renderer.takes_long or renderer.opens_files)
         self._ahead: Prefetch[Task, Request | Completion] = Prefetch(
             tasks,
-            lambda task: renderer.render_or_fail(task.row, task.attempt),
+            lambda task: render_or_fail(renderer, task.row, task.attempt),
             threads=1 if is_light else job.run.render_threads,  # more would wait for Python's lock
             ahead=AHEAD,
             max_bytes=job.media.max_memory_bytes,

@@ -48,7 +48,7 @@ from batchkit.sources.reader import one_of, shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.sources.where import is_blank
 from batchkit.storage.schema import is_count
-from batchkit.types import CLIPS, Clip, Completion, Pair, Request, Row, RowHint
+from batchkit.types import CLIPS, Clip, Pair, Request, Row, RowHint
 
 _BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
 # Of [pooling]: lines of other tasks than the job's don't get them from it.
@@ -57,11 +57,6 @@ _BEGINNING = 4096  # characters by which prompts are compared
 
 AdjustSampling = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 LoadMedia = Callable[[str, Any, MediaTable], Media]
-
-
-def failed(row: Row, attempt: int, of_input: str, error: RowError) -> Completion:
-    """Of a row that could not be rendered."""
-    return Completion(Request(row, None, None, {}, of_input, attempt), error=error)
 
 
 class PromptRenderer:
@@ -167,14 +162,6 @@ class PromptRenderer:
             },
         )
         return with_media_bytes(request) if self.opens_files else request
-
-    def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
-        """As ``render``; a row error is returned as a failed Completion."""
-        of_input = input_hash(row.fields)
-        try:
-            return self.render(row, attempt, of_input)
-        except RowError as error:
-            return failed(row, attempt, of_input, error)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
         """``request`` with its row's longest text cut in the middle, if ``on_too_long`` says so.

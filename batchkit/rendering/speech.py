@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
-from batchkit.errors import PromptTooLongError, RequestError, RowError
+from batchkit.errors import PromptTooLongError, RequestError
 from batchkit.rendering.body import endpoint_of
 from batchkit.rendering.media import load_media
 from batchkit.rendering.media.sound import Part, Sound, Span
 from batchkit.rendering.messages import Message
-from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer, failed
+from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer
 from batchkit.rendering.templates import RowTemplate
 from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash
-from batchkit.types import Audio, Completion, Request, Row, RowHint, Speech
+from batchkit.types import Audio, Request, Row, RowHint, Speech
 
 _OF_LINES = ("file_url", "file")  # of a batch line's body: vLLM's name, and OpenAI's
 
@@ -105,12 +105,6 @@ class SpeechRenderer:
         if self.finds_language and found.speech.language is None:
             first = found.language_request()
         return replace(first, media_bytes=first.clips[0].n_bytes)
-
-    def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
-        try:
-            return self.render(row, attempt)
-        except RowError as error:
-            return failed(row, attempt, input_hash(row.fields), error)
 
     def messages(self, messages: Any) -> list[Message]:
         return self._of_recordings.messages(messages)

@@ -19,7 +19,7 @@ from batchkit.errors import (
 )
 from batchkit.rendering.media import load_media
 from batchkit.rendering.messages import Message
-from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer, failed
+from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer
 from batchkit.rendering.speech import SpeechRenderer
 from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.sandbox import keys_read
@@ -122,12 +122,6 @@ class StepsRenderer:
             answers[step.name] = {"skipped": True}
         raise EmptyTextError(NO_ANSWER)
 
-    def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
-        try:
-            return self.render(row, attempt)
-        except RowError as error:
-            return failed(row, attempt, input_hash(row.fields), error)
-
     def messages(self, messages: Any) -> list[Message]:
         return self._first.messages(messages)
 
@@ -207,6 +201,15 @@ def renderer_of(
     if job.task == "transcribe":
         made = SpeechRenderer
     return made(job, adjust_sampling=adjust_sampling, load=load)
+
+
+def render_or_fail(renderer: Renderer, row: Row, attempt: int = 1) -> Request | Completion:
+    """As its ``render``; a row error is returned as a failed Completion."""
+    try:
+        return renderer.render(row, attempt)
+    except RowError as error:
+        request = Request(row, None, None, {}, input_hash(row.fields), attempt)
+        return Completion(request, error=error)
 
 
 def with_answers(

@@ -14,6 +14,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.steps import render_or_fail
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.types import Request, Row
 from tests.support.chat_server import MODEL, serving
@@ -44,7 +45,7 @@ def job(root: Path, rows: list[dict[str, Any]], **tables: Any) -> JobConfig:
 
 
 def rendered(job: JobConfig, fields: dict[str, Any]) -> Request:
-    found = PromptRenderer(job).render_or_fail(Row(0, "0", fields))
+    found = render_or_fail(PromptRenderer(job), Row(0, "0", fields))
     if not isinstance(found, Request):
         assert found.error is not None
         raise found.error

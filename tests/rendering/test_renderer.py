@@ -17,6 +17,7 @@ from PIL import Image
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
 from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.steps import render_or_fail
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.sources.rowhash import input_hash
 from batchkit.types import Completion, Request, Row
@@ -436,7 +437,7 @@ def test_temperature_follows_the_attempt() -> None:
 
 def test_row_that_could_not_be_read_fails_with_its_own_error() -> None:
     error = RequestError("rows.jsonl line 3: not valid JSON")
-    found = renderer(prompt={"user": "u"}).render_or_fail(Row(2, "2", {}, error), 4)
+    found = render_or_fail(renderer(prompt={"user": "u"}), Row(2, "2", {}, error), 4)
     assert isinstance(found, Completion)
     assert found.error is error
     assert (found.request.row.index, found.request.attempt) == (2, 4)
@@ -461,7 +462,7 @@ def test_threads_may_share_a_renderer(media: dict[str, Any]) -> None:
     ]
 
     def seen(row: Row) -> Any:
-        found = shared.render_or_fail(row)
+        found = render_or_fail(shared, row)
         return str(found.error) if isinstance(found, Completion) else outline(found)
 
     with ThreadPoolExecutor(8) as pool:
@@ -492,7 +493,7 @@ def test_a_template_cannot_change_the_row_nor_its_hash_nor_vars() -> None:
     seen = []
     for fails in (False, True, False):
         fields = {"fails": fails, "mine": ["b"]}
-        found = made.render_or_fail(Row(0, "0", fields))
+        found = render_or_fail(made, Row(0, "0", fields))
         request = found.request if isinstance(found, Completion) else found
         assert request.input_hash == input_hash({"fails": fails, "mine": ["b"]})
         assert fields["mine"] == ["b"]
