@@ -111,15 +111,10 @@ class Stop:
 
     def announced(self) -> str:
         """Every budget, and what is left of it; empty if there is none."""
-        run, parts = self._job.run, list[str]()
-        if run.max_seconds is not None:
-            parts.append(f"run.max_seconds = {run.max_seconds:g} for this start")
-        if (most := run.max_completion_tokens) is not None:
-            left = max(0, most - self._run.ledger.usage.completion_tokens)
-            parts.append(f"run.max_completion_tokens = {most:,}, {left:,} left")
-        if run.max_price is not None:
-            left_of_price = max(0.0, run.max_price - (self.price() or 0.0))
-            parts.append(f"run.max_price = {run.max_price:g}, {number(left_of_price)} left")
+        parts = [
+            name + (" for this start" if "seconds" in name else f", {number(max(0, left))} left")
+            for name, left in self._budgets()
+        ]
         return f"budget: {'; '.join(parts)}" if parts else ""
 
     def price(self, unfinished_tokens: int = 0) -> float | None:
@@ -137,7 +132,8 @@ class Stop:
         """No new row begins. ``unfinished_tokens``: of answers that have not ended, which are paid for,
         too."""
         if self.by is None:
-            self.by = self._used_up(unfinished_tokens)
+            budgets = self._budgets(unfinished_tokens)
+            self.by = next((name for name, left in budgets if left <= 0), None)
         return self.request.signum is not None or self.by is not None
 
     def is_over(self, in_flight: int) -> bool:
@@ -164,17 +160,17 @@ class Stop:
                 f" `batchkit status {self._job.folder}`"
             )
 
-    def _used_up(self, unfinished_tokens: int) -> str | None:
-        """The first budget that is used up; None if none is."""
+    def _budgets(self, unfinished_tokens: int = 0) -> Iterator[tuple[str, float]]:
+        """Each that the job has, as ``by`` names it, and what is left of it."""
         run = self._job.run
-        if run.max_seconds is not None and self._seconds >= run.max_seconds:
-            return f"run.max_seconds = {run.max_seconds:g}"
-        most = run.max_completion_tokens
-        if most is not None and self._tokens(unfinished_tokens).completion_tokens >= most:
-            return f"run.max_completion_tokens = {most:,}"
-        if run.max_price is not None and (self.price(unfinished_tokens) or 0.0) >= run.max_price:
-            return f"run.max_price = {run.max_price:g}"
-        return None
+        if run.max_seconds is not None:
+            yield f"run.max_seconds = {run.max_seconds:g}", run.max_seconds - self._seconds
+        if (most := run.max_completion_tokens) is not None:
+            spent = self._tokens(unfinished_tokens).completion_tokens
+            yield f"run.max_completion_tokens = {most:,}", most - spent
+        if run.max_price is not None:
+            price = self.price(unfinished_tokens) or 0.0
+            yield f"run.max_price = {run.max_price:g}", run.max_price - price
 
     @property
     def _drain_s(self) -> float | None:
