@@ -335,6 +335,19 @@ class Usage(Struct, frozen=True, omit_defaults=True):
     cached_tokens: Count | None = None
 
 
+def sum_of(usages: Sequence[Usage]) -> Usage | None:
+    """None if there are none."""
+    if not usages:
+        return None
+    thought = [usage.reasoning_tokens for usage in usages if usage.reasoning_tokens is not None]
+    return Usage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+        sum(thought) if thought else None,
+        sum(usage.cached_tokens or 0 for usage in usages) or None,
+    )
+
+
 class Entity(TypedDict):
     """A named entity: the characters from ``start`` to ``end`` of the prompt that the model saw."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from batchkit.execution.settle import lacks_answer
 from batchkit.execution.start import Start
 from batchkit.rendering.body import with_temperature
 from batchkit.rendering.messages import image_part, loaded, with_note, with_parts
-from batchkit.types import Clip, Completion, Key, Request, Usage, Video
+from batchkit.types import Clip, Completion, Key, Request, Usage, Video, sum_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -85,7 +85,7 @@ class Attempts:
         if settled is not completion and settled.usage is not None:  # an earlier answer is kept
             row.spent.remove(settled.usage)
             row.spent += filter(None, [completion.usage])
-        return replace(settled, earlier_usage=_sum(row.spent)) if row.spent else settled
+        return replace(settled, earlier_usage=sum_of(row.spent)) if row.spent else settled
 
     def _is_tried_again(self, completion: Completion, row: _Further) -> bool:
         if isinstance(completion.error, PromptTooLongError):
@@ -135,13 +135,6 @@ def _best(completion: Completion, row: _Further) -> Completion:
     """An earlier answer, if this attempt failed."""
     had = row.answer
     return completion if completion.error is None or had is None or had.error else had
-
-
-def _sum(spent: Sequence[Usage]) -> Usage:
-    return Usage(
-        sum(usage.prompt_tokens for usage in spent),
-        sum(usage.completion_tokens for usage in spent),
-    )
 
 
 def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Request | None:

@@ -19,7 +19,7 @@ from batchkit.execution.start import Start
 from batchkit.rendering.body import with_temperature
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.steps import completion_of
-from batchkit.types import Call, Choice, Completion, Key, Request, Row, Task, Usage
+from batchkit.types import Call, Choice, Completion, Key, Request, Row, Task, Usage, sum_of
 
 if TYPE_CHECKING:
     from batchkit.execution.rollouts.rollouts import Rollouts
@@ -124,7 +124,7 @@ class OpenRow:
         return Completion(
             replace(request, endpoint=self._endpoint),
             choices,
-            _sum([usage for _, *usages in self._answered for usage in usages if usage]),
+            sum_of([usage for _, *usages in self._answered for usage in usages if usage]),
             sum(latency_s for latency_s, *_ in self._answered),
             prompt=None if last is None else last.prompt,
             parsed=None if last is None else last.parsed,
@@ -155,18 +155,6 @@ class OpenRow:
         self._rollouts.renders.free(request)
         await asyncio.sleep(0)  # what asks beside it comes first, as with an engine
         return resolved(self._start, completion_of(line, request))
-
-
-def _sum(usages: Sequence[Usage]) -> Usage | None:
-    if not usages:
-        return None
-    thought = [usage.reasoning_tokens for usage in usages if usage.reasoning_tokens is not None]
-    return Usage(
-        sum(usage.prompt_tokens for usage in usages),
-        sum(usage.completion_tokens for usage in usages),
-        sum(thought) if thought else None,
-        sum(usage.cached_tokens or 0 for usage in usages) or None,
-    )
 
 
 class Replay:
