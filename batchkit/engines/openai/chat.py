@@ -38,6 +38,7 @@ class Endpoint:
 
     task = "generate"
     table = "pooling"
+    path = "/chat/completions"
     parameters: Sequence[str] = ()
 
     def __init__(self, job: JobConfig, drop: Sequence[str]) -> None:
@@ -82,7 +83,7 @@ class Endpoint:
 
     def url(self, base_url: str, request: Request) -> str:
         """Where ``request`` is sent."""
-        raise NotImplementedError
+        return base_url + self.path
 
     def input_of(self, request: Request) -> dict[str, Any]:
         """What the model reads."""
@@ -169,7 +170,7 @@ class Chat(Endpoint):
     table, parameters = "sampling", SAMPLING
 
     def url(self, base_url: str, request: Request) -> str:
-        return base_url + ("/completions" if request.messages is None else "/chat/completions")
+        return base_url + ("/completions" if request.messages is None else self.path)
 
     def input_of(self, request: Request) -> dict[str, Any]:
         if request.messages is None:
@@ -201,8 +202,6 @@ class Chat(Endpoint):
         failures = [failure for choice in choices if (failure := choice.failure) is not None]
         if self._selects and len(failures) < len(choices):
             failures = []
-        if found.error:
-            failures.append(f"the answer has an error: {in_words(found.error)}")
         if failures:
             raise ShapeError(f"the answer is incomplete: {'; '.join(failures)}")
         if not choices:
@@ -212,11 +211,14 @@ class Chat(Endpoint):
 
 
 def as_shape(answer: Any, shape: type[T]) -> T:
-    """``answer`` as a ``shape``. Raises ShapeError if it is no such thing."""
+    """``answer`` as a ``shape``. Raises ShapeError if it is no such thing, or has an error."""
     try:
-        return msgspec.convert(answer, shape)
+        found = msgspec.convert(answer, shape)
     except (msgspec.ValidationError, OverflowError) as error:
         raise ShapeError(f"the answer is not in OpenAI's format: {error}") from None
+    if fault := getattr(found, "error", None):
+        raise ShapeError(f"the answer has an error: {in_words(fault)}")
+    return found
 
 
 def usage_in(

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from batchkit.engines.openai.api import ShapeError, in_words
+from batchkit.engines.openai.api import ShapeError
 from batchkit.engines.openai.chat import Chat, Endpoint, as_shape
 from batchkit.engines.openai.speech import Transcriptions
 from batchkit.errors import InvalidOutputError, RequestError
@@ -60,8 +60,6 @@ class _Endpoint(Endpoint):
 
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
         found = as_shape(answer, _Answer)
-        if found.error:
-            raise ShapeError(f"the answer has an error: {in_words(found.error)}")
         pooled = self.pooled_of(request, found)
         return Completion(request, (), _usage(found.usage), latency_s, pooled=pooled)
 
@@ -75,10 +73,8 @@ class Embeddings(_Endpoint):
     size, and the server need not write numbers; a server that answers with numbers is read as well."""
 
     task = "embed"
+    path = "/embeddings"
     parameters = ("dimensions", "add_special_tokens", *_OF_ALL)
-
-    def url(self, base_url: str, request: Request) -> str:
-        return f"{base_url}/embeddings"
 
     def input_of(self, request: Request) -> dict[str, Any]:
         return {**super().input_of(request), "encoding_format": "base64"}
@@ -125,10 +121,8 @@ class Rerank(_Endpoint):
     """``/rerank``, in the shape of Jina's API."""
 
     task = "score"
+    path = "/rerank"
     parameters = (*_OF_ALL, "instruction", "max_tokens_per_query", "max_tokens_per_doc")
-
-    def url(self, base_url: str, request: Request) -> str:
-        return f"{base_url}/rerank"
 
     def input_of(self, request: Request) -> dict[str, Any]:
         if request.pair is None:
@@ -140,8 +134,12 @@ class Rerank(_Endpoint):
         return {"query": query, "documents": documents}
 
     def pooled_of(self, request: Request, answer: _Answer) -> Pooled:
-        scores = [item.relevance_score for item in _in_order(answer.results, _documents(request))]
-        return _scored(scores)
+        n_documents = len(request.pair.documents) if request.pair else 0
+        items = _in_order(answer.results, n_documents)
+        scores = [it.relevance_score for it in items if it.relevance_score is not None]
+        if len(scores) < n_documents:
+            raise ShapeError("a document has no score")
+        return Pooled(scores=scores)
 
 
 ENDPOINTS: dict[str, type[Endpoint]] = {
@@ -151,18 +149,6 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
     "score": Rerank,
     "transcribe": Transcriptions,
 }
-
-
-def _documents(request: Request) -> int:
-    return len(request.pair.documents) if request.pair else 0
-
-
-def _scored(scores: list[float | None]) -> Pooled:
-    """Raises ShapeError if one is missing."""
-    known = [score for score in scores if score is not None]
-    if len(known) < len(scores):
-        raise ShapeError("a document has no score")
-    return Pooled(scores=known)
 
 
 def _in_order(items: list[_Item] | None, count: int) -> list[_Item]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from batchkit.engines.openai.api import ShapeError, in_words
+from batchkit.engines.openai.api import ShapeError
 from batchkit.engines.openai.chat import Endpoint, as_shape, usage_in
 from batchkit.engines.openai.connections import Content
 from batchkit.errors import MediaError, RequestError
@@ -40,14 +40,11 @@ class _Answer(msgspec.Struct):
 class Transcriptions(Endpoint):
     """The answer gets Whisper's own time stamps, as that of a model that runs here."""
 
-    task, table = "transcribe", "sampling"
+    task, table, path = "transcribe", "sampling", "/audio/transcriptions"
     parameters = (
         *("temperature", "max_tokens", "top_p", "top_k", "min_p", "seed"),
         *("frequency_penalty", "repetition_penalty", "presence_penalty"),
     )
-
-    def url(self, base_url: str, request: Request) -> str:
-        return f"{base_url}/audio/transcriptions"
 
     def input_of(self, request: Request) -> dict[str, Any]:
         speech, (audio,) = request.speech, request.clips
@@ -70,8 +67,6 @@ class Transcriptions(Endpoint):
 
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
         found = as_shape(answer, _Answer)
-        if found.error:
-            raise ShapeError(f"the answer has an error: {in_words(found.error)}")
         if found.text is None:
             raise ShapeError("the answer has no text")
         text = valid(found.text)
