@@ -180,15 +180,10 @@ def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
     """
     import ray
 
-    tables, n_workers = [job.with_engine(name).engine for name in engines], job.run.workers or 1
+    jobs, n_workers = [job.with_engine(name) for name in engines], job.run.workers or 1
     gpus: float | None = job.run.worker_gpus
     if gpus is None:
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-        groups = [
-            math.prod(engine.options.get(size, 1) for size in sizes)
-            for engine in tables
-            if holds_model(engine.kind)
-        ]
+        groups = [its.engine_gpus for its in jobs if holds_model(its.engine.kind)]
         gpus = max(groups, default=0) if ray.cluster_resources().get("GPU", 0) else 0
     cpus: float | None = job.run.worker_cpus
     if cpus is None:
