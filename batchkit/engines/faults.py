@@ -132,18 +132,19 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
-    """The fault of a process that ended without reporting why.
+    """The fault of a process that ended without reporting why; ``code`` is None if the fork server that watched it was
+    killed with it.
 
     The kernel sends SIGKILL to free memory, but others send it, too; ``memory`` is the evidence
     that memory ran out (``memory.py``), empty if there is none.
     """
-    if code == -signal.SIGKILL:
+    if code is None or code == -signal.SIGKILL:
         if memory:
             return Fault("oom", "SIGKILL", f"killed as memory ran out: {memory}")
         message = "killed from outside, no sign of memory running out"
         return Fault("engine_crash", "SIGKILL", message, is_unexplained_kill=True)
     how = f"exit code {code}"
-    if code is not None and code < 0:
+    if code < 0:
         known = {number.value: number.name for number in signal.Signals}
         how = known.get(-code, f"signal {-code}")
     return Fault("oom" if mentions_memory(last_words) else "engine_crash", how, last_words)

@@ -127,7 +127,7 @@ def test_the_words_of_an_outer_error_do_not_count() -> None:
         (-(signal.SIGRTMIN + 1), "engine_crash", f"signal {signal.SIGRTMIN + 1}"),
         (1, "engine_crash", "exit code 1"),
         (0, "engine_crash", "exit code 0"),
-        (None, "engine_crash", "exit code None"),
+        (None, "engine_crash", "SIGKILL"),  # its watcher was killed with it
     ],
 )
 def test_a_process_that_says_nothing_is_judged_by_its_exit_code(

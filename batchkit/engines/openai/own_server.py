@@ -128,11 +128,8 @@ class OwnServer:
         while not self._process.has_ended():
             self._log.trim()
             await asyncio.sleep(_LOOK_S)
-        code = self._process.returncode
-        returncode = (
-            -signal.SIGKILL if code is None else code
-        )  # None: the fork server was killed, too
-        return fault_of_exit(returncode, _cause(self._log.printed()), self._memory.evidence())
+        last_words = _cause(self._log.printed())
+        return fault_of_exit(self._process.returncode, last_words, self._memory.evidence())
 
     def stop(self) -> None:
         """End it and wait for that; called after the event loop has ended. May be called twice. Raises

@@ -237,8 +237,7 @@ class ProcessEngine:
         """The child ended without a message: use its exit code and the end of its log."""
         self._process.has_ended(CLOSE_S)
         self._end(kill=True)
-        code = self._process.returncode
-        return self._fault_of_exit(-signal.SIGKILL if code is None else code)
+        return self._fault_of_exit(self._process.returncode)
 
     def _fault_of_exit(self, code: int | None) -> Fault:
         last_words = _last_words(self._printed.printed())
