@@ -38,9 +38,6 @@ _COUNTS = (
     ),
     re.compile(r"maximum context length is (?P<most>\d+) tokens.* resulted in (?P<n>\d+) tokens"),
 )
-_QUERIES = frozenset(["query", "queries"])
-PAIR = _QUERIES | {"documents"}
-"""Names that hold what is compared; text, or an object with ``content``."""
 _NO_SUCH_MODEL = ("model_not_found", "NotFoundError", "not_found_error", "model")
 _NO_MONEY = ("insufficient_quota", "billing_hard_limit_reached")
 _LONGEST_MESSAGE = 1000
@@ -185,7 +182,7 @@ def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
     if "messages" in body:
         made["messages"] = loaded(list(body["messages"]), part)
     if "documents" in body:
-        made |= {name: side(body[name]) for name in _QUERIES & body.keys()}
+        made["query"] = side(body["query"])
         made["documents"] = [side(document) for document in body["documents"]]
     return made
 

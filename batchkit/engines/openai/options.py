@@ -8,13 +8,13 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from batchkit.config.tables import JobConfig, Seconds, Table
-from batchkit.engines.openai import api
 from batchkit.engines.openai.pooling import ENDPOINTS
 from batchkit.engines.request_checks import problems_with
 from batchkit.errors import JobError, RequestError
 
-_NOT_EXTRA = api.PAIR | {
+_NOT_EXTRA = {
     *("model", "messages", "prompt", "input", "stream", "stream_options"),
+    *("query", "queries", "documents"),
     *("embed_dtype", "endianness"),  # a vector would be read as other numbers
 }
 # What llama.cpp's server ignores, as fields that it doesn't know, with its own name for some of them.

@@ -269,7 +269,8 @@ class Remote:
         text = {"prompt": as_text(request)} if request.messages is None else chat
         url = f"{self.base_url.removesuffix('/v1')}/tokenize"
         try:
-            content = Content(await _encoded({"model": self._model, **text}))
+            body = {"model": self._model, **text}
+            content = Content(await asyncio.to_thread(api.encoded, body))
             response = await self._exchange("POST", url, content, self._timeout_s)
             count = orjson.loads(response.content)["count"] if response.status == 200 else None
         except (RowError, NoAnswer, EngineError, ValueError, KeyError, TypeError):
@@ -385,8 +386,3 @@ def _key(name: str) -> str:
     if not (key.isascii() and key.isprintable()):
         raise EngineError(f"environment variable {name} (engine.api_key_env): not a valid key")
     return key
-
-
-async def _encoded(body: Mapping[str, Any]) -> bytes:
-    """On one of the loop's threads: making PNGs takes a while, and other requests need the loop."""
-    return await asyncio.to_thread(api.encoded, body)

@@ -73,7 +73,9 @@ class Parsing:
                 tokenizer=tokenizer,
             )
         except TypeError as error:
-            raise JobError(f"engine: {_with_our_keys(error)}") from error
+            message = str(error).replace("--reasoning-parser", "reasoning_parser")
+            message = message.replace("--tool-call-parser", "tool_call_parser")
+            raise JobError(f"engine: {message}") from error
         tool_parser_cls = self._parser_cls.tool_parser_cls
         self._always_adjusts = (
             self._parser_cls.always_adjust_request
@@ -209,13 +211,3 @@ def _tool_call(call: Any) -> dict[str, Any]:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
-
-
-def _with_our_keys(error: TypeError) -> str:
-    message = str(error)
-    for flag, key in (
-        ("--reasoning-parser", "reasoning_parser"),
-        ("--tool-call-parser", "tool_call_parser"),
-    ):
-        message = message.replace(flag, key)
-    return message
