@@ -12,7 +12,7 @@ from batchkit.config.masking import masked_text
 from batchkit.config.tables.input import variants
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import JobError, MediaError
-from batchkit.rendering.media import shown
+from batchkit.rendering.media.source import shown
 from batchkit.rendering.messages import as_text
 from batchkit.runs.inputs import InputRows, Prompt
 from batchkit.runs.reach import Reach

@@ -274,11 +274,7 @@ class Lane:
         def load() -> Loaded:
             environment = opening.environments.get(self.name, {})
             engine = open_engine(job, opening.engines.launcher(self.name, environment))
-            with ExitStack() as held:
-                held.enter_context(closing(engine))
-                commits = identity.hub_commits(self._job)
-                held.pop_all()
-            return Loaded(engine, options, ladder.steps, then, commits)
+            return Loaded(engine, options, ladder.steps, then, identity.hub_commits(self._job))
 
         with opening.guard(), ExitStack() as held:
             loaded = opening.engines.get(Wanted(self.name, options, then), load)

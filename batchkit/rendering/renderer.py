@@ -29,7 +29,8 @@ from batchkit.rendering.body import (
     texts_in,
     with_temperature,
 )
-from batchkit.rendering.media import Media, SharedMedia, check_root, load_media, load_text
+from batchkit.rendering.media import Media, SharedMedia, load_media, load_text
+from batchkit.rendering.media.source import check_root
 from batchkit.rendering.messages import (
     Message,
     image_part,

@@ -20,8 +20,8 @@ from PIL import Image, PngImagePlugin, TiffImagePlugin
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
-from batchkit.rendering.media import load_image, target_size
-from batchkit.rendering.media.pixels import LARGEST_ASPECT, smart_size
+from batchkit.rendering.media import load_image
+from batchkit.rendering.media.pixels import LARGEST_ASPECT, smart_size, target_size
 from tests.support.images import JPEG, PNG, RED, WHITE, encoded, gradient, media_table, refused
 from tests.support.paths import ROOT
 

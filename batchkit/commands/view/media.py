@@ -14,7 +14,7 @@ from PIL import Image
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
-from batchkit.rendering.media import shown
+from batchkit.rendering.media.source import shown
 from batchkit.runs.reach import Reach
 
 MAX_CLIP_BYTES = 500_000  # of one that is put into a page

@@ -21,9 +21,8 @@ from batchkit.config.urls import is_remote
 from batchkit.errors import MediaError
 from batchkit.rendering.media.clips import decode_audio, decode_still, decode_video
 from batchkit.rendering.media.pdf_page import is_pdf, page_image, page_of
-from batchkit.rendering.media.pixels import Size, decode, fit, target_size
+from batchkit.rendering.media.pixels import decode, fit
 from batchkit.rendering.media.source import (
-    check_root,
     is_for_fetch,
     read_data_uri,
     read_file,
@@ -31,22 +30,6 @@ from batchkit.rendering.media.source import (
     shown,
 )
 from batchkit.types import Clip
-
-__all__ = [
-    "Media",
-    "SharedMedia",
-    "Size",
-    "Source",
-    "check_root",
-    "load_bytes",
-    "load_clip_bytes",
-    "load_image",
-    "load_media",
-    "load_still",
-    "load_text",
-    "shown",
-    "target_size",
-]
 
 _BEGINNING = 8000  # bytes in which git, too, takes a NUL as a sign that a file is no text
 
