@@ -9,16 +9,8 @@ from typing import Literal
 
 DISTRIBUTION = "batchkit-vllm"
 """Its name on the registry, where ``batchkit`` is another project's."""
-_BY_SETUP = (
-    "vllm",
-    "transformers",
-    "charts",
-    "excel",
-    "media",
-    "speech",
-    "pdf",
-    "ray",
-)  # extras of `make setup`
+# Extras of `make setup`.
+_BY_SETUP = ("vllm", "transformers", "charts", "excel", "media", "speech", "pdf", "ray")
 
 
 def how_to_install(extra: str) -> str:

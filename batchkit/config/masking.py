@@ -42,9 +42,8 @@ _WORDS = (
     r"[_-]?key(?:[_-]?id)?)s?"
 )
 _NAME = re.compile(rf"(?:^|_){_WORDS}$|(?:api|access|secret|private)_?key(?:_?id)?s?$")
-_COUNT = re.compile(
-    r"(?:^|_)tokens$"
-)  # max_tokens; the name of a secret only if its value is a text
+# max_tokens; the name of a secret only if its value is a text.
+_COUNT = re.compile(r"(?:^|_)tokens$")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_QUERIES = re.compile(
     r"(?:^|_)(?:sig|signature|key|code|hmac|policy|key_pair_id|google_?access_?id)$"
@@ -54,9 +53,8 @@ _OF_STEP = re.compile(  # as a job has it, and as the identity of a run does: wi
     r"steps\.(?:(?!prompt\.|sampling\.)\w+\.)?((?:prompt|sampling|retry|output)\..*|[^.]+)"
 )
 _OF_ENGINE = re.compile(r"engines\.[^.]+(.*)")
-_TOKEN = re.compile(
-    r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w-]{32,}", re.ASCII
-)  # a part of a path that permits
+# A part of a path that permits.
+_TOKEN = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w-]{32,}", re.ASCII)
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
 
 _SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: a URL made into a path

@@ -160,9 +160,8 @@ def free_name(path: Path, infix: str) -> Path:
 
 
 OWNER = ".owner"
-HOMES = (
-    "/tmp",
-)  # besides the temporary folder of this process, which may have too long a name for Ray
+# Besides the temporary folder of this process, which may have too long a name for Ray.
+HOMES = ("/tmp",)
 
 
 class OwnFolder:

@@ -202,9 +202,8 @@ class VllmRenderer:
 def _tokenization(job: JobConfig) -> dict[str, Any]:
     """What differs from vLLM's own ``TokenizeParams``."""
     changed: dict[str, Any] = {}
-    if (
-        job.retry.on_too_long != "fail"
-    ):  # vLLM stops counting at its limit, and a cut needs the full count
+    if job.retry.on_too_long != "fail":
+        # vLLM stops counting at its limit, and a cut needs the full count.
         changed["max_total_tokens"] = None
     if job.task == "token_classify":
         changed["return_token_offsets"] = True
