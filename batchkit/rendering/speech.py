@@ -12,7 +12,6 @@ from batchkit.errors import PromptTooLongError, RequestError
 from batchkit.rendering.body import endpoint_of
 from batchkit.rendering.media import load_media
 from batchkit.rendering.media.sound import Part, Sound, Span
-from batchkit.rendering.messages import Message
 from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer
 from batchkit.rendering.templates import RowTemplate
 from batchkit.sources.reader import shown
@@ -80,7 +79,6 @@ class SpeechRenderer:
             for name in ("language", "prompt")
             if (text := getattr(job.speech, name)) is not None
         }
-        self.templates = self._of_recordings.templates
         self.takes_long = self._of_recordings.takes_long
         self.opens_files = True
         self.finds_language = job.engine.kind == "vllm"  # a server does it by itself
@@ -105,9 +103,6 @@ class SpeechRenderer:
         if self.finds_language and found.speech.language is None:
             first = found.language_request()
         return replace(first, media_bytes=first.clips[0].n_bytes)
-
-    def messages(self, messages: Any) -> list[Message]:
-        return self._of_recordings.messages(messages)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
         return None  # a recording's end is never left out

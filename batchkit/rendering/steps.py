@@ -18,7 +18,6 @@ from batchkit.errors import (
     TemplateError,
 )
 from batchkit.rendering.media import load_media
-from batchkit.rendering.messages import Message
 from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer
 from batchkit.rendering.speech import SpeechRenderer
 from batchkit.rendering.templates import RowTemplate
@@ -121,9 +120,6 @@ class StepsRenderer:
                 return replace(made, row=row, call=call)
             answers[step.name] = {"skipped": True}
         raise EmptyTextError(NO_ANSWER)
-
-    def messages(self, messages: Any) -> list[Message]:
-        return self._first.messages(messages)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
         call = request.call

@@ -23,7 +23,7 @@ from batchkit.errors import EmptyTextError, JobError, RequestError, RolloutError
 from batchkit.execution.rollouts.open_row import OpenRow
 from batchkit.execution.rollouts.row_loop import shown_error
 from batchkit.execution.start import Start
-from batchkit.rendering.renderer import with_media_bytes
+from batchkit.rendering.renderer import PromptRenderer, with_media_bytes
 from batchkit.rendering.tools import checked_tools
 from batchkit.sources.reader import shown
 from batchkit.storage.plain_json import valid
@@ -279,7 +279,9 @@ class Generate:
         """``request`` with its images opened."""
         if request.messages is None:
             return request
-        messages = self._start.renderer.messages(request.messages)
+        renderer = self._start.renderer
+        assert isinstance(renderer, PromptRenderer), "steps and recordings have no function"
+        messages = renderer.messages(request.messages)
         made = with_media_bytes(replace(request, messages=messages))
         return made if made.media_bytes else replace(made, messages=_own("messages", messages))
 
