@@ -41,31 +41,19 @@ def misfits(job: JobConfig) -> list[str]:
     keeps the earlier ones."""
     rules = (
         _misfits_of_task,
-        _misfits_of_clips,
-        _misfits_of_exports,
         _misfits_of_steps,
-        _misfits_of_calls,
+        _misfits_of_each_step,
         _misfits_of_retry,
-        _misfits_of_prices,
-        _misfits_of_answers,
-        _misfits_of_loras,
-        _misfits_of_sampling,
+        _misfits_of_engines,
     )
     return next(filter(None, ([*rule(job)] for rule in rules)), [])
-
-
-def _misfits_of_clips(job: JobConfig) -> Iterator[str]:
-    if job.engine.kind != "transformers":
-        return
-    for place, its in job.of_each_step():
-        for kind in ("videos", "audios"):
-            if getattr(its.prompt, kind):
-                yield f'{place}prompt.{kind}: engine.kind "transformers" takes none; use "vllm"'
 
 
 def _misfits_of_task(job: JobConfig) -> Iterator[str]:
     """A line for each key of ``job`` that does not fit its task."""
     task, pair, pooling = job.task, job.pair, job.pooling
+    if "npy" in job.output.export and task not in WITH_VECTORS:
+        yield f'output.export: "npy" is for {FOR_VECTORS}; task is "{task}"'
     if task != "score" and pair.is_set:
         yield f'[pair]: is for task = "score"; task is "{task}"'
     if task != "transcribe" and job.speech != SpeechTable():
@@ -108,11 +96,6 @@ def _misfits_of_speech(job: JobConfig) -> Iterator[str]:
         yield 'sampling.n: a recording has one transcript; task = "transcribe" needs n = 1'
     if job.speech.overlap_seconds * 4 > job.speech.part_seconds:
         yield "speech.overlap_seconds: is more than a quarter of speech.part_seconds; lower it"
-
-
-def _misfits_of_exports(job: JobConfig) -> Iterator[str]:
-    if "npy" in job.output.export and job.task not in WITH_VECTORS:
-        yield f'output.export: "npy" is for {FOR_VECTORS}; task is "{job.task}"'
 
 
 def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:
@@ -277,11 +260,22 @@ def _misfits_of_judge(job: JobConfig) -> Iterator[str]:
         yield f"steps.{job.select.step}.sampling.n: is {n}; a step that picks an answer needs n = 1"
 
 
-def _misfits_of_calls(job: JobConfig) -> Iterator[str]:
+def _misfits_of_each_step(job: JobConfig) -> Iterator[str]:
+    """A line for each key of a step, or of a job without steps, that does not fit its engine or its other keys."""
     for place, each in job.of_each_step():
-        engine, choice = each.engine, each.prompt.tool_choice
-        if reason := why_not_forced(choice, engine.kind, engine.tool_call_parser):
+        engine, prompt, params = each.engine, each.prompt, each.sampling.params()
+        for kind in ("videos", "audios"):
+            if engine.kind == "transformers" and getattr(prompt, kind):
+                yield f'{place}prompt.{kind}: engine.kind "transformers" takes none; use "vllm"'
+        if reason := why_not_forced(prompt.tool_choice, engine.kind, engine.tool_call_parser):
             yield f"{place}prompt.tool_choice: {reason}"
+        for fault in faults_in(params.get("structured_outputs")):
+            yield f"{place}sampling.structured_outputs{fault}"
+        if prompt.lora is not None and engine.kind == "transformers":
+            yield f"{place}prompt.lora: transformers runs one adapter, engine.lora; use vllm"
+        elif prompt.lora is not None and engine.kind == "vllm" and not engine.loras:
+            yield f'{place}prompt.lora: no adapters are named; add [engine.loras] with legal = "adapters/legal", for example'
+        yield from names_of_other_tools({"sampling": params}, place)
 
 
 def _misfits_of_retry(job: JobConfig) -> Iterator[str]:
@@ -293,34 +287,16 @@ def _misfits_of_retry(job: JobConfig) -> Iterator[str]:
         yield f"retry.reask: no answer lacks anything; say what to look for: set {keys}"
 
 
-def _misfits_of_prices(job: JobConfig) -> Iterator[str]:
-    engines = {"engine": job.engine} | {f"engines.{n}": of for n, of in job.engines.items()}
-    for name, engine in engines.items():
-        if job.run.price_per_gpu_hour is not None and engine.base_url is not None:
-            yield f"run.price_per_gpu_hour: {name} is a server; give run.price_per_million_tokens"
-
-
-def _misfits_of_loras(job: JobConfig) -> Iterator[str]:
+def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
     used = {step.engine for step in job.steps if step.prompt.lora is not None}
     used |= {""} if job.prompt.lora is not None else set()
     for name in ("", *job.engines):
-        place = f"engines.{name}" if name else "engine"
+        place, engine = f"engines.{name}" if name else "engine", job.with_engine(name).engine
+        if job.run.price_per_gpu_hour is not None and engine.base_url is not None:
+            yield f"run.price_per_gpu_hour: {place} is a server; give run.price_per_million_tokens"
         may_be_named = not name and job.may_have_lines  # as the model of a batch line
-        if job.with_engine(name).engine.loras and name not in used and not may_be_named:
+        if engine.loras and name not in used and not may_be_named:
             yield f'{place}.loras: no row uses them; set prompt.lora, for example to "{{{{ column }}}}"'
-    for place, each in job.of_each_step():
-        engine, lora = each.engine, each.prompt.lora
-        if lora is None:
-            continue
-        if engine.kind == "transformers":
-            yield f"{place}prompt.lora: transformers runs one adapter, engine.lora; use vllm"
-        elif engine.kind == "vllm" and not engine.loras:
-            yield f'{place}prompt.lora: no adapters are named; add [engine.loras] with legal = "adapters/legal", for example'
-
-
-def _misfits_of_sampling(job: JobConfig) -> Iterator[str]:
-    for place, each in job.of_each_step():
-        yield from names_of_other_tools({"sampling": each.sampling.params()}, place)
 
 
 def names_of_other_tools(tables: Any, place: str = "") -> Iterator[str]:
@@ -329,9 +305,3 @@ def names_of_other_tools(tables: Any, place: str = "") -> Iterator[str]:
     for name in sampling if isinstance(sampling, Mapping) else ():
         if name in ELSEWHERE:
             yield f"{place}sampling.{name}: no such parameter; did you mean {ELSEWHERE[name]!r}?"
-
-
-def _misfits_of_answers(job: JobConfig) -> Iterator[str]:
-    for place, each in job.of_each_step():
-        for fault in faults_in(each.sampling.params().get("structured_outputs")):
-            yield f"{place}sampling.structured_outputs{fault}"
