@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import batchkit
 from batchkit.config.masking import masked
@@ -28,7 +28,6 @@ _OPERATIONS = {"embed": "embeddings"}  # gen_ai.operation.name has none for the 
 class Family(NamedTuple):
     """One metric: the value of ``field`` of Metrics, or by the values of its ``label``."""
 
-    kind: Literal["counter", "gauge"]
     text: str
     field: str
     label: str = ""
@@ -42,45 +41,25 @@ class Family(NamedTuple):
         return {"": getattr(metrics, self.field)}
 
 
-# A retry makes failed rows fewer, so rows are gauges.
+# Those that end in _total are counters, as Prometheus has it. A retry makes failed rows fewer, so rows are gauges.
 FAMILIES = {
-    "batchkit_rows": Family("gauge", "Rows that have a record.", "", "status"),
-    "batchkit_rows_expected": Family("gauge", "Rows of the job.", "rows_total"),
-    "batchkit_rows_retried_total": Family(
-        "counter", "Further attempts of rows in this start.", "retried"
-    ),
-    "batchkit_run_seconds_total": Family(
-        "counter", "For how long the run's starts have run.", "seconds"
-    ),
-    "batchkit_prompt_tokens_total": Family(
-        "counter", "Tokens of answered prompts.", "prompt_tokens"
-    ),
-    "batchkit_generation_tokens_total": Family(
-        "counter", "Tokens of answers.", "completion_tokens"
-    ),
-    "batchkit_generations_total": Family(
-        "counter", "Generations of rows with several.", "generations"
-    ),
-    "batchkit_num_requests_in_flight": Family(
-        "gauge", "Requests handed to the engines.", "in_flight"
-    ),
-    "batchkit_num_requests_allowed": Family("gauge", "How many may be in flight.", "window"),
-    "batchkit_num_requests_running": Family("gauge", "Requests that the engines run.", "running"),
-    "batchkit_num_requests_waiting": Family("gauge", "Requests in the engines' queues.", "waiting"),
-    "batchkit_kv_cache_usage_ratio": Family(
-        "gauge", "KV cache in use: the fullest.", "kv_cache_usage"
-    ),
-    "batchkit_num_preemptions_total": Family(
-        "counter", "Preemptions in this start.", "preemptions"
-    ),
-    "batchkit_engine_restarts_total": Family(
-        "counter", "Engines started again.", "engine_restarts"
-    ),
-    "batchkit_host_memory_bytes": Family("gauge", "Memory of the run's processes.", "host_bytes"),
-    "batchkit_gpu_memory_bytes": Family("gauge", "Memory in use on a GPU.", "memory_bytes", "gpu"),
-    "batchkit_gpu_utilization_ratio": Family(
-        "gauge", "Share of time in kernels.", "utilization", "gpu"
-    ),
+    "batchkit_rows": Family("Rows that have a record.", "", "status"),
+    "batchkit_rows_expected": Family("Rows of the job.", "rows_total"),
+    "batchkit_rows_retried_total": Family("Further attempts of rows in this start.", "retried"),
+    "batchkit_run_seconds_total": Family("For how long the run's starts have run.", "seconds"),
+    "batchkit_prompt_tokens_total": Family("Tokens of answered prompts.", "prompt_tokens"),
+    "batchkit_generation_tokens_total": Family("Tokens of answers.", "completion_tokens"),
+    "batchkit_generations_total": Family("Generations of rows with several.", "generations"),
+    "batchkit_num_requests_in_flight": Family("Requests handed to the engines.", "in_flight"),
+    "batchkit_num_requests_allowed": Family("How many may be in flight.", "window"),
+    "batchkit_num_requests_running": Family("Requests that the engines run.", "running"),
+    "batchkit_num_requests_waiting": Family("Requests in the engines' queues.", "waiting"),
+    "batchkit_kv_cache_usage_ratio": Family("KV cache in use: the fullest.", "kv_cache_usage"),
+    "batchkit_num_preemptions_total": Family("Preemptions in this start.", "preemptions"),
+    "batchkit_engine_restarts_total": Family("Engines started again.", "engine_restarts"),
+    "batchkit_host_memory_bytes": Family("Memory of the run's processes.", "host_bytes"),
+    "batchkit_gpu_memory_bytes": Family("Memory in use on a GPU.", "memory_bytes", "gpu"),
+    "batchkit_gpu_utilization_ratio": Family("Share of time in kernels.", "utilization", "gpu"),
 }
 
 
@@ -145,7 +124,7 @@ class _Newest:
             return
         for name, family in FAMILIES.items():
             labels = ["run", family.label] if family.label else ["run"]
-            made: Any = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+            made: Any = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             metric = made(name, family.text, labels=labels)
             for value_of_label, value in family.values(metrics).items():
                 if value is not None:
