@@ -120,13 +120,9 @@ class EngineTable(Table):
         return name
 
     @model_validator(mode="after")
-    def _has_model(self) -> EngineTable:
+    def _has_its_own_keys(self) -> EngineTable:
         if self.kind in ("vllm", "transformers", "openai-server") and not self.model:
             raise ValueError(f"model is missing: give a folder, a name on the hub, or {DEMO_MODEL}")
-        return self
-
-    @model_validator(mode="after")
-    def _has_its_own_keys(self) -> EngineTable:
         is_server = self.kind == "openai-server"
         for key in ("base_url", "server"):
             if not is_server and getattr(self, key) is not None:
