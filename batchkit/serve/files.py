@@ -25,20 +25,12 @@ _HOUR_S, _MONTH_S = 3600, 2_592_000
 KINDS_OF_FILES: tuple[Kind, ...] = ("file", "part")
 
 
-def file_doc(
-    name: str,
-    path: Path,
-    *,
-    filename: str,
-    purpose: str,
-    expires_at: int | None,
-) -> Object:
-    """A file as the API shows it; its content is at ``path``."""
-    found = path.stat()
+def file_doc(path: Path, *, filename: str, purpose: str, expires_at: int | None) -> Object:
+    """A file as the API shows it; its content is at ``path``, under its id."""
     return {
-        "id": name,
+        "id": path.name,
         "object": "file",
-        "bytes": found.st_size,
+        "bytes": path.stat().st_size,
         "created_at": wall_s(),
         "filename": filename,
         "purpose": purpose,
@@ -76,12 +68,10 @@ def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Objec
         raise Problem(400, text, param="purpose")
     incoming = form.file("file")
     expires_at = expiry_in(form.fields, settings, wall_s())
-    name = new_id("file")
-    path = take_in(incoming, settings, name)
+    path = take_in(incoming, settings, "file")
     link(path, purpose, settings.media_of(owner))
-    file = file_doc(
-        name, path, filename=form.filename or "file", purpose=purpose, expires_at=expires_at
-    )
+    named = form.filename or "file"
+    file = file_doc(path, filename=named, purpose=purpose, expires_at=expires_at)
     add_stored(store, settings, "file", owner, file)
     return file
 
@@ -114,9 +104,9 @@ def new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(16)}"
 
 
-def take_in(incoming: Path, settings: Settings, name: str) -> Path:
-    """Make what was uploaded to ``incoming`` the content of the file ``name``."""
-    path = settings.files / name
+def take_in(incoming: Path, settings: Settings, kind: str) -> Path:
+    """Make what was uploaded to ``incoming`` the content of a new object, and name it by its id."""
+    path = settings.files / new_id(kind)
     with incoming.open("rb") as file:
         os.fsync(file.fileno())
     incoming.replace(path)

@@ -122,7 +122,7 @@ def _kept(settings: Settings, batch: Object, n_lines: Mapping[str, int]) -> Iter
         with path.open("rb") as file:
             os.fsync(file.fileno())
         filename, after = f"{batch['id']}_{kind}.jsonl", batch["output_expires_after"]
-        made = file_doc(name, path, filename=filename, purpose="batch_output", expires_at=None)
+        made = file_doc(path, filename=filename, purpose="batch_output", expires_at=None)
         own = None if after is None else made["created_at"] + after["seconds"]
         yield made | {"expires_at": own or settings.expiry(made["created_at"])}
 

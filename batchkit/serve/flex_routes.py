@@ -61,15 +61,12 @@ def flex_routes(settings: Settings, store: Store) -> APIRouter:
 
 def _begun(body: Any, owner: str, settings: Settings, store: Store) -> Object:
     line = {"custom_id": "flex", "method": "POST", "url": _ENDPOINT, "body": body}
-    name = new_id("file")
-    incoming = settings.incoming / name
+    incoming = settings.incoming / new_id("flex")
     incoming.write_text(json.dumps(line))  # orjson refuses integers beyond 64 bits
-    path = take_in(incoming, settings, name)
-    file = file_doc(
-        name, path, filename="flex.jsonl", purpose="batch", expires_at=settings.expiry()
-    )
+    path, expires_at = take_in(incoming, settings, "file"), settings.expiry()
+    file = file_doc(path, filename="flex.jsonl", purpose="batch", expires_at=expires_at)
     add_stored(store, settings, "file", owner, file)
-    asked = NewBatch(input_file_id=name, endpoint=_ENDPOINT, completion_window="24h")
+    asked = NewBatch(input_file_id=file["id"], endpoint=_ENDPOINT, completion_window="24h")
     return added_batch(asked, owner, settings, store)
 
 

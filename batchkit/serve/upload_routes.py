@@ -115,10 +115,9 @@ def _pending(store: Store, name: str, owner: str) -> Object:
 
 
 def _kept_part(form: Form, upload: str, owner: str, settings: Settings, store: Store) -> Object:
-    name = new_id("part")
-    path = take_in(form.file("data"), settings, name)
+    path = take_in(form.file("data"), settings, "part")
     part = {
-        "id": name,
+        "id": path.name,
         "object": "upload.part",
         "created_at": wall_s(),
         "upload_id": upload,
@@ -130,8 +129,7 @@ def _kept_part(form: Form, upload: str, owner: str, settings: Settings, store: S
 
 def _whole(upload: Object, parts: list[Path], digest: str | None, settings: Settings) -> Object:
     """The file of the parts."""
-    name = new_id("file")
-    incoming = settings.incoming / name
+    incoming = settings.incoming / new_id("parts")
     try:
         with incoming.open("wb") as file:
             for part in parts:
@@ -139,18 +137,13 @@ def _whole(upload: Object, parts: list[Path], digest: str | None, settings: Sett
                     shutil.copyfileobj(source, file, 1 << 20)
         if digest is not None and _md5(incoming) != digest.lower():
             raise Problem(400, "md5 is not that of the parts", param="md5")
-        path = take_in(incoming, settings, name)
+        path = take_in(incoming, settings, "file")
     except FileNotFoundError:  # another request has completed or cancelled it
         raise missing("Part", upload["id"]) from None
     finally:
         incoming.unlink(missing_ok=True)
-    return file_doc(
-        name,
-        path,
-        filename=upload["filename"],
-        purpose=upload["purpose"],
-        expires_at=settings.expiry(),
-    )
+    named, purpose = upload["filename"], upload["purpose"]
+    return file_doc(path, filename=named, purpose=purpose, expires_at=settings.expiry())
 
 
 def _md5(path: Path) -> str:
