@@ -70,7 +70,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "serve.webhooks",
     },
     "pandas": set(),
-    "prometheus_client": {"execution.exporter", "serve.metric_routes"},
+    "prometheus_client": {"execution.exporter", "serve.batch_routes"},
     "ray": {
         "execution.cluster.actor",
         "execution.cluster.pool",
@@ -81,7 +81,6 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "serve.batch_routes",
         "serve.file_routes",
         "serve.flex_routes",
-        "serve.metric_routes",
         "serve.upload_routes",
     },
     "python_multipart": {"serve.forms"},

@@ -29,7 +29,6 @@ def make_app(settings: Settings, store: Store) -> ASGIApp:
     from batchkit.serve.batch_routes import batch_routes
     from batchkit.serve.file_routes import file_routes
     from batchkit.serve.flex_routes import flex_routes
-    from batchkit.serve.metric_routes import metric_routes
     from batchkit.serve.upload_routes import upload_routes
 
     app = FastAPI(
@@ -43,7 +42,6 @@ def make_app(settings: Settings, store: Store) -> ASGIApp:
     app.include_router(upload_routes(settings, store))
     app.include_router(batch_routes(settings, store))
     app.include_router(flex_routes(settings, store))
-    app.include_router(metric_routes(settings, store))
     app.add_api_route("/health", lambda: {"status": "ok"}, methods=["GET"])
     for kind, answer in {
         Problem: _on_problem,

@@ -1,18 +1,21 @@
-"""``/v1/batches``, and ``/v1/models``."""
+"""``/v1/batches`` and ``/v1/models``; and ``/metrics``, which counts a key's batches for Prometheus."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
+from fastapi.responses import PlainTextResponse, Response
 
-from batchkit.serve.batch import NewBatch, added_batch, moved
+from batchkit.errors import BatchkitError
+from batchkit.runs.status import counts_of
+from batchkit.serve.batch import UNFINISHED, NewBatch, added_batch, moved
 from batchkit.serve.clock import wall_s
 from batchkit.serve.files import found_file
-from batchkit.serve.live import live
 from batchkit.serve.problem import Problem, missing
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Page, Store
+from batchkit.storage.runfolder import is_run
 
 
 def batch_routes(settings: Settings, store: Store) -> APIRouter:
@@ -36,11 +39,11 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
     ) -> Object:
         page = store.page("batch", request.state.owner, after=after, limit=limit)
-        return page._replace(docs=[live(batch, settings) for batch in page.docs]).to_json()
+        return page._replace(docs=[_live(batch, settings) for batch in page.docs]).to_json()
 
     @routes.get("/v1/batches/{batch_id}")
     def retrieve_batch(request: Request, batch_id: str) -> Object:
-        return live(_found(store, batch_id, request.state.owner), settings)
+        return _live(_found(store, batch_id, request.state.owner), settings)
 
     @routes.post("/v1/batches/{batch_id}/cancel")
     def cancel_batch(request: Request, batch_id: str) -> Object:
@@ -52,7 +55,7 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
             if batch["status"] != "cancelling":
                 text = f"Cannot cancel a batch with status '{batch['status']}'."
                 raise Problem(409, text, code="batch_not_cancellable")
-        return live(changed or batch, settings)
+        return _live(changed or batch, settings)
 
     @routes.get("/v1/models")
     def list_models() -> Object:
@@ -64,6 +67,10 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
             raise missing("Model", name)
         return _model(name, started)
 
+    @routes.get("/metrics", response_class=PlainTextResponse)
+    def metrics(request: Request) -> Response:
+        return _metrics(request.state.owner, settings, store)
+
     return routes
 
 
@@ -71,6 +78,40 @@ def _found(store: Store, name: str, owner: str) -> Object:
     if (batch := store.get("batch", name, owner)) is None:
         raise missing("Batch", name)
     return batch
+
+
+def _live(batch: Object, settings: Settings) -> Object:
+    """With the counts that its run has now, if it has not ended."""
+    folder = settings.runs / batch["id"]
+    if batch["status"] not in ("in_progress", "cancelling", "finalizing") or not is_run(folder):
+        return batch
+    try:
+        found = counts_of(folder).totals
+    except BatchkitError:  # its log is being opened
+        return batch
+    total = batch["request_counts"]["total"]
+    counts = {"total": total, "completed": found.ok, "failed": found.failed}
+    return {**batch, "request_counts": counts}
+
+
+def _metrics(owner: str, settings: Settings, store: Store) -> Response:
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+
+    registry, of_rows = CollectorRegistry(), "Rows of batches that have not ended"
+    states = Gauge("batchkit_batches", "Batches by state", ["status"], registry=registry)
+    rows = Gauge("batchkit_batch_rows", of_rows, ["state"], registry=registry)
+    files = Gauge("batchkit_file_bytes", "Bytes of files", registry=registry)
+    for (kind, status), n in store.counts(owner).items():
+        if kind == "batch":
+            states.labels(status).set(n)
+    for stored in store.all("batch", *UNFINISHED, owner=owner):
+        counts = _live(stored.doc, settings)["request_counts"]
+        left = counts["total"] - counts["completed"] - counts["failed"]
+        for state, n in {**counts, "left": left}.items():
+            if state != "total":
+                rows.labels(state).inc(n)
+    files.set(store.bytes_of(owner))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _model(name: str, started: int) -> Object:
