@@ -76,26 +76,21 @@ class Reach(NamedTuple):
 
     def image(self, source: Any, media: MediaTable | None = None) -> Image.Image:
         """As ``load_image``. Raises MediaError, also if it is not to be opened."""
-        if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
-            raise MediaError(f"{shown(source)}: not fetched: {_NO_NETWORK}")
-        try:
-            return load_image(source, media or self.job.media)
-        except MediaError as error:
-            raise MediaError(self.reason(error)) from None
+        return self._opened(source, "image", lambda: load_image(source, media or self.job.media))
 
     def clip(self, source: Any) -> bytes:
         """The file of a clip. Raises MediaError, also if it is not to be opened."""
-        return self._of_clip(source, load_clip_bytes)
+        return self._opened(source, "clip", lambda: load_clip_bytes(source, self.job.media))
 
     def still(self, source: Any, side: int) -> Image.Image:
         """A frame of a video. Raises MediaError, also if it is not to be opened."""
-        return self._of_clip(source, lambda source, media: load_still(source, side, media))
+        return self._opened(source, "clip", lambda: load_still(source, side, self.job.media))
 
-    def _of_clip(self, source: Any, load: Callable[[Any, MediaTable], _Loaded]) -> _Loaded:
+    def _opened(self, source: Any, kind: str, load: Callable[[], _Loaded]) -> _Loaded:
         if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
-            raise MediaError(f"{shown(source, 'clip')}: not fetched: {_NO_NETWORK}")
+            raise MediaError(f"{shown(source, kind)}: not fetched: {_NO_NETWORK}")
         try:
-            return load(source, self.job.media)
+            return load()
         except MediaError as error:
             raise MediaError(self.reason(error)) from None
 

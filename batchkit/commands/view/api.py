@@ -20,8 +20,7 @@ from batchkit.commands.view.detail import beside_answers, image_of, played_clip,
 from batchkit.commands.view.overview import about, figures_of, newest_point, overview, timeline
 from batchkit.commands.view.pairs import PairsQuery, page_of, pairs_of
 from batchkit.commands.view.rows import Query, Rows, Side, labels_of
-from batchkit.config.masking import masked_text
-from batchkit.errors import BatchkitError, MediaError
+from batchkit.errors import BatchkitError
 from batchkit.runs.compare import compare, compare_values, have_same_input
 from batchkit.runs.index import Index, Snapshot, Table, stamp_of
 from batchkit.runs.listing import Runs, look_at
@@ -115,18 +114,12 @@ class Api:
 
     def _picture(self, request: Request, made: Callable[..., bytes]) -> Response:
         index, entries = self._entries(request)
-        try:
-            content = made(index, entries[-1], request.path_params["n"], self._runs.media)
-        except MediaError as error:
-            raise HTTPException(404, masked_text(str(error))) from None
+        content = made(index, entries[-1], request.path_params["n"], self._runs.media)
         return Response(content, media_type="image/webp")
 
     def clip(self, request: Request) -> Response:
         index, entries = self._entries(request)
-        try:
-            clip = played_clip(index, entries[-1], request.path_params["n"], self._runs.media)
-        except MediaError as error:
-            raise HTTPException(404, masked_text(str(error))) from None
+        clip = played_clip(index, entries[-1], request.path_params["n"], self._runs.media)
         status, content, headers = clip.answer(request.headers.get("range"))
         return Response(content, status, headers, media_type=clip.type)
 

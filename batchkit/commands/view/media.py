@@ -68,19 +68,6 @@ def clip_of(kind: str, source: Any, reach: Reach) -> PlayableClip:
     raise MediaError(f"{shown(source, kind)}: browsers don't play this kind of file")
 
 
-def in_page(kind: str, source: Any, reach: Reach) -> Mapping[str, Any]:
-    """{kind, name, src} of a clip that is small enough to be in a page; else {kind, name, problem}."""
-    about = {"kind": kind, "name": shown(source, kind)}
-    try:
-        made = clip_of(kind, source, reach)
-    except MediaError as error:
-        return {**about, "problem": str(error)}
-    if len(made.content) > MAX_CLIP_BYTES:
-        text = f"{about['name']}: too long for this page; `batchkit view` plays it"
-        return {**about, "problem": text}
-    return {**about, "src": made.uri}
-
-
 MAX_PICTURES = 2_000
 MAX_TOTAL_BYTES = 15 * 2**20  # base64 adds a third
 MAX_PICTURE_BYTES = 20_000
@@ -165,16 +152,23 @@ class Pictures:
         return self._numbers[key]
 
     def clip(self, kind: str, source: Any) -> Mapping[str, Any]:
-        """As ``clips.in_page``, while there is room; a video has the data: URI of a frame, its "poster"."""
-        found = dict(in_page(kind, source, self._reach))
+        """{kind, name, src}, and of a video the "poster", a frame; both are data: URIs. A clip that is too long for a
+        page, or for what room is left, has a "problem" instead."""
+        name, found = shown(source, kind), dict[str, str]()
+        try:
+            made = clip_of(kind, source, self._reach)
+            is_short = len(made.content) <= MAX_CLIP_BYTES
+            too_long = {"problem": f"{name}: too long for this page; `batchkit view` plays it"}
+            found = {"src": made.uri} if is_short else too_long
+        except MediaError as error:
+            found = {"problem": str(error)}
         if kind == "video":
             with suppress(MediaError):
                 found["poster"] = still_as_webp(source, self._reach, SMALL).uri
         self._room -= len(found.get("src", "")) + len(found.get("poster", ""))
         if self._room < 0:
-            problem = "left out: the page holds no more clips"
-            return {"kind": kind, "name": found["name"], "problem": problem}
-        return found
+            found = {"problem": "left out: the page holds no more clips"}
+        return {"kind": kind, "name": name, **found}
 
     def _made(self, source: Any, name: str) -> dict[str, Any]:
         if len(self.found) >= MAX_PICTURES or self._room < MAX_PICTURE_BYTES:

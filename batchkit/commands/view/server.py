@@ -41,6 +41,7 @@ A report (``batchkit report``) is this page as a file that has these answers ins
 from __future__ import annotations
 
 import ipaddress
+from functools import partial
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -52,7 +53,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchkit.commands.view.page import ASSETS, html
 from batchkit.config.masking import masked_text
-from batchkit.errors import BatchkitError
+from batchkit.errors import BatchkitError, MediaError
 from batchkit.runs.listing import Runs
 
 _HEADERS = {
@@ -94,6 +95,7 @@ def make_app(runs: Runs, host: str | None) -> ASGIApp:
         ],
         exception_handlers={
             HTTPException: _on_refused,
+            MediaError: partial(_on_problem, status=404),
             BatchkitError: _on_problem,
             OSError: _on_problem,
         },
@@ -134,8 +136,8 @@ def _on_refused(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code)
 
 
-def _on_problem(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": masked_text(str(error))}, 409)
+def _on_problem(request: Request, error: Exception, status: int = 409) -> Response:
+    return JSONResponse({"error": masked_text(str(error))}, status)
 
 
 def _guarded(app: ASGIApp, host: str | None) -> ASGIApp:
