@@ -60,7 +60,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "engines.transformers.batch",
         "engines.transformers.engine",
         "engines.transformers.rendering",
-        "scoring.speech",
+        "scoring.scorers",
     },
     "torchvision": set(),
     "httpx": {

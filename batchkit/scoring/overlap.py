@@ -117,7 +117,7 @@ def preload(name: str) -> None:
     elif name == "sacrebleu":
         _bleu("official")
     elif name in ("wer", "cer"):
-        from batchkit.scoring.speech import check_installed
+        from batchkit.scoring.scorers import check_installed
 
         check_installed()
 

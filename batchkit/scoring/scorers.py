@@ -7,10 +7,14 @@ right answer is None if the row has none. CONTRIBUTING.md says how to add one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any
 
+from batchkit.config.installation import how_to_install
 from batchkit.config.seams import SCORERS as SEAM
 from batchkit.config.tables import ScoringTable
+from batchkit.errors import JobError
 from batchkit.scoring.extract import MOST_COMPARED, check_length
 from batchkit.scoring.overlap import overlap, pair
 from batchkit.scoring.values import chosen, numbers_in, parse_reward
@@ -25,8 +29,8 @@ SCORERS = {
     "numeric": "batchkit.scoring.scorers:numeric",
     "choice": "batchkit.scoring.scorers:choice",
     "reward": "batchkit.scoring.scorers:reward",
-    "wer": "batchkit.scoring.speech:wer",
-    "cer": "batchkit.scoring.speech:cer",
+    "wer": "batchkit.scoring.scorers:wer",
+    "cer": "batchkit.scoring.scorers:cer",
 }
 
 _pair = lru_cache(maxsize=1)(pair)  # normalised once for all scorers
@@ -100,3 +104,44 @@ def choice(prediction: str, reference: str, table: ScoringTable) -> float | None
 
 def reward(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
     return parse_reward(prediction)
+
+
+@of_two
+def wer(prediction: str, reference: str, table: ScoringTable) -> float | None:
+    """The share of a transcript's words that are wrong, by ``jiwer``, after the normaliser of Whisper's authors:
+    substituted, missing and added ones, over the reference's; None if that has none."""
+    return _rate("wer", prediction, reference, table)
+
+
+@of_two
+def cer(prediction: str, reference: str, table: ScoringTable) -> float | None:
+    """As ``wer``, of characters."""
+    return _rate("cer", prediction, reference, table)
+
+
+def check_installed() -> None:
+    """Raises JobError if a package for these scorers is missing."""
+    for package in ("jiwer", "transformers"):
+        if find_spec(package) is None:
+            raise JobError(
+                f"scoring.scorers: wer and cer need {package}: {how_to_install('speech')}"
+            )
+
+
+def _rate(name: str, prediction: str, reference: str, table: ScoringTable) -> float | None:
+    import jiwer
+
+    normalise = _normaliser(table.normalizer or "basic")
+    right, found = normalise(reference).strip(), normalise(prediction).strip()
+    return float(getattr(jiwer, name)(right, found)) if right else None
+
+
+@cache
+def _normaliser(name: str) -> Any:
+    check_installed()
+    from transformers.models.whisper.english_normalizer import (
+        BasicTextNormalizer,
+        EnglishTextNormalizer,
+    )
+
+    return EnglishTextNormalizer({}) if name == "english" else BasicTextNormalizer()
