@@ -62,9 +62,8 @@ def serve(
     in FOLDER/batches. Ctrl-C lets requests in flight finish; the same command continues.
     """
     from batchkit.serve.keys import new_key as make_key
-    from batchkit.serve.models import Model, by_name
     from batchkit.serve.server import serve as run
-    from batchkit.serve.settings import Settings
+    from batchkit.serve.settings import Model, Settings, by_name
 
     if new_key is not None:
         if where["key_file"] is None:

@@ -11,8 +11,8 @@ import msgspec
 
 from batchkit.errors import RequestError
 from batchkit.serve.batch import check_endpoint, problem
-from batchkit.serve.models import Model
 from batchkit.serve.problem import Problem
+from batchkit.serve.settings import Model
 from batchkit.serve.store import Object
 from batchkit.sources.lines import parse_object
 
