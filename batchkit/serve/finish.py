@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batchkit.commands.export.openai import write_openai
+from batchkit.commands.export.openai import error_line, write_openai
 from batchkit.runs.status import counts_of
-from batchkit.serve.batch import Outputs, Status, outputs_of
+from batchkit.serve.batch import Status, outputs_of
 from batchkit.serve.checks import lines_without
 from batchkit.serve.files import file_doc
 from batchkit.serve.settings import Settings
@@ -47,17 +47,16 @@ def finish(batch: Object, settings: Settings) -> Finished:
     """
     folder, ids = settings.runs / batch["id"], outputs_of(batch)
     source, total = settings.files / batch["input_file_id"], batch["request_counts"]["total"]
-    ok, failed = _settled(folder)
+    ok, failed, usage = _exported(folder, settings.files / ids.answers, settings.files / ids.errors)
     n_left = total - len(ok) - len(failed)
     status = _status_of(batch, n_left)
-    _write(folder, settings.files, ids)
     if n_left:
         _append_unfinished(settings.files / ids.errors, source, ok | failed, status)
     n_errors = total - len(ok)
     files = tuple(_kept(settings, batch, {ids.answers: len(ok), ids.errors: n_errors}))
     sync_folder(settings.files)
     model = settings.models.get(batch["model"])
-    named, usage = [file["id"] for file in files], usage_of(folder)
+    named = [file["id"] for file in files]
     tokens = Usage(usage["input_tokens"], usage["output_tokens"]) if usage else Usage(0, 0)
     return Finished(
         status,
@@ -80,35 +79,31 @@ def _status_of(batch: Object, n_left: int) -> Status:
     return "expired" if n_left else "completed"
 
 
-def _settled(folder: Path) -> tuple[Any, Any]:
-    """The indexes of the rows that are ok, and of those that failed."""
+class _Exported(NamedTuple):
+    """The indexes of the rows that are ok, and of those that failed; the tokens of all answers."""
+
+    ok: Any = frozenset()
+    failed: Any = frozenset()
+    usage: Object | None = None
+
+
+def _exported(folder: Path, answers: Path, errors: Path) -> _Exported:
+    """Write the export of the run; one that has not begun gives two empty files."""
     if not is_run(folder):
-        return frozenset(), frozenset()
-    totals = counts_of(folder).totals
-    return totals.completed, totals.failed_rows
-
-
-def _write(folder: Path, files: Path, ids: Outputs) -> None:
-    """The export of the run; a run that has not begun gives two empty files."""
-    answers, errors = files / ids.answers, files / ids.errors
-    if is_run(folder):
-        _, made = write_openai(folder, answers)
-        made.replace(errors)
-    else:
         answers.write_bytes(b"")
         errors.write_bytes(b"")
+        return _Exported()
+    totals = counts_of(folder).totals
+    _, made = write_openai(folder, answers)
+    made.replace(errors)
+    return _Exported(totals.completed, totals.failed_rows, _usage_of(folder))
 
 
 def _append_unfinished(path: Path, source: Path, settled: Collection[int], status: Status) -> None:
     code, message = _WHY[status]
     with path.open("ab") as file:
         for index, custom_id in lines_without(source, settled):
-            line = {
-                "id": f"batch_req_{index}",
-                "custom_id": custom_id,
-                "response": None,
-                "error": {"code": code, "message": message},
-            }
+            line = error_line(index, custom_id, code, message)
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
@@ -127,10 +122,8 @@ def _kept(settings: Settings, batch: Object, n_lines: Mapping[str, int]) -> Iter
         yield made | {"expires_at": own or settings.expiry(made["created_at"])}
 
 
-def usage_of(folder: Path) -> Object | None:
-    """The tokens of all answers; None if there is none. It reads the log, in a sixth of the time that the export takes."""
-    if not is_run(folder):
-        return None
+def _usage_of(folder: Path) -> Object:
+    """It reads the log, in a sixth of the time that the export takes."""
     prompt = completion = reasoning = cached = 0
     for line in read_lines(log_of(folder)):
         if line.record is not None and (usage := line.record.usage) is not None:

@@ -64,7 +64,9 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
                 answers_file.write(orjson.dumps(line, option=_OPTIONS))
                 n_answers += 1
             else:
-                errors_file.write(orjson.dumps(_error_line(record), option=_OPTIONS))
+                error = record["error"]
+                line = error_line(record["index"], record["id"], error["kind"], error["message"])
+                errors_file.write(orjson.dumps(line, option=_OPTIONS))
                 n_errors += 1
     return {path: n_answers, errors: n_errors}
 
@@ -104,13 +106,12 @@ def _answer_line(record: Mapping[str, Any], answer: Answer, model: str) -> dict[
     }
 
 
-def _error_line(record: Mapping[str, Any]) -> dict[str, Any]:
-    error = record["error"]
+def error_line(index: int, custom_id: str, code: str, message: str) -> dict[str, Any]:
     return {
-        "id": f"batch_req_{record['index']}",
-        "custom_id": record["id"],
+        "id": f"batch_req_{index}",
+        "custom_id": custom_id,
         "response": None,
-        "error": {"code": error["kind"], "message": error["message"]},
+        "error": {"code": code, "message": message},
     }
 
 
