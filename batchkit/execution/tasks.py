@@ -24,9 +24,10 @@ from batchkit.execution.start import Start
 from batchkit.execution.turns import Turns
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.templates.prompt import constant_files
-from batchkit.sources import is_fallback, never, read_rows
+from batchkit.sources import never, read_rows
 from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, Total, check_unchanged, distrusted, from_job, watched
+from batchkit.sources.reader import is_fallback
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import CHANGING

@@ -17,7 +17,7 @@ from batchkit.config.tool_definitions import is_template
 from batchkit.errors import InputError, JobError, MediaError, RenderTimeoutError, RowError
 from batchkit.rendering.media import load_clip_bytes, load_image, load_still
 from batchkit.rendering.media.source import shown
-from batchkit.sources import input_files
+from batchkit.sources.finding import input_files
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.manifest import place_of_job
 

@@ -17,28 +17,12 @@ from batchkit.config.shard import parse_shard
 from batchkit.config.tables import InputTable
 from batchkit.config.tables.input import Variant, variants
 from batchkit.errors import RequestError
-from batchkit.sources.finding import Listing, input_files, listing
-from batchkit.sources.fingerprint import changed_files, content_hash, fingerprint
+from batchkit.sources.finding import input_files
+from batchkit.sources.fingerprint import content_hash
 from batchkit.sources.formats import ROWS_ARE_FILES, format_of, load_format
-from batchkit.sources.python_rows import PLACE, python_rows
 from batchkit.sources.reader import Broken, is_fallback, row_of
 from batchkit.sources.where import check_fields, compile_where
 from batchkit.types import Row
-
-__all__ = [
-    "PLACE",
-    "Listing",
-    "changed_files",
-    "count_rows",
-    "fingerprint",
-    "has_ids",
-    "input_files",
-    "is_fallback",
-    "listing",
-    "never",
-    "python_rows",
-    "read_rows",
-]
 
 
 def never(index: int) -> bool:

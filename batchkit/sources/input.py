@@ -22,17 +22,10 @@ from batchkit.errors import (
     JobError,
     StoreError,
 )
-from batchkit.sources import (
-    PLACE,
-    changed_files,
-    count_rows,
-    crossed,
-    fingerprint,
-    has_ids,
-    listing,
-    python_rows,
-    read_rows,
-)
+from batchkit.sources import count_rows, crossed, has_ids, read_rows
+from batchkit.sources.finding import listing
+from batchkit.sources.fingerprint import changed_files, fingerprint
+from batchkit.sources.python_rows import PLACE, python_rows
 from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import CHANGING

@@ -11,7 +11,8 @@ import pytest
 
 from batchkit.config.loading import make_job
 from batchkit.errors import InputError
-from batchkit.sources import input_files, listing, read_rows
+from batchkit.sources import read_rows
+from batchkit.sources.finding import input_files, listing
 from tests.support import dry_runs
 from tests.support.dry_runs import records, run
 from tests.support.images import BLUE, RED, png

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fsspec
 
-from batchkit.sources import fingerprint
+from batchkit.sources.fingerprint import fingerprint
 from tests.support.sources import table, write, write_rows
 
 

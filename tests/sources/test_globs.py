@@ -15,7 +15,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from batchkit.config.loading import load_job
 from batchkit.errors import InputError
-from batchkit.sources import input_files, read_rows
+from batchkit.sources import read_rows
+from batchkit.sources.finding import input_files
 from tests.support.sources import table, write_rows
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from batchkit.config.tables import InputTable
-from batchkit.sources import count_rows, listing, read_rows
+from batchkit.sources import count_rows, read_rows
+from batchkit.sources.finding import listing
 from tests.support import dry_runs
 from tests.support.command_line import batchkit
 from tests.support.rows import read_jsonl, write_jsonl

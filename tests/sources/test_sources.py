@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
-from batchkit.sources import count_rows, fingerprint, input_files, read_rows
+from batchkit.sources import count_rows, read_rows
+from batchkit.sources.finding import input_files
+from batchkit.sources.fingerprint import fingerprint
 from tests.support.sources import ROWS, rows_of, table, write, write_rows
 from tests.support.web import Files, web_server
 

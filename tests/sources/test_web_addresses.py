@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchkit.errors import InputError
-from batchkit.sources import fingerprint
+from batchkit.sources.fingerprint import fingerprint
 from tests.support import dry_runs
 from tests.support.dry_runs import LOG, RUN, run, settled
 from tests.support.pdfs import pdf
