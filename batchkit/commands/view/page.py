@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Callable
 from functools import cache
 from html import escape
@@ -69,10 +70,17 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> Path:
     for place, part in parts.items():
         before, _, after = page.partition(place)
         page = f"{before}{part}{after}"
+    return write_html(path, page)
+
+
+def write_html(path: Path, page: str) -> Path:
+    """Raises StoreError if it can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(page, encoding="utf-8")
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.write(page)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
     return path

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from batchkit.config.regular_file import read_text
 from batchkit.config.tables import PromptTable
+from batchkit.config.terminal import shortened
 from batchkit.errors import InputError
 from batchkit.rendering.templates.sandbox import fields_read
 from batchkit.runs.index import Index, Snapshot, Table
@@ -173,7 +174,7 @@ class Side:
         return {
             **{name: record.get(name) for name in _LISTED},
             **self.labels.of(record, record.get("fields") or {}),
-            "text": answer if len(answer) <= MOST_TEXT else answer[: MOST_TEXT - 1] + "…",
+            "text": shortened(answer, MOST_TEXT),
         }
 
 
