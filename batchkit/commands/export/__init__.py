@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -189,26 +189,28 @@ def write_jsonl(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
 
 
 def write_csv(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
-    formulas = 0
-
-    def cell(value: Any) -> Any:
-        nonlocal formulas
-        formulas += _is_formula(value)
-        return _cell(value)
-
-    written = _write_cells(folder, path, cell, say)
-    if formulas:
-        say(
-            f"{path}: a spreadsheet would run {formulas:,} of its texts as formulas; --safe-csv keeps it from that"
-        )
-    return written
+    return _write_cells(folder, path, say, is_safe=False)
 
 
 def write_safe_csv(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
-    return _write_cells(folder, path, _safe_cell, say)
+    """A text that begins like a formula gets a ``'`` in front; numbers stay.
+
+    See OWASP: https://owasp.org/www-community/attacks/CSV_Injection
+    """
+    return _write_cells(folder, path, say, is_safe=True)
 
 
-def _write_cells(folder: Path, path: Path, cell: Callable[[Any], Any], say: Say) -> dict[Path, int]:
+def _write_cells(folder: Path, path: Path, say: Say, *, is_safe: bool) -> dict[Path, int]:
+    formulas = 0
+
+    def cell(value: Any) -> Any:
+        """A list of a parsed answer as JSON."""
+        nonlocal formulas
+        if _is_formula(value):
+            formulas += 1
+            return f"'{value}" if is_safe else value
+        return orjson.dumps(value).decode() if isinstance(value, list) else value
+
     inputs, rows = InputColumns(folder), 0
     layout = Layout.of(folder, inputs.names, vectors=False)
     with (
@@ -222,20 +224,11 @@ def _write_cells(folder: Path, path: Path, cell: Callable[[Any], Any], say: Say)
             writer.writerows(zip(*columns, strict=True))
             rows += batch.num_rows
     _say_what_lacks(inputs, path, say)
+    if formulas and not is_safe:
+        say(
+            f"{path}: a spreadsheet would run {formulas:,} of its texts as formulas; --safe-csv keeps it from that"
+        )
     return {path: rows}
-
-
-def _cell(value: Any) -> Any:
-    """A list of a parsed answer as JSON; any other value as it is."""
-    return orjson.dumps(value).decode() if isinstance(value, list) else value
-
-
-def _safe_cell(value: Any) -> Any:
-    """``value``, with a ``'`` in front if it is a text that begins like a formula; numbers stay.
-
-    See OWASP: https://owasp.org/www-community/attacks/CSV_Injection
-    """
-    return f"'{value}" if _is_formula(value) else _cell(value)
 
 
 def _is_formula(value: Any) -> bool:
