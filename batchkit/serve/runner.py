@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -172,9 +171,12 @@ class Runner:
         self._store.changed.set()  # it may be ended now
 
     def _charge(self, batch: Object, claim: Claim) -> None:
+        def charged(doc: Object) -> Object:
+            return {**doc, "gpu_seconds": round(doc["gpu_seconds"] + spent_s, 3)}
+
         if (model := self._settings.models.get(batch["model"])) is not None:
             spent_s = claim.engine_s * model.gpus
-            self._store.change(batch["id"], lambda doc: _charged(doc, spent_s))
+            self._store.change(batch["id"], charged)
 
     def _note(self, batch: Object, summary: RunSummary | None, error: BatchkitError | None) -> None:
         """Write down how the run stopped. A batch that was cancelled meanwhile stays ``cancelling``."""
@@ -186,26 +188,15 @@ class Runner:
             why = errors_of(problem("batch_failed", str(error)))
             self._store.change(name, lambda doc: moved(doc, "finalizing", now, errors=why))
         elif summary is not None:
-            ended, counts = summary.exit in (0, 3), counts_of_summary(summary)
-            self._store.change(name, _noted(ended, counts, now))
+            counts = {"completed": summary.ok, "failed": summary.failed}
+            ended = summary.exit in (0, 3)
+
+            def noted(doc: Object) -> Object:
+                doc = {**doc, "request_counts": {**doc["request_counts"], **counts}}
+                return (moved(doc, "finalizing", now) if ended else None) or doc
+
+            self._store.change(name, noted)
 
     def _rest(self, batch: Object, error: Exception) -> None:
         self._say(f"{batch['id']}: {error}; tried again in {_PAUSE_S:.0f} s")
         self._rests_until[batch["id"]] = time.monotonic() + _PAUSE_S
-
-
-def _charged(batch: Object, gpu_seconds: float) -> Object:
-    return {**batch, "gpu_seconds": round(batch["gpu_seconds"] + gpu_seconds, 3)}
-
-
-def counts_of_summary(summary: RunSummary) -> Object:
-    return {"total": summary.total, "completed": summary.ok, "failed": summary.failed}
-
-
-def _noted(ended: bool, counts: Object, now: float) -> Callable[[Object], Object | None]:
-    def change(batch: Object) -> Object | None:
-        total = batch["request_counts"]["total"]
-        batch = {**batch, "request_counts": {**counts, "total": total}}
-        return (moved(batch, "finalizing", now) if ended else None) or batch
-
-    return change
