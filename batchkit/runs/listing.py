@@ -196,9 +196,7 @@ def near_run(folder: Path) -> str:
     return did_you_mean(str(folder), (str(run) for run in folder.parent.glob("*") if is_run(run)))
 
 
-def find_run(
-    target: str | None, overrides: Sequence[str] = (), output: Path = Path("output")
-) -> Path:
+def find_run(target: str | None, overrides: Sequence[str] = ()) -> Path:
     """The run folder that ``target`` means: a run folder, a job file, or the last run if None.
 
     ``overrides`` apply to the job file, for example to its ``name``.
@@ -208,7 +206,7 @@ def find_run(
         StoreError: its manifest is missing.
     """
     if target is None:
-        return latest_run(output)
+        return latest_run(Path("output"))
     path, folder = Path(target), folder_of(target, overrides)
     if not is_run(folder):
         if any(os.path.lexists(folder / name) for name in (RESULTS, CHECKPOINT)):

@@ -134,10 +134,8 @@ def errors_of(*problems: Object) -> Object:
     return {"object": "list", "data": list(problems)}
 
 
-def problem(
-    code: str, message: str, *, line: int | None = None, param: str | None = None
-) -> Object:
-    return {"code": code, "message": message, "line": line, "param": param}
+def problem(code: str, message: str, *, param: str | None = None) -> Object:
+    return {"code": code, "message": message, "line": None, "param": param}
 
 
 class Outputs(NamedTuple):

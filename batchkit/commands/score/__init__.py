@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,7 @@ from batchkit.storage.score_store import (
 )
 
 
-def score_run(
-    folder: Path, job: JobConfig | None = None, *, stop: StopRequest | None = None, say: Say = print
-) -> ScoreTable:
+def score_run(folder: Path, job: JobConfig | None = None, *, say: Say = print) -> ScoreTable:
     """Score every answer of a run again, as ``job.scoring`` says, and store the scores.
 
     Without ``job``: the run's own. Judgements that the run already has are not requested again.
@@ -54,9 +51,7 @@ def score_run(
         StoreError: another process works on the run, or its results are missing.
         LostLockError: the run folder's lock was removed meanwhile; no score is written then.
     """
-    with ExitStack() as held:
-        stop = stop or held.enter_context(StopRequest().installed())
-        lock = held.enter_context(claim(folder))
+    with StopRequest().installed() as stop, claim(folder) as lock:
         return _score_run(folder, lock, job or job_of_run(folder), stop, say)
 
 
