@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import msgspec
 
 from batchkit.errors import RequestError
 from batchkit.serve.batch import check_endpoint, problem
@@ -109,15 +107,3 @@ def _of_body(
         yield problem("mismatched_model", text, param="body.model")
     if body.get("stream"):
         yield problem("invalid_value", "body.stream: a batch has no streams", param="body.stream")
-
-
-def lines_without(path: Path, settled: Collection[int]) -> Iterator[tuple[int, str]]:
-    """Index and custom_id of the rows that are not ``settled``."""
-    with path.open("rb") as file:
-        index = -1
-        for line in file:
-            if line.isspace():
-                continue
-            index += 1
-            if index not in settled:
-                yield index, str(msgspec.json.decode(line)["custom_id"])

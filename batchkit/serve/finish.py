@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.commands.export.openai import error_line, write_openai
+from batchkit.config.tables import InputTable
 from batchkit.runs.status import counts_of
 from batchkit.serve.batch import Status, outputs_of
-from batchkit.serve.checks import lines_without
 from batchkit.serve.files import file_doc
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object
+from batchkit.sources import read_rows
 from batchkit.storage.files import sync_folder
 from batchkit.storage.log import log_of, read_lines
 from batchkit.storage.runfolder import is_run
@@ -101,9 +102,10 @@ def _exported(folder: Path, answers: Path, errors: Path) -> _Exported:
 
 def _append_unfinished(path: Path, source: Path, settled: Collection[int], status: Status) -> None:
     code, message = _WHY[status]
+    lines = InputTable(path=str(source), format="openai-batch")
     with path.open("ab") as file:
-        for index, custom_id in lines_without(source, settled):
-            line = error_line(index, custom_id, code, message)
+        for row in read_rows(lines, skip=settled.__contains__):
+            line = error_line(row.index, row.id, code, message)
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
