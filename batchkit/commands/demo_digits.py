@@ -9,14 +9,14 @@ import json
 import wave
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+from numpy import float32
+from numpy.typing import NDArray
 
 from batchkit.commands.demo_tables import check_new
 from batchkit.errors import JobError
-
-if TYPE_CHECKING:
-    from numpy import float32
-    from numpy.typing import NDArray
 
 SAMPLE_RATE = 16_000
 _LOW = {"1": 697, "2": 697, "3": 697, "4": 770, "5": 770, "6": 770, "7": 852, "8": 852, "9": 852}
@@ -66,8 +66,6 @@ def build_demo_digits(folder: Path, *, count: int = 40, minutes: float = 10, see
 
 def make_recording(random: Random, seconds: float) -> Recording:
     """Digits with pauses between, over a noise, ``seconds`` long."""
-    import numpy as np
-
     noise = np.random.default_rng(random.getrandbits(64))
     samples = noise.standard_normal(round(seconds * SAMPLE_RATE), np.float32)
     samples *= 10 ** random.uniform(-4, -2.3)
@@ -93,8 +91,6 @@ def write_wav(path: Path, samples: NDArray[float32]) -> None:
 
 
 def _tone(digit: str, seconds: float) -> NDArray[float32]:
-    import numpy as np
-
     at = np.arange(round(seconds * SAMPLE_RATE), dtype=np.float32) / SAMPLE_RATE
     hertz = _LOW.get(digit, 941), _HIGH.get(digit, 1477)
     sound = sum(np.sin(np.float32(2 * np.pi * each) * at) for each in hertz) / 2

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import orjson
 
 from batchkit.config.tables import DEMO_MODEL, EngineTable
@@ -37,7 +38,6 @@ def build_demo_loras(folder: Path) -> None:
 
 def write_lora(folder: Path, model: Path, *, rank: int, seed: int, strength: float) -> None:
     """An adapter for the attention of ``model`` in PEFT's format; ``strength`` is about its share in what that computes."""
-    import numpy as np
     from safetensors import safe_open
     from safetensors.numpy import save
 

@@ -15,7 +15,6 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.tables.run import words_of
 from batchkit.errors import BatchkitError, Interrupted, StoreError
 from batchkit.runs.failures import Failure, lines_of
-from batchkit.runs.table import frame_of, joined_table
 from batchkit.sources.input import Input
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
@@ -130,12 +129,16 @@ class RunSummary:
             InputError: the input is no longer what the run has read.
             StoreError: as ``records``.
         """
+        from batchkit.runs.table import joined_table
+
         assert self.source is not None, "a start of a run has a source"
         return joined_table(self._folder_of_run(), self.source)
 
     def to_pandas(self) -> pd.DataFrame:
         """``to_arrow`` as a DataFrame. It has the index of the DataFrame that was run, if one was; a
         column of whole numbers of which some are missing is of pandas' type ``Int64``."""
+        from batchkit.runs.table import frame_of
+
         frame = frame_of(self.to_arrow())
         if self.source is not None and self.source.labels is not None:
             frame.index = self.source.labels

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import orjson
+import pyarrow as pa
 
 from batchkit.errors import ChangedInputError, InputError
 from batchkit.runs.inputs import InputColumns
@@ -30,7 +32,6 @@ from batchkit.types import Record
 
 if TYPE_CHECKING:
     import pandas as pd
-    import pyarrow as pa
 
 _BATCH = 10_000  # records
 _BATCH_BYTES = 16 << 20
@@ -40,8 +41,6 @@ _VECTOR_BYTES = 64 << 20
 def schema_of(layout: Layout) -> pa.Schema:
     """The schema of every batch of the table. Vectors are fixed-size lists; lists if they have several lengths, or
     if there are none."""
-    import pyarrow as pa
-
     return pa.schema(
         [
             (name, _arrow_type(column.type, layout.embedding))
@@ -62,8 +61,6 @@ def read_batches(
     Raises:
         StoreError: a record is damaged, or its vector is not there, is damaged, or is another row's.
     """
-    import pyarrow as pa
-
     path, schema, vectors = folder / RESULTS, schema_of(layout), Vectors(folder)
     scores = Scores(folder)
     with closing(NewestLog(path)) as newest:
@@ -106,8 +103,6 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
         InputError: the input can't be read, or is no longer what the run has read.
         StoreError: a record is damaged.
     """
-    import pyarrow as pa
-
     if source.files is None:
         return records_table(folder)
     check_log(folder)
@@ -153,8 +148,6 @@ def frame_of(table: pa.Table) -> pd.DataFrame:
 
 
 def _arrow_type(kind: str, embedding: VectorType | None) -> pa.DataType:
-    import pyarrow as pa
-
     if kind in (VECTOR, MATRIX) and embedding is not None:
         value = {"float32": pa.float32(), "float16": pa.float16()}[embedding.dtype]
         vector = pa.list_(value, embedding.dimensions or -1)
@@ -166,8 +159,6 @@ def _arrow_type(kind: str, embedding: VectorType | None) -> pa.DataType:
 
 def _parts(newest: NewestLog) -> Iterator[slice]:
     """Which rows are read at once."""
-    import numpy as np
-
     n_bytes = np.cumsum(newest.ends - newest.starts)
     start = done = 0
     while start < len(n_bytes):
@@ -194,8 +185,6 @@ def _portions(records: Sequence[Record], embedding: VectorType | None) -> Iterat
 
 
 def _array(records: Sequence[Record], column: Column, kind: pa.DataType) -> pa.Array:
-    import pyarrow as pa
-
     first, *rest = column.keys
     values: Sequence[Any] = [*map(attrgetter(first), records)]
     for key in rest:
@@ -215,9 +204,6 @@ def _as_text(value: Any) -> str | None:
 
 
 def _vectors(records: Sequence[Record], vectors: Vectors, kind: pa.DataType) -> pa.Array:
-    import numpy as np
-    import pyarrow as pa
-
     found = [
         None if record.embedding is None else vectors.read(record.index, record.embedding)
         for record in records
@@ -233,9 +219,6 @@ def _vectors(records: Sequence[Record], vectors: Vectors, kind: pa.DataType) -> 
 
 
 def _matrices(found: Sequence[Any], vector: pa.DataType) -> pa.Array:
-    import numpy as np
-    import pyarrow as pa
-
     ends = np.cumsum([0, *(0 if one is None else len(one) for one in found)])
     is_null = [*(one is None for one in found), False]
     none = np.zeros((0, vector.list_size), vector.value_type.to_pandas_dtype())
@@ -245,17 +228,12 @@ def _matrices(found: Sequence[Any], vector: pa.DataType) -> pa.Array:
 
 
 def _table(folder: Path, layout: Layout, inputs: InputColumns | None = None) -> pa.Table:
-    import pyarrow as pa
-
     schema = schema_of(layout)
     return pa.concat_tables([schema.empty_table(), *read_batches(folder, layout, inputs)])
 
 
 def _of_rows(records: pa.Table, rows: Sequence[int]) -> pa.Table:
     """The record of each of ``rows``, or nulls. Both are ordered by the rows' indexes."""
-    import numpy as np
-    import pyarrow as pa
-
     wanted, known = np.array(rows, np.int64), records["index"].to_numpy()
     if not np.array_equal(wanted, known):
         places = np.searchsorted(known, wanted)
@@ -271,8 +249,6 @@ def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _field(values: Sequence[Any]) -> pa.Array | None:
-    import pyarrow as pa
-
     try:
         return pa.array(values)
     except Exception:  # mixed types, or what a value's own code raises

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import orjson
 
 from batchkit.commands import Say
@@ -23,7 +24,6 @@ from batchkit.errors import JobError, StoreError
 from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import EMBEDDING, Layout, vector_type
 from batchkit.runs.status import status
-from batchkit.runs.table import read_batches, schema_of
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
@@ -138,6 +138,8 @@ def write_parquet(folder: Path, path: Path, say: Say = print) -> dict[Path, int]
     """The job fixes the schema, so a column may be null for any number of rows."""
     import pyarrow.parquet as pq
 
+    from batchkit.runs.table import read_batches, schema_of
+
     inputs, rows = InputColumns(folder), 0
     layout = Layout.of(folder, inputs.names)
     batches, schema = read_batches(folder, layout, inputs), schema_of(layout)
@@ -201,6 +203,8 @@ def write_safe_csv(folder: Path, path: Path, say: Say = print) -> dict[Path, int
 
 
 def _write_cells(folder: Path, path: Path, say: Say, *, is_safe: bool) -> dict[Path, int]:
+    from batchkit.runs.table import read_batches
+
     formulas = 0
 
     def cell(value: Any) -> Any:
@@ -244,6 +248,8 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
     Raises:
         JobError: there are no vectors, or they have several lengths.
     """
+    from batchkit.runs.table import read_batches
+
     job = job_of_run(folder)
     kind = vector_type(folder, job)
     if kind is None:
@@ -284,8 +290,6 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
 
 
 def _write_offsets(folder: Path, path: Path, ends: Sequence[int]) -> Path:
-    import numpy as np
-
     offsets = path.with_name(f"{path.stem}.offsets.npy")
     with exporting(offsets, folder) as temporary, temporary.open("wb") as file:
         np.save(file, np.array(ends, np.int64))
@@ -294,8 +298,6 @@ def _write_offsets(folder: Path, path: Path, ends: Sequence[int]) -> Path:
 
 def _write_head(file: BinaryIO, rows: int, kind: VectorType) -> None:
     """Of the same length for any number of rows: numpy leaves room for its digits."""
-    import numpy as np
-
     head = {
         "descr": np.dtype(kind.dtype).str,
         "fortran_order": False,
