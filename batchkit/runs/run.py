@@ -15,23 +15,27 @@ import orjson
 
 from batchkit.config.masking import masked_text
 from batchkit.errors import JobError
+from batchkit.runs.compare import compare
+from batchkit.runs.comparison import Comparison
 from batchkit.runs.listing import find_run
+from batchkit.runs.scores import table_of
 from batchkit.runs.status import Status, status
+from batchkit.runs.verify import Verification, verify
+from batchkit.scoring.metrics import ScoreTable
+from batchkit.sources.input import from_job
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.lines import answers_in_words
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import NewestLog
+from batchkit.storage.newest import Generations, NewestLog
 from batchkit.storage.score_store import read_scored, scored
+from batchkit.storage.vectors import Vectors
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
     import polars as pl
     import pyarrow as pa
-
-    from batchkit.runs.comparison import Comparison
-    from batchkit.runs.verify import Verification
-    from batchkit.scoring.metrics import ScoreTable
 
 _PREVIEW = 5  # rows in a notebook
 _MOST_TEXT = 300
@@ -70,8 +74,6 @@ class Run:
 
     def verify(self) -> Verification:
         """The audit of the run against its checkpoint and its input, as ``batchkit verify`` prints it."""
-        from batchkit.runs.verify import verify
-
         return verify(self.folder)
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -103,14 +105,10 @@ class Run:
     def steps(self, row: str | int) -> list[dict[str, Any]]:
         """What each generation of a row of ``[[steps]]`` or ``[rollout]`` answered, in the order in which
         they ended; empty for a row with one. Raises as ``record``."""
-        from batchkit.storage.newest import Generations
-
         return Generations(self.folder).of(self.record(row)["index"])
 
     def vectors(self) -> Iterator[RowVector]:
         """Those of an embed run's rows, in the order of the input; failed rows have none."""
-        from batchkit.storage.vectors import Vectors
-
         vectors = Vectors(self.folder)
         for record in self.rows():
             if record.get("embedding") is not None:
@@ -123,16 +121,12 @@ class Run:
         Raises:
             InputError: the rows are grouped by a field that the run did not keep, and the input changed.
         """
-        from batchkit.runs.scores import table_of
-
         return table_of(self.folder)
 
     def compare(self, *others: Run | str | os.PathLike[str]) -> Comparison:
         """This run against others of the same rows: differences of scores with their intervals, and the rows
         that became better or worse, as ``batchkit report`` prints them. Without others: the values of ``input.cross``
         in this run."""
-        from batchkit.runs.compare import compare
-
         runs = [other if isinstance(other, Run) else Run(other) for other in others]
         return compare([self.folder, *(run.folder for run in runs)])
 
@@ -145,7 +139,6 @@ class Run:
             InputError: with ``inputs``, if the input is no longer what the run has read.
         """
         from batchkit.runs.table import joined_table, records_table
-        from batchkit.sources.input import from_job
 
         if not inputs:
             return records_table(self.folder)
@@ -185,8 +178,6 @@ def _lines_with(row_id: str, log: NewestLog) -> Iterator[bytes]:
 
 
 def _html_row(record: Mapping[str, Any]) -> str:
-    from batchkit.storage.lines import answers_in_words
-
     answer = (record.get("error") or {}).get("message") or answers_in_words(record)[0]
     cells = record["index"], record["id"], record["status"], answer[:_MOST_TEXT]
     return f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
