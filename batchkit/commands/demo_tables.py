@@ -14,15 +14,14 @@ from functools import cache, lru_cache
 from itertools import cycle
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
-from batchkit.errors import JobError
+from PIL import Image, ImageDraw, ImageFont
+from PIL.ImageFont import FreeTypeFont
+from PIL.ImageFont import ImageFont as OldFont
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-    from PIL.ImageFont import FreeTypeFont
-    from PIL.ImageFont import ImageFont as OldFont
+from batchkit.errors import JobError
 
 ROWS = {  # by the theme, which is the picture's first word
     "City": "Paris Rome Berlin Madrid Lisbon Vienna Prague Oslo Athens Dublin Turin Geneva Milan Porto Lyon Ghent",
@@ -205,10 +204,8 @@ def texts(table: Table) -> list[list[str]]:
     return lines
 
 
-def draw(table: Table) -> Image:
+def draw(table: Table) -> Image.Image:
     """Grey, with a line around each cell and shaded names."""
-    from PIL import Image
-
     lines = texts(table)
     size = len(lines[0]) * CELL_WIDTH, len(lines) * CELL_HEIGHT
     picture = Image.new("L", size)
@@ -222,9 +219,7 @@ def draw(table: Table) -> Image:
 
 
 @lru_cache(20_000)
-def _cell(text: str, font_size: int, shade: int) -> Image:
-    from PIL import Image, ImageDraw
-
+def _cell(text: str, font_size: int, shade: int) -> Image.Image:
     cell = Image.new("L", (CELL_WIDTH, CELL_HEIGHT), 255)
     pen, font = ImageDraw.Draw(cell), _font(font_size)
     pen.line((0, CELL_HEIGHT, 0, 0, CELL_WIDTH, 0), fill=0)
@@ -235,6 +230,4 @@ def _cell(text: str, font_size: int, shade: int) -> Image:
 
 @cache
 def _font(size: int) -> FreeTypeFont | OldFont:
-    from PIL import ImageFont
-
     return ImageFont.load_default(size)

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from PIL.Image import Image
 
 from batchkit.config.masking import masked_text
 from batchkit.config.tables.input import variants
@@ -21,9 +23,6 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.lines import answers_in_words, call_in_words, choice_in_words, failure_kind
 from batchkit.storage.newest import Generations
 from batchkit.storage.score_store import read_scored
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _MOST_THOUGHT = 300
 _MOST_SHOWN = 4_000  # characters of a prompt or an answer; --json has all of it

@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Delta, Flip
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring.metrics import ERROR_RATES, OUT_OF_TEN, ScoreTable, group_name
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _ALL_S = 1e6
 _MOST_VALUES = 20_000  # up to so many distinct differences the draws are exact

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from operator import mul
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchkit.commands.plan.lengths import Lengths
 from batchkit.commands.plan.sample import Sample
@@ -27,10 +28,6 @@ from batchkit.commands.plan.throughput import (
     points_of_batches,
     steps_of,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 REPLICATES = 400
 _UNEQUAL = 1.5  # how much more unequal the weights are than the Bayesian bootstrap's

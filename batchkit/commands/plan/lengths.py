@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchkit.commands import Say
 from batchkit.commands.validate import checked
@@ -17,9 +18,6 @@ from batchkit.sources.sample import in_random_order, indexes_of
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.runfolder import is_run
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MOST_COUNTED, MOST_WITH_IMAGES = 100_000, 2_000
 _SAY_EVERY_S = 5.0

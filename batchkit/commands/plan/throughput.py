@@ -15,14 +15,12 @@ import heapq
 import math
 from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchkit.commands.trial.measurement import Answer
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _TOGETHER_S = 0.02  # requests that begin so soon after one another begin in one step
 _LEAST_S, _TINY = 0.001, 1e-12
