@@ -25,7 +25,7 @@ def make_app(settings: Settings, store: Store) -> ASGIApp:
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
 
-    from batchkit.commands.view.server import is_own
+    from batchkit.commands.view.server import refusal_of
     from batchkit.serve.batch_routes import batch_routes
     from batchkit.serve.file_routes import file_routes
     from batchkit.serve.flex_routes import flex_routes
@@ -55,7 +55,7 @@ def make_app(settings: Settings, store: Store) -> ASGIApp:
     return Guard(
         _with_pages(app, settings, store),
         settings.keys,
-        lambda named: is_own(named, settings.host),
+        lambda named: refusal_of(named, settings.host),
         settings.max_file_bytes,
     )
 

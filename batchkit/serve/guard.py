@@ -31,10 +31,10 @@ class Guard:
         self,
         app: ASGIApp,
         keys: Mapping[str, Key] | None,
-        is_own: Callable[[str], bool],
+        refusal_of: Callable[[str], str],
         max_file_bytes: int,
     ) -> None:
-        self._app, self._keys, self._is_own = app, keys, is_own
+        self._app, self._keys, self._refusal_of = app, keys, refusal_of
         self._max_file_bytes = max_file_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,12 +56,8 @@ class Guard:
 
     def _owner(self, path: str, headers: Mapping[bytes, str]) -> str:
         if self._keys is None:
-            if not self._is_own(named := headers.get(b"host", "")):
-                raise Problem(
-                    403,
-                    f"Host {named!r} is refused: open this server by its address or as localhost, or start"
-                    " it with --host and that name",
-                )
+            if refusal := self._refusal_of(headers.get(b"host", "")):
+                raise Problem(403, refusal)
             return ""
         if path in _OPEN:
             return ""

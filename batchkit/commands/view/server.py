@@ -152,26 +152,25 @@ def _guarded(app: ASGIApp, host: str | None) -> ASGIApp:
             await send(message)
 
         named = Request(scope).headers.get("host", "")
-        if host is not None and not is_own(named, host):
-            text = (
-                f"Host {named!r} is refused: open this server by its address or as localhost, or start"
-                " it with --host and that name"
-            )
-            await JSONResponse({"error": text}, 403)(scope, receive, send_guarded)
+        if host is not None and (refusal := refusal_of(named, host)):
+            await JSONResponse({"error": refusal}, 403)(scope, receive, send_guarded)
             return
         await app(scope, receive, send_guarded)
 
     return guarded
 
 
-def is_own(named: str, host: str) -> bool:
-    """An address can't be pointed elsewhere, a name can."""
+def refusal_of(named: str, host: str) -> str:
+    """Why a request to the host ``named`` is not answered; empty if it is: an address can't be pointed elsewhere, a
+    name can."""
     name = named.rsplit(":", 1)[0] if not named.endswith("]") else named
     name = name.strip("[]").lower().rstrip(".")
-    if name in ("localhost", host.lower()):
-        return True
     try:
-        ipaddress.ip_address(name)
+        if name not in ("localhost", host.lower()):
+            ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return (
+            f"Host {named!r} is refused: open this server by its address or as localhost, or start it with"
+            " --host and that name"
+        )
+    return ""
