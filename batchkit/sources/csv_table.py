@@ -11,6 +11,7 @@ from batchkit.errors import InputError
 from batchkit.sources.files import open_input
 from batchkit.sources.formats import suffix_of
 from batchkit.sources.reader import Format, Found, Skip, check_columns, fault, shown
+from batchkit.storage.plain_json import valid
 
 _HEADER_BYTES = 1 << 16
 MAX_CELL_CHARS = 2**26
@@ -108,13 +109,7 @@ def _problem(cells: list[str], header: list[str]) -> str:
 
 
 def _is_text(cell: str) -> bool:
-    if cell.isascii():
-        return True
-    try:
-        cell.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return valid(cell) == cell
 
 
 def _lines(first: int, last: int) -> int | str:
