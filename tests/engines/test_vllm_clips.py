@@ -22,7 +22,7 @@ from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
-from tests.support.sound_model import PLACE, TRANSCRIBE, sound_model
+from tests.support.sound_model import OMNI_PLACE, PLACE, TRANSCRIBE, sound_model
 from tests.support.vllm_reference import counts, generated
 
 pytestmark = pytest.mark.vllm
@@ -100,6 +100,53 @@ def test_rows_with_videos_and_images_answer_as_llm_generate_does(
     plan = json.loads(batchkit(*words, cwd=tmp_path, start=Fork).stdout)
     assert plan["prompts"]["exact"]
     assert plan["prompt_tokens"]["expected"] == sum(answer["prompt_tokens"] for answer in ours)
+
+
+def _film_row(folder: Path, name: str, picture: int, shown: int, heard: int) -> tuple[Any, Any]:
+    """A row with an image, a film and a recording, and its call of ``LLM.generate``, with the film's sound as well."""
+    made = clips.frames(9 + shown, seed=shown)
+    of_film, spoken = clips.tone(1.1, hertz=200 + 50 * heard), clips.tone(0.4 + 0.3 * heard)
+    clips.write(folder, f"{name}.mkv", clips.film(made, of_film, rate=_RATE))
+    clips.write(folder, f"{name}.wav", clips.sound(spoken))
+    Image.fromarray(clips.frames(1, seed=50 + picture)[0]).save(folder / f"{name}.png")
+    sounds = [folder / f"{name}.{n}.npy" for n in range(2)]
+    for file, samples in zip(sounds, (of_film, spoken), strict=True):
+        np.save(file, samples.astype(np.float32) / 32768)
+    text = f"{_IMAGE}{_VIDEO} sounds {OMNI_PLACE} and {OMNI_PLACE}"
+    call = {
+        "prompt": f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n",
+        "images": [str(folder / f"{name}.png")],
+        "videos": [_shown(folder, name, made)],
+        "audios": [*map(str, sounds)],
+    }
+    return {"name": name}, call
+
+
+def test_images_sound_and_video_of_one_row_reach_the_model_together(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    """Rows that differ in one of them alone are answered differently."""
+    differing = {"same": (0, 0, 0), "picture": (1, 0, 0), "shown": (0, 1, 0), "heard": (0, 0, 1)}
+    more = {str(n): (n, n, 3 * n) for n in range(2, 7)} | {"31 s": (7, 7, 102)}
+    made = [_film_row(tmp_path, name, *its) for name, its in (differing | more).items()]
+    rows, calls = [row for row, _ in made], [call for _, call in made]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    model = sound_model("qwen3-omni", demo_model)
+    limits = {"limit_mm_per_prompt": {"image": 1, "video": 1, "audio": 2}}
+    options = {**SMALL, **limits, "max_model_len": 1024}
+    prompt = {
+        "user": "{{ video }} sounds {{ audio }} and {{ audio }}",
+        "images": ["{{ name }}.png"],
+        "videos": ["{{ name }}.mkv"],
+        "audios": ["{{ name }}.mkv", "{{ name }}.wav"],
+    }
+
+    ours = _run(tmp_path, model, options, prompt=prompt, media={"video_frames": _FRAMES})
+
+    expected = generated({**options, "model": str(model)}, calls, max_tokens=16)
+    assert [n for n in range(len(rows)) if ours[n] != expected[n]] == []
+    assert len({answer["text"] for answer in ours[: len(differing)]}) == len(differing)
+    assert len({answer["text"] for answer in ours}) > len(rows) // 2
 
 
 def _audio_row(kind: str, n: int, data: bytes, format: str) -> tuple[dict[str, Any], str]:

@@ -1,8 +1,10 @@
-"""Tiny models that hear, with random weights: Qwen2-Audio's architecture, with the tokenizer of the demo model, and
-Whisper's, whose tokens are bytes."""
+"""Tiny models that hear, with random weights: Qwen2-Audio's architecture, with the tokenizer of the demo model,
+Whisper's, whose tokens are bytes, and Qwen3-Omni's, which sees as the demo model does."""
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,13 +13,13 @@ from pathlib import Path
 from filelock import FileLock
 
 PLACE = "<|audio_bos|><|AUDIO|><|audio_eos|>"
-
+OMNI_PLACE = "<|audio_start|><|audio_pad|><|audio_end|>"
 
 TRANSCRIBE = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 
 
 def sound_model(kind: str, demo_model: Path) -> Path:
-    """ "qwen2-audio" or "whisper", made once for all processes of the tests."""
+    """ "qwen2-audio", "whisper" or "qwen3-omni", made once for all processes of the tests."""
     folder = Path(tempfile.gettempdir()) / kind
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / "done").exists():
@@ -66,14 +68,17 @@ def qwen2_audio(demo_model: Path, folder: Path) -> None:
         for name, its in load_file(file).items()
     }
     file.write_bytes(save(weights, {"format": "pt"}))
-    template = tokenizer.chat_template.replace(
-        "{%- elif 'text' in content %}",
-        "{%- elif content.type == 'audio' %}{{- '" + PLACE + "' }}{%- elif 'text' in content %}",
-    )
-    tokenizer.chat_template = template
+    template = tokenizer.chat_template = _with_sound(tokenizer.chat_template, PLACE)
     extractor = WhisperFeatureExtractor(feature_size=16)
     Qwen2AudioProcessor(extractor, tokenizer, chat_template=template).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _with_sound(template: str, place: str) -> str:
+    text = "{%- elif 'text' in content %}"
+    return template.replace(
+        text, f"{{%- elif content.type == 'audio' %}}{{{{- '{place}' }}}}{text}"
+    )
 
 
 def whisper(_: Path, folder: Path) -> None:
@@ -111,6 +116,85 @@ def whisper(_: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+# Of the demo model's weights: what the Omni model calls them.
+_OMNI_NAMES = (
+    (r"^model\.visual\.", "visual."),
+    (r"^model\.language_model\.", "model."),
+    ("deepstack_merger_list", "merger_list"),
+    (r"(merger.*)\.norm", r"\1.ln_q"),
+    (r"(merger.*)\.linear_fc1", r"\1.mlp.0"),
+    (r"(merger.*)\.linear_fc2", r"\1.mlp.2"),
+)
+
+
+def qwen3_omni(demo_model: Path, folder: Path) -> None:
+    """But for the tower that hears and the experts, its weights are the demo model's."""
+    import torch
+    from safetensors.torch import load_file, save
+    from transformers import (
+        AutoImageProcessor,
+        AutoTokenizer,
+        AutoVideoProcessor,
+        Qwen3OmniMoeConfig,
+        Qwen3OmniMoeProcessor,
+        Qwen3OmniMoeThinkerConfig,
+        Qwen3OmniMoeThinkerForConditionalGeneration,
+        WhisperFeatureExtractor,
+    )
+
+    marks = {f"{kind}_token": f"<|{kind}_pad|>" for kind in ("image", "video", "audio")}
+    for kind in ("vision", "audio"):
+        marks |= {f"{kind}_bos_token": f"<|{kind}_start|>", f"{kind}_eos_token": f"<|{kind}_end|>"}
+    tokenizer = AutoTokenizer.from_pretrained(demo_model, extra_special_tokens=marks)
+    ids = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+    known = json.loads((demo_model / "config.json").read_text())
+    text, vision = known["text_config"], known["vision_config"]
+    del text["model_type"], vision["model_type"]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    tower = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2}
+    thinker = Qwen3OmniMoeThinkerConfig(
+        audio_config={
+            **tower,
+            "encoder_ffn_dim": 64,
+            "num_mel_bins": 16,
+            "downsample_hidden_size": 8,
+            "output_dim": text["hidden_size"],
+        },
+        # As on the hub: vLLM wants what transformers no longer knows.
+        vision_config={**vision, "image_size": 256, "apply_vit_abs_pos_embed": True},
+        text_config={**text, **experts, "mlp_only_layers": [0], "tie_word_embeddings": False},
+        audio_start_token_id=ids["audio_bos_token"],
+        vision_start_token_id=ids["vision_bos_token"],
+        **{f"{kind}_token_id": ids[f"{kind}_token"] for kind in ("image", "video", "audio")},
+    )
+    torch.manual_seed(0)
+    model = Qwen3OmniMoeThinkerForConditionalGeneration(thinker)
+    for matrix in (its for its in model.parameters() if its.ndim > 1):
+        torch.nn.init.normal_(matrix, std=1.5 / matrix[0].numel() ** 0.5)
+    seeing = {}
+    for name, its in load_file(demo_model / "model.safetensors").items():
+        for pattern, here in _OMNI_NAMES:
+            name = re.sub(pattern, here, name)
+        seeing[name] = its
+    model.load_state_dict(seeing, strict=False)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    weights = {f"thinker.{name}": its for name, its in load_file(file).items()}
+    file.write_bytes(save(weights, {"format": "pt"}))
+    Qwen3OmniMoeConfig(
+        thinker_config=thinker, architectures=["Qwen3OmniMoeForConditionalGeneration"]
+    ).save_pretrained(folder)
+    tokenizer.chat_template = _with_sound(tokenizer.chat_template, OMNI_PLACE)
+    Qwen3OmniMoeProcessor(
+        AutoImageProcessor.from_pretrained(demo_model),
+        AutoVideoProcessor.from_pretrained(demo_model),
+        WhisperFeatureExtractor(feature_size=16),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 if __name__ == "__main__":
-    make = {"qwen2-audio": qwen2_audio, "whisper": whisper}[sys.argv[1]]
+    make = {"qwen2-audio": qwen2_audio, "whisper": whisper, "qwen3-omni": qwen3_omni}[sys.argv[1]]
     make(Path(sys.argv[2]), Path(sys.argv[3]))
