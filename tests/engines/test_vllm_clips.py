@@ -24,6 +24,7 @@ from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 from tests.support.sound_model import OMNI_PLACE, PLACE, TRANSCRIBE, sound_model
 from tests.support.vllm_reference import counts, generated
+from tests.support.vllm_server import run_batch
 
 pytestmark = pytest.mark.vllm
 
@@ -235,3 +236,31 @@ def test_a_recording_without_a_language_is_asked_for_it_first(
     ]
     expected = generated({**options, "model": str(model)}, calls, max_tokens=16)
     assert [record["text"] for record in records] == [its["text"].strip() for its in expected]
+
+
+@pytest.mark.parametrize("kind", ["qwen3-asr", "qwen3-omni"])
+def test_speech_models_without_times_transcribe_as_vllm_s_run_batch_does(
+    kind: str, demo_model: Path, tmp_path: Path
+) -> None:
+    """Of the same file, whose lines name a language or none. Qwen3-ASR's answers have more than the transcript."""
+    model = sound_model(kind, demo_model)
+    lines = []
+    for n in range(10):
+        recording = clips.sound(clips.tone(0.5 + 0.35 * n, hertz=150 + 190 * n), codec="pcm_f32le")
+        url = f"data:audio/wav;base64,{base64.b64encode(recording).decode()}"
+        body = {"model": str(model), "file_url": url, "temperature": 0, "max_completion_tokens": 16}
+        body |= {"language": ("de", "en")[n % 2]} if n % 3 else {}
+        body |= {"prompt": f"about number {n}"} if n % 4 == 0 else {}
+        address = {"method": "POST", "url": "/v1/audio/transcriptions"}
+        lines.append({"custom_id": str(n), **address, "body": body})
+    write_jsonl(tmp_path / "rows.jsonl", lines)
+    options = {**SMALL, "max_model_len": 256, "limit_mm_per_prompt": {"audio": 1}}
+
+    _run(tmp_path, model, options, task="transcribe")
+
+    theirs = run_batch(model, options, tmp_path / "rows.jsonl")
+    expected = [line["response"]["body"]["text"].strip() for line in theirs]
+    records = [*read_newest(tmp_path / "output/run" / RESULTS)]
+    assert [record["text"] for record in records] == expected
+    assert len({*expected}) > len(lines) // 2
+    assert all(len(record["segments"]) == 1 for record in records)

@@ -1,5 +1,5 @@
 """Tiny models that hear, with random weights: Qwen2-Audio's architecture, with the tokenizer of the demo model,
-Whisper's, whose tokens are bytes, and Qwen3-Omni's, which sees as the demo model does."""
+Whisper's, whose tokens are bytes, and Qwen3-Omni's and Qwen3-ASR's, which speak as the demo model does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRANSCRIBE = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 
 
 def sound_model(kind: str, demo_model: Path) -> Path:
-    """ "qwen2-audio", "whisper" or "qwen3-omni", made once for all processes of the tests."""
+    """ "qwen2-audio", "whisper", "qwen3-omni" or "qwen3-asr", made once for all processes of the tests."""
     folder = Path(tempfile.gettempdir()) / kind
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / "done").exists():
@@ -195,6 +195,51 @@ def qwen3_omni(demo_model: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def qwen3_asr(demo_model: Path, folder: Path) -> None:
+    """What Qwen3-Omni's hears with, and the demo model's text part, which says ``<asr_text>`` for "nobody"."""
+    from safetensors.torch import load_file, save
+    from transformers import AutoTokenizer, Qwen3ASRProcessor, WhisperFeatureExtractor
+
+    qwen3_omni(demo_model, folder)
+    known = json.loads((demo_model / "config.json").read_text())["text_config"]
+    thinker = json.loads((folder / "config.json").read_text())["thinker_config"]
+    weights = {
+        name.replace("model.language_model.", "thinker.model.").replace("lm_", "thinker.lm_"): its
+        for name, its in load_file(demo_model / "model.safetensors").items()
+        if "visual" not in name
+    }
+    heard = load_file(folder / "model.safetensors")
+    weights |= {name: its for name, its in heard.items() if "audio_tower" in name}
+    config = {
+        "architectures": ["Qwen3ASRForConditionalGeneration"],
+        "model_type": "qwen3_asr",
+        "dtype": "float32",
+        "thinker_config": {
+            "audio_config": {**thinker["audio_config"], "model_type": "qwen3_asr_audio_encoder"},
+            "text_config": {**known, "model_type": "qwen3_asr_text"},
+            "audio_token_id": thinker["audio_token_id"],
+        },
+    }
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens("<asr_text>")
+    mark, word = tokenizer.convert_tokens_to_ids(["<asr_text>", "Ġnobody"])
+    head = weights["thinker.lm_head.weight"]
+    head[mark] = 1.1 * head[word]
+    extractor = WhisperFeatureExtractor(feature_size=16)
+    Qwen3ASRProcessor(extractor, tokenizer, chat_template=tokenizer.chat_template).save_pretrained(
+        folder
+    )
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
+
+
+MAKERS = {
+    "qwen2-audio": qwen2_audio,
+    "whisper": whisper,
+    "qwen3-omni": qwen3_omni,
+    "qwen3-asr": qwen3_asr,
+}
+
 if __name__ == "__main__":
-    make = {"qwen2-audio": qwen2_audio, "whisper": whisper, "qwen3-omni": qwen3_omni}[sys.argv[1]]
-    make(Path(sys.argv[2]), Path(sys.argv[3]))
+    MAKERS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

@@ -122,6 +122,8 @@ class VllmRenderer:
             sum(len(c.token_ids) for c in output.outputs),
             cached_tokens=output.num_cached_tokens or None,
         )
+        if self._speech is not None:
+            choices = [structs.replace(c, text=self._speech.said(c.text)) for c in choices]
         done = Completion(prepared.request, choices, usage, latency_s, prompt=output.prompt)
         is_led = prepared.inputs[0].params.structured_outputs is not None
         if is_led and any(choice.finish_reason == "error" for choice in choices):

@@ -38,9 +38,15 @@ class SpeechPrompts:
 
     def limit(self, params: Any, speech: Speech) -> None:
         """Let ``params`` allow what may be said about the sound."""
-        params.skip_special_tokens = False  # time stamps may count as special
+        if self.has_stamps:
+            params.skip_special_tokens = False  # they may count as special
         if speech.asks_language and self._languages:
             params.allowed_token_ids = self._languages
+
+    def said(self, answer: str) -> str:
+        """What is said, in an answer of the model, which may name the language first."""
+        said: str = self._model.post_process_output(answer)
+        return said
 
     def prompt(self, request: Request) -> Any:
         """In the shape of vLLM's inputs. Raises RowError."""
