@@ -182,12 +182,14 @@ class Pair(NamedTuple):
 class Speech(NamedTuple):
     """How the sound of a request of ``task = "transcribe"`` is written down. ``prompt``: what was said before.
     ``timestamps``: the answer says when each sentence begins and ends, as Whisper does: ``<|0.00|> Hello.<|1.20|>``.
-    ``asks_language``: the answer is the language, as ``<|en|>``, if the model has to be told it."""
+    ``asks_language``: the answer is the language, as ``<|en|>``, if the model has to be told it. ``seconds``: of the
+    whole recording, if it is known."""
 
     language: str | None = None
     prompt: str = ""
     timestamps: bool = True
     asks_language: bool = False
+    seconds: float = 0.0
 
 
 class Segment(TypedDict):

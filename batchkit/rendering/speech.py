@@ -102,7 +102,8 @@ class SpeechRenderer:
         first = found.request_for(found.parts[0].heard)
         if self.finds_language and found.speech.language is None:
             first = found.language_request()
-        return replace(first, media_bytes=first.clips[0].n_bytes)
+        speech = first.speech and first.speech._replace(seconds=found.sound.seconds)
+        return replace(first, media_bytes=first.clips[0].n_bytes, speech=speech)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
         return None  # a recording's end is never left out

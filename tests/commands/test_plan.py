@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import tomlkit
 
+from batchkit.commands.demo_digits import make_recording, write_wav
 from batchkit.config.loading import load_job
 from batchkit.storage.job_toml import job_of_run
 from tests.support.chat_server import Refused, serving
@@ -327,3 +329,22 @@ def test_a_sample_that_fails_is_no_forecast() -> None:
     assert "all 8 rows of the sample failed" in ended.stderr
     assert "batchkit show --failed " in ended.stderr
     assert not Path("output/b/forecast.json").exists()
+
+
+@pytest.mark.slow
+def test_recordings_are_judged_by_their_seconds() -> None:
+    """A few of them have most of the sound, and a sample may have none of these."""
+    lengths = [8] * 32 + [160] * 4
+    for n, seconds in enumerate(lengths):
+        write_wav(Path(f"{n}.wav"), make_recording(Random(n), seconds).samples)
+    write_rows([{"file": f"{n}.wav"} for n in range(len(lengths))])
+    job = {"task": "transcribe", "input": {"path": "in.jsonl"}, "name": "a"}
+    job |= {"prompt": {"audios": ["{{ file }}"]}, "speech": {"part_seconds": 8}}
+    job |= {"engine": {"kind": "dry-run"}, "run": {"price_per_million_tokens": [0.0, 1e6]}}
+    Path("job.toml").write_text(tomlkit.dumps(job))
+    found = planned("--rows", "6")
+    assert found["prompts"]["unit"] == "seconds"
+
+    price = run().json["price"]
+    assert price > 2 * TOKENS * len(lengths)
+    assert found["price"]["expected"] == pytest.approx(price, rel=0.2)

@@ -147,7 +147,7 @@ def _figures(
         "prompts": {
             "counted": lengths.counted,
             "exact": lengths.is_exact,
-            "unit": "tokens" if lengths.in_tokens else "characters",
+            "unit": lengths.unit,
         },
         "failing": {
             "rows": round(lengths.failing * lengths.left),

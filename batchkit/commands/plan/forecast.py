@@ -177,7 +177,19 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
     if not n_rest or not sampled:
         return Rest()
     at = np.array([places[row.index] for row in sampled])
+    sampled_sizes, row_s = lengths.sizes[at], lengths.row_s
     is_open = np.array([index not in observed for index in lengths.indexes.tolist()])
+    sizes = lengths.sizes[is_open]
+    if (
+        lengths.unit == "seconds"
+    ):  # the engine is asked for the parts of recordings, one in so many seconds
+        sampled = [part for wave in sample.waves for part in wave.requests if part.index in places]
+        if not sampled:
+            return Rest()
+        seconds = float((sizes if len(sizes) else sampled_sizes).mean()) * n_rest
+        n_parts = max(1, round(seconds * len(sampled) / max(_TINY, float(sampled_sizes.sum()))))
+        sizes, sampled_sizes = sizes[:0], np.ones(len(sampled))
+        n_rest, row_s = n_parts, row_s * n_rest / n_parts
     points = (
         points_of_batches(sample.measured) if engines.in_batches else points_of(sample.measured)
     )
@@ -185,11 +197,11 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
     first = sample.waves[0]
     rest = _Rest(
         n_rows=n_rest,
-        sizes=lengths.sizes[is_open],
-        sampled_sizes=lengths.sizes[at],
+        sizes=sizes,
+        sampled_sizes=sampled_sizes,
         prompt_tokens=np.array([row.prompt_tokens for row in sampled], dtype=np.float64),
         sequences=first.sequences,
-        row_s=lengths.row_s,
+        row_s=row_s,
         start_s=max(_LEAST_START_S, first.took_s - _expected_s(first, steps, engines)),
         spread=_spread(steps, sample, engines),
         engines=engines,
@@ -209,8 +221,8 @@ def _expected_s(wave: Wave, steps: StepTime, engines: Engines) -> float:
     return steps.seconds(
         steps_of(wave.lengths, at_once, in_batches=engines.in_batches),
         sum(wave.lengths) * wave.sequences,
-        sum(row.prompt_tokens for row in wave.rows),
-        len(wave.rows),
+        sum(request.prompt_tokens for request in wave.requests),
+        len(wave.requests),
         at_once,
     )
 
@@ -222,7 +234,7 @@ def _spread(steps: StepTime, sample: Sample, engines: Engines) -> float:
         math.log(max(wave.seconds, _LEAST_S) / max(_expected_s(wave, steps, engines), _LEAST_S))
         for wave in sample.measured
     ]
-    largest = max(min(wave.window, len(wave.rows)) for wave in sample.measured)
+    largest = max(min(wave.window, len(wave.requests)) for wave in sample.measured)
     doublings = max(0.0, math.log2(engines.running / largest))
     least = _LEAST_OF_BATCHES if engines.in_batches else _LEAST_SPREAD
     error = max(least, max(map(abs, errors)) / math.sqrt(2))

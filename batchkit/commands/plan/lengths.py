@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ _UNTIMED = 64  # the first rows wait for imports and for the threads
 class Lengths(NamedTuple):
     """The job has ``rows`` rows, of which ``left`` have no record. ``counted`` of these were rendered,
     chosen at random if they are not all; ``indexes`` are those that would reach the engine, with the
-    ``sizes`` of their prompts, in tokens if ``in_tokens``, else in characters. ``is_exact``: these are all
+    ``sizes`` of their prompts, in tokens or characters by ``unit``, or of recordings, in seconds. ``is_exact``: these are all
     tokens of prompts that the rows have. ``most_tokens``: the longest answer that one may get, None if
     that is unknown. ``row_s``: seconds that rendering and counting one took, so that no run is faster; 0
     if unknown.
@@ -38,7 +38,7 @@ class Lengths(NamedTuple):
     counted: int
     indexes: NDArray[np.int64]
     sizes: NDArray[np.float64]
-    in_tokens: bool
+    unit: Literal["tokens", "characters", "seconds"]
     is_exact: bool
     most_tokens: float | None
     row_s: float
@@ -71,7 +71,7 @@ def count_lengths(job: JobConfig, source: Input, most: int | None, say: Say) -> 
 def _counted(
     job: JobConfig, source: Input, chosen: IndexSet, rows: int, left: int, say: Say
 ) -> Lengths:
-    sizes: dict[int, int] = {}
+    sizes: dict[int, float] = {}
     in_tokens, most_tokens = True, 0.0
     began = time.monotonic()
     next_line, n = began + _SAY_EVERY_S, 0
@@ -86,23 +86,25 @@ def _counted(
             say(f"counting the prompts' tokens: {n:,} of {len(chosen):,} rows")
         if error is not None:
             continue
-        size = None if prompt is None else prompt.prompt_tokens
+        size: float | None = None if prompt is None else prompt.prompt_tokens
         in_tokens = in_tokens and size is not None
-        if size is None:
+        if request.speech is not None:
+            size = request.speech.seconds
+        elif size is None:
             text = None if prompt is None else prompt.text
             size = len(str(row.fields) if text is None else text)
         sizes[row.index] = size
         most_tokens = max(most_tokens, _most_tokens(request.sampling))
-    ordered = sorted(sizes)
+    ordered, is_speech = sorted(sizes), job.task == "transcribe"
     return Lengths(
         rows=rows,
         left=left,
         counted=len(chosen),
         indexes=np.array(ordered, dtype=np.int64),
         sizes=np.array([sizes[index] for index in ordered], dtype=np.float64),
-        in_tokens=in_tokens,
+        unit="seconds" if is_speech else "tokens" if in_tokens else "characters",
         is_exact=in_tokens and not job.has_several,
-        most_tokens=None if job.has_several else most_tokens,
+        most_tokens=None if job.has_several and not is_speech else most_tokens,
         row_s=(time.monotonic() - began) / (n - _UNTIMED) if n > 2 * _UNTIMED else 0.0,
     )
 

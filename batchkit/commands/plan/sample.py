@@ -15,7 +15,7 @@ from typing import NamedTuple
 from batchkit.commands import Say
 from batchkit.commands.plan.throughput import Wave
 from batchkit.commands.trial import scratch_folder, tried
-from batchkit.commands.trial.measurement import Answer, answers_in
+from batchkit.commands.trial.measurement import Answer, answer_of, answers_in
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import max_num_seqs_of
@@ -24,7 +24,7 @@ from batchkit.execution.lane import KeptEngine
 from batchkit.execution.start import Options
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import Input
-from batchkit.storage.log import RESULTS
+from batchkit.storage.log import RESULTS, STEPS, read_generations
 from batchkit.storage.metrics import read_metrics
 
 _WARM_UP = 16  # a row of so many warms the engine up
@@ -121,8 +121,8 @@ def _answered(
     workers = None if kept is not None else 1
     update = {"sample": None, "max_in_flight": window, "workers": workers}
     of_wave = job.model_copy(update={"run": job.run.model_copy(update=update)})
-    log = job.folder / RESULTS
-    before = log.stat().st_size if log.exists() else 0
+    log, steps = job.folder / RESULTS, job.folder / STEPS
+    before, steps_before = (its.stat().st_size if its.exists() else 0 for its in (log, steps))
     options = Options(begun_with=job, command="plan", attempts=dict.fromkeys(rows, 0))
     summary = tried(of_wave, source, options, kept=kept)
     if summary.stopped_by is not None:
@@ -132,4 +132,9 @@ def _answered(
             f" answers that came are kept; raise it (--set {key}=…), or sample fewer rows (--rows)"
         )
     answers = [answer for answer, _ in answers_in(log, before)]
-    return Wave(window, answers, summary.seconds, int(job.params().get("n") or 1)), summary
+    parts = None
+    if job.task == "transcribe":
+        lines = read_generations(job.folder, steps_before)
+        parts = [answer_of(line.record) for line in lines if line.record is not None]
+    n_choices = int(job.params().get("n") or 1)
+    return Wave(window, answers, summary.seconds, n_choices, parts), summary

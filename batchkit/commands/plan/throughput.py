@@ -29,24 +29,31 @@ _REFITS = 3
 
 class Wave(NamedTuple):
     """Rows that were answered together, at most ``window`` at a time, by a start that took ``took_s``; with
-    ``sequences`` answers to each, side by side."""
+    ``sequences`` answers to each, side by side. ``parts``: the generations of recordings."""
 
     window: int
     rows: Sequence[Answer]
     took_s: float
     sequences: int = 1
+    parts: Sequence[Answer] | None = None
+
+    @property
+    def requests(self) -> Sequence[Answer]:
+        """What the engine was asked."""
+        return self.rows if self.parts is None else self.parts
 
     @property
     def seconds(self) -> float:
-        """From the first row's begin to the last one's end."""
-        if not self.rows:
+        """From the first request's begin to the last one's end."""
+        if not self.requests:
             return 0.0
-        return max(row.ended for row in self.rows) - min(row.began for row in self.rows)
+        ended = max(request.ended for request in self.requests)
+        return ended - min(request.began for request in self.requests)
 
     @property
     def lengths(self) -> list[float]:
-        """The tokens of one answer of each row."""
-        return [max(1.0, row.last_tokens / self.sequences) for row in self.rows]
+        """The tokens of one answer to each request."""
+        return [max(1.0, request.last_tokens / self.sequences) for request in self.requests]
 
 
 class StepTime(NamedTuple):
@@ -91,10 +98,10 @@ def points_of(waves: Sequence[Wave]) -> Points:
 def _points(waves: Sequence[Wave], steps: StepTime) -> Points:
     parts, seconds = list[Any](), list[Any]()
     for wave in waves:
-        began = np.array([row.began for row in wave.rows])
-        ended = np.array([row.ended for row in wave.rows])
+        began = np.array([request.began for request in wave.requests])
+        ended = np.array([request.ended for request in wave.requests])
         tokens = np.array(wave.lengths)
-        prompts = np.array([row.prompt_tokens for row in wave.rows])
+        prompts = np.array([request.prompt_tokens for request in wave.requests])
         times = np.unique(np.concatenate((began, ended)))
         runs = (began[:, None] <= times[:-1]) & (ended[:, None] >= times[1:])
         at_once = wave.sequences * runs.sum(axis=0)

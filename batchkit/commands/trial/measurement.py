@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batchkit.execution.window import KV_CACHE_FULL
-from batchkit.storage.lines import tokens_in
+from batchkit.storage.lines import Generation, tokens_in
 from batchkit.storage.log import read_lines
 from batchkit.storage.metrics import Metrics
+from batchkit.types import Record
 
 ENOUGH_S, ENOUGH_ROWS, ENOUGH_WAVES = 5.0, 32, 4
 _LEAST_ROWS, _LEAST_STEADY_S = 4, 0.5
@@ -36,7 +37,7 @@ _CLOCK_S = 0.001  # the times of records are no finer
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A row, from its record: answered, or failed with an error of the ``kind``.
+    """A row from its record, or one of its generations: answered, or failed with an error of the ``kind``.
 
     ``began`` and ``ended``: seconds since the epoch, from its entry into the engine's queue on. Tokens are
     those of all its attempts, ``last_tokens`` those of the last one's answers.
@@ -60,20 +61,21 @@ def answers_in(log: Path, offset: int = 0) -> Iterator[tuple[Answer, int]]:
     """The rows whose records are past ``offset``, and where in ``log`` each ends. A record that is being
     written is left out."""
     for line in read_lines(log, offset):
-        if (record := line.record) is not None:
-            ended, error = seconds_at(record.finished_at), record.error
-            yield (
-                Answer(
-                    record.index,
-                    ended - record.latency_s,
-                    ended,
-                    *tokens_in(record),
-                    0 if record.usage is None else record.usage.completion_tokens,
-                    "" if error is None else error.kind,
-                    "" if error is None else error.message,
-                ),
-                line.end,
-            )
+        if line.record is not None:
+            yield answer_of(line.record), line.end
+
+
+def answer_of(record: Record | Generation) -> Answer:
+    ended, error = seconds_at(record.finished_at), record.error
+    return Answer(
+        record.index,
+        ended - record.latency_s,
+        ended,
+        *tokens_in(record),
+        0 if record.usage is None else record.usage.completion_tokens,
+        "" if error is None else error.kind,
+        "" if error is None else error.message,
+    )
 
 
 def seconds_at(time: str) -> float:
