@@ -106,7 +106,7 @@ class Cut(Struct, frozen=True):
 Content = str | Sequence[Mapping[str, Any]]
 """A message's content: text, or parts in OpenAI's shape, in which an image part is
 ``{"type": "image_pil", "image_pil": PIL.Image}``, and one of a clip
-``{"type": "audio", "audio": Audio}`` or ``{"type": "video", "video": Video}``."""
+``{"type": "audio", "audio": Audio}`` or ``{"type": "video", "video": Video}`` (``VideoFile`` for servers)."""
 
 
 class Audio:
@@ -163,7 +163,22 @@ class Video:
         return Video(self.frames[::2], *length, indexes, times_s)
 
 
-Clip = Audio | Video
+class VideoFile:
+    """A video as it was found, for a server that decodes it itself. ``type``: as in HTTP's headers."""
+
+    def __init__(self, data: bytes, type: str) -> None:
+        self.data, self.type = data, type
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.data)
+
+    @property
+    def in_words(self) -> str:
+        return f"video of {self.n_bytes:,} bytes"
+
+
+Clip = Audio | Video | VideoFile
 CLIPS = ("audio", "video")
 """Both a kind of media and the type of its parts."""
 

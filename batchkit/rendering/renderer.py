@@ -29,7 +29,7 @@ from batchkit.rendering.body import (
     texts_in,
     with_temperature,
 )
-from batchkit.rendering.media import Media, SharedMedia, load_media, load_text
+from batchkit.rendering.media import Media, SharedMedia, load_for_server, load_media, load_text
 from batchkit.rendering.media.source import check_root
 from batchkit.rendering.messages import (
     Message,
@@ -62,7 +62,7 @@ LoadMedia = Callable[[str, Any, MediaTable], Media]
 
 class PromptRenderer:
     """Renders rows for one job. Several threads may share it, and call ``adjust_sampling`` and
-    ``load``, which makes the image or the clip of a source. ``chat_template_kwargs`` are added to those that the
+    ``load``, which makes the image or the clip of a source, by default as the engine takes it. ``chat_template_kwargs`` are added to those that the
     engine has from its own job.
 
     Raises:
@@ -75,10 +75,12 @@ class PromptRenderer:
         job: JobConfig,
         *,
         adjust_sampling: AdjustSampling | None = None,
-        load: LoadMedia = load_media,
+        load: LoadMedia | None = None,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._adjust_sampling, self._load = adjust_sampling, load
+        self._adjust_sampling = adjust_sampling
+        of_engine = load_for_server if job.engine.kind == "openai-server" else load_media
+        self._load = load or of_engine
         self._chat_template_kwargs = chat_template_kwargs
         self._job = job
         self._filled = prompt_columns(job) if job.input.empty == "fail" else frozenset()

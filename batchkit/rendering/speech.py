@@ -64,7 +64,7 @@ class SpeechRenderer:
         job: JobConfig,
         *,
         adjust_sampling: AdjustSampling | None = None,
-        load: LoadMedia = load_media,
+        load: LoadMedia | None = None,
     ) -> None:
         plain = {"user": "", "chat": False}
         self.job = job
@@ -73,7 +73,7 @@ class SpeechRenderer:
             adjust_sampling=adjust_sampling,
             load=load,
         )
-        self._load, self._speech = load, job.speech
+        self._load, self._speech = load or load_media, job.speech
         self._texts = {
             name: RowTemplate.of(job, f"speech.{name}", text)
             for name in ("language", "prompt")

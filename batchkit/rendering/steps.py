@@ -17,7 +17,6 @@ from batchkit.errors import (
     RowError,
     TemplateError,
 )
-from batchkit.rendering.media import load_media
 from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer
 from batchkit.rendering.speech import SpeechRenderer
 from batchkit.rendering.templates import RowTemplate
@@ -47,7 +46,7 @@ class StepsRenderer:
         job: JobConfig,
         *,
         adjust_sampling: AdjustSampling | None = None,
-        load: LoadMedia = load_media,
+        load: LoadMedia | None = None,
     ) -> None:
         self._by_name = {}
         for step in job.steps:
@@ -190,7 +189,7 @@ def renderer_of(
     job: JobConfig,
     *,
     adjust_sampling: AdjustSampling | None = None,
-    load: LoadMedia = load_media,
+    load: LoadMedia | None = None,
 ) -> Renderer:
     """What renders the rows of ``job``; raises JobError if a template of it can't be used."""
     made: type[Renderer] = StepsRenderer if job.steps else PromptRenderer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import JobError, PromptTooLongError, RequestError, RowTimeoutError, ServerError
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.types import Audio, Request, Row, Video
+from batchkit.types import Audio, Request, Row, Video, VideoFile
 from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
 from tests.support.command_line import batchkit as in_this_process
 from tests.support.own_process import batchkit
@@ -69,16 +70,23 @@ def test_images_travel_as_png() -> None:
         assert kinds == ["text", "image_url", "image_url", "text"]
 
 
-def test_sound_travels_as_wav_and_a_video_fails_its_row() -> None:
-    sound = {"type": "audio", "audio": Audio(np.zeros(800, np.float32), 16000)}
+def test_sound_travels_as_wav_and_a_video_as_its_file() -> None:
+    """Frames fail their row."""
     frames = Video(np.zeros((1, 8, 8, 3), np.uint8), 1.0, 1.0, 1, [0], [0.0])
+    parts: list[dict[str, Any]] = [
+        {"type": "audio", "audio": Audio(np.zeros(800, np.float32), 16000)},
+        {"type": "video", "video": frames},
+        {"type": "video", "video": VideoFile(b"film", "video/mp4")},
+    ]
     asked = [
         Request(Row(n, str(n), {}), [{"role": "user", "content": [part]}], None, {}, "")
-        for n, part in enumerate([sound, {"type": "video", "video": frames}])
+        for n, part in enumerate(parts)
     ]
     with serving() as server, opened(server) as engine:
-        heard, refused = sorted(ask(engine, asked), key=lambda done: done.request.row.index)
+        heard, refused, seen = ask(engine, asked)
     assert heard.text == "0 images, asked: 800 samples, 16000 a second"
+    url = f"data:video/mp4;base64,{base64.b64encode(b'film').decode()}"
+    assert seen.text == f"0 images, asked: {url}"
     assert "frames of a video" in str(refused.error)
 
 

@@ -1,4 +1,5 @@
-"""A real vLLM server that the run starts: images and shapes over HTTP, and a death in the middle."""
+"""A real vLLM server that the run starts: images and shapes over HTTP, and a death in the middle; and one that is there
+already, which gets videos."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ import pytest
 import tomlkit
 from PIL import Image
 
+from tests.support import clips
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 from tests.support.vllm_reference import counts
-from tests.support.vllm_server import flags
+from tests.support.vllm_server import flags, serving
 
 pytestmark = pytest.mark.vllm
 
@@ -108,3 +110,36 @@ def test_a_server_killed_in_the_middle_is_replaced_and_all_answer_as_the_engine_
         assert (mine["text"], counts(mine["usage"])) == (theirs["text"], counts(theirs["usage"]))
         assert mine["finish_reason"] == theirs["finish_reason"]
         assert mine["text"] in CHOICES or mine["index"] % 4
+
+
+def test_videos_are_sent_as_their_files_and_seen_as_vllm_sees_their_frames(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    """As many of each as the server picks, in the places that the prompt has."""
+    for n in range(8):
+        made = clips.frames(9 + n, seed=n, size=(96 + 16 * (n % 3), 64))
+        clips.write(tmp_path, f"{n}.mkv", clips.video(made))
+    write_jsonl(tmp_path / "rows.jsonl", [{"clip": f"{n}.mkv"} for n in range(8)])
+    options = {**SMALL, "limit_mm_per_prompt": {"video": 2}, "max_model_len": 1024}
+    job: dict[str, Any] = {
+        "input": {"path": "rows.jsonl"},
+        "prompt": {"user": "first {{ video }} then {{ video }}", "videos": ["{{ clip }}", "0.mkv"]},
+        "media": {"video_frames": 6},
+        "sampling": {"temperature": 0, "max_tokens": 16},
+    }
+    frames = {"video": {"num_frames": 6, "video_backend": "opencv"}}
+    found = {}
+    with serving(demo_model, {**options, "media_io_kwargs": frames}, tmp_path / "log") as url:
+        server = {"kind": "openai-server", "model": str(demo_model), "base_url": url}
+        here = {"kind": "vllm", "model": str(demo_model), "options": options}
+        for name, engine in (("served", server), ("here", here)):
+            (tmp_path / "job.toml").write_text(
+                tomlkit.dumps({**job, "name": name, "engine": engine})
+            )
+            ran = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
+            assert ran.returncode == 0, ran.stderr
+            records = _records(tmp_path / "output" / name)
+            found[name] = [(record["text"], counts(record["usage"])) for record in records]
+
+    assert found["served"] == found["here"]
+    assert len({text for text, _ in found["here"]}) > 4

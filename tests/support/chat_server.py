@@ -285,6 +285,9 @@ def read_content(content: Any) -> tuple[str, int]:
             with wave.open(io.BytesIO(base64.b64decode(part["input_audio"]["data"]))) as heard:
                 texts.append(f"{heard.getnframes()} samples, {heard.getframerate()} a second")
             continue
+        if part["type"] == "video_url":
+            texts.append(part["video_url"]["url"])
+            continue
         head, _, data = part["image_url"]["url"].partition(",")
         if head != "data:image/png;base64":
             raise Refused(400, error(f"image_url: {head}"))

@@ -14,20 +14,12 @@ from PIL import Image
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
+from batchkit.rendering.media import media_type
 from batchkit.rendering.media.source import shown
 from batchkit.runs.reach import Reach
 
 MAX_CLIP_BYTES = 500_000  # of one that is put into a page
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
-_TYPES = {  # what browsers play, by how it begins; audio or video where either may be inside
-    re.compile(rb"RIFF....WAVE", re.DOTALL): "audio/wav",
-    re.compile(rb"fLaC"): "audio/flac",
-    re.compile(rb"OggS"): "{kind}/ogg",
-    re.compile(rb"....ftyp", re.DOTALL): "{kind}/mp4",
-    re.compile(rb"\x1a\x45\xdf\xa3"): "{kind}/webm",
-    re.compile(rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfd]"): "audio/mpeg",
-    re.compile(rb"\xff[\xf0\xf1\xf8\xf9]"): "audio/aac",
-}
 
 
 class PlayableClip(NamedTuple):
@@ -62,10 +54,9 @@ def clip_of(kind: str, source: Any, reach: Reach) -> PlayableClip:
         MediaError: it can't be read, a reader may not open it, or no browser plays it.
     """
     content = reach.clip(source)
-    for mark, name in _TYPES.items():
-        if mark.match(content[:64]):
-            return PlayableClip(content, name.format(kind=kind))
-    raise MediaError(f"{shown(source, kind)}: browsers don't play this kind of file")
+    if (name := media_type(kind, content)) is None:
+        raise MediaError(f"{shown(source, kind)}: browsers don't play this kind of file")
+    return PlayableClip(content, name)
 
 
 MAX_PICTURES = 2_000

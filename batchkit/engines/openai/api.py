@@ -23,6 +23,7 @@ from batchkit.rendering.messages import loaded, with_parts
 from batchkit.storage.plain_json import encoded as as_json
 from batchkit.storage.plain_json import parsed, valid
 from batchkit.storage.schema import is_count
+from batchkit.types import VideoFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -169,9 +170,10 @@ def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
             return {"type": "image_url", "image_url": {"url": _data_uri(found)}}
         if kind == "audio":
             return {"type": "input_audio", "input_audio": {"data": _wav(found), "format": "wav"}}
-        raise RequestError(
-            'a server can\'t be sent the frames of a video yet; use engine.kind = "vllm"'
-        )
+        if not isinstance(found, VideoFile):
+            raise RequestError("a server can't be sent the frames of a video, only its file")
+        data = base64.b64encode(found.data).decode()
+        return {"type": "video_url", "video_url": {"url": f"data:{found.type};base64,{data}"}}
 
     def side(content: Any) -> Any:
         if isinstance(content, str):

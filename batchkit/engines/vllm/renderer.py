@@ -23,7 +23,7 @@ from batchkit.engines.vllm.options import sampling_params, why_not_bounded
 from batchkit.engines.vllm.parsing import AnswerParser, parsing_of
 from batchkit.engines.vllm.speech import SpeechPrompts
 from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowError
-from batchkit.types import CLIPS, Audio, Choice, Completion, Request, Usage
+from batchkit.types import CLIPS, Audio, Choice, Completion, Request, Usage, VideoFile
 
 _TOO_LONG = ("input_tokens", "input_text")
 _CUT_OFF = ("qwen2_audio", "whisper")  # whose processors vLLM calls with truncation=True
@@ -253,6 +253,10 @@ def _data_of(request: Request) -> dict[str, Any]:
         if isinstance(clip, Audio):
             found.setdefault("audio", []).append((clip.samples, clip.sample_rate))
             continue
+        if isinstance(clip, VideoFile):
+            raise RequestError(
+                "vLLM here takes a video's frames, and a server its file; ask one of them"
+            )
         metadata = {
             "fps": clip.fps,
             "duration": clip.duration_s,

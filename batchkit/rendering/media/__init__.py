@@ -8,6 +8,7 @@ hosts. ``pixels`` turns bytes into the image, ``pdf_page`` those of a PDF, and `
 from __future__ import annotations
 
 import os
+import re
 import threading
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Hashable, Mapping
@@ -29,10 +30,19 @@ from batchkit.rendering.media.source import (
     read_remote,
     shown,
 )
-from batchkit.types import Clip
+from batchkit.types import Clip, VideoFile
 
 _BEGINNING = 8000  # bytes in which git, too, takes a NUL as a sign that a file is no text
 
+_TYPES = {  # what browsers play, by how it begins; audio or video where either may be inside
+    re.compile(rb"RIFF....WAVE", re.DOTALL): "audio/wav",
+    re.compile(rb"fLaC"): "audio/flac",
+    re.compile(rb"OggS"): "{kind}/ogg",
+    re.compile(rb"....ftyp", re.DOTALL): "{kind}/mp4",
+    re.compile(rb"\x1a\x45\xdf\xa3"): "{kind}/webm",
+    re.compile(rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfd]"): "audio/mpeg",
+    re.compile(rb"\xff[\xf0\xf1\xf8\xf9]"): "audio/aac",
+}
 _ARTICLES = {"audio": "sound", "video": "a video"}
 _Shared = TypeVar("_Shared")
 
@@ -110,6 +120,20 @@ def load_clip_bytes(source: Source, media: MediaTable) -> bytes:
     if data is None:
         raise MediaError(f"{name}: names no file")
     return data
+
+
+def load_for_server(kind: str, source: Source, media: MediaTable) -> Media:
+    """As ``load_media``, but a video is not decoded. Its type is "video/mp4" if it is none that browsers play."""
+    if kind != "video" or isinstance(source, VideoFile):
+        return load_media(kind, source, media)
+    data = load_clip_bytes(source, media)
+    return VideoFile(data, media_type("video", data) or "video/mp4")
+
+
+def media_type(kind: str, data: bytes) -> str | None:
+    """Of a clip that browsers play; None of others."""
+    names = (name for mark, name in _TYPES.items() if mark.match(data[:64]))
+    return next((name.format(kind=kind) for name in names), None)
 
 
 def load_still(source: Source, side: int, media: MediaTable) -> Image.Image:
