@@ -49,6 +49,7 @@ _MOST_FROM_KEY_FRAME = 300
 _RATE = 25.0  # of frames, if the clip names none
 # Packets of a WAV in which FFmpeg looks for DTS: the usual 32 take longer than decoding.
 _OPTIONS = {"max_probe_packets": "4"}
+_AT_ONCE = 2**16  # samples of a channel that are resampled by one call
 _FULL_SCALE = {"s16": 2**15, "s16p": 2**15, "s32": 2**31, "s32p": 2**31, "flt": 1, "fltp": 1}
 
 
@@ -100,7 +101,7 @@ def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
         )
     _check_length(clip, stream, max_seconds)
     samples, n_samples = list[Any](), 0
-    for made in _resampled(clip.decode(stream), sample_rate):
+    for made in _resampled(_gathered(clip.decode(stream)), sample_rate):
         samples.append(_mono(made))
         n_samples += made.samples
         if n_samples > max_seconds * sample_rate:
@@ -109,6 +110,23 @@ def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
         raise Refusal("unreadable", "has no sound that can be decoded; save it again")
     _check_whole(clip, stream, n_samples / sample_rate)
     return bytes(np.concatenate(samples).astype("<f4").data)
+
+
+def _gathered(frames: Iterator[Any]) -> Iterator[Any]:
+    """The same sound in fewer frames: of small ones, the calls take longer than their samples."""
+    fifo, kind = av.AudioFifo(), None
+    for frame in frames:
+        found = frame.format.name, frame.layout.name, frame.sample_rate
+        if found != kind:
+            if fifo.samples:
+                yield fifo.read()
+            fifo, kind = av.AudioFifo(), found
+        frame.pts = None  # a gap in the clip's times would be refused
+        fifo.write(frame)
+        if fifo.samples >= _AT_ONCE:
+            yield fifo.read()
+    if fifo.samples:
+        yield fifo.read()
 
 
 def _resampled(frames: Iterator[Any], sample_rate: int) -> Iterator[Any]:
