@@ -8,7 +8,7 @@ asynchronous, as a GPU's: vLLM waits for it when it needs it. Scheduler, KV cach
 processor are vLLM's own.
 
 An answer depends only on its row's tokens and processed pixels or sound, so that it shows whether these
-reached the engine, in any batch. ``words``: the first and the number of the tokens that it is drawn from. It ends by a stop token, after a number of tokens that is lognormal
+reached the engine, in any batch; with ``by_prompt`` on its tokens alone. ``words``: the first and the number of the tokens that it is drawn from. It ends by a stop token, after a number of tokens that is lognormal
 with the median ``median_tokens``; only the worker knows it. The tokens are drawn when a request
 arrives, so a step costs the host next to nothing here.
 
@@ -105,7 +105,7 @@ class SimulatedWorker(CPUWorker):
 
     def _answer(self, new: Any) -> Answer:
         params = new.sampling_params
-        draw = np.random.default_rng(_checksum(new))
+        draw = np.random.default_rng(_checksum(new, self.costs.get("by_prompt", False)))
         length = round(draw.lognormal(np.log(self.costs["median_tokens"]), SIGMA))
         length = min(max(length, params.min_tokens, 1), params.max_tokens)
         first, n_words = self.costs.get("words", (FIRST_WORD, WORDS))
@@ -172,10 +172,10 @@ class SimulatedEmbedder(SimulatedWorker):
         return self._after(began, self._costs_s(scheduled), output)
 
 
-def _checksum(new: Any) -> int:
-    """Of the prompt's tokens and a sample of its images' processed pixels, or of its sound."""
+def _checksum(new: Any, by_prompt: bool = False) -> int:
+    """Of the prompt's tokens and a sample of its images' processed pixels, or of its sound; or of the tokens alone."""
     found = crc32(np.array(new.prompt_token_ids).tobytes())
-    for feature in new.mm_features:
+    for feature in () if by_prompt else new.mm_features:
         values = feature.data["pixel_values" if feature.modality == "image" else "input_features"]
         found = crc32(np.ascontiguousarray(values.data.numpy()[::16]).tobytes(), found)
     return found

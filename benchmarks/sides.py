@@ -41,6 +41,7 @@ BATCHES_OF_64 = "batches of 64"
 IN_ORDER = "batchkit, in order"  # … of its input: run.look_ahead = 0
 BATCHES = {GENERATE_ALL: None, BATCHES_OF_64: 64}
 EMBED_ALL = "embed(all)"
+SPEECH_RATE = 16_000  # of the demo speech model
 SHOWN = 8  # numbers of a vector that are compared
 TIME_LIMIT_S = 900
 ONLY = {"action": "append", "help": "a setting's name"}  # options of the scripts
@@ -387,7 +388,8 @@ def prompt(tokenizer: Any, row: Mapping[str, Any]) -> Any:
     if "clip" in row:  # as vLLM's examples load them
         from vllm.multimodal.media.audio import load_audio
 
-        return {"prompt": row["q"], "multi_modal_data": {"audio": load_audio(row["clip"], sr=None)}}
+        sound = load_audio(row["clip"], sr=SPEECH_RATE)
+        return {"prompt": row["q"], "multi_modal_data": {"audio": sound}}
     content: Any = row["q"]
     if "file" in row:
         content = [{"type": "image"}, {"type": "text", "text": content}]
