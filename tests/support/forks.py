@@ -317,18 +317,20 @@ def main() -> None:
 def _configure_vllm() -> None:
     """What each engine would do again, half of its start: go through all loggers, and all modules.
 
-    Its workers, if they are processes, are forks, as on a GPU; on a CPU they would import vLLM again.
+    Its core and workers, if they are processes, are forks, as on a GPU; on a CPU they would import vLLM again.
     """
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging
     from vllm.platforms import current_platform
+    from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.sample import sampler
 
     configure_logging(LoggingConfig())  # an engine whose environment says otherwise does it again
     current_platform.register_triton_kernel_overrides()
     current_platform.register_triton_kernel_overrides = lambda: None
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for module in (multiproc_executor, utils):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
     # An engine that tells logprobs would first compile these two lines, for several seconds.
     compiled = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = compiled._torchdynamo_orig_callable

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -175,9 +174,6 @@ def _image(path: str) -> Any:
 
 
 def _serve(options: dict[str, Any], groups: list[dict[str, Any]]) -> list[Any]:
-    from vllm.v1.engine import utils
-
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     return asyncio.run(_served(options, groups))
 
 
