@@ -20,6 +20,7 @@ from batchkit.errors import JobError
 from tests.support.dry_runs import TRIED
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
+from tests.support.ray_head import RayHead
 from tests.support.rows import write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -157,11 +158,14 @@ def test_options_of_the_run_are_tried_and_written(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.ray
-def test_a_trial_with_workers_is_one_on_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_workers_is_one_on_ray(
+    ray_head: RayHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
     space = {"max_num_seqs": 8, "run.workers": [2]}
     monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
     monkeypatch.setattr("batchkit.commands.tuning.tune._MOST_TRIALS", 4)
-    tuned = tune(load_job(Path("job.toml")), minutes=5, rows=None, seconds=1)
+    job = load_job(Path("job.toml"), [f"run.ray_address={ray_head.address}"])
+    tuned = tune(job, minutes=5, rows=None, seconds=1)
     on_ray = [t for t in tuned.trials if t.options.get("run.workers") == 2]
     assert on_ray
     assert {trial.status for trial in on_ray} == {"ok"}

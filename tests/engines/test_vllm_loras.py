@@ -32,6 +32,8 @@ pytestmark = pytest.mark.vllm
 OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 RANKS = {"a": 8, "b": 16, "c": 4, "d": 64, "e": 1}
 TEXTS = [f"{'tea and ' * (n % 5)}question {n}: what is {7 * n}?" for n in range(12)]
+LONG = "a child reads a letter from her friend near the harbour. " * 20  # several blocks
+SHARING = [f"{LONG}question {n}" for n in range(7)]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,22 @@ def adapters(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     for seed, (name, rank) in enumerate(RANKS.items()):
         write_adapter(folder / name, text_model, rank=rank, seed=seed)
     return folder
+
+
+@pytest.fixture(scope="module")
+def alone(text_model: Path, adapters: Path) -> dict[tuple[str | None, str], str]:
+    """What ``vllm.LLM`` answers to each text with each adapter, one after the other."""
+    texts = {None: TEXTS + SHARING, **dict.fromkeys(RANKS, TEXTS)}
+    texts["a"] = texts["b"] = TEXTS + SHARING
+    calls = [
+        {"lora": name and str(adapters / name), "texts": asked} for name, asked in texts.items()
+    ]
+    found = with_loras({**OPTIONS, "model": str(text_model)}, calls)
+    return {
+        (name, text): answer
+        for (name, asked), answers in zip(texts.items(), found, strict=True)
+        for text, answer in zip(asked, answers, strict=True)
+    }
 
 
 @pytest.fixture
@@ -73,46 +91,31 @@ def run(folder: Path, *settings: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("slots", [5, 2])
 def test_rows_answer_as_with_their_adapter_alone(
-    slots: int, job: Callable[..., None], text_model: Path, adapters: Path, tmp_path: Path
+    slots: int,
+    job: Callable[..., None],
+    alone: dict[tuple[str | None, str], str],
+    tmp_path: Path,
 ) -> None:
     """A third of the rows has none; in the order of the input, so that each batch has all kinds."""
     rows = [{"q": q, "adapter": name} for q in TEXTS for name in (*RANKS, None, "", None)]
     random.Random(0).shuffle(rows)
     options = {**OPTIONS, "max_loras": slots, "enable_prefix_caching": True}
-    job(rows, engine={**_engine(text_model, adapters), "options": options}, run={"look_ahead": 1})
-    found = run(tmp_path)
-    calls = [{"lora": name and str(adapters / name), "texts": TEXTS} for name in (None, *RANKS)]
-    expected = dict(
-        zip((None, *RANKS), with_loras({**OPTIONS, "model": str(text_model)}, calls), strict=True)
-    )
-    for row, record in zip(rows, found, strict=True):
-        right = expected[row["adapter"] or None][TEXTS.index(row["q"])]
-        assert record["text"] == right, row
+    job(rows, engine={"options": options}, run={"look_ahead": 1})
+    for row, record in zip(rows, run(tmp_path), strict=True):
+        assert record["text"] == alone[row["adapter"] or None, row["q"]], row
         assert record["lora"] == (row["adapter"] or "")
-    assert len({text for texts in expected.values() for text in texts}) > 5 * len(TEXTS)
-
-
-def _engine(model: Path, adapters: Path) -> dict[str, Any]:
-    return {"model": str(model), "loras": {name: str(adapters / name) for name in RANKS}}
+    assert len({answer for (_, text), answer in alone.items() if text in TEXTS}) > 5 * len(TEXTS)
 
 
 def test_adapters_by_turns_share_no_cache_over_a_long_prefix(
-    job: Callable[..., None], text_model: Path, adapters: Path, tmp_path: Path
+    job: Callable[..., None], alone: dict[tuple[str | None, str], str], tmp_path: Path
 ) -> None:
-    prefix = "a child reads a letter from her friend near the harbour. " * 20  # several blocks
     names = ["a", "b", "a", None, "b", "a", None]
-    rows = [{"q": f"{prefix}question {n}", "adapter": name} for n, name in enumerate(names)]
+    rows = [{"q": q, "adapter": name} for q, name in zip(SHARING, names, strict=True)]
     options = {**OPTIONS, "enable_prefix_caching": True, "max_num_seqs": 1}
     job(rows, "ab", engine={"options": options}, run={"look_ahead": 1})
     found = run(tmp_path)
-    calls = [
-        {"lora": name and str(adapters / name), "texts": [row["q"] for row in rows]}
-        for name in (None, "a", "b")
-    ]
-    expected = dict(
-        zip((None, "a", "b"), with_loras({**OPTIONS, "model": str(text_model)}, calls), strict=True)
-    )
-    assert [one["text"] for one in found] == [expected[name][n] for n, name in enumerate(names)]
+    assert [one["text"] for one in found] == [alone[row["adapter"], row["q"]] for row in rows]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

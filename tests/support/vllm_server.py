@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -87,6 +88,9 @@ def _is_up(url: str) -> bool:
 
 
 def main() -> None:
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     if sys.argv[1:2] == ["run-batch"]:
         from vllm.entrypoints.launchers import run_batch
 
