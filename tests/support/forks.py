@@ -54,16 +54,25 @@ COMMANDS = (
 # What an engine of the tests imports beyond ``preload_engine``.
 MODELS = (
     "batchkit.engines.process.child",
+    "batchkit.engines.vllm.core",
+    "mistral_common.tokens.tokenizers.mistral",
     "tests.support.failing_worker",
+    "transformers.models.whisper.processing_whisper",
+    "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.entrypoints.launchers.cli_args",
+    "vllm.lora.punica_wrapper.punica_cpu",
     "vllm.lora.worker_manager",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.model_loader",
     "vllm.model_executor.models.qwen2",
     "vllm.model_executor.models.qwen3_vl",
+    "vllm.model_executor.models.whisper",
     "vllm.model_executor.warmup.kernel_warmup",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
     "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
     "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.pool.flash_maxsim",
     "vllm.v1.worker.cpu_model_runner",
 )
 
@@ -319,6 +328,7 @@ def _configure_vllm() -> None:
 
     Its core and workers, if they are processes, are forks, as on a GPU; on a CPU they would import vLLM again.
     """
+    from transformers.models.auto.video_processing_auto import video_processor_class_from_name
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging
     from vllm.platforms import current_platform
@@ -331,6 +341,7 @@ def _configure_vllm() -> None:
     current_platform.register_triton_kernel_overrides = lambda: None
     for module in (multiproc_executor, utils):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    video_processor_class_from_name("")  # imports a hundred modules on its way
     # An engine that tells logprobs would first compile these two lines, for several seconds.
     compiled = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = compiled._torchdynamo_orig_callable
