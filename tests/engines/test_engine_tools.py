@@ -24,7 +24,7 @@ from tests.support.images import RED, png
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.server_engine import ask, job, opened
-from tests.support.small_vllm import SMALL
+from tests.support.small_vllm import TEXT_ONLY
 from tests.support.transformers_jobs import make_job
 
 pytestmark = pytest.mark.vllm
@@ -58,8 +58,7 @@ def _request(**body: Any) -> Request:
 
 
 def test_vllms_chat_template_gets_what_a_batch_line_says(text_model: Path, tmp_path: Path) -> None:
-    options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
-    options |= {"chat_template": TEMPLATE}
+    options = {**TEXT_ONLY, "chat_template": TEMPLATE}
     write_jsonl(
         tmp_path / "rows.jsonl",
         [

@@ -31,12 +31,11 @@ from batchkit.errors import JobError
 from tests.support.engine_requests import Locked, collect, request
 from tests.support.forks import Fork
 from tests.support.paths import ROOT
-from tests.support.small_vllm import SMALL
+from tests.support.small_vllm import TEXT_ONLY
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.vllm
 
-OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 
 # In a process of its own, whose modules are counted.
 CYCLES = """
@@ -84,7 +83,7 @@ print(json.dumps(found))
 
 def make_job(model: Path, folder: Path, **options: Any) -> JobConfig:
     job = JobConfig(
-        engine={"model": str(model), "options": {**OPTIONS, **options}},
+        engine={"model": str(model), "options": {**TEXT_ONLY, **options}},
         output={"dir": str(folder)},
     )
     job.folder.mkdir(parents=True)

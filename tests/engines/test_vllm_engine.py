@@ -24,7 +24,7 @@ from batchkit.engines.vllm.options import check_config
 from batchkit.errors import JobError
 from batchkit.types import Request, Row
 from tests.support.engine_requests import ask, collect, plain, request
-from tests.support.small_vllm import SMALL
+from tests.support.small_vllm import SMALL, TEXT_ONLY
 
 pytestmark = pytest.mark.vllm
 
@@ -183,10 +183,9 @@ def test_a_lora_adapter_changes_the_answers(
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["o_proj"]})
     )
-    options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 
     def answer(lora: str | None) -> str:
-        engine = {"model": str(text_model), "options": options, "lora": lora}
+        engine = {"model": str(text_model), "options": TEXT_ONLY, "lora": lora}
         job = JobConfig(engine=engine, output={"dir": str(tmp_path / "output")})
         with closing(open_engine(job, launcher)) as opened:
             return ask(opened, request(1))[0].choices[0].text

@@ -24,12 +24,11 @@ from tests.support.forks import Fork
 from tests.support.hub_server import COMMIT
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
-from tests.support.small_vllm import SMALL
+from tests.support.small_vllm import TEXT_ONLY
 from tests.support.vllm_reference import with_loras
 
 pytestmark = pytest.mark.vllm
 
-OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 RANKS = {"a": 8, "b": 16, "c": 4, "d": 64, "e": 1}
 TEXTS = [f"{'tea and ' * (n % 5)}question {n}: what is {7 * n}?" for n in range(12)]
 LONG = "a child reads a letter from her friend near the harbour. " * 20  # several blocks
@@ -52,7 +51,7 @@ def alone(text_model: Path, adapters: Path) -> dict[tuple[str | None, str], str]
     calls = [
         {"lora": name and str(adapters / name), "texts": asked} for name, asked in texts.items()
     ]
-    found = with_loras({**OPTIONS, "model": str(text_model)}, calls)
+    found = with_loras({**TEXT_ONLY, "model": str(text_model)}, calls)
     return {
         (name, text): answer
         for (name, asked), answers in zip(texts.items(), found, strict=True)
@@ -70,7 +69,7 @@ def job(text_model: Path, adapters: Path, tmp_path: Path) -> Callable[..., None]
             "prompt": {"user": "{{ q }}", "lora": "{{ adapter }}"},
             "engine": {
                 "model": str(text_model),
-                "options": OPTIONS,
+                "options": TEXT_ONLY,
                 "loras": {name: str(adapters / name) for name in names},
             },
             "sampling": {"max_tokens": 12},
@@ -99,7 +98,7 @@ def test_rows_answer_as_with_their_adapter_alone(
     """A third of the rows has none; in the order of the input, so that each batch has all kinds."""
     rows = [{"q": q, "adapter": name} for q in TEXTS for name in (*RANKS, None, "", None)]
     random.Random(0).shuffle(rows)
-    options = {**OPTIONS, "max_loras": slots, "enable_prefix_caching": True}
+    options = {**TEXT_ONLY, "max_loras": slots, "enable_prefix_caching": True}
     job(rows, engine={"options": options}, run={"look_ahead": 1})
     for row, record in zip(rows, run(tmp_path), strict=True):
         assert record["text"] == alone[row["adapter"] or None, row["q"]], row
@@ -112,7 +111,7 @@ def test_adapters_by_turns_share_no_cache_over_a_long_prefix(
 ) -> None:
     names = ["a", "b", "a", None, "b", "a", None]
     rows = [{"q": q, "adapter": name} for q, name in zip(SHARING, names, strict=True)]
-    options = {**OPTIONS, "enable_prefix_caching": True, "max_num_seqs": 1}
+    options = {**TEXT_ONLY, "enable_prefix_caching": True, "max_num_seqs": 1}
     job(rows, "ab", engine={"options": options}, run={"look_ahead": 1})
     found = run(tmp_path)
     assert [one["text"] for one in found] == [alone[row["adapter"], row["q"]] for row in rows]
@@ -134,7 +133,7 @@ def test_adapters_that_hardly_differ_are_not_taken_for_mixed_up(
     folders |= {"zero": tmp_path / "zero", "faint": tmp_path / "faint"}
     rows = [{"q": q, "adapter": name} for q in TEXTS for name in ("", *folders)]
     loras = {name: str(folder) for name, folder in folders.items()}
-    options = {**OPTIONS, "dtype": dtype, "max_loras": 3}
+    options = {**TEXT_ONLY, "dtype": dtype, "max_loras": 3}
     job(rows, "", engine={"loras": loras, "options": options}, run={"look_ahead": 1})
     found = run(tmp_path)
     assert {record["status"] for record in found} == {"ok"}
@@ -201,7 +200,7 @@ def test_a_broken_adapter_is_named_before_the_model_is_loaded(
         (folder / "model").symlink_to(text_model)
     breaks, words = BROKEN[kind]
     breaks(folder)
-    engine = {"model": str(text_model), "options": OPTIONS, "loras": {"legal": str(folder)}}
+    engine = {"model": str(text_model), "options": TEXT_ONLY, "loras": {"legal": str(folder)}}
     with pytest.raises(JobError) as refused:
         open_preflight(make_job({"engine": engine, "prompt": {"lora": "legal"}}, "job.toml"))
     assert str(refused.value).startswith(f"engine.loras.legal: {folder}")
@@ -217,7 +216,7 @@ def test_an_adapter_on_the_hub_is_found_by_its_name(
     shutil.copytree(adapters / "a", cached / "snapshots" / COMMIT)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(COMMIT)
-    engine = {"model": str(text_model), "options": OPTIONS, "loras": {"legal": "some/legal"}}
+    engine = {"model": str(text_model), "options": TEXT_ONLY, "loras": {"legal": "some/legal"}}
     job = make_job({"engine": engine, "prompt": {"lora": "legal"}}, "job.toml")
     open_preflight(job)
     (adapter,) = adapters_of(job)
@@ -229,7 +228,7 @@ def test_an_adapter_on_the_hub_is_found_by_its_name(
 
 
 def test_too_high_a_rank_for_the_users_limit_is_named(text_model: Path, adapters: Path) -> None:
-    options = {**OPTIONS, "max_lora_rank": 8}
+    options = {**TEXT_ONLY, "max_lora_rank": 8}
     engine = {"model": str(text_model), "options": options, "loras": {"d": str(adapters / "d")}}
     with pytest.raises(JobError, match=r"has rank 64, and engine\.options\.max_lora_rank is 8"):
         open_preflight(make_job({"engine": engine, "prompt": {"lora": "d"}}, "job.toml"))
@@ -269,7 +268,7 @@ def test_an_adapter_that_kills_the_engine_is_named(
     job: Callable[..., None], adapters: Path, tmp_path: Path
 ) -> None:
     worker = "tests.support.failing_worker.FailingWorker"
-    options = {**OPTIONS, "worker_cls": worker, "additional_config": {"lora": "b"}}
+    options = {**TEXT_ONLY, "worker_cls": worker, "additional_config": {"lora": "b"}}
     job([{"q": "tea", "adapter": "a"}], "abc", engine={"options": options})
     done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
     assert done.returncode == 1
@@ -281,7 +280,7 @@ def test_a_row_that_kills_the_engine_fails_alone_among_those_of_its_adapter(
 ) -> None:
     rows = [{"q": q, "adapter": "ab"[n % 2], "s": {}} for n, q in enumerate(TEXTS)]
     rows[4]["s"] = {"extra_args": {"poison": "kill"}}
-    options = {**OPTIONS, "worker_cls": "tests.support.failing_worker.FailingWorker"}
+    options = {**TEXT_ONLY, "worker_cls": "tests.support.failing_worker.FailingWorker"}
     sampling = {"sampling_column": "s"}
     job(rows, "ab", engine={"options": options}, sampling=sampling)
     found = run(tmp_path)

@@ -19,12 +19,11 @@ from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit
 from tests.support.pooling_models import build_classifier, build_embedding_model
 from tests.support.rows import read_jsonl, write_jsonl
-from tests.support.small_vllm import SMALL
+from tests.support.small_vllm import SMALL, TEXT_ONLY
 from tests.support.vllm_server import serving
 
 pytestmark = pytest.mark.vllm
 
-TEXT_ONLY = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 PASSAGES = ["tea is hot", "coffee keeps you awake"]
 CHAT = [{"role": "user", "content": "tell me about tea"}]
 SCHEMA = {

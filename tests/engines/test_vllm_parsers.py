@@ -17,14 +17,13 @@ from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import JobError, RequestError
 from batchkit.types import Choice, Completion, Request
 from tests.support.engine_requests import ask, request
-from tests.support.small_vllm import SMALL
+from tests.support.small_vllm import TEXT_ONLY
 from tests.support.taught_model import LESSONS, TOOLS, build_taught_model
 from tests.support.vllm_reference import chat_reference
 
 pytestmark = pytest.mark.vllm
 
-OPTIONS = {name: SMALL[name] for name in SMALL.keys() - {"limit_mm_per_prompt"}}
-OPTIONS["max_num_seqs"] = 128  # all of a group, in fewer steps
+OPTIONS = {**TEXT_ONLY, "max_num_seqs": 128}  # all of a group, in fewer steps
 PARSERS = [
     ("qwen3", "hermes"),
     ("qwen3", "qwen3_coder"),

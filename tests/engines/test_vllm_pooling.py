@@ -33,12 +33,11 @@ from tests.support.pooling_models import (
     build_token_classifier,
 )
 from tests.support.rows import write_jsonl
-from tests.support.small_vllm import SMALL
+from tests.support.small_vllm import SMALL, TEXT_ONLY
 from tests.support.vllm_reference import pooled
 
 pytestmark = pytest.mark.vllm
 
-TEXT_ONLY = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 TEXTS = [f"question {n} " + "about tea and coffee " * (n * 7 % 23) for n in range(20)]
 TOO_LONG = "word " * 600
 BIO = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")

@@ -15,13 +15,12 @@ from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit
 from tests.support.pooling_models import build_classifier, build_embedding_model
 from tests.support.rows import read_jsonl, write_jsonl
-from tests.support.small_vllm import SMALL
+from tests.support.small_vllm import TEXT_ONLY
 from tests.support.vllm_reference import pooled
 from tests.support.vllm_server import run_batch, serving
 
 pytestmark = pytest.mark.vllm
 
-TEXT_ONLY = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 SERVED = {**TEXT_ONLY, "runner": "pooling"}
 NEAR = {"rel": 1e-5, "abs": 1e-5}
 TOO_LONG = "word " * 600

@@ -10,7 +10,7 @@ import pytest
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rollouts import RUN, calls, records, write
-from tests.support.small_vllm import SMALL
+from tests.support.small_vllm import TEXT_ONLY
 
 pytestmark = pytest.mark.vllm
 
@@ -54,8 +54,7 @@ OK = ("plain", "several", "without_template", "late", "caught")
 
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_what_vllm_refuses_fails_its_row_alone(text_model: Path) -> None:
-    options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
-    engine = {"kind": "vllm", "model": str(text_model), "options": options}
+    engine = {"kind": "vllm", "model": str(text_model), "options": TEXT_ONLY}
     kinds = [*OK, *FAILED] * 3
     rows = [{"kind": kind} for kind in kinds]
     write(SOLVE, rows, engine=engine, sampling={"max_tokens": 12}, output={"keep": ["kind"]})

@@ -25,11 +25,9 @@ from tests.support.chat_server import serving as chat_serving
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.pooling_models import build_embedding_model
-from tests.support.small_vllm import SMALL
+from tests.support.small_vllm import SMALL, TEXT_ONLY
 
 pytestmark = pytest.mark.vllm
-
-OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 
 
 def job_file(folder: Path, **tables: Any) -> str:
@@ -55,7 +53,7 @@ def test_lines_name_an_adapter_as_their_model(tmp_path: Path, text_model: Path) 
         name: str(write_adapter(tmp_path / name, text_model, seed=seed))
         for seed, name in enumerate(("legal", "medical"))
     }
-    engine = {"model": str(text_model), "options": OPTIONS, "loras": adapters}
+    engine = {"model": str(text_model), "options": TEXT_ONLY, "loras": adapters}
     job = job_file(tmp_path, engine=engine, run={"price_per_gpu_hour": 3600})
     names = [text_model.name, *adapters]
     with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
@@ -76,7 +74,7 @@ def test_lines_name_an_adapter_as_their_model(tmp_path: Path, text_model: Path) 
 
 def test_vectors_and_scores(tmp_path: Path, text_model: Path) -> None:
     model = build_embedding_model(tmp_path / "vectors", text_model)
-    job = job_file(tmp_path, task="embed", engine={"model": str(model), "options": OPTIONS})
+    job = job_file(tmp_path, task="embed", engine={"model": str(model), "options": TEXT_ONLY})
     texts = ["a cat", "a kitten", "a treaty"]
     with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
         lines = [line(text, "/v1/embeddings", model="vectors", input=text) for text in texts]
@@ -169,8 +167,8 @@ def test_images_by_the_id_of_a_file_of_the_same_key(tmp_path: Path, demo_model: 
 
 def test_several_models_one_loaded_at_a_time(tmp_path: Path, text_model: Path) -> None:
     model = build_embedding_model(tmp_path / "vectors", text_model)
-    tables = {"chat": {"engine": {"model": str(text_model), "options": OPTIONS}}}
-    tables["vectors"] = {"task": "embed", "engine": {"model": str(model), "options": OPTIONS}}
+    tables = {"chat": {"engine": {"model": str(text_model), "options": TEXT_ONLY}}}
+    tables["vectors"] = {"task": "embed", "engine": {"model": str(model), "options": TEXT_ONLY}}
     for name, table in tables.items():
         (tmp_path / f"{name}.toml").write_text(tomlkit.dumps(table))
     chat = [request(str(n), text_model.name, f"Row {n}", min_tokens=8) for n in range(300)]

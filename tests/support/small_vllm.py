@@ -10,3 +10,4 @@ SMALL = {
     "kv_cache_memory_bytes": 256 * 2**20,
     "limit_mm_per_prompt": {"image": 2, "video": 0},
 }
+TEXT_ONLY = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
