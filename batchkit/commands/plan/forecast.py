@@ -180,9 +180,8 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
     sampled_sizes, row_s = lengths.sizes[at], lengths.row_s
     is_open = np.array([index not in observed for index in lengths.indexes.tolist()])
     sizes = lengths.sizes[is_open]
-    if (
-        lengths.unit == "seconds"
-    ):  # the engine is asked for the parts of recordings, one in so many seconds
+    if lengths.unit == "seconds":
+        # The engine is asked for the parts of recordings, one in so many seconds.
         sampled = [part for wave in sample.waves for part in wave.requests if part.index in places]
         if not sampled:
             return Rest()
