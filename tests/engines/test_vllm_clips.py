@@ -246,7 +246,7 @@ def test_speech_models_without_times_transcribe_as_vllm_s_run_batch_does(
     model = sound_model(kind, demo_model)
     lines = []
     for n in range(10):
-        recording = clips.sound(clips.tone(0.5 + 0.35 * n, hertz=150 + 190 * n), codec="pcm_f32le")
+        recording = clips.sound(clips.tone(0.8 + 0.35 * n, hertz=170 + 190 * n), codec="pcm_f32le")
         url = f"data:audio/wav;base64,{base64.b64encode(recording).decode()}"
         body = {"model": str(model), "file_url": url, "temperature": 0, "max_completion_tokens": 16}
         body |= {"language": ("de", "en")[n % 2]} if n % 3 else {}
