@@ -6,11 +6,9 @@ is never followed.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import marshal
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -56,8 +54,6 @@ _FULL_SCALE = {"s16": 2**15, "s16p": 2**15, "s32": 2**31, "s32p": 2**31, "flt": 
 
 
 def main(connection: Connection) -> None:
-    with contextlib.suppress(OSError):  # it never interrupts a step of the engine on the same core
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     answer_all(connection, _answer)
 
 
