@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import marshal
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -39,6 +40,7 @@ _DEMUXERS = {
 }
 _READABLE = "MP4, MOV, MKV, WebM, AVI, WAV, MP3, M4A, FLAC, OGG, AIFF or another plain clip"
 _GUESSED = ("aac", "amr", "mp3", "mpeg", "mpegts")  # whose length FFmpeg computes from the bit rate
+_NICE = 10  # what is decoded ahead can wait for the threads that feed the engine
 _SHORT_S, _SHORT_SHARE = 0.5, 0.05  # how much less than its header says a whole clip may have
 _SAMPLE_RATES = range(1000, 768_001)
 _MOST_CHANNELS = 64
@@ -54,6 +56,7 @@ _FULL_SCALE = {"s16": 2**15, "s16p": 2**15, "s32": 2**31, "s32p": 2**31, "flt": 
 
 
 def main(connection: Connection) -> None:
+    os.nice(_NICE)
     answer_all(connection, _answer)
 
 
