@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +98,12 @@ def gpus() -> list[Gpu]:
     """The NVIDIA GPUs of this machine; empty if the driver does not answer."""
     found = _nvml_gpus()
     return _smi_gpus() if found is None else found
+
+
+def visible_gpus() -> int:
+    """How many a process that is started from here would see."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(gpus()) if chosen is None else len([it for it in chosen.split(",") if it])
 
 
 def _used_bytes(gpu: Gpu) -> int | None:

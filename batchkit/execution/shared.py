@@ -47,10 +47,13 @@ class Claim:
 
 class SharedEngines:
     """The engines of several runs. ``on_death`` is called by the thread of a run, once for each engine; it stops the runs
-    without waiting for requests in flight, which are lost."""
+    without waiting for requests in flight, which are lost. ``environment``: of the engines' processes."""
 
-    def __init__(self, log: Path, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self, log: Path, on_death: Callable[[], None], environment: Mapping[str, str]
+    ) -> None:
         self._kept, self._on_death = KeptEngine(log), on_death
+        self._environment = environment
         self._shared: dict[str, tuple[SharedEngine, Loaded]] = {}
         self._lock = threading.Lock()  # held while a model is loaded: the others wait for it
 
@@ -65,7 +68,7 @@ class SharedEngines:
         return {name: loaded for name, (shared, loaded) in known if not shared.death}
 
     def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher:
-        return self._kept.launcher(name, environment)
+        return self._kept.launcher(name, {**self._environment, **environment})
 
     def get(self, wanted: Wanted, load: Callable[[], Loaded], claim: Claim) -> Loaded:
         """A seat at the engine; it is loaded if it is not there, or nobody uses it and it is another."""

@@ -40,18 +40,32 @@ def grouping_of(job: JobConfig) -> Grouping:
     if len(names) == 1:
         return Grouping([names])
     jobs = {name: job.with_engine(name) for name in names}
-    own = {name: job.engine for name, job in jobs.items() if _holds_model(job.engine)}
-    gpus = {name: jobs[name].engine_gpus for name in own}
-    obstacle = _obstacle(own.values(), sum(gpus.values()), job.run.worker_gpus)
-    if len(own) < 2 or not obstacle:
-        have_gpus = len(own) > 1 and job.run.worker_gpus
-        shares = _shares(gpus) if have_gpus else {}
-        environments = {name: {"CUDA_VISIBLE_DEVICES": devices} for name, devices in shares.items()}
+    own = {name: job for name, job in jobs.items() if is_loaded_here(job.engine)}
+    obstacle, environments = side_by_side(own, job.run.worker_gpus)
+    if not obstacle:
         return Grouping([names], "engines are loaded together", environments)
     shown = " and ".join(map(_label, own))
     why = f"one engine is loaded at a time, for all rows: {shown} hold a model each, and {obstacle}"
     others = [name for name in names if name not in own]
     return Grouping([[name, *others] for name in own], why)
+
+
+def is_loaded_here(engine: EngineTable) -> bool:
+    """Whether it holds a model on this machine."""
+    return holds_model(engine.kind) or engine.server is not None
+
+
+def side_by_side(
+    jobs: Mapping[str, JobConfig], room: float | None
+) -> tuple[str, Mapping[str, Mapping[str, str]]]:
+    """Why there is no room for the engines of all these ``jobs`` together, by their names, if there is none; and the
+    environments of their processes. ``room``: the GPUs that there are for them; 0: they use none; None: nobody knows."""
+    gpus = {name: job.engine_gpus for name, job in jobs.items()}
+    if len(jobs) < 2:
+        return "", {}
+    obstacle = _obstacle([job.engine for job in jobs.values()], sum(gpus.values()), room)
+    shares = _shares(gpus) if room and not obstacle else {}
+    return obstacle, {name: {"CUDA_VISIBLE_DEVICES": share} for name, share in shares.items()}
 
 
 def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None) -> str:
@@ -65,7 +79,7 @@ def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None)
     if any(engine.server is not None for engine in engines):
         return "only the command of a server says which GPUs it uses"
     if room < needed:
-        return f"they ask for {needed} GPUs, and run.worker_gpus = {room:g}"
+        return f"they ask for {needed} GPUs, and there are {room:g}"
     return ""
 
 
@@ -117,10 +131,6 @@ class Turns:
 def _label(name: str) -> str:
     """The engine's table in the job file."""
     return f"[engines.{name}]" if name else "[engine]"
-
-
-def _holds_model(engine: EngineTable) -> bool:
-    return holds_model(engine.kind) or engine.server is not None
 
 
 def _shares(gpus: Mapping[str, int]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from batchkit.serve.checks import Checked, check_file
 from batchkit.serve.clock import wall_s
 from batchkit.serve.files import parts_of, remove_file, remove_unknown
 from batchkit.serve.finish import Finished, finish
+from batchkit.serve.places import places_of
 from batchkit.serve.runner import Runner
 from batchkit.serve.settings import DAY_S, Settings
 from batchkit.serve.store import Store, Stored
@@ -32,7 +33,7 @@ class Lifecycle:
 
     def __init__(self, settings: Settings, store: Store, say: Say) -> None:
         self._settings, self._store, self._say = settings, store, say
-        self._runner = Runner(settings, store, say)
+        self._runners = [Runner(settings, store, say, place) for place in places_of(settings, say)]
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="lifecycle")
         self._doing: dict[str, Future[None]] = {}
         self._closing, self._next_expiry = threading.Event(), 0.0
@@ -47,7 +48,10 @@ class Lifecycle:
         self._closing.set()
         self._store.changed.set()
         self._thread.join()
-        self._runner.close(DRAIN_S)
+        for runner in self._runners:
+            runner.stop_all(DRAIN_S)
+        for runner in self._runners:
+            runner.close()
         self._pool.shutdown(cancel_futures=True)
 
     def _work(self) -> None:
@@ -65,7 +69,8 @@ class Lifecycle:
     def _look(self) -> None:
         for stored in self._store.all("batch", *UNFINISHED):
             self._further(stored)
-        self._runner.look()
+        for runner in self._runners:
+            runner.look()
         if time.monotonic() >= self._next_expiry:
             self._next_expiry = time.monotonic() + _EXPIRY_S
             self._remove_expired()
@@ -73,18 +78,22 @@ class Lifecycle:
     def _further(self, stored: Stored) -> None:
         batch, now = stored.doc, wall_s()
         name, status = batch["id"], batch["status"]
-        is_running = self._runner.is_running(name)
+        is_running = any(runner.is_running(name) for runner in self._runners)
         if status == "validating":
             self._once(stored, self._validate)
         elif status == "cancelling" and is_running:
-            self._runner.stop(name, 0)
+            self._stop(name)
         elif status == "in_progress" and now >= batch["expires_at"]:
             if is_running:
-                self._runner.stop(name, 0)
+                self._stop(name)
             else:
                 self._store.change(name, lambda doc: moved(doc, "finalizing", now))
         elif status in ("finalizing", "cancelling") and not is_running:
             self._once(stored, self._finish)
+
+    def _stop(self, name: str) -> None:
+        for runner in self._runners:
+            runner.stop(name, 0)
 
     def _once(self, stored: Stored, do: Callable[[Stored], None]) -> None:
         """In another thread, unless it is being done."""

@@ -1,4 +1,4 @@
-"""Runs batches beside each other, on one engine that stays loaded.
+"""Runs the batches of one place beside each other, on one engine that stays loaded.
 
 Those that wait for the engine are served in the order of their claims (``execution/shared.py``). A batch that has to give way
 to another stops as an interrupted run does: its requests in flight are finished, and it is continued later. After a death of
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from batchkit.commands import Say
-from batchkit.engines.process.launcher import LOG
+from batchkit.engines.process.launcher import LOG, log_of
 from batchkit.errors import BatchkitError, Interrupted, StoreError
 from batchkit.execution.run import start_run
 from batchkit.execution.shared import Claim, SharedEngines
@@ -25,6 +25,7 @@ from batchkit.execution.summary import RunSummary
 from batchkit.serve.batch import errors_of, moved, problem, rows_left
 from batchkit.serve.clock import wall_s
 from batchkit.serve.order import MOST, Order, Turn
+from batchkit.serve.places import Place
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store, Stored
 
@@ -44,12 +45,13 @@ class Runner:
     """``look`` starts and stops runs; each works in one of the pool's threads, which live as long as the engine: the
     kernel ends what a thread has started when that ends."""
 
-    def __init__(self, settings: Settings, store: Store, say: Say) -> None:
+    def __init__(self, settings: Settings, store: Store, say: Say, place: Place) -> None:
         self._settings, self._store, self._say = settings, store, say
-        has_workers = any(model.job.run.workers is not None for model in settings.models.values())
-        self._most = 1 if has_workers else MOST
+        self._place = place
+        self._most = 1 if place.has_workers else MOST
         self._order = Order()
-        self._engines = SharedEngines(settings.folder / LOG, self._on_death)
+        log = log_of(settings.folder / LOG, place.name)
+        self._engines = SharedEngines(log, self._on_death, place.environment)
         self._lock = threading.Lock()  # the runs, and those that start and stop them
         self._running: dict[str, Running] = {}
         self._alone: dict[str, float] = {}  # until when each batch has to run alone
@@ -89,11 +91,14 @@ class Runner:
             for turn in due[: self._most - n_active]:
                 self._begin(turn)
 
-    def close(self, drain_s: float) -> None:
-        """Stop within ``drain_s`` and release the engine."""
+    def stop_all(self, drain_s: float) -> None:
+        """For good: ``look`` starts nothing more."""
         self._closing.set()
         for name in [*self._running]:
             self.stop(name, drain_s)
+
+    def close(self) -> None:
+        """After ``stop_all``: wait for that, and release the engine."""
         while self._running:
             time.sleep(_LOOK_S)
         self._engines.close()
@@ -101,7 +106,11 @@ class Runner:
 
     def _wanted(self) -> dict[str, Turn]:
         now, clock = wall_s(), time.monotonic()
-        in_progress = self._store.all("batch", "in_progress")
+        in_progress = [
+            stored
+            for stored in self._store.all("batch", "in_progress")
+            if self._place.is_for(stored.doc["model"])
+        ]
         waiting = [
             stored
             for stored in in_progress

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,6 +27,7 @@ from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.pooling_models import build_embedding_model
 from tests.support.small_vllm import SMALL, TEXT_ONLY
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.vllm
 
@@ -121,6 +123,28 @@ def test_a_server_elsewhere_answers(tmp_path: Path) -> None:
             again = bodies(client, [line("a", "/v1/completions", model=MODEL, prompt="Hello")])
             assert again["a"]["choices"][0]["text"]
     assert json.dumps(found)
+
+
+def test_models_on_servers_elsewhere_answer_side_by_side(tmp_path: Path) -> None:
+    opened = threading.Event()
+
+    def wait(text: str, body: dict[str, Any]) -> None:
+        opened.wait(60)
+
+    with chat_serving(wait) as slow, chat_serving() as quick:
+        quick.names = ["quick"]
+        for server in (slow, quick):
+            (name,) = server.names
+            engine = {"kind": "openai-server", "model": name, "base_url": server.url}
+            (tmp_path / f"{name}.toml").write_text(tomlkit.dumps({"engine": engine}))
+        files = [f"{MODEL}.toml", "quick.toml"]
+        with serving(*files, cwd=tmp_path) as served, served.client() as client:
+            first = submit(client, [request("1", MODEL)])
+            until(lambda: slow.bodies)
+            assert len(bodies(client, [request("2", "quick")])) == 1
+            assert client.batches.retrieve(first.id).status == "in_progress"
+            opened.set()
+            assert ended(client, first).status == "completed"
 
 
 def test_images_by_the_id_of_a_file_of_the_same_key(tmp_path: Path, demo_model: Path) -> None:

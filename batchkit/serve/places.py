@@ -1,0 +1,65 @@
+"""Which models are loaded side by side, and which one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from batchkit.commands import Say
+from batchkit.engines.memory import visible_gpus
+from batchkit.execution.turns import is_loaded_here, side_by_side
+from batchkit.serve.settings import Model, Settings
+
+
+@dataclass(frozen=True)
+class Place:
+    """Room for one loaded model, which ``models`` have one after another. ``elsewhere``: names of those that have
+    another place. ``name``: in the name of its log. ``environment``: of the engines' processes."""
+
+    name: str
+    models: Collection[Model]
+    elsewhere: Collection[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_workers(self) -> bool:
+        return any(model.job.run.workers is not None for model in self.models)
+
+    def is_for(self, name: str) -> bool:
+        """Whether its batches run here. A model that the server no longer has is one of the first place."""
+        is_here = any(name == model.name for model in self.models)
+        return is_here or (not self.name and name not in self.elsewhere)
+
+
+def places_of(settings: Settings, say: Say) -> list[Place]:
+    """Models on servers elsewhere have a place each, and so do those that are loaded here if the GPUs have room for all of
+    them: those that are visible, or ``run.worker_gpus`` if all jobs have it (0: none is used)."""
+    models = {model.name: model for model in settings.models.values()}
+    here = {name: model for name, model in models.items() if is_loaded_here(model.job.engine)}
+    obstacle, environments = _side_by_side(here)
+    groups = [[name] for name in models if name not in here or not obstacle]
+    if obstacle:
+        say(f"one of {len(here)} models is loaded at a time: {obstacle}")
+        groups.append([*here])
+    return [
+        Place(
+            str(number + 1) if number else "",
+            [models[name] for name in group],
+            models.keys() - set(group),
+            environments.get(group[0], {}),
+        )
+        for number, group in enumerate(groups)
+    ]
+
+
+def _side_by_side(here: Mapping[str, Model]) -> tuple[str, Mapping[str, Mapping[str, str]]]:
+    jobs = {name: model.job for name, model in here.items()}
+    if len(jobs) < 2:
+        return "", {}
+    if any(job.run.workers is not None for job in jobs.values()):
+        return "run.workers spreads each of them over the GPUs", {}
+    given = [room for job in jobs.values() if (room := job.run.worker_gpus) is not None]
+    if len(given) == len(jobs):
+        return side_by_side(jobs, max(given))
+    n_visible = visible_gpus()
+    return side_by_side(jobs, n_visible) if n_visible else ("there is no GPU", {})
