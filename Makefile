@@ -23,9 +23,9 @@ test: setup
 test-quick: setup
 	$(pytest) -n 2 -m "not slow"
 
-# What builds or installs something, storms of kills, the cookbook's jobs and the benchmarks.
+# What builds or installs something, storms of kills, the cookbook's jobs, the benchmarks, and what takes longest.
 test-release: setup llama-server
-	$(pytest) -n 2 -m release
+	$(pytest) -n 3 -m release
 
 check: setup
 	.venv/bin/ruff check .

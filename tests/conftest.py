@@ -44,7 +44,7 @@ hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same")
 
 NEEDS = ("ray", "vllm", "release", "browser", "slow")  # what takes longest begins first
-QUICK = "not slow"
+QUICK, RELEASE = "not slow", "release"
 LEFT_OUT = {QUICK: NEEDS, "not release": ("release",)}  # files with these marks
 
 
@@ -59,11 +59,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file of which no test would run is not imported: some import torch."""
-    needs = "|".join(LEFT_OUT.get(config.option.markexpr, ()))
-    if not needs or collection_path.suffix != ".py":
+    chosen = config.option.markexpr
+    needs = "|".join(LEFT_OUT.get(chosen, ()))
+    if not collection_path.match("test_*.py") or not (needs or chosen == RELEASE):
         return None
+    text = collection_path.read_text("utf-8")
+    if chosen == RELEASE:
+        return "pytest.mark.release" not in text or None
     mark = rf"^pytestmark = .*\bpytest\.mark\.({needs})\b"
-    return bool(re.search(mark, collection_path.read_text("utf-8"), re.MULTILINE)) or None
+    return bool(re.search(mark, text, re.MULTILINE)) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -236,6 +236,7 @@ def test_most_of_nine_answers_decide_on_vllm(tmp_path: Path) -> None:
     assert len(records) * sum(answers) < len(answers) * sum(right)
 
 
+@pytest.mark.release
 def test_adapters_are_compared_on_vllm(tmp_path: Path) -> None:
     for _ in range(2):
         made = batchkit("demo-model", "adapters", "--loras", cwd=tmp_path)

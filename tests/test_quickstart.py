@@ -110,6 +110,7 @@ def test_a_killed_run_ends_with_the_same_answers(on_vllm: Run, tmp_path: Path) -
     assert resumed.exact == on_vllm.exact
 
 
+@pytest.mark.release
 def test_answers_follow_the_picture_wherever_its_table_is(tmp_path: Path) -> None:
     """All in one run, which asks each question in each way."""
     shuffled = [asked["image"] for asked in QUESTIONS]

@@ -30,6 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.release
 def test_the_same_seed_gives_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     program = """
 import sys

@@ -140,6 +140,7 @@ def test_files_are_opened_where_the_job_file_is_or_where_the_reader_says(
     assert "not opened" not in said
 
 
+@pytest.mark.release
 def test_a_template_has_five_seconds_and_the_page_ends_at_once() -> None:
     prepare(3)
     run()

@@ -101,7 +101,13 @@ def compare(
 # Real engines
 
 
-@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+@pytest.mark.parametrize(
+    "images",
+    [
+        pytest.param(False, id="text"),
+        pytest.param(True, id="images", marks=pytest.mark.release),
+    ],
+)
 def test_two_engines_answer_alike(
     write: Write, text_model: Path, demo_model: Path, tmp_path: Path, images: bool
 ) -> None:
@@ -140,6 +146,7 @@ def damaged(model: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.release
 def test_a_damaged_model_is_found(write: Write, text_model: Path, tmp_path: Path) -> None:
     model = damaged(text_model, tmp_path / "damaged")
     options = {k: v for k, v in SMALL.items() if k != "limit_mm_per_prompt"}

@@ -157,6 +157,7 @@ def test_options_of_the_run_are_tried_and_written(monkeypatch: pytest.MonkeyPatc
     assert "[run]\nworkers = 2\nmax_in_flight = 64" in patch(tuned.best)
 
 
+@pytest.mark.release
 @pytest.mark.ray
 def test_a_trial_with_workers_is_one_on_ray(
     ray_head: RayHead, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +263,7 @@ kv_cache_memory_bytes = 67108864
 )
 
 
+@pytest.mark.release
 @pytest.mark.vllm
 def test_of_options_that_change_answers_the_changed_ones_are_counted(
     text_model: Path, monkeypatch: pytest.MonkeyPatch

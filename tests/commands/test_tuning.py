@@ -260,6 +260,7 @@ def test_find_bs_tries_no_more_than_can_run_at_once(
     assert f"batch sizes up to 5 are tried: {why}" in ended.stderr
 
 
+@pytest.mark.release
 def test_find_bs_stops_early_where_the_server_is_slow(folder: Path) -> None:
     """A server that serves four at a time, however many it is sent, and slows down with over eight.
 

@@ -76,6 +76,7 @@ def statuses(found: dict[str, Any]) -> dict[int, str]:
     return {line["batch_size"]: line["status"] for line in found["batch_sizes"]}
 
 
+@pytest.mark.release
 def test_find_bs_finds_what_fits(folder: Path) -> None:
     """Eight do not even load, and six run out of memory once they run together.
 

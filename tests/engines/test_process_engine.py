@@ -194,6 +194,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.release
 def test_twenty_engines_killed_or_closed_answer_alike_and_leave_nothing_behind(
     text_model: Path, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def _film_row(folder: Path, name: str, picture: int, shown: int, heard: int) -> 
     return {"name": name}, call
 
 
+@pytest.mark.release
 def test_images_sound_and_video_of_one_row_reach_the_model_together(
     demo_model: Path, tmp_path: Path
 ) -> None:
@@ -207,6 +208,7 @@ for path in paths:
 """
 
 
+@pytest.mark.release
 def test_a_recording_without_a_language_is_asked_for_it_first(
     demo_model: Path, tmp_path: Path
 ) -> None:
@@ -238,6 +240,7 @@ def test_a_recording_without_a_language_is_asked_for_it_first(
     assert [record["text"] for record in records] == [its["text"].strip() for its in expected]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["qwen3-asr", "qwen3-omni"])
 def test_speech_models_without_times_transcribe_as_vllm_s_run_batch_does(
     kind: str, demo_model: Path, tmp_path: Path

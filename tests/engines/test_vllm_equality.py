@@ -61,6 +61,7 @@ def test_a_job_answers_as_llm_chat_does(
     assert manifest["starts"][0]["engine"][kind]
 
 
+@pytest.mark.release
 def test_the_window_does_not_change_the_answers(tmp_path: Path, demo_model: Path) -> None:
     def run(max_in_flight: str) -> list[dict[str, Any]]:
         name = f"window_{max_in_flight}"

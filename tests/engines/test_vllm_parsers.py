@@ -152,6 +152,7 @@ def as_answered(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.release
 def test_answers_equal_those_of_the_server(model: Path, launcher: Launcher) -> None:
     # The parser that a grammar waits for is the engine's, and all groups have one engine.
     options = {**OPTIONS, "model": str(model), "reasoning_parser": "qwen3"}

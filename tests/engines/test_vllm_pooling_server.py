@@ -100,6 +100,7 @@ def embedding_model(text_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     return build_embedding_model(tmp_path_factory.mktemp("pooling") / "embedding", text_model)
 
 
+@pytest.mark.release
 def test_a_batch_file_is_answered_as_run_batch_answers_it_by_a_server_and_by_the_engine(
     embedding_model: Path, tmp_path: Path
 ) -> None:

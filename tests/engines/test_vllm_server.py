@@ -77,6 +77,7 @@ def _kill_server(run: subprocess.Popen[str]) -> list[psutil.Process]:
     raise AssertionError("no server")
 
 
+@pytest.mark.release
 def test_a_server_killed_in_the_middle_is_replaced_and_all_answer_as_the_engine_does(
     demo_model: Path, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ from tests.support.ray_head import RayHead, actors_below
 from tests.support.rows import write_jsonl
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 # Eight rows at once in each worker, a step of them in half a second.
 DRY_RUN = """

@@ -97,6 +97,7 @@ def test_seconds_pass_on_the_screen_while_a_model_loads(demo_model: Path) -> Non
     assert all(n < last for n in first), "the clock ends with the loading"
 
 
+@pytest.mark.release
 def test_tokens_count_as_they_come(demo_model: Path) -> None:
     """One row with a long answer: long before it ends, the lines show that it is being written."""
     prepare(

@@ -53,6 +53,7 @@ def n_calls(part: Any) -> int:
 
 
 # Equal questions side by side, of which one goes on.
+@pytest.mark.release
 @example([("all", ["a", "a", ("seq", ["a", "a"]), "a"])] * 3, [0.2, 0.5, 0.8], False)
 @settings(max_examples=40)
 @given(

@@ -479,6 +479,7 @@ def test_a_key_has_limits(tmp_path: Path) -> None:
     assert "line 1 is not" in batchkit("serve", *DRY, *keys, cwd=tmp_path).stderr
 
 
+@pytest.mark.release
 def test_a_full_disk_makes_batches_wait(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "24m") as disk:
         args = (*DRY, "--folder", disk / "serve")

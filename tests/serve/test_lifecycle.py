@@ -211,6 +211,7 @@ def test_a_model_that_does_not_load_fails_the_batch_and_not_the_server(tmp_path:
             assert line["error"]["code"] == "batch_failed"
 
 
+@pytest.mark.release
 def test_kills_lose_nothing_and_run_nothing_twice(
     tmp_path: Path, demo_model: Path, ask: Callable[..., dict[str, Any]]
 ) -> None:
