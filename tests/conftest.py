@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,8 @@ LEFT_OUT = {QUICK: NEEDS, "not release": ("release",)}  # files with these marks
 def pytest_configure(config: pytest.Config) -> None:
     Launcher.start = Fork  # for the engines that a test opens itself
     if not hasattr(config, "workerinput"):  # the process that starts pytest-xdist's
+        # A shell's background job ignores it, and so would all that is started from here.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         folder = tempfile.mkdtemp(prefix="batchkit-tests-")
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
