@@ -17,13 +17,13 @@ pytest = .venv/bin/pytest --dist loadfile --no-loadscope-reorder
 
 # Real engines, real Ray, faults: all tests but those of test-release.
 test: setup
-	$(pytest) -n 3 -m "not release"
+	$(pytest) -n 4 -m "not release"
 
 # The part of them that needs no engine, no Ray and little time: after every edit.
 test-quick: setup
 	$(pytest) -n 2 -m "not slow"
 
-# What builds or installs something, storms of kills, the cookbook's jobs, the benchmarks, and what takes longest.
+# What builds or installs something, storms of kills, the cookbook's jobs, the benchmarks, pages in a browser, and what takes over ten seconds.
 test-release: setup llama-server
 	$(pytest) -n 3 -m release
 

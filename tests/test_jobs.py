@@ -223,6 +223,7 @@ def test_a_draft_is_judged_and_revised_on_vllm(tmp_path: Path) -> None:
     assert 20 <= right_before < right
 
 
+@pytest.mark.release
 def test_most_of_nine_answers_decide_on_vllm(tmp_path: Path) -> None:
     records = run_on_vllm("self_consistency", tmp_path)
     for record in records:

@@ -94,6 +94,7 @@ def test_transformers_gives_the_same_answers(on_vllm: Run, tmp_path: Path) -> No
     assert by_transformers.exact == on_vllm.exact
 
 
+@pytest.mark.release
 def test_a_killed_run_ends_with_the_same_answers(on_vllm: Run, tmp_path: Path) -> None:
     slow = "engine.options.max_num_seqs=1"
     log = tmp_path / "output/quickstart/results.jsonl"

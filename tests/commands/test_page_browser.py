@@ -26,7 +26,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.release]
 
 RESTART = "engine died (oom) with 3 rows in flight: <b>planted</b>"
 PAGE = 50

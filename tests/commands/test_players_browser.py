@@ -23,7 +23,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.release]
 
 
 @pytest.fixture(scope="module")

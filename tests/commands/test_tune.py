@@ -76,6 +76,7 @@ def test_a_default_that_is_best_stays() -> None:
     assert "max_num_seqs = 64" in Path("job.toml").read_text()
 
 
+@pytest.mark.release
 def test_what_is_known_is_not_tried_again_and_holds_for_the_same_job_alone() -> None:
     found()
     known = len(MEMORY.read_text().splitlines())

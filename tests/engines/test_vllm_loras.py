@@ -264,6 +264,7 @@ def test_an_adapter_that_vllm_refuses_is_named_before_the_first_row(
     assert not (tmp_path / "output/run/results.jsonl").read_text()
 
 
+@pytest.mark.release
 def test_an_adapter_that_kills_the_engine_is_named(
     job: Callable[..., None], adapters: Path, tmp_path: Path
 ) -> None:

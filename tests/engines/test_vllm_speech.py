@@ -91,6 +91,7 @@ def test_held_out_recordings_are_heard_right(place: Path, shipped: list[dict[str
     assert sum(record["scores"]["wer"] for record in shipped) / len(shipped) < 0.05
 
 
+@pytest.mark.release
 def test_speech_that_a_model_leaves_out_is_asked_again_and_then_named(place: Path) -> None:
     """Its answers end after three digits: those behind are lost, unless they are asked for again."""
     records = _records(place, "cut", "sampling.max_tokens=9", "input.limit=40")

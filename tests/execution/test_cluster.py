@@ -73,6 +73,7 @@ def lose_a_node(ray_head: RayHead, held: ExitStack) -> Callable[[], None]:
     return kill
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("lose", "state"), [(lose_a_worker, None), (lose_a_node, "waiting for a place")]
 )

@@ -125,6 +125,7 @@ options.max_num_seqs = 4
 SERVER = f"{shlex.quote(sys.executable)} -S -m tests.support.chat_server --port {{port}}"
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("is_together", [True, False], ids=["together", "in-turn"])
 def test_workers_have_several_engines(
     is_together: bool, settings: list[str], tmp_path: Path

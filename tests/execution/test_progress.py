@@ -83,6 +83,7 @@ def test_a_server_that_answers_nothing_is_named_on_the_line_and_in_status(
     assert "\x1b" not in ended.stderr + (RUN / "run.log").read_text()
 
 
+@pytest.mark.release
 def test_seconds_pass_on_the_screen_while_a_model_loads(demo_model: Path) -> None:
     prepare(1, engine={"kind": "vllm", "model": str(demo_model), "options": SMALL})
     written = on_a_terminal("run", "job.toml", stderr_only=True)

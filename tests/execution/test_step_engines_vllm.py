@@ -74,6 +74,7 @@ def answers(run: Path) -> list[Any]:
     ]
 
 
+@pytest.mark.release
 @pytest.mark.timeout(240)
 def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_together(
     job: Path,

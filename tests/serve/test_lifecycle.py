@@ -163,6 +163,7 @@ def test_a_higher_priority_goes_first(
     assert ended(client, first).status == "completed"
 
 
+@pytest.mark.release
 def test_a_row_that_kills_the_engine_fails_alone_beside_another_batch(
     tmp_path: Path, demo_model: Path, ask: Callable[..., dict[str, Any]]
 ) -> None:
@@ -255,6 +256,7 @@ def test_kills_lose_nothing_and_run_nothing_twice(
         assert sum(1 for _ in run.rows()) == len(rows[n])
 
 
+@pytest.mark.release
 def test_sigterm_lets_requests_finish_and_the_next_server_goes_on(
     tmp_path: Path, demo_model: Path, ask: Callable[..., dict[str, Any]]
 ) -> None:
