@@ -62,4 +62,4 @@ def _side_by_side(here: Mapping[str, Model]) -> tuple[str, Mapping[str, Mapping[
     if len(given) == len(jobs):
         return side_by_side(jobs, max(given))
     n_visible = visible_gpus()
-    return side_by_side(jobs, n_visible) if n_visible else ("there is no GPU", {})
+    return side_by_side(jobs, n_visible) if n_visible else ("no GPU is visible", {})
