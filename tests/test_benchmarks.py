@@ -59,6 +59,13 @@ def test_every_script_says_what_it_takes(script: str, tmp_path: Path) -> None:
     assert ended.stdout.startswith("usage:")
 
 
+def test_tune_finds_the_best_options_of_simulated_devices(tmp_path: Path) -> None:
+    ended = run("tune", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    devices, *_ = json.loads(ended.stdout.splitlines()[-1])["figures"]
+    assert devices["found"] >= devices["wanted"], ended.stdout
+
+
 def test_all_sides_of_the_gpu_benchmark_answer_every_row(tmp_path: Path) -> None:
     ended = gpu("--tiny", "--only", "text", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
