@@ -70,6 +70,7 @@ def test_the_same_seed_gives_the_same_table() -> None:
     assert demo.make_table(Random(5), (4, 4)) != demo.make_table(Random(6), (4, 4))
 
 
+@pytest.mark.slow
 def test_more_pictures_than_there_are_sizes_and_a_seed_of_ones_own(tmp_path: Path) -> None:
     for name, seed in (("one", 1), ("again", 1), ("two", 2)):
         demo.build_demo_tables(tmp_path / name, count=130, seed=seed)

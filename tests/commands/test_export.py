@@ -140,6 +140,7 @@ def test_each_format_has_the_newest_records_in_the_order_of_the_input() -> None:
     assert (RUN / "results.newest.jsonl").read_bytes() == newest
 
 
+@pytest.mark.slow
 def test_column_that_is_null_for_the_first_batches_keeps_its_type() -> None:
     rows: list[dict[str, Any]] = [{"q": "x"}] * 20_000 + [{"q": "x", "late": f"v{n}"} for n in "ab"]
     run_rows(rows, keep=["late"])

@@ -143,6 +143,7 @@ def test_each_format_has_the_entities_of_token_classify() -> None:
     assert f"Zoë, ({found[1][0]['label']}), a (" in batchkit("show", "--id", "k1").stdout
 
 
+@pytest.mark.slow
 def test_npy_of_many_rows_can_be_mapped() -> None:
     """The number of its rows, which is not known at first, has more digits than a zero."""
     prepare(12_345)

@@ -40,6 +40,7 @@ def values(found: dict[str, Metric], name: str, label: str) -> dict[str, float]:
     return {sample.labels[label]: sample.value for sample in found[name].samples}
 
 
+@pytest.mark.slow
 def test_a_run_is_scraped_while_it_works(start: Any, port: int) -> None:
     prepare(
         40, engine={"options": {"latency_s": 0.5}}, run={"max_in_flight": 4, "metrics_port": port}

@@ -223,6 +223,7 @@ def color(table: MediaTable, number: int) -> Any:
     return load_image(f"{number}.png", table).getpixel((0, 0))
 
 
+@pytest.mark.slow
 def test_many_threads_read_side_by_side(many: str) -> None:
     numbers = [n % 40 if n % 2 else 7 for n in range(400)]  # half of them the same file
     with ThreadPoolExecutor(16) as pool:

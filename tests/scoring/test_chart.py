@@ -79,6 +79,7 @@ def test_official_mode_gives_the_official_score(score: Score, vector: dict[str, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vector", vectors("chart_exec"))
 def test_fixed_mode_passes_whatever_official_mode_passes(
     score: Score, vector: dict[str, Any]

@@ -32,6 +32,8 @@ from tests.support.mounts import small_disk
 from tests.support.own_process import batchkit
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 DRY = ("--set", "engine.kind=dry-run", "--model", "tiny")
 
 

@@ -17,6 +17,8 @@ from tests.support.own_process import batchkit
 from tests.support.waiting import until
 from tests.support.web import Page, web_server
 
+pytestmark = pytest.mark.slow
+
 DRY = ("--set", "engine.kind=dry-run", "--model", "tiny")
 SECRET = f"whsec_{base64.b64encode(b'a secret of thirty-two bytes ...').decode()}"
 
