@@ -148,7 +148,7 @@ def forecast_and_truth(number: int) -> tuple[str, Rest, Mapping[str, float]]:
         counted=len(job.prompts),
         indexes=np.arange(len(job.prompts)),
         sizes=job.prompts,
-        in_tokens=True,
+        unit="tokens",
         is_exact=True,
         most_tokens=MOST_TOKENS,
         row_s=0.0,
