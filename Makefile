@@ -23,7 +23,8 @@ test: setup
 test-quick: setup
 	$(pytest) -n 2 -m "not slow"
 
-# What builds or installs something, storms of kills, the cookbook's jobs, the benchmarks, pages in a browser, and what takes over ten seconds.
+# What builds or installs something, storms of kills, the cookbook's jobs, the benchmarks, pages in a
+# browser, and what takes over ten seconds.
 test-release: setup llama-server
 	$(pytest) -n 3 -m release
 

@@ -28,7 +28,6 @@ from batchkit.commands.trial.measurement import Figures, Idle
 from batchkit.commands.tuning.known import Tried
 from batchkit.commands.tuning.tune import Tuned, tune
 from batchkit.config.tables import JobConfig
-from batchkit.engines.memory import Gpu
 
 NOISE = 0.015
 SPACE: dict[str, list[Any]] = {
@@ -210,13 +209,12 @@ def tuned(device: Device, random: Random) -> Tuned:
     room = "batchkit.commands.tuning."
     options = {**WALKED, "gpu_memory_utilization": [0.95]}
     del options["run.render_threads"]  # options.py has it
-    gpus = [Gpu("simulated", 80.0, 80.0)] * device.gpus
     with (
         patch(f"{room}tune.trials_of", trials_of),
         patch(f"{room}tune.speed_options", lambda job: options),
         patch(f"{room}tune.Known", Forgetful),
         patch(f"{room}tune.draw", lambda *given: None),
-        patch(f"{room}options.gpus", lambda: gpus),
+        patch(f"{room}options.visible_gpus", lambda: device.gpus),
     ):
         job = JobConfig(engine={"kind": "vllm", "model": "none"})  # type: ignore[arg-type]
         return tune(job, minutes=600, rows=None, seconds=10)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -103,7 +104,9 @@ def gpus() -> list[Gpu]:
 def visible_gpus() -> int:
     """How many a process that is started from here would see."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(gpus()) if chosen is None else len([it for it in chosen.split(",") if it])
+    if chosen is None:
+        return len(gpus())
+    return len(list(takewhile(lambda it: it not in ("", "-1"), chosen.split(","))))
 
 
 def _used_bytes(gpu: Gpu) -> int | None:

@@ -325,7 +325,6 @@ def peaks(folder: Path, *, rows: int, latency_s: float, **media: Any) -> list[in
 
 
 @pytest.mark.release
-@pytest.mark.slow
 def test_memory_stays_flat_over_thousands_of_large_images(photos: Path, tmp_path: Path) -> None:
     """Were the pixels kept, the last 1,800 rows would add 430 MiB."""
     held = 16 * MIB

@@ -291,7 +291,6 @@ def test_vectors_that_are_lost_while_the_store_works_stop_it(
 
 
 @pytest.mark.release
-@pytest.mark.slow
 def test_kill_at_any_step_of_a_flush_costs_nothing(tmp_path: Path) -> None:
     """Every record that the log holds then finds its vector; the next start adds what is missing."""
     seen = set()

@@ -16,7 +16,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from batchkit.config.tables import JobConfig
-from batchkit.engines.memory import gpus
+from batchkit.engines.memory import visible_gpus
 from batchkit.errors import JobError
 from batchkit.storage.files import write_atomically
 
@@ -190,7 +190,7 @@ def _choice(name: str, value: Any) -> Choice:
 
 def _of_gpus(job: JobConfig) -> Iterator[Choice]:
     """One engine on each GPU, or on each group of 2, 4, … that holds the model together."""
-    n_gpus = len(gpus()) if job.engine.kind == "vllm" else 0
+    n_gpus = visible_gpus() if job.engine.kind == "vllm" else 0
     across = job.engine.options.get("tensor_parallel_size", 1)
     across *= job.engine.options.get("pipeline_parallel_size", 1)
     if job.run.workers is None and n_gpus // across > 1:
