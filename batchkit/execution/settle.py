@@ -43,8 +43,8 @@ def lacks_answer(start: Start, completion: Completion) -> bool:
     return scoring.finds_nothing(_scored_text(completion), row.fields, row.id)
 
 
-def settle(start: Start, completion: Completion) -> SettledLine:
-    """The line for the log that ``completion`` belongs to: a row's record, or one of its generations."""
+def to_line(start: Start, completion: Completion) -> SettledLine:
+    """The line for the log that ``completion`` belongs to: a row's record, scored, or one of its generations."""
     if completion.request.call is not None:
         return generation_line(completion)
     record = to_record(

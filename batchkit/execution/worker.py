@@ -17,7 +17,7 @@ from batchkit.execution.events import Line, Load
 from batchkit.execution.lane import POLL_S, Lane, Opening
 from batchkit.execution.requests import Requests
 from batchkit.execution.rollouts.rollouts import PausedRow
-from batchkit.execution.settle import SettledLine, settle
+from batchkit.execution.settle import SettledLine, to_line
 from batchkit.execution.start import Start
 from batchkit.storage.ledger import RecordLine
 from batchkit.types import Completion, Record
@@ -102,7 +102,7 @@ class Worker:
         return [self._line(completion) for completion in settled]
 
     def _line(self, completion: Completion) -> SettledLine:
-        line = settle(self._start, completion)
+        line = to_line(self._start, completion)
         if not isinstance(line, RecordLine):
             self._unwritten.append(completion)
         elif isinstance(line.record, Record) and line.record.unscored and completion.text.strip():

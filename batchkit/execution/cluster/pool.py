@@ -18,7 +18,7 @@ from batchkit.execution.cluster.session import cause_of, knock, needs, session
 from batchkit.execution.events import EngineHistory, EngineLine, Found, Line, Load
 from batchkit.execution.lane import POLL_S, Opening
 from batchkit.execution.rollouts.rollouts import PausedRow
-from batchkit.execution.settle import settle
+from batchkit.execution.settle import to_line
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.execution.worker import EngineFacts, Returned
@@ -276,7 +276,7 @@ class RayPool:
         self._hear(EngineLine(f"row {row.index} (id {row.id}) alone kills workers: failed"))
         error = EngineCrashError(f"the worker dies on this row alone: {cause}")
         request = Request(row, None, None, {}, input_hash(row.fields), task.attempt)
-        line = settle(self._start, Completion(request, error=error))
+        line = to_line(self._start, Completion(request, error=error))
         assert isinstance(line, RecordLine)
         return line
 
