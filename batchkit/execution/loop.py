@@ -84,7 +84,7 @@ class Loop:
                         return self._stopped()
                     self._stop.by = None
             self._tasks.check_complete()
-            self._tasks.check_failures(is_end=True)
+            self._tasks.check_first_failures(is_end=True)
             return Outcome(self._summary())
         except BatchkitError as error:
             return Outcome(self._summary(error.exit_code), error)
@@ -126,7 +126,7 @@ class Loop:
         self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))
         pool.written()
         if tasks.failed:
-            tasks.check_failures()
+            tasks.check_first_failures()
             self._stop.check_failures(tasks, pool.load.in_flight)
 
     def _housekeeping(self, pool: WorkerPool) -> None:

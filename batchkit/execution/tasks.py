@@ -142,7 +142,7 @@ class Tasks:
         self.failed += record.status == "failed"
         self._first_failures.settle(record)
 
-    def check_failures(self, *, is_end: bool = False) -> None:
+    def check_first_failures(self, *, is_end: bool = False) -> None:
         """Raises JobError if the first rows of a run without answers all failed alike; ``is_end``: there are
         no other rows."""
         self._first_failures.check(is_end=is_end)
