@@ -134,7 +134,7 @@ class Model(_Part):
     revision: Any = None
 
 
-class EngineNotes(_Part):
+class EngineNote(_Part):
     """What starts have learned of one of ``[engines]``: as Manifest has it of ``[engine]``."""
 
     engine_steps: list[dict[str, Any]] = []
@@ -165,7 +165,7 @@ class Manifest(_Part):
     skipped_elsewhere: int = 0
     engine_steps: list[dict[str, Any]]
     engine_steps_for: str | None = None
-    engines: dict[str, EngineNotes] = {}
+    engines: dict[str, EngineNote] = {}
     turn: str | None = None
     scoring: str | None = None
     scored_from: list[list[int]] | None = None
@@ -220,12 +220,12 @@ class Manifest(_Part):
             update["scoring"] = None  # mixed, until all rows are scored again in one way
         return self.model_copy(update=update)
 
-    def notes_of(self, engine: str) -> Manifest | EngineNotes:
+    def notes_of(self, engine: str) -> Manifest | EngineNote:
         """Where it is noted what was learned of the engine of that name."""
         if not engine:
             return self
         if engine not in self.engines:
-            self.engines = {**self.engines, engine: EngineNotes()}
+            self.engines = {**self.engines, engine: EngineNote()}
         return self.engines[engine]
 
     def write(self, folder: Path) -> None:
@@ -239,7 +239,7 @@ class Manifest(_Part):
             write_atomically(path, orjson.dumps(table, option=orjson.OPT_INDENT_2, default=str))
 
 
-def forget_other_steps(noted: Manifest | EngineNotes, options: str) -> bool:
+def forget_other_steps(noted: Manifest | EngineNote, options: str) -> bool:
     """Drop the steps that were learned with other engine options than those with the hash
     ``options``; True if there were any."""
     is_other = bool(noted.engine_steps) and noted.engine_steps_for not in (None, options)
