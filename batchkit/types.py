@@ -1,7 +1,7 @@
 """The types that pass through batchkit: Row → Request → Completion → Record.
 
-All are frozen: a later step never changes what an earlier one made. (msgspec's structs are made in a
-tenth of the time of frozen dataclasses.)
+A later step never changes what an earlier one made, so all are frozen but media, which nobody modifies, and records,
+which are filled in. (msgspec's structs are made in a tenth of the time of frozen dataclasses.)
 """
 
 from __future__ import annotations

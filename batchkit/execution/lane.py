@@ -54,8 +54,10 @@ class Wanted(NamedTuple):
 
 
 class KeptEngine:
-    """A run takes an engine, and puts it back into ``idle``, by its name, when it ends, if nothing is in
-    flight then. One run at a time; a processor's outlives its runs.
+    """The engines that are loaded and that no run uses now: ``idle``, by their names.
+
+    A run takes an engine, and puts it back when it ends, if nothing is in flight then. One run at a time; a
+    processor's outlives its runs.
 
     ``log`` is what ``[engine]`` prints to: outside the run's folder if the engine outlives the run,
     since that folder may be moved aside.

@@ -49,7 +49,7 @@ class RowRequests:
 
 
 Requests = RowRequests | Rollouts
-"""Rollouts if the job has ``[[steps]]`` or a ``[rollout]``."""
+"""Rollouts if the job has ``[[steps]]`` or a ``[rollout]``, or transcribes."""
 
 
 def requests_of(

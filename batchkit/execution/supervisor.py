@@ -1,7 +1,7 @@
 """Keeps an engine running: restarts it when it dies, with smaller settings if memory ran out, and
 finds the row that kills it.
 
-It is an Engine itself, so the run's loop knows nothing of deaths: every submitted request
+It is an Engine itself, so a lane knows nothing of deaths: every submitted request
 comes back exactly once, a poison row with its error. After a death the requests in flight are
 replayed in halves (``bisection.py``); new ones are held until all of them are cleared. If memory
 ran out, the next engine takes one step down the ladder (``engines/memory_ladder.py``); if a poison
