@@ -9,9 +9,11 @@ import subprocess
 import sysconfig
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from batchkit.engines.base import Engine
 from tests.support.paths import ROOT
 from tests.support.rows import read_jsonl
 
@@ -79,6 +81,12 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(
     assert refused.returncode == 2
     assert key in refused.stderr
     assert message in refused.stderr
+
+
+def test_the_engine_of_the_example_has_all_that_an_engine_has() -> None:
+    example: dict[str, Any] = {}
+    exec(MODULE, example)
+    assert {name for name in vars(Engine) if not name.startswith("_")} <= {*dir(example["Loud"])}
 
 
 def test_a_plug_in_that_can_not_be_imported_is_named(python: Path, tmp_path: Path) -> None:
