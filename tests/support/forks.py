@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -314,6 +315,7 @@ def main() -> None:
         for name in MODELS:
             importlib.import_module(name)
         _configure_vllm()
+        _forget_ends()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
     gc.collect()
     gc.freeze()
@@ -321,6 +323,13 @@ def main() -> None:
         None
     )  # vLLM calls it, and then collects eight times, when an engine is closed
     _end_as_python_does(lambda: _serve(control)())
+
+
+def _forget_ends() -> None:
+    """Half a second of each fork's end: PyTorch takes its operators back, and Ray imports what it never used."""
+    importlib.import_module("ray.dag.compiled_dag_node")
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def _configure_vllm() -> None:
