@@ -9,16 +9,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from batchkit.commands import Say
-from batchkit.commands.run import planned, with_exports, with_scores
+from batchkit.commands.run import AtEnd, planned, started
 from batchkit.commands.trust import vouched
 from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineCrashError, JobError, RowOutOfMemoryError
-from batchkit.execution.run import start_run
 from batchkit.execution.start import Options
-from batchkit.execution.stop import StopRequest
-from batchkit.execution.summary import RunSummary, notifying
+from batchkit.execution.summary import RunSummary
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, identity
@@ -103,17 +101,9 @@ def retry_failed(
         overrides=overrides,
         command="retry-failed",
     )
-    end = planned(job) if job.output.export else None
-    with notifying(job, say) as ended:
-        with StopRequest().installed() as stop:
-            outcome = start_run(_with_secrets(job, given, say), options=options, stop=stop)
-            ended(outcome.summary)
-            outcome.checked()
-            outcome = with_scores(outcome, job_of_run(folder), stop, say)
-        if end is not None:
-            outcome = with_exports(outcome, end, say)
-        ended(outcome.summary)
-        summary = outcome.checked()
+    end = planned(job) if job.output.export else AtEnd((), None)
+    job = _with_secrets(job, given, say)
+    summary = started(job, options, end, say, scored_as=begun).checked()
     recovered = sum(
         record["index"] in due.attempts and failure_kind(record) is None
         for record in read_newest(folder / RESULTS)

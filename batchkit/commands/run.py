@@ -48,20 +48,29 @@ def run_job(
     forecast = None if fresh else announced(job)
     for text in filter(None, (forecast, advised(job))):
         say(text)
+    options = Options(fresh=fresh, on_change=on_change, skip_from=skip_from, command="run")
+    outcome = started(job, options, end, say, scored_as=job)
+    if outcome.summary.exit in (0, 3) and (took := turned_out(job, outcome.summary)):
+        say(took)
+    return outcome
+
+
+def started(
+    job: JobConfig, options: Options, end: AtEnd, say: Say, *, scored_as: JobConfig
+) -> Outcome:
+    """Start ``job``; once all rows have finished, score them as ``scored_as`` says, and write and send the exports.
+    ``run.on_end`` hears how it ended. Raises as ``run_job``."""
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
-            options = Options(fresh=fresh, on_change=on_change, skip_from=skip_from, command="run")
             outcome = start_run(job, options=options, stop=stop)
             ended(outcome.summary)
-            outcome = with_scores(outcome, job, stop, say)
-        if outcome.summary.exit in (0, 3) and (took := turned_out(job, outcome.summary)):
-            say(took)
-        outcome = with_exports(outcome, end, say)
+            outcome = _with_scores(outcome, scored_as, stop, say)
+        outcome = _with_exports(outcome, end, say)
         ended(outcome.summary)
     return outcome
 
 
-def with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -> Outcome:
+def _with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -> Outcome:
     """Once all rows have finished, compute the scores that had to wait until then."""
     summary = outcome.summary
     if outcome.error is not None or summary.exit not in (0, 3):
@@ -122,7 +131,7 @@ def planned(job: JobConfig, output: Path | None = None, skip_from: Path | None =
     return AtEnd(exports, address_for(job.output.upload, [wanted.format for wanted in exports]))
 
 
-def with_exports(outcome: Outcome, end: AtEnd, say: Say) -> Outcome:
+def _with_exports(outcome: Outcome, end: AtEnd, say: Say) -> Outcome:
     """Once all rows have finished, write and send them. Sending changes nothing of how the run ended."""
     if not end.exports:
         return outcome
