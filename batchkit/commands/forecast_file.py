@@ -14,7 +14,7 @@ from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
 from batchkit.runs.status import counts_of
-from batchkit.storage.files import write_atomically
+from batchkit.storage.files import disk_errors, write_atomically
 from batchkit.storage.identity import hash_of
 from batchkit.storage.manifest import read_manifest
 
@@ -26,11 +26,8 @@ FORECAST = "forecast.json"
 
 def write_forecast(folder: Path, forecast: Mapping[str, Any]) -> None:
     """Raises StoreError if the disk refuses."""
-    path = folder / FORECAST
-    try:
-        write_atomically(path, orjson.dumps(forecast, option=orjson.OPT_INDENT_2))
-    except OSError as error:
-        raise StoreError(f"{path}: can't write: {error.strerror}") from error
+    with disk_errors(folder / FORECAST):
+        write_atomically(folder / FORECAST, orjson.dumps(forecast, option=orjson.OPT_INDENT_2))
 
 
 def hash_of_job(job: JobConfig) -> str:

@@ -18,11 +18,11 @@ import orjson
 from batchkit.commands.score import is_scored, scored_from
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
-from batchkit.errors import ChangedError, JobError, StoreError
+from batchkit.errors import ChangedError, JobError
 from batchkit.runs.layout import vector_type
 from batchkit.sources.input import from_job, input_changes
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.files import building
+from batchkit.storage.files import building, disk_errors
 from batchkit.storage.identity import continued, differences, scoring_of
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run, write_job
@@ -294,18 +294,15 @@ def _write(into: Path, parts: Sequence[_Part], there: IndexSet, merged: Merged) 
         update={"name": into.name, "output": newest.job.output.model_copy(update=update)}
     )
     runs = [part.folder for part in parts]
-    try:
-        with building(into) as folder:
-            with closing(Ledger(folder)) as ledger:
-                ledger.write(_records(parts, merged))
-                ledger.write(_generations(parts, there))
-            if any((run / SCORES).exists() for run in runs):
-                scores = join_scores(runs, [part.picked for part in parts])
-                write_scores(folder, scores, before=lambda: None)
-            write_job(folder, job)
-            _manifest(folder, newest, parts, job, merged).write(folder)
-    except OSError as error:
-        raise StoreError(f"{into}: can't write: {error.strerror or error}") from error
+    with disk_errors(into), building(into) as folder:
+        with closing(Ledger(folder)) as ledger:
+            ledger.write(_records(parts, merged))
+            ledger.write(_generations(parts, there))
+        if any((run / SCORES).exists() for run in runs):
+            scores = join_scores(runs, [part.picked for part in parts])
+            write_scores(folder, scores, before=lambda: None)
+        write_job(folder, job)
+        _manifest(folder, newest, parts, job, merged).write(folder)
 
 
 def _records(parts: Sequence[_Part], merged: Merged) -> Iterator[RecordLine]:

@@ -15,7 +15,7 @@ from typing import Any
 import batchkit
 from batchkit.config.numbers import when
 from batchkit.errors import StoreError
-from batchkit.storage.files import replacing
+from batchkit.storage.files import disk_errors, replacing
 from batchkit.storage.plain_json import encoded
 from batchkit.types import utc_now
 
@@ -75,14 +75,12 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> Path:
 
 def write_html(path: Path, page: str) -> Path:
     """Raises StoreError if it can't be written."""
-    try:
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.write(page)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
     return path
 
 
