@@ -174,20 +174,17 @@ def preview(job: JobConfig, rows: int) -> Iterator[str]:
     Raises:
         JobError: the job itself is invalid.
     """
-    renderer, preflights = renderer_of(job), _opened_preflights(job)
-    for row in islice(read_rows(job.input), rows):
+    in_order = job.model_copy(update={"run": job.run.model_copy(update={"render_threads": 1})})
+    for row, request, prompt, error in checked(in_order, islice(read_rows(job.input), rows)):
         head = f"--- row {row.index} (id {row.id})"
-        try:
-            if job.rollout is not None and row.error is None:
-                fields = json.dumps(row.fields, default=str, ensure_ascii=False)
-                yield f"{head}\nthe function gets: {shortened(fields, _MOST_SHOWN)}"
-                continue
-            request, prompt = _fitted(renderer.render(row), renderer, preflights)
-        except RowError as error:
+        if error is not None:
             yield f"{head}\nwould fail, {error.kind}: {masked_text(str(error))}"
-            continue
-        step = f", step {request.step}" if request.step else ""
-        yield f"{head}{step}\n{_shown(job, request, prompt)}"
+        elif prompt is None:
+            fields = json.dumps(row.fields, default=str, ensure_ascii=False)
+            yield f"{head}\nthe function gets: {shortened(fields, _MOST_SHOWN)}"
+        else:
+            step = f", step {request.step}" if request.step else ""
+            yield f"{head}{step}\n{_shown(job, request, prompt)}"
 
 
 def _shown(job: JobConfig, request: Request, prompt: RenderedPrompt) -> str:
