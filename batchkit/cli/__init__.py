@@ -29,6 +29,7 @@ from batchkit.cli.options import (
     find,
     job_file,
     load,
+    of_key,
     printed,
 )
 from batchkit.cli.rows import list_runs, show_rows, status, view
@@ -40,25 +41,7 @@ if TYPE_CHECKING:
     from batchkit.config.tables import JobConfig
     from batchkit.execution.summary import Outcome
 
-_KEYS = {  # of the job, that options of `run` set
-    "model": "engine.model",
-    "rows": "input.path",
-    "prompt": "prompt.user",
-    "task": "task",
-    "images": "prompt.images",
-    "videos": "prompt.videos",
-    "audios": "prompt.audios",
-    "id_column": "input.id",
-    "name": "name",
-    "system": "prompt.system",
-    "max_tokens": "sampling.max_tokens",
-    "temperature": "sampling.temperature",
-    "keep": "output.keep",
-    "limit": "input.limit",
-    "workers": "run.workers",
-    "ray_address": "run.ray_address",
-    "notify": "run.on_end",
-}
+_TEMPLATES: dict[str, Any] = {"metavar": "TEMPLATE", "multiple": True}
 
 
 @click.group(cls=Cli, context_settings=options.CONTEXT)
@@ -77,34 +60,26 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("job", type=FILE, required=False)
-@click.option("--model", help="A folder, or a name on the Hugging Face hub (engine.model).")
-@click.option(
+@of_key("engine.model", "--model", "A folder, or a name on the Hugging Face hub")
+@of_key(
+    "input.path",
     "--input",
-    "rows",
+    "The rows: .jsonl .json .csv .parquet .txt, a glob or a URL",
     metavar="PATH",
-    help="The rows: .jsonl .json .csv .parquet .txt, a glob or a URL (input.path).",
 )
-@click.option("--prompt", metavar="TEMPLATE", help="The prompt: '… {{ column }}' (prompt.user).")
-@click.option("--system", metavar="TEMPLATE", help="The system prompt (prompt.system).")
-@click.option("--task", help="embed or classify the prompts, instead of answering them (task).")
-@click.option(
-    "--images",
-    multiple=True,
-    metavar="TEMPLATE",
-    help="An image's path: '{{ column }}' (prompt.images). May be repeated.",
+@of_key("prompt.user", "--prompt", "The prompt: '… {{ column }}'", metavar="TEMPLATE")
+@of_key("prompt.system", "--system", "The system prompt", metavar="TEMPLATE")
+@of_key("task", "--task", "embed or classify the prompts, instead of answering them")
+@of_key("prompt.images", "--images", "An image's path: '{{ column }}'", **_TEMPLATES)
+@of_key("prompt.videos", "--videos", "As --images", **_TEMPLATES)
+@of_key("prompt.audios", "--audios", "As --images", **_TEMPLATES)
+@of_key("sampling.max_tokens", "--max-tokens", "Of an answer", type=COUNT)
+@of_key("sampling.temperature", "--temperature", "0 is greedy", type=float)
+@of_key("input.id", "--id", "The column that names a row", metavar="COLUMN")
+@of_key(
+    "output.keep", "--keep", "Export only this column of the input", metavar="COLUMN", multiple=True
 )
-@click.option("--videos", multiple=True, metavar="TEMPLATE", help="As --images (prompt.videos).")
-@click.option("--audios", multiple=True, metavar="TEMPLATE", help="As --images (prompt.audios).")
-@click.option("--max-tokens", type=COUNT, help="Of an answer (sampling.max_tokens).")
-@click.option("--temperature", type=float, help="0 is greedy (sampling.temperature).")
-@click.option("--id", "id_column", metavar="COLUMN", help="The column that names a row (input.id).")
-@click.option(
-    "--keep",
-    multiple=True,
-    metavar="COLUMN",
-    help="Export only these columns of the input (output.keep). May be repeated.",
-)
-@click.option("--name", help="The name of the run's folder below output/ (name).")
+@of_key("name", "--name", "The name of the run's folder below output/")
 @click.option(
     "--output",
     type=FILE,
@@ -118,15 +93,17 @@ def cli() -> None:
     help="Only shard I (from 0) of N of those rows, in its own run folder, <name>.shard-I-of-N."
     " auto: I and N from a SLURM job array.",
 )
-@click.option(
+@of_key(
+    "run.workers",
     "--workers",
+    "N engines on Ray, each with its own GPUs: tensor_parallel_size × pipeline_parallel_size",
     type=COUNT,
-    help="N engines on Ray, each with its own GPUs (tensor_parallel_size × pipeline_parallel_size).",
 )
-@click.option(
+@of_key(
+    "run.ray_address",
     "--ray-address",
+    "The cluster for --workers; by default RAY_ADDRESS, or else this machine alone",
     metavar="ADDRESS",
-    help="The cluster for --workers; by default RAY_ADDRESS, or else this machine alone.",
 )
 @options.NOTIFY
 @SET
@@ -158,7 +135,7 @@ def run(
     dry_run: bool,
     trust: bool,
     resume: bool,
-    **how: Any,
+    **keys: Any,
 ) -> None:
     """Run JOB, or continue it where it stopped.
 
@@ -175,12 +152,10 @@ def run(
     from batchkit.config.loading import load_job
     from batchkit.config.shard import asked_for
 
+    how = {name: keys.pop(name) for name in ("fresh", "on_change", "skip_from")}
     if resume and how["fresh"]:
         raise click.UsageError("--resume continues a run, and --fresh begins a new one: keep one")
-    for name in ("images", "videos", "audios", "keep"):
-        how[name] = [*how[name]] or None
-    values = {key: how.pop(name) for name, key in _KEYS.items()}
-    given = {key: value for key, value in values.items() if value is not None}
+    given = options.given_keys(keys)
     has_engine = "engine.model" in given or any(text.startswith("engine.") for text in overrides)
     if job is not None:
         loaded = load_job(job, overrides, given)
@@ -195,8 +170,7 @@ def run(
         loaded = loaded.of_shard(asked_for(shard, os.environ))
     of = ("rollout",) if dry_run else ("",)
     settings = (*overrides, *(f"{key}={value}" for key, value in given.items()))
-    fresh = bool(how["fresh"])
-    loaded = vouched(loaded, say, of=of, trust=trust, fresh=fresh, overrides=settings)
+    loaded = vouched(loaded, say, of=of, trust=trust, fresh=how["fresh"], overrides=settings)
     if dry_run:
         for text in preview(loaded, given.get("input.limit", 3)):
             echo(text)
@@ -266,7 +240,7 @@ def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
 @SET
 @printed
 def retry_failed(
-    run: str | None, kinds: Texts, notify: str | None, trust: bool, overrides: Texts
+    run: str | None, kinds: Texts, trust: bool, overrides: Texts, **keys: Any
 ) -> Result:
     """Run the rows of RUN again that failed or came back empty.
 
@@ -279,8 +253,8 @@ def retry_failed(
     for kind in kinds:
         if kind not in ERROR_KINDS:
             raise JobError(f"--kind {kind}: known kinds are {', '.join(ERROR_KINDS)}")
-    if notify is not None:
-        overrides += (f"run.on_end={json.dumps(notify, ensure_ascii=False)}",)
+    for key, command in options.given_keys(keys).items():  # of --notify
+        overrides += (f"{key}={json.dumps(command, ensure_ascii=False)}",)
     folder = find(run)
     found = again(
         folder, kinds=kinds, overrides=overrides, job_file=job_file(run), trust=trust, say=say

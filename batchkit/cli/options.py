@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 Texts = tuple[str, ...]
+_MAY_NAME_A_PATH: dict[str, Any] = {"is_flag": False, "flag_value": "", "metavar": "[PATH]"}
 
 
 def rows(text: str, default: int | None = None) -> Callable[[Any], Any]:
@@ -25,6 +26,21 @@ def rows(text: str, default: int | None = None) -> Callable[[Any], Any]:
 def seconds(text: str, default: float) -> Callable[[Any], Any]:
     over_0 = click.FloatRange(0, min_open=True)
     return click.option("--seconds", type=over_0, default=default, help=text)
+
+
+def of_key(key: str, flag: str, text: str, **attributes: Any) -> Callable[[Any], Any]:
+    """An option that sets a key of the job; ``given_keys`` finds it among the arguments."""
+    text += f" ({key})." + " May be repeated." * attributes.get("multiple", False)
+    return click.option(flag, key.replace(".", "__"), help=text, **attributes)
+
+
+def given_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the job that options have set, of ``arguments`` that all come from ``of_key``."""
+    return {
+        name.replace("__", "."): [*value] if isinstance(value, tuple) else value
+        for name, value in arguments.items()
+        if value not in (None, ())
+    }
 
 
 def setting(flag: str, name: str, text: str) -> Callable[[Any], Any]:
@@ -42,7 +58,7 @@ def setting(flag: str, name: str, text: str) -> Callable[[Any], Any]:
 
 def export_format(flag: str, text: str) -> Callable[[Any], Any]:
     """A format of an export; its PATH may be left out."""
-    return click.option(flag, is_flag=False, flag_value="", metavar="[PATH]", help=text)
+    return click.option(flag, help=text, **_MAY_NAME_A_PATH)
 
 
 class Export(click.Command):
@@ -55,12 +71,8 @@ class Export(click.Command):
         for name, point in EXPORTS.added.items():
             if f"--{name}" not in known:
                 text = f"As {point.value.partition(':')[0]} writes it."
-                self.params.insert(-1, export_option(f"--{name}", text))
+                self.params.insert(-1, click.Option([f"--{name}"], help=text, **_MAY_NAME_A_PATH))
         return super().get_params(ctx)
-
-
-def export_option(flag: str, text: str) -> click.Option:
-    return click.Option([flag], is_flag=False, flag_value="", metavar="[PATH]", help=text)
 
 
 COUNT = click.IntRange(1)
@@ -73,11 +85,11 @@ SET = setting(
     "overrides",
     "Override one key of the job, dotted: sampling.temperature=0. May be repeated.",
 )
-NOTIFY = click.option(
+NOTIFY = of_key(
+    "run.on_end",
     "--notify",
+    "When the run has ended or was stopped, run COMMAND with the last line of JSON on its stdin",
     metavar="COMMAND",
-    help="When the run has ended or was stopped, run COMMAND with the last line of JSON on its stdin"
-    " (run.on_end).",
 )
 MEDIA = click.option(
     "--media",
@@ -92,7 +104,9 @@ TRUST = click.option(
     is_flag=True,
     help="Execute, import and send what only a run folder's job.toml says, and keys to other hosts than before.",
 )
-LIMIT = click.option("--limit", type=COUNT, help="Only the first N rows (after the job's filter).")
+LIMIT = of_key(
+    "input.limit", "--limit", "Only the first N rows, after the job's filter", type=COUNT
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 

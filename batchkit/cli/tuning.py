@@ -10,7 +10,7 @@ import click
 
 import batchkit.cli.options as options
 from batchkit.cli.frame import Result, echo, say
-from batchkit.cli.options import COUNT, JOB, JSON, LIMIT, SET, Texts, load, printed
+from batchkit.cli.options import COUNT, JOB, JSON, LIMIT, SET, Texts, load, of_key, printed
 from batchkit.errors import JobError
 
 
@@ -24,16 +24,19 @@ from batchkit.errors import JobError
     help="Count the prompts of at most N rows, drawn at random; by default 100,000, with images 2,000.",
 )
 @LIMIT
-@click.option(
+@of_key(
+    "run.price_per_gpu_hour",
     "--price-per-gpu-hour",
+    "What an hour of one GPU costs",
     type=click.FloatRange(0, min_open=True),
     metavar="PRICE",
-    help="What an hour of one GPU costs (run.price_per_gpu_hour).",
 )
-@click.option(
+@of_key(
+    "run.price_per_million_tokens",
     "--price-per-million-tokens",
+    "What a million tokens of prompts and of answers cost",
     metavar="IN,OUT",
-    help="What a million tokens of prompts and of answers cost (run.price_per_million_tokens).",
+    callback=lambda context, option, text: _prices(text),
 )
 @options.TRUST
 @SET
@@ -42,11 +45,9 @@ def plan(
     job: Path,
     rows: int | None,
     lengths: int | None,
-    limit: int | None,
-    price_per_gpu_hour: float | None,
-    price_per_million_tokens: str | None,
     trust: bool,
     overrides: Texts,
+    **keys: Any,
 ) -> Result:
     """Forecast what JOB will take: tokens, time, GPU hours and price.
 
@@ -56,13 +57,7 @@ def plan(
     """
     from batchkit.commands.plan import plan as forecast
 
-    given = {
-        "input.limit": limit,
-        "run.price_per_gpu_hour": price_per_gpu_hour,
-        "run.price_per_million_tokens": _prices(price_per_million_tokens),
-    }
-    prices = {key: value for key, value in given.items() if value is not None}
-    loaded = load(job, overrides, prices, trust=trust)
+    loaded = load(job, overrides, options.given_keys(keys), trust=trust)
     return forecast(loaded, rows=rows, lengths=lengths, say=say)
 
 
