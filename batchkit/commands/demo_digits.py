@@ -15,8 +15,7 @@ import numpy as np
 from numpy import float32
 from numpy.typing import NDArray
 
-from batchkit.commands.demo_tables import check_new
-from batchkit.errors import JobError
+from batchkit.commands.demo_tables import filling
 
 SAMPLE_RATE = 16_000
 _LOW = {"1": 697, "2": 697, "3": 697, "4": 770, "5": 770, "6": 770, "7": 852, "8": 852, "9": 852}
@@ -45,8 +44,7 @@ def build_demo_digits(folder: Path, *, count: int = 40, minutes: float = 10, see
     Raises:
         JobError: it holds something, or can't be written.
     """
-    try:
-        check_new(folder)
+    with filling(folder):
         random = Random(f"test {seed}")
         (folder / "clips").mkdir(parents=True, exist_ok=True)
         lengths = [random.uniform(5, 30) for _ in range(count)] + [60 * minutes] * (minutes > 0)
@@ -60,8 +58,6 @@ def build_demo_digits(folder: Path, *, count: int = 40, minutes: float = 10, see
             row = {"id": number, "recording": name, "text": text, "times": times}
             lines.append(json.dumps(row) + "\n")
         (folder / "recordings.jsonl").write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise JobError(f"{folder}: can't be written: {error}") from error
 
 
 def make_recording(random: Random, seconds: float) -> Recording:

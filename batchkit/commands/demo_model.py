@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MARKER = "batchkit_demo_model.json"  # a folder that holds it may be replaced
-DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers")  # transformers imports the last
 FILES = files("batchkit") / "random_model"
 
@@ -48,20 +47,15 @@ SAMPLE_TEXT = """
 """
 
 
-def build_demo_model(
-    path: Path, *, text_only: bool = False, seed: int = 0, dtype: str = "float32"
-) -> None:
+def build_demo_model(path: Path, *, text_only: bool = False) -> None:
     """Write the model to the folder ``path``: Qwen3-VL, or Qwen2 when ``text_only``.
 
-    The same arguments give the same bytes. The folder appears only when it is complete; an
+    It is the same to the byte each time. The folder appears only when it is complete; an
     older demo model there is replaced.
 
     Raises:
-        JobError: ``path`` holds something else, can't be written, ``dtype`` is unknown, or a package
-            is missing.
+        JobError: ``path`` holds something else, can't be written, or a package is missing.
     """
-    if dtype not in DTYPES:
-        raise JobError(f"dtype {dtype!r}: a demo model has one of {', '.join(DTYPES)}")
     require(PACKAGES, user="a demo model", extra="transformers")
     path = path.resolve()
     try:
@@ -71,7 +65,7 @@ def build_demo_model(
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
             new, old = Path(scratch, "new"), Path(scratch, "old")
             new.mkdir()
-            _write_files(new, text_only, seed, dtype)
+            _write_files(new, text_only)
             _refuse_foreign(path)
             if path.exists():
                 path.rename(old)
@@ -90,8 +84,7 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
-    import torch
+def _write_files(folder: Path, text_only: bool) -> None:
     from safetensors.torch import save
 
     texts = {file.name: file.read_text(encoding="utf-8") for file in FILES.iterdir()}
@@ -99,15 +92,13 @@ def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
     if text_only:
         texts = {name: text for name, text in texts.items() if "preprocessor" not in name}
         texts["config.json"] = of_text
-    texts["config.json"] = texts["config.json"].replace("float32", dtype)
     config = json.loads(texts["config.json"])
-    about = {"architecture": config["architectures"][0], "seed": seed, "dtype": dtype}
+    about = {"architecture": config["architectures"][0]}
     texts["README.md"] = texts["README.md"].format(**about)
     texts[MARKER] = json.dumps(about, indent=2) + "\n"
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
-    weights = _weights(config, json.loads(texts["tokenizer.json"]), seed)
-    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+    weights = _weights(config, json.loads(texts["tokenizer.json"]))
     # Not save_file or save_pretrained: a full disk must raise OSError, and anybody may read the file.
     (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
 
@@ -127,14 +118,14 @@ GAINS = {
 }
 
 
-def _weights(config: dict[str, Any], tokenizer: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+def _weights(config: dict[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, Tensor]:
     """Uniform, not normal: simple arithmetic on the generator's bits, so equal on all machines."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     weights: dict[str, Tensor] = kind.from_config(AutoConfig.for_model(**config)).state_dict()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for name in sorted(weights, key=_order):
         std, mean = _distribution(name, weights[name])
         drawn = torch.rand(weights[name].shape, generator=generator)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import cycle
@@ -84,17 +85,19 @@ def build_demo_tables(folder: Path, *, count: int = 40, seed: int = 0) -> None:
     Raises:
         JobError: it holds something, or can't be written.
     """
-    try:
-        check_new(folder)
+    with filling(folder):
         write_demo_tables(folder, count, str(seed))
+
+
+@contextmanager
+def filling(folder: Path) -> Iterator[None]:
+    """Raises JobError unless ``folder`` is new or empty, and can be written."""
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise JobError(f"{folder}: is there already; name a new or empty folder")
+        yield
     except OSError as error:
         raise JobError(f"{folder}: can't be written: {error}") from error
-
-
-def check_new(folder: Path) -> None:
-    """Raises JobError unless it is new or empty; OSError if it can't be read."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise JobError(f"{folder}: is there already; name a new or empty folder")
 
 
 def write_demo_tables(folder: Path, count: int, seed: str) -> list[Table]:

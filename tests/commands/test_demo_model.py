@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from batchkit.commands.demo_model import build_demo_model
 from batchkit.errors import JobError
@@ -31,71 +30,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.release
-def test_the_same_seed_gives_the_same_bytes_in_another_process(tmp_path: Path) -> None:
-    program = """
-import sys
-from pathlib import Path
-from batchkit.commands.demo_model import build_demo_model
-for text_only in (False, True):
-    build_demo_model(Path(sys.argv[1], str(text_only)), text_only=text_only, seed=3)
-"""
-    subprocess.run([sys.executable, "-c", program, tmp_path / "there"], check=True, cwd=ROOT)
-    for text_only in (False, True):
-        build_demo_model(tmp_path / "here" / str(text_only), text_only=text_only, seed=3)
-    assert (tmp_path / "here/True/config.json").exists()
+@pytest.mark.parametrize("flags", [[], ["--text-only"]])
+def test_it_is_the_same_to_the_byte_in_another_process(tmp_path: Path, flags: list[str]) -> None:
+    there = [sys.executable, "-m", "batchkit", "demo-model", tmp_path / "there", *flags]
+    subprocess.run(there, check=True, cwd=ROOT)
+    build_demo_model(tmp_path / "here", text_only=bool(flags))
     assert contents(tmp_path / "here") == contents(tmp_path / "there")
 
 
-def test_another_seed_gives_other_weights(model: Path, tmp_path: Path) -> None:
-    build_demo_model(tmp_path / "other", seed=1)
-    changed = {
-        name for name, d in contents(tmp_path / "other").items() if contents(model)[name] != d
-    }
-    assert changed == {"model.safetensors", "README.md", "batchkit_demo_model.json"}
-
-
-def test_it_stays_under_a_megabyte_and_says_what_it_is(model: Path, tmp_path: Path) -> None:
+def test_it_stays_under_a_megabyte_and_says_what_it_is(model: Path) -> None:
     assert sum(f.stat().st_size for f in model.iterdir()) <= 1_000_000
-    build_demo_model(tmp_path / "half", dtype="bfloat16")
-    full, half = (
-        (p / "model.safetensors").stat().st_size for p in (model, tmp_path / "half")
-    )  # the header is the same
-    assert half < 0.55 * full
     assert "answers mean nothing" in (model / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("text_only", [False, True])
-def test_transformers_loads_every_weight(tmp_path: Path, text_only: bool) -> None:
-    transformers = pytest.importorskip("transformers")
-    build_demo_model(tmp_path / "demo", text_only=text_only)
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "demo")
-    architecture = getattr(transformers, config.architectures[0])
-    _, loaded = architecture.from_pretrained(tmp_path / "demo", output_loading_info=True)
-    assert not any(
-        loaded[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    )
-
-
-def test_the_processor_puts_image_tokens_where_the_template_says(model: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    processor = transformers.AutoProcessor.from_pretrained(model)
-    image = Image.new("RGB", (640, 320), "white")
-    content = [{"type": "image", "image": image}, {"type": "text", "text": "How many Äpfel? 12"}]
-    text = processor.apply_chat_template(
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}],
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
-        "<|vision_start|><|image_pad|><|vision_end|>How many Äpfel? 12<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    ids = processor(text=[text], images=[image])["input_ids"][0]
-    assert list(ids).count(processor.image_token_id) == 640 * 320 // 32**2
-    tokenizer = processor.tokenizer
-    assert tokenizer.decode(tokenizer("Äpfel, 12 π\n")["input_ids"]) == "Äpfel, 12 π\n"
-    assert tokenizer.eos_token == "<|im_end|>"
 
 
 def test_greedy_answers_are_words_and_follow_the_prompt(tmp_path: Path) -> None:
@@ -143,6 +88,4 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JobError, match="can't be written"):
         build_demo_model(tmp_path / "file" / "demo")
-    with pytest.raises(JobError, match="float32"):
-        build_demo_model(tmp_path / "demo", dtype="int8")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
