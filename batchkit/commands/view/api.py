@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from batchkit.commands.view.detail import beside_answers, image_of, played_clip, poster_of, row_of
+from batchkit.commands.view.detail import RowMedia, beside_answers, row_of
 from batchkit.commands.view.overview import about, figures_of, newest_point, overview, timeline
 from batchkit.commands.view.pairs import PairsQuery, page_of, pairs_of
 from batchkit.commands.view.rows import Query, Rows, Side, labels_of
@@ -107,21 +106,21 @@ class Api:
         return _json(row_of(index, entries, request.url.path, self._runs.media))
 
     def image(self, request: Request) -> Response:
-        return self._picture(request, image_of)
+        content = self._media(request).image(request.path_params["n"])
+        return Response(content, media_type="image/webp")
 
     def poster(self, request: Request) -> Response:
-        return self._picture(request, poster_of)
-
-    def _picture(self, request: Request, made: Callable[..., bytes]) -> Response:
-        index, entries = self._entries(request)
-        content = made(index, entries[-1], request.path_params["n"], self._runs.media)
+        content = self._media(request).poster(request.path_params["n"])
         return Response(content, media_type="image/webp")
 
     def clip(self, request: Request) -> Response:
-        index, entries = self._entries(request)
-        clip = played_clip(index, entries[-1], request.path_params["n"], self._runs.media)
+        clip = self._media(request).clip(request.path_params["n"])
         status, content, headers = clip.answer(request.headers.get("range"))
         return Response(content, status, headers, media_type=clip.type)
+
+    def _media(self, request: Request) -> RowMedia:
+        index, entries = self._entries(request)
+        return RowMedia.of(index, entries[-1], self._runs.media)
 
     def compare(self, request: Request) -> Response:
         query = _asked(PairsQuery, request)

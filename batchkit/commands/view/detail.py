@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -94,42 +94,34 @@ def _scoring(reach: Reach) -> Scoring | None:
     return Scoring(of, None) if of.is_on and of.reference_run is None else None
 
 
-def image_of(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> bytes:
-    """Image ``n`` of the row with this entry as WebP.
+class RowMedia(NamedTuple):
+    """The images and clips of a row's prompt. Each is refused with a MediaError if it is not there, can't be opened, or
+    a reader may not open it."""
 
-    Raises:
-        MediaError: there is none, it can't be opened, or a reader may not open it.
-    """
-    sources = _prompt(index, *_place(entry), media).sources
+    prompt: Prompt
+    reach: Reach
+
+    @classmethod
+    def of(cls, index: Index, entry: Any, media: tuple[Path, ...]) -> RowMedia:
+        return cls(_prompt(index, *_place(entry), media), Reach.of(index.folder, media))
+
+    def image(self, n: int) -> bytes:
+        """As WebP."""
+        return as_webp(_nth(self.prompt.sources, n), self.reach, LARGE).content
+
+    def clip(self, n: int) -> PlayableClip:
+        kind, source = _nth(self.prompt.clips, n)
+        return clip_of(kind, source, self.reach)
+
+    def poster(self, n: int) -> bytes:
+        """A frame of a video as WebP."""
+        return still_as_webp(_nth(self.prompt.clips, n)[1], self.reach, SMALL).content
+
+
+def _nth(sources: Sequence[Any], n: int) -> Any:
     if n >= len(sources):
-        raise MediaError(f"row {entry['row']} has no image {n}")
-    return as_webp(sources[n], Reach.of(index.folder, media), LARGE).content
-
-
-def played_clip(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> PlayableClip:
-    """Clip ``n`` of the row with this entry.
-
-    Raises:
-        MediaError: there is none, or as ``clip_of``.
-    """
-    return clip_of(*_clip(index, entry, n, media), Reach.of(index.folder, media))
-
-
-def poster_of(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> bytes:
-    """A frame of clip ``n`` of the row with this entry, a video, as WebP.
-
-    Raises:
-        MediaError: there is none, or as ``still_as_webp``.
-    """
-    _, source = _clip(index, entry, n, media)
-    return still_as_webp(source, Reach.of(index.folder, media), SMALL).content
-
-
-def _clip(index: Index, entry: Any, n: int, media: tuple[Path, ...]) -> tuple[str, Any]:
-    clips = _prompt(index, *_place(entry), media).clips
-    if n >= len(clips):
-        raise MediaError(f"row {entry['row']} has no clip {n}")
-    return clips[n]
+        raise MediaError(f"the row has {len(sources)} of these, and none at {n}")
+    return sources[n]
 
 
 def shown(
