@@ -8,8 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL.Image import Image
-
 from batchkit.config.masking import masked_text
 from batchkit.config.tables.input import variants
 from batchkit.config.terminal import cut_in_the_middle
@@ -28,31 +26,14 @@ _MOST_THOUGHT = 300
 _MOST_SHOWN = 4_000  # characters of a prompt or an answer; --json has all of it
 
 
-class ShownImage(NamedTuple):
-    """An image as the model gets it; ``pixels`` is None if there is a ``problem``."""
-
-    name: str
-    pixels: Image | None
-    problem: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        if self.pixels is None:
-            return {"name": self.name, "problem": self.problem}
-        return {"name": self.name, "width": self.pixels.width, "height": self.pixels.height}
-
-    def to_text(self) -> str:
-        if self.pixels is None:
-            return f"image {self.problem}"
-        return f"image {self.name}, {self.pixels.width} × {self.pixels.height}"
-
-
 class ShownRow(NamedTuple):
-    """``prompt`` is None if the row can't be rendered any more; then its ``fields`` are shown.
-    ``steps``: what each generation answered, of a row with several. ``clips``: the kind and the name of each."""
+    """``prompt`` is None if the row can't be rendered any more; then its ``fields`` are shown. ``images``: as the model
+    gets them, {name, width, height}, or {name, problem}. ``steps``: what each generation answered, of a row with
+    several. ``clips``: the kind and the name of each."""
 
     record: Mapping[str, Any]
     prompt: str | None
-    images: Sequence[ShownImage]
+    images: Sequence[Mapping[str, Any]]
     fields: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]] = ()
     clips: Sequence[str] = ()
@@ -61,7 +42,7 @@ class ShownRow(NamedTuple):
         found = {
             **self.record,
             "prompt": self.prompt,
-            "images": [i.to_json() for i in self.images],
+            "images": self.images,
             **({"clips": self.clips} if self.clips else {}),
         }
         of_function = self.steps and "steps" not in self.record
@@ -73,7 +54,9 @@ class ShownRow(NamedTuple):
     def _lines(self) -> Iterator[str]:
         record = self.record
         yield f"--- row {record['index']} (id {record['id']}), {record['status']}"
-        yield from (image.to_text() for image in self.images)
+        for image in self.images:
+            size = "{name}, {width} × {height}" if "width" in image else "{problem}"
+            yield f"image {size.format_map(image)}"
         yield from self.clips
         if self.prompt is not None:
             yield cut_in_the_middle(self.prompt, _MOST_SHOWN)
@@ -205,8 +188,9 @@ def _shown(
     return ShownRow(record, text, images, fields, steps, clips)
 
 
-def _image(source: Any, reach: Reach) -> ShownImage:
+def _image(source: Any, reach: Reach) -> dict[str, Any]:
     try:
-        return ShownImage(shown(source), reach.image(source))
+        width, height = reach.image(source).size
     except MediaError as error:
-        return ShownImage(shown(source), None, masked_text(str(error)))
+        return {"name": shown(source), "problem": masked_text(str(error))}
+    return {"name": shown(source), "width": width, "height": height}

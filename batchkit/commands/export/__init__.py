@@ -9,6 +9,7 @@ import csv
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -20,11 +21,12 @@ from batchkit.commands import Say
 from batchkit.commands.export.outputs import exporting, is_foreign, refuse_own_file
 from batchkit.config.seams import EXPORTS as SEAM
 from batchkit.config.tables import FOR_VECTORS, OF_TOKENS
-from batchkit.errors import JobError, StoreError
+from batchkit.errors import JobError
 from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import EMBEDDING, Layout, vector_type
 from batchkit.runs.status import status
 from batchkit.storage.checkpoint import check_log
+from batchkit.storage.files import disk_errors
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
 from batchkit.storage.score_store import read_scored
@@ -121,12 +123,10 @@ def export(
         if only_finished:
             raise JobError(f"{folder}: {done}; continue the run, or leave --only-finished out")
         say(f"{path}: {done}")
-    try:
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write = SEAM.load(format_name)
         written: dict[Path, int] = write(folder, path, *[say] * (format_name in _SAYING))
-    except OSError as error:
-        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
     source_bytes = log.stat().st_size
     return [
         Exported(file, format_name, rows, file.stat().st_size, source_bytes)
@@ -190,19 +190,13 @@ def write_jsonl(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
     return {path: rows}
 
 
-def write_csv(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
-    return _write_cells(folder, path, say, is_safe=False)
-
-
-def write_safe_csv(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
-    """A text that begins like a formula gets a ``'`` in front; numbers stay.
+def write_csv(
+    folder: Path, path: Path, say: Say = print, *, is_safe: bool = False
+) -> dict[Path, int]:
+    """A safe one: a text that begins like a formula gets a ``'`` in front; numbers stay.
 
     See OWASP: https://owasp.org/www-community/attacks/CSV_Injection
     """
-    return _write_cells(folder, path, say, is_safe=True)
-
-
-def _write_cells(folder: Path, path: Path, say: Say, *, is_safe: bool) -> dict[Path, int]:
     from batchkit.runs.table import read_batches
 
     formulas = 0
@@ -233,6 +227,9 @@ def _write_cells(folder: Path, path: Path, say: Say, *, is_safe: bool) -> dict[P
             f"{path}: a spreadsheet would run {formulas:,} of its texts as formulas; --safe-csv keeps it from that"
         )
     return {path: rows}
+
+
+write_safe_csv = partial(write_csv, is_safe=True)
 
 
 def _is_formula(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,12 @@ _UNSAFE = re.compile(r"[^\w.-]+")
 _LONGEST_NAME = 100
 
 
-def write_srt(folder: Path, path: Path) -> dict[Path, int]:
-    """``path`` is a folder, which gets ``ID.srt`` for each row with a transcript.
+def _write(kind: str, folder: Path, path: Path) -> dict[Path, int]:
+    """``path`` is a folder, which gets ``ID.srt`` (or ``.vtt``) for each row with a transcript.
 
     Raises:
         JobError: the run transcribes nothing, or ``path`` is a file.
     """
-    return _written(folder, path, "srt")
-
-
-def write_vtt(folder: Path, path: Path) -> dict[Path, int]:
-    """As ``write_srt``."""
-    return _written(folder, path, "vtt")
-
-
-def _written(folder: Path, path: Path, kind: str) -> dict[Path, int]:
     if (task := job_of_run(folder).task) != "transcribe":
         raise JobError(f'{folder}: --{kind} is for task = "transcribe", and its task is "{task}"')
     if path.exists() and not path.is_dir():
@@ -49,6 +41,9 @@ def _written(folder: Path, path: Path, kind: str) -> dict[Path, int]:
             temporary.write_text(text, encoding="utf-8", newline="\n")
         written[to] = len(record["segments"])
     return written
+
+
+write_srt, write_vtt = partial(_write, "srt"), partial(_write, "vtt")
 
 
 def _name_of(record: Mapping[str, Any], taken: set[str]) -> str:
