@@ -194,10 +194,12 @@ def test_a_refusal_is_said_once_and_the_run_stays_what_it_is(
     assert is_masked(found.stderr, again.stderr)
 
 
-def test_a_failed_row_leaves_the_exit_code_of_the_run(store: str) -> None:
+def test_failed_rows_decide_the_exit_code_and_once_retried_are_sent_again(store: str) -> None:
     prepare(2, output=upload(f"{store}/a"), prompt={"user": "{{ gone }}"}, run={"check_rows": 0})
     Store.answers = [(404, b"", {})]
     assert run().exit_code == 3
+    assert batchkit("retry-failed", RUN).exit_code == 3
+    assert len(Store.taken) == 1
 
 
 def test_several_files_need_a_place_for_their_names(store: str) -> None:
@@ -275,15 +277,6 @@ def test_a_trial_without_the_model_sends_nothing(store: str) -> None:
     assert "sends" not in found.stderr
     assert batchkit("export", "output/a.dry-run", "--parquet").exit_code == 0
     assert not Store.requests
-
-
-def test_retried_rows_are_sent_again(store: str) -> None:
-    prepare(
-        2, output=upload(f"{store}/a"), prompt={"user": "{{ q }}{{ gone }}"}, run={"check_rows": 0}
-    )
-    assert run().exit_code == 3
-    assert batchkit("retry-failed", RUN).exit_code == 3
-    assert len(Store.taken) == 2
 
 
 def _foreign(old: str, new: str) -> Ended:

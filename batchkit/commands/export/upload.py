@@ -25,7 +25,6 @@ TRIES = 6
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _CONNECT_S, _ANSWER_S = 60.0, 300.0  # a store answers once it has stored all of a file
 _LONGEST_REASON = 200
-_MOST_ERROR_BYTES = 4096
 _SEVERAL = ("npy", "openai", "realhit")  # formats of more than one file
 _AZURE = {"x-ms-blob-type": "BlockBlob"}  # without it, Azure's store refuses a PUT
 
@@ -177,17 +176,17 @@ def _put(file: Path, url: str) -> _Answer:
     import httpx
 
     headers = {"User-Agent": "batchkit", "Accept-Encoding": "identity"}
-    parameters = httpx.URL(url).params
-    if {"sv", "sig"} <= {*parameters}:
+    if {"sv", "sig"} <= {*httpx.URL(url).params}:
         headers |= _AZURE
     timeout = httpx.Timeout(_CONNECT_S, read=_ANSWER_S)
+    how: dict[str, Any] = {
+        "headers": headers,
+        "timeout": timeout,
+        "trust_env": not is_local(url),
+    }
     try:
-        with (
-            file.open("rb") as content,
-            httpx.Client(timeout=timeout, trust_env=not is_local(url)) as client,
-            client.stream("PUT", url, content=content, headers=headers) as response,
-        ):
-            return _read(response)
+        with file.open("rb") as content:
+            return _read(httpx.put(url, content=content, **how))
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
         raise UploadError(f"{file}: not sent to {shown(url)}: {masked_text(str(error))}") from error
     except (ValueError, ImportError) as error:
@@ -209,13 +208,7 @@ def _read(response: httpx.Response) -> _Answer:
             status,
             f"answered {status}, moved to {to}; redirects are not followed: give the new address",
         )
-    body = bytearray()
-    if status >= 400:
-        for piece in response.iter_raw(_MOST_ERROR_BYTES):
-            body += piece
-            if len(body) >= _MOST_ERROR_BYTES:
-                break
-    words = masked_text(_in_one_line(body.decode("utf-8", "replace")))[:_LONGEST_REASON]
+    words = masked_text(_in_one_line(response.text))[:_LONGEST_REASON] * (status >= 400)
     reason = f"answered {status} {response.reason_phrase}".rstrip() + (words and f": {words}")
     after = response.headers.get("retry-after", "")
     return _Answer(status, reason, float(after) if after.isdecimal() else 0)
