@@ -84,16 +84,6 @@ def test_prompt_is_taken_as_it_is(folder: Path) -> None:
         assert prompt.replace("{{ text }}", "word 0") in result.stdout
 
 
-def test_run_made_by_one_line_is_a_run_like_any_other(folder: Path) -> None:
-    write_jsonl(folder / "rows.jsonl", [{"text": "a"}, {"other": "b"}])
-    assert run(*PROMPT).exit_code == 3
-    assert batchkit("status", "--json").json["failed_by_kind"] == {"template": 1}
-    assert batchkit("verify", "output/rows-Small").exit_code == 0
-    again = batchkit("retry-failed", "--set", "prompt.user=Say it", "--json")
-    assert again.json["recovered"] == 1
-    assert batchkit("run", "output/rows-Small/job.toml").json["skipped"] == 2
-
-
 @pytest.mark.parametrize("name", ["answers.csv", "answers.jsonl"])
 def test_suffix_of_output_names_its_format(name: str, folder: Path) -> None:
     assert run(*PROMPT, "--output", name).exit_code == 0
@@ -164,20 +154,6 @@ def test_input_of_the_line_is_the_one_here_and_not_the_one_beside_the_job(folder
         assert "word 0" in shown
         assert "of the job" not in shown
     assert "of the job" in batchkit("run", "jobs/job.toml", "--dry-run").stdout
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ([], "give a job file"),
-        (["--model", "m"], "--model and --input"),
-        (["--input", "rows.jsonl"], "--model and --input"),
-    ],
-)
-def test_half_a_line_says_what_is_missing(args: list[str], words: str, folder: Path) -> None:
-    result = batchkit("run", *args)
-    assert result.exit_code == 2
-    assert words in result.stderr
 
 
 @pytest.mark.parametrize(

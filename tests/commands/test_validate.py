@@ -12,7 +12,6 @@ import tomlkit
 from batchkit.commands.validate import validate
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import job as job_of
-from tests.support.dry_runs import prepare
 from tests.support.rows import write_jsonl
 
 Job = dict[str, Any]
@@ -26,45 +25,6 @@ LATER = (
 def _in_a_folder_with_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", [{"id": "x", "q": f"q{n}"} for n in range(3)])
-
-
-@pytest.mark.parametrize(
-    ("tables", "hint"),
-    [
-        ({"scoring": {"scorers": ["em"]}}, "scoring: em needs a right answer to compare with: set"),
-        (
-            {"scoring": {"scorers": ["numeric"], "reference": "key"}},
-            "scoring: numeric compares numbers, and key of the first row is 'k0'",
-        ),
-        ({}, None),
-    ],
-)
-def test_likely_mistakes_are_found(tables: dict[str, Any], hint: str | None) -> None:
-    prepare(3, **tables)
-    found = batchkit("validate", "job.toml", "--json")
-    assert (found.exit_code, len(found.json["hints"])) == (0, hint is not None)
-    assert hint is None or hint in batchkit("validate", "job.toml").stdout
-
-
-@pytest.mark.parametrize(
-    ("tables", "said"),
-    [
-        ({"scoring": {"scorers": ["em"], "reference": "keyy"}}, "scoring: the rows have"),
-        (
-            {"scoring": {"scorers": ["em"], "reference": "key", "group_by": "q1"}},
-            "scoring: the rows",
-        ),
-        (
-            {"output": {"keep": ["keyy"]}},
-            "output.keep: the rows have no field 'keyy'; did you mean 'key'?",
-        ),
-    ],
-)
-def test_a_field_that_no_row_has_is_refused(tables: dict[str, Any], said: str) -> None:
-    prepare(3, **tables)
-    for command in ("validate", "run"):
-        found = batchkit(command, "job.toml")
-        assert (found.exit_code, said in found.stderr) == (2, True), found.stderr
 
 
 @pytest.mark.parametrize("max_tokens", [100, 512, 4096])
@@ -158,16 +118,6 @@ def test_a_good_job_says_what_only_a_run_shows() -> None:
     assert LATER in checked(steps()).stdout
     one = {**steps(), "steps": steps()["steps"][:1]}
     assert checked(one, "validate", "--json").json["not_checked"] == []
-
-
-def test_a_repeated_id_is_found_before_the_first_answer() -> None:
-    job = steps()
-    job["input"]["id"] = "id"
-    found = checked(job, "validate", "--json")
-    assert (found.exit_code, found.json["failed_by_kind"]) == (0, {})
-    assert "input.id: 2 rows have the id of an earlier one, as row 1 that of" in str(
-        found.json["hints"]
-    )
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import orjson
 import pytest
 
-from batchkit.errors import JobError
-from batchkit.execution.processor import ProductionBatchProcessor
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, prepare, rows_that_fail, run, status, write_job
 
@@ -37,17 +34,6 @@ def test_status_shows_the_state_of_the_run() -> None:
     }
     assert found | expected == found
     assert "a: 8 ok, 2 failed, 0 of 10 left" in batchkit("status", "job.toml").stdout
-
-
-def test_status_of_what_is_no_run_is_refused() -> None:
-    Path("empty").mkdir()
-    for target in ("empty", "nowhere"):
-        found = batchkit("status", target)
-        assert found.exit_code == 2
-        assert target in found.stderr
-    assert batchkit("status").exit_code == 2
-    with pytest.raises(JobError):
-        ProductionBatchProcessor("job.toml")
 
 
 def test_verify_accounts_for_every_row() -> None:
