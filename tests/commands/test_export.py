@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
@@ -27,22 +26,9 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 COLUMNS = [
-    "index",
-    "id",
-    "status",
-    "attempt",
-    "text",
-    "finish_reason",
-    "prompt_tokens",
-    "completion_tokens",
-    "latency_s",
-    "finished_at",
-    "error_kind",
-    "error_type",
-    "error_message",
-    "choices",
-    "prompt",
-    "truncated_tokens",
+    *("index", "id", "status", "attempt", "text", "finish_reason", "prompt_tokens"),
+    *("completion_tokens", "latency_s", "finished_at", "error_kind", "error_type"),
+    *("error_message", "choices", "prompt", "truncated_tokens"),
 ]
 OK = record(0)
 FAILED = replace(
@@ -138,18 +124,6 @@ def test_each_format_has_the_newest_records_in_the_order_of_the_input() -> None:
     lines = LOG.read_bytes().splitlines(keepends=True)
     newest = b"".join(lines[number] for number in (4, 5, 3))
     assert (RUN / "results.newest.jsonl").read_bytes() == newest
-
-
-@pytest.mark.slow
-def test_column_that_is_null_for_the_first_batches_keeps_its_type() -> None:
-    rows: list[dict[str, Any]] = [{"q": "x"}] * 20_000 + [{"q": "x", "late": f"v{n}"} for n in "ab"]
-    run_rows(rows, keep=["late"])
-    export("job.toml", "--parquet")
-    table = pq.read_table(RUN / "results.parquet", columns=["index", "late"])
-    assert table.schema.field("late").type == pa.string()
-    assert table["late"].null_count == 20_000
-    assert table["late"][-2:].to_pylist() == ["va", "vb"]
-    assert table["index"].to_pylist() == list(range(20_002))
 
 
 # Read back
@@ -310,8 +284,9 @@ def test_choices_with_their_logprobs_are_exported() -> None:
     token = {"token": "é", "logprob": -0.5, "top_logprobs": tops}
     choices = [Choice("a", "stop", [token]), Choice("", "stop", []), Choice("c", "length")]
     several = replace(OK, text="a", choices=[*map(line_of_choice, choices)], usage=Usage(10, 7))
-    run_of(several, replace(OK, index=1, usage=None))
-    first, second = chat_bodies()
+    run_of(several, replace(OK, index=1, usage=None), replace(several, index=2, selected=2))
+    first, second, third = chat_bodies()
+    assert [(choice.index, choice.message.content) for choice in third.choices] == [(0, "c")]
     assert [choice.message.content for choice in first.choices] == ["a", "", "c"]
     assert [choice.index for choice in first.choices] == [0, 1, 2]
     assert (first.usage.total_tokens, second.usage) == (17, None)
@@ -365,9 +340,10 @@ def test_export_prints_rows_sizes_and_ratio() -> None:
 def test_the_run_may_be_left_out_the_format_not() -> None:
     run_rows([{"q": "x"}])
     assert export("--parquet").stderr == "batchkit: output/a\n"
-    (RUN / "results.parquet").unlink()
-    export("--parquet", "output/a")  # a run folder is not a path to write to
-    assert (RUN / "results.parquet").exists()
+    for run_or_job in ("output/a", "job.toml"):  # neither is a path to write to
+        (RUN / "results.parquet").unlink()
+        export("--parquet", run_or_job)
+        assert (RUN / "results.parquet").exists()
     for args, named in ((["job.toml"], "--parquet"), (["nowhere", "--csv"], "nowhere")):
         done = batchkit("export", *args)
         assert (done.exit_code, named in done.stderr) == (2, True)

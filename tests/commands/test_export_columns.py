@@ -132,6 +132,8 @@ def test_scores_are_numbers_unless_a_row_gave_a_list() -> None:
     found = made_run(few, one, **tables)
     assert found["score"].to_pylist() == [[0.5, 2.0], [0.5]]
     assert found["order"].to_pylist() == [[1, 0], None]
+    assert json.loads(in_csv()[0]["score"]) == [0.5, 2]
+    assert "→ document 1: 2, document 0: 0.5" in batchkit("show", str(RUN)).stdout
 
 
 # Parsed answers

@@ -219,18 +219,6 @@ def test_summary_has_the_vectors_as_a_column() -> None:
     assert summary.to_arrow()["embedding"].to_pylist() == [*vectors[:2], None, None, None]
 
 
-def test_columns_of_the_input_named_embedding_get_a_prefix() -> None:
-    prepare(2, output={"keep": ["embedding"]}, sampling={})
-    rows = [{"key": "a", "q": "x", "embedding": "mine"}]
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = ProductionBatchProcessor("job.toml", quiet=True).process()
-    assert summary.to_arrow()["fields.embedding"].to_pylist() == ["mine"]
-    export("--parquet", "a.parquet")
-    table = pq.read_table("a.parquet")
-    assert table["fields.embedding"].to_pylist() == ["mine"]
-    assert len(table["embedding"].to_pylist()[0]) == 8
-
-
 @pytest.mark.parametrize("flag", ["--parquet", "--npy", "--jsonl"])
 def test_vector_that_is_not_there_stops_an_export_and_is_named(flag: str) -> None:
     embed()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 import tomlkit
 
 from batchkit.storage.metrics import read_metrics
 from batchkit.storage.score_store import read_scored
 from tests.support.command_line import Ended, batchkit
-from tests.support.dry_runs import LOG, RUN, records, write_rows
+from tests.support.dry_runs import RUN, records, write_rows
 from tests.support.pages import data_in
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -35,16 +33,16 @@ async def solve(row, generate):
 SAID = [f"dry-run: no model answered row {n}" for n in range(3)]
 
 
-def write_job(name: str = "a", **tables: Any) -> None:
-    job = {"name": name, "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}, **tables}
+def write_job(**tables: Any) -> None:
+    job = {"name": "a", "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}, **tables}
     Path("job.toml").write_text(tomlkit.dumps(job))
     Path("solve.py").write_text(SOLVE)
 
 
-def run(name: str = "a", **tables: Any) -> Ended:
+def run(**tables: Any) -> Ended:
     """The answer to row n ends in n; row 1 expects that."""
     write_rows([{"q": f"q{k}", "a": "1", "n": 1 if k else 15} for k in range(3)])
-    write_job(name, **tables)
+    write_job(**tables)
     return batchkit("run", "job.toml")
 
 
@@ -110,40 +108,6 @@ def test_what_was_selected_is_shown() -> None:
     assert first["record"]["selected"] == 0
 
 
-def choose_the_second() -> None:
-    """As if the model had said three things, of which the second was selected."""
-    changed = []
-    for record in records():
-        texts = ["one", record["text"], "three"]
-        record["choices"] = [{"text": text, "finish_reason": "stop"} for text in texts]
-        changed.append(record | {"selected": 1})
-    LOG.write_bytes(
-        b"".join(orjson.dumps(one, option=orjson.OPT_APPEND_NEWLINE) for one in changed)
-    )
-    (RUN / "checkpoint.json").unlink()
-
-
-def test_openais_format_has_the_answer_that_was_selected() -> None:
-    run(steps=STEPS, output={"choices": True})
-    choose_the_second()
-    assert batchkit("export", "--openai", "out.jsonl").exit_code == 0
-    for n, line in enumerate(Path("out.jsonl").read_text().splitlines()):
-        body = json.loads(line)["response"]["body"]
-        (choice,) = body["choices"]
-        assert choice["message"]["content"] == SAID[n]
-        assert choice["index"] == 0
-        assert body["usage"]["completion_tokens"] == (12 if n == 1 else 18)  # of all steps
-
-
-def test_the_harness_format_has_the_rows_answer() -> None:
-    run(steps=STEPS)
-    Path("out").mkdir()
-    assert batchkit("export", "--realhit", "out").exit_code == 0
-    (path,) = Path("out").glob("results_*.json")
-    said = [result["Prediction"] for result in json.loads(path.read_text())["results"]]
-    assert said == SAID
-
-
 def test_scoring_again_reads_the_rows_answer_and_keeps_its_steps() -> None:
     run(steps=STEPS)
     before = {record["index"]: record["steps"] for record in records()}
@@ -154,16 +118,6 @@ def test_scoring_again_reads_the_rows_answer_and_keeps_its_steps() -> None:
     scored = list(read_scored(RUN))
     assert [record["scores"] for record in scored] == [{"em": 0.0}, {"em": 1.0}, {"em": 0.0}]
     assert {record["index"]: record["steps"] for record in scored} == before
-
-
-def test_two_runs_are_compared_by_their_answers() -> None:
-    run(steps=STEPS, scoring=NUMBER)
-    run("b", prompt={"user": "{{ q }}"}, scoring=NUMBER)
-    ended = batchkit("report", "output/a", "output/b", "--json")
-    assert ended.exit_code == 0, ended.stderr
-    tables = ended.json["tables"]
-    assert tables["a"]["overall"] == tables["b"]["overall"]
-    assert tables["a"]["overall"]["n"] == 3
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from batchkit.storage.lines import answers_in_words
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN, prepare, process, run, write_job, write_rows
 from tests.support.images import png
@@ -139,3 +141,30 @@ def test_watch_shows_the_state_until_the_run_has_ended() -> None:
     assert states[0]["held_by"] is not None
     assert (states[-1]["ok"], states[-1]["held_by"]) == (60, None)
     assert states[0]["ok"] < 60
+
+
+CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"label": "good", "probabilities": [0.25, 0.75]}, ["good (0.75)"]),
+        ({"score": 0.123456}, ["0.1235"]),
+        ({"score": [0.1, 0.9], "order": [1, 0]}, ["document 1: 0.9, document 0: 0.1"]),
+        ({"embedding": {"dimensions": 1024}}, ["embedding of 1,024 dimensions"]),
+        ({"text": "a"}, ["a"]),
+        ({"text": "a", "choices": [{"text": "a"}, {"text": "b"}]}, ["a", "b"]),
+        ({"text": "", "tool_calls": [CALL]}, ['f({"x": 1})']),
+        ({"text": None}, [""]),
+    ],
+)
+def test_an_answer_in_words(record: dict[str, Any], expected: list[str]) -> None:
+    assert answers_in_words(record) == expected
+
+
+def test_the_best_of_many_documents_are_named() -> None:
+    scores = [n / 1000 for n in range(1000)]
+    (found,) = answers_in_words({"score": scores, "order": [*range(999, -1, -1)]})
+    assert found.startswith("document 999: 0.999, ")
+    assert found.endswith(", … and 980 more")
