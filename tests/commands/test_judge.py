@@ -16,12 +16,11 @@ from batchkit.commands.score import score_run
 from batchkit.commands.score.predictions import score_predictions
 from batchkit.errors import BatchkitError
 from tests.support.chat_server import Refused, error, serving
-from tests.support.judge import Judge, judged_job
+from tests.support.judge import Judge, cut_off, judged, judged_job
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 from tests.support.scored_runs import (
     NUMBER,
-    completion,
     counted,
     echo,
     engine,
@@ -36,13 +35,6 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.slow
 
 NO_MODEL = {"kind": "openai-server", "model": "typo"}
-
-
-def cut_off(text: str) -> Refused:
-    """An answer that ``max_tokens`` has cut off."""
-    body = completion(text)
-    body["choices"][0]["finish_reason"] = "length"
-    return Refused(200, body)
 
 
 VERDICTS: list[tuple[list[str | Exception], float | None]] = [
@@ -68,8 +60,7 @@ def test_a_judge_s_score_is_read_clamped_and_asked_for_again(tmp_path: Path) -> 
     with serving(judge) as server:
         folder = run(judged_job(tmp_path, server, counted(len(VERDICTS))))
     expected = [score for _, score in VERDICTS]
-    found = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
-    assert found == {f"q{n}": score for n, score in enumerate(expected)}
+    assert judged(folder) == {f"q{n}": score for n, score in enumerate(expected)}
     again = {"q4": 2, "q5": 3, "q11": 2}
     assert judge.asked == {f"q{n}": again.get(f"q{n}", 1) for n in range(len(VERDICTS))}
     assert any(prompt.startswith("JUDGE q0 0 / 0") for prompt in judge.prompts)
@@ -100,7 +91,7 @@ def test_a_judgement_is_paid_for_once(tmp_path: Path) -> None:
     with serving(judge) as server:
         made = judged_job(tmp_path, server, output=keep)
         folder = run(made)
-        before = scored(folder)
+        before = judged(folder)
         assert judge.asked.total() == 3
         score_run(folder, say=quiet)
         run(made)
@@ -111,9 +102,7 @@ def test_a_judgement_is_paid_for_once(tmp_path: Path) -> None:
         number = {"extract": "regex", "pattern": r"row (\d)"}
         score_run(folder, judged_job(tmp_path, server, scoring=number, output=keep), say=quiet)
         assert judge.asked.total() == 3  # the same predictions, read in another way
-        assert {n: s["judge"] for n, (_, s) in scored(folder).items()} == {
-            n: s["judge"] for n, (_, s) in before.items()
-        }
+        assert judged(folder) == before
         other = {"extract": "regex", "pattern": r"row ([01])"}
         score_run(folder, judged_job(tmp_path, server, scoring=other, output=keep), say=quiet)
     assert judge.asked == {"q0": 1, "q1": 1, "q2": 2}
@@ -165,14 +154,10 @@ def test_a_judgement_that_failed_is_tried_again_by_the_next_score(tmp_path: Path
     judge = Judge({"q1": [Refused(400, error("not now")), "[Score]: 60"]})
     with serving(judge) as server:
         folder = run(judged_job(tmp_path, server))
-        assert scored(folder)["q1"][1]["judge"] is None
+        assert judged(folder)["q1"] is None
         score_run(folder, say=quiet)
         score_run(folder, say=quiet)
-    assert {name: scores["judge"] for name, (_, scores) in scored(folder).items()} == {
-        "q0": 0.5,
-        "q1": 0.6,
-        "q2": 0.5,
-    }
+    assert judged(folder) == {"q0": 0.5, "q1": 0.6, "q2": 0.5}
     assert judge.asked == {"q0": 1, "q1": 2, "q2": 1}
 
 
@@ -183,12 +168,8 @@ def test_judgements_outlive_whatever_is_tried_in_between(tmp_path: Path) -> None
         made = judged_job(tmp_path, server, counted(3, b="7"))
         folder = run(made)
         before = scored(folder)
-        away = judged_job(
-            tmp_path,
-            server,
-            counted(3, b="7"),
-            judge={"engine": NO_MODEL | {"base_url": server.url}},
-        )
+        elsewhere = {"engine": NO_MODEL | {"base_url": server.url}}
+        away = judged_job(tmp_path, server, counted(3, b="7"), judge=elsewhere)
         with pytest.raises(BatchkitError, match="typo"):
             score_run(folder, away, say=quiet)
         misspelt = {"prompt": {"user": "JUDGE {{ id }} {{ predicton }}"}}
@@ -225,7 +206,7 @@ def test_rows_that_come_and_go_keep_their_judgements(tmp_path: Path) -> None:
         requeue(counted(2))
         requeue(counted(4)[::-1])
         assert judge.asked.total() == 5
-    assert {scores["judge"] for _, scores in scored(folder).values()} == {0.5}
+    assert {*judged(folder).values()} == {0.5}
 
 
 def test_answers_that_show_a_judge_the_same_are_judged_once(tmp_path: Path) -> None:
@@ -235,7 +216,7 @@ def test_answers_that_show_a_judge_the_same_are_judged_once(tmp_path: Path) -> N
         rows = [{**row, "a": "same"} for row in counted(5)]
         folder = run(judged_job(tmp_path, server, rows, judge={"prompt": prompt}))
     assert judge.asked == {"all": 1}
-    assert [scores["judge"] for _, scores in scored(folder).values()] == [0.5] * 5
+    assert [*judged(folder).values()] == [0.5] * 5
 
 
 @pytest.mark.parametrize(
@@ -255,10 +236,10 @@ def test_a_judge_sees_the_rows_own_value_of_a_name_that_vars_has(
     }
     with serving(judge) as server:
         folder = run(judged_job(tmp_path, server, rows, scoring={"scorers": ["em"]}, **made))
-        judged = judged_job(tmp_path, server, rows, **made)
+        asked = judged_job(tmp_path, server, rows, **made)
         if not is_there:
             (tmp_path / "rows.jsonl").unlink()
-        score_run(folder, judged, say=quiet)
+        score_run(folder, asked, say=quiet)
     assert sorted(judge.prompts) == ["JUDGE q0 kind 0", f"JUDGE q1 {tone} 1"]
 
 
@@ -312,34 +293,12 @@ def test_judging_may_be_ended_and_pays_again_only_for_what_was_in_flight(
             summary = json.loads(stdout.splitlines()[-1])
             assert (summary["ok"], summary["exit"]) == (60, 128 + signum)
         assert {scores["em"] for _, scores in scored(made.folder).values()} == {1.0}
-        assert {scores.get("judge") for _, scores in scored(made.folder).values()} == {None}
+        assert {*judged(made.folder).values()} == {None}
         server.before = judge
         assert batchkit(command, "job.toml", cwd=tmp_path).returncode == 0
-    assert {scores["judge"] for _, scores in scored(made.folder).values()} == {0.5}
+    assert {*judged(made.folder).values()} == {0.5}
     # What was in flight as it stopped; of a killed one, twice, and one that was being written.
     assert 60 <= judge.asked.total() <= (66 if is_killed else 64)
-
-
-def test_judgements_that_came_before_earlier_ones_are_kept_when_judging_stops(
-    tmp_path: Path,
-) -> None:
-    judge = Judge({})
-
-    def fails_last(text: str, body: dict[str, Any]) -> str:
-        if text.startswith("JUDGE q0"):
-            until(lambda: judge.asked.total() == 2)
-            time.sleep(0.5)
-            raise Refused(401, error("Incorrect API key provided"))
-        return judge(text, body)
-
-    with serving(fails_last) as server:
-        made = judged_job(tmp_path, server)
-        with pytest.raises(BatchkitError):
-            run(made)
-        server.before = judge
-        score_run(made.folder, say=quiet)
-    assert {scores["judge"] for _, scores in scored(made.folder).values()} == {0.5}
-    assert judge.asked == {"q0": 1, "q1": 1, "q2": 1}
 
 
 def test_only_the_rows_of_a_rule_are_judged_with_their_texts_and_images(tmp_path: Path) -> None:
@@ -370,11 +329,11 @@ def test_only_the_rows_of_a_rule_are_judged_with_their_texts_and_images(tmp_path
     assert judge.prompts == ["JUDGE q1 TABLE 1"]
     assert kinds == ["image_url", "text"]
     assert server.bodies[-1]["max_tokens"] == 9
-    assert {name: scores for name, (_, scores) in scored(folder).items()} == {
-        "q0": {"em": 1.0},
-        "q1": {"judge": 0.5},
-        "q2": {"em": 1.0},
-    }
+    assert [scores for _, scores in scored(folder).values()] == [
+        {"em": 1},
+        {"judge": 0.5},
+        {"em": 1},
+    ]
 
 
 def test_without_a_judge_its_rows_are_unscored_and_that_is_said(tmp_path: Path) -> None:
@@ -389,32 +348,19 @@ def test_charts_are_run_only_where_that_is_allowed_and_one_that_can_t_be_spares_
     tmp_path: Path,
 ) -> None:
     program = "import matplotlib.pyplot as plt\nplt.bar(['a', 'b'], [3, 4])\nplt.show()"
-    row = {
-        "id": "q0",
-        "kind": "Chart",
-        "say": program,
-        "a": "[3, 4]",
-        "SubQType": "BarChart Generation",
-    }
-    rows = [row, {**row, "id": "q1", "SubQType": None}]
-    del rows[1]["SubQType"]
+    row = {"kind": "Chart", "say": program, "a": "[3, 4]"}
+    rows = [{**row, "id": "q0", "SubQType": "BarChart Generation"}, {**row, "id": "q1"}]
     scoring = {"extract": "code", "reference": "a", "scorers": ["chart"], "mode": "fixed"}
     said: list[str] = []
     with serving(echo) as server:
         made = job(tmp_path, rows, engine=engine(server), scoring=scoring)
         run_job(made, say=said.append).checked()
     none = {"ecr": None, "pass": None}
-    assert {name: scores for name, (_, scores) in scored(made.folder).items()} == {
-        "q0": none,
-        "q1": none,
-    }
+    assert [scores for _, scores in scored(made.folder).values()] == [none, none]
     assert "2 charts are unscored: scoring.allow_code = true runs their code" in said
     allowed = made.scoring.model_copy(update={"allow_code": True})
     score_run(made.folder, made.model_copy(update={"scoring": allowed}), say=said.append)
-    assert {name: scores for name, (_, scores) in scored(made.folder).items()} == {
-        "q0": {"ecr": 1.0, "pass": 1.0},
-        "q1": none,
-    }
+    assert [scores for _, scores in scored(made.folder).values()] == [{"ecr": 1, "pass": 1}, none]
     assert any(t.startswith("row q1: its chart is unscored: 'SubQType' is undef") for t in said)
 
 

@@ -13,11 +13,10 @@ from batchkit.commands.score.judge import FOLDER
 from batchkit.config.tables import JobConfig
 from batchkit.config.tables.scoring import JudgeTable
 from batchkit.errors import JobError
-from tests.support.chat_server import ChatServer, Refused, serving
+from tests.support.chat_server import ChatServer, serving
 from tests.support.command_line import batchkit
-from tests.support.judge import Judge
+from tests.support.judge import Judge, cut_off, judged
 from tests.support.scored_runs import (
-    completion,
     counted,
     engine,
     job,
@@ -54,17 +53,10 @@ def test_the_answers_of_a_step_are_the_scores(tmp_path: Path) -> None:
     with serving(judge) as server:
         found = run_job(job_with_steps(tmp_path, server), say=said.append).checked()
     folder = Path(found.folder)
-    scores = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
-    assert scores == {"q0": 0.7, "q1": None, "q2": None, "q3": 1.0}
+    assert judged(folder) == {"q0": 0.7, "q1": None, "q2": None, "q3": 1.0}
     assert any("2 of 4 answers have no score from the step judge: " in text for text in said)
     assert judge.asked == {"q0": 1, "q2": 1, "q3": 1}
     assert not (folder / FOLDER).exists()
-
-
-def cut_off(text: str) -> Refused:
-    body = completion(text)
-    body["choices"][0]["finish_reason"] = "length"
-    return Refused(200, body)
 
 
 NUMBER, REGEX = {"extract": "number"}, {"extract": "regex", "pattern": r"Verdict=(\d+)"}
@@ -89,7 +81,7 @@ def test_a_verdict_is_read_in_one_way_alone(
     """By the step's extractor; without one as a judge's text, whatever else scores the step."""
     with serving(Judge(said)) as server:
         folder = run(job_with_steps(tmp_path, server, **its))
-    assert [scores["judge"] for _, scores in scored(folder).values()] == expected
+    assert [*judged(folder).values()] == expected
 
 
 def test_a_finished_run_is_scored_by_its_steps_without_asking_again(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -11,11 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import tomlkit
 
-from batchkit.commands.export import export
 from batchkit.commands.retry import retry_failed
 from batchkit.commands.run import run_job
 from batchkit.commands.score import score_run
@@ -33,7 +30,7 @@ from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, read_scored
 from tests.support.chat_server import Refused, error, serving
 from tests.support.own_process import batchkit
-from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.rows import write_jsonl
 from tests.support.scored_runs import (
     NUMBER,
     ROWS,
@@ -426,18 +423,6 @@ def test_damaged_scores_are_named_and_written_anew(answered: Path, damage: bytes
     assert scored(answered) == before
 
 
-def test_scores_count_only_for_the_record_that_they_were_made_from(answered: Path) -> None:
-    """As if a row had been run again after the scoring."""
-    score_run(answered, say=quiet)
-    records = read_jsonl(answered / RESULTS)
-    newer = next(r for r in records if r["id"] == "q2")
-    newer |= {"finished_at": "2099-01-01T00:00:00.000Z", "scores": {"f1": 0.5}, "prediction": "new"}
-    with (answered / RESULTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(newer, separators=(",", ":")) + "\n")
-    assert scored(answered)["q2"] == ("new", {"f1": 0.5})
-    assert scored(answered)["q1"] == ("1955, 62170", {"f1": 1.0, "em": 1.0})
-
-
 @pytest.mark.parametrize("key", ["reference", "group_by"])
 def test_a_misspelt_field_is_refused_at_once_and_by_score_too(tmp_path: Path, key: str) -> None:
     rows = counted(2, answer="x")
@@ -509,22 +494,3 @@ def test_a_run_whose_log_is_gone_is_not_scored(answered: Path) -> None:
         with pytest.raises(StoreError, match=r"results\.jsonl: is missing"):
             act(answered)
     assert (answered / SCORES).read_bytes() == scores
-
-
-# Exports
-
-
-def test_exports_hold_the_newest_scores(tmp_path: Path, answered: Path) -> None:
-    changed = job_of_run(answered).scoring.model_copy(update={"scorers": ["em"]})
-    score_run(answered, job_of_run(answered).model_copy(update={"scoring": changed}), say=quiet)
-    em = [1.0, 0.0, 0.0, None, None]
-    for name in ("parquet", "jsonl", "csv"):
-        export(answered, name, tmp_path / f"out.{name}")
-    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    assert [row["scores.em"] for row in rows] == em
-    lines = (tmp_path / "out.jsonl").read_text().splitlines()
-    assert [json.loads(line)["scores"].get("em") for line in lines] == em
-    with (tmp_path / "out.csv").open(newline="") as file:
-        assert [row["scores.em"] for row in csv.DictReader(file)] == ["1.0", "0.0", "0.0", "", ""]
-    assert rows[1]["prediction"] == "Yes"
-    assert "scores.f1" not in rows[1]

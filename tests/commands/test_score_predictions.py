@@ -138,20 +138,21 @@ def test_a_failed_line_of_a_batch_is_a_failure(tmp_path: Path, line: dict[str, A
     assert as_json["overall"]["em"] == 100
 
 
-@pytest.mark.parametrize("body", [RESPONSE, {"choices": [{"text": "35 to 44 years"}]}])
-def test_a_line_of_a_batch_may_answer_another_endpoint_than_chat(tmp_path: Path, body: Any) -> None:
+RIGHT = {"message": {"content": "35 to 44 years"}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        RESPONSE,
+        {"choices": [{"text": "35 to 44 years"}]},
+        {"choices": [{"index": 1, "message": {"content": "No"}}, {"index": 0, **RIGHT}]},
+    ],
+)
+def test_the_first_answer_of_a_line_counts_whatever_its_endpoint(tmp_path: Path, body: Any) -> None:
     write_jsonl(tmp_path / "made.jsonl", [{"custom_id": "q3", "response": {"body": body}}])
     found, _ = score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
     assert found.to_json()["overall"]["em"] == 100
-
-
-def test_a_line_of_a_batch_with_several_choices_counts_the_first(tmp_path: Path) -> None:
-    body = completion("Yes")
-    body["choices"] = [{"index": 1, "message": {"content": "No"}}, *body["choices"]]
-    line = {"custom_id": "q2", "response": {"status_code": 200, "body": body}}
-    write_jsonl(tmp_path / "made.jsonl", [line])
-    found, _ = score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
-    assert found.to_json()["overall"]["em"] == 0
 
 
 def test_predictions_from_the_command_line(tmp_path: Path) -> None:
@@ -195,11 +196,6 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
         ("a.json", "[3]", "a.json entry 0: found '3'"),
         ("a.json", "[]", "a.json: holds no prediction"),
         ("a.jsonl", '{"id": "77", "text": "x"}', "(first there: '77', here: 'q1'); set input.id"),
-        (
-            "a.csv",
-            "id,prediction\nq1,5\nq2,4\nq1,3\n",
-            "a.csv row 2: another answer for id 'q1', which has one",
-        ),
         (None, "", "none.jsonl: no such file"),
     ],
 )

@@ -88,19 +88,13 @@ def test_each_is_said_once_before_it_happens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (("run", "--dry-run"), ["imports: "]),
-        (("validate",), ["imports: "]),
-        (("plan", "--rows", "1"), ["imports: "]),
-    ],
+    "command", ["run job.toml --dry-run", "validate job.toml", "plan job.toml"]
 )
-def test_a_command_says_only_what_it_does(command: tuple[str, ...], said: list[str]) -> None:
+def test_a_command_says_only_what_it_does(command: str) -> None:
     write_job(**ROLLOUT, run={"on_end": NOTIFY, "check_rows": 0})
-    first, *options = command
-    lines = batchkit(first, "job.toml", *options).stderr.splitlines()
-    does = [line for line in lines if line.startswith(("batchkit: imports", "batchkit: runs"))]
-    assert [line[: len("batchkit: imports: ")] for line in does] == [f"batchkit: {s}" for s in said]
+    said = batchkit(*command.split()).stderr
+    assert said.count("batchkit: imports: ") == 1
+    assert "batchkit: runs: " not in said
     assert not Path("ended").exists()
 
 
@@ -206,13 +200,8 @@ def test_key_goes_to_another_host_only_with_trust() -> None:
         other = server(base) | {"base_url": base.url.replace("127.0.0.1", "localhost")}
         write_job(engine=other)
         for command in ("run", "plan", "retry-failed"):
-            found = batchkit(
-                command,
-                "job.toml",
-                *["--set", "engine.base_url=" + other["base_url"]][
-                    : 2 * (command == "retry-failed")
-                ],
-            )
+            setting = ["--set", f"engine.base_url={other['base_url']}"]
+            found = batchkit(command, "job.toml", *setting * (command == "retry-failed"))
             assert found.exit_code == 2
             assert "sends $MY_KEY to localhost, and its run asked 127.0.0.1 so far" in found.stderr
         assert batchkit("run", "job.toml", "--trust").exit_code == 3

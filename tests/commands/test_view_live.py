@@ -23,6 +23,7 @@ from tests.support.dry_runs import (
     run,
     write_job,
 )
+from tests.support.made_runs import failure
 from tests.support.mounts import mounted
 from tests.support.own_process import begin
 from tests.support.view_server import Viewed, viewing
@@ -148,17 +149,24 @@ def test_a_run_that_can_not_start_says_so(view: Viewed) -> None:
     assert view.get("runs/a")["state"] == "failed to start"
 
 
-def test_a_line_appears_once_and_when_it_is_whole(view: Viewed) -> None:
+def test_a_line_appears_once_and_when_it_is_whole_and_a_newer_one_takes_its_place(
+    view: Viewed,
+) -> None:
     prepare(10)
     run("--limit", "5")
-    line = json.dumps({**records()[-1], "index": 7, "id": "7"}) + "\n"
+    record = {**records()[-1], "index": 7, "id": "7"}
+    line = json.dumps(record) + "\n"
     with LOG.open("a") as log:
         for part, more in (("", []), (line[:50], []), (line[50:-1], []), ("\n", [7]), (line, [7])):
             log.write(part)
             log.flush()
             assert view.indexes() == [0, 1, 2, 3, 4, *more]
             assert view.get("runs/a")["ok"] == 5 + len(more)
-    assert batchkit("status", "output/a", "--json").json["ok"] == 6
+        assert batchkit("status", "output/a", "--json").json["ok"] == 6
+        log.write(json.dumps(record | failure("oom")) + "\n")
+    assert view.indexes(status="failed") == view.indexes(kind="oom") == [7]
+    assert view.rows()["total"] == 6
+    assert view.get("runs/a")["failures"][0]["message"] == "it was oom"
 
 
 def test_records_of_other_programs_are_rows(view: Viewed) -> None:
@@ -168,21 +176,9 @@ def test_records_of_other_programs_are_rows(view: Viewed) -> None:
     whole = json.loads(LOG.read_bytes().splitlines()[0])
     plain = {**whole, "id": "x", "status": "ok", "text": "yes"}
     lines = [
-        {
-            **plain,
-            "index": 3,
-            "usage": None,
-            "latency_s": 1e300,
-            "scores": {"f1": 1e300, "em": None},
-        },
+        {**plain, "index": 3, "latency_s": 1e300, "scores": {"f1": 1e300, "em": None}},
         {**plain, "index": 4},
-        {
-            **plain,
-            "index": 5,
-            "status": "failed",
-            "text": None,
-            "error": {"kind": "oom", "type": "", "message": "", "retryable": False},
-        },
+        {**plain, **failure("oom"), "index": 5},
         {**plain, "index": 6, "choices": [{"text": "a"}, {"text": "b"}], "tool_calls": None},
         {**plain, "index": 7, "text": " \n"},
         {**plain, "index": -1},
@@ -200,24 +196,6 @@ def test_records_of_other_programs_are_rows(view: Viewed) -> None:
     assert view.indexes(status="failed") == view.indexes(kind="oom") == [5]
     assert view.indexes(sort="latency", order="desc", limit=1) == [3]
     assert view.get("runs/a/rows/6")["answers"] == ["a", "b"]
-
-
-def test_a_newer_record_takes_the_place_of_an_older(view: Viewed) -> None:
-    prepare(5)
-    run()
-    assert view.indexes(status="failed") == []
-    error = {
-        "kind": "oom",
-        "type": "RowOutOfMemoryError",
-        "message": "too large",
-        "retryable": False,
-    }
-    with LOG.open("a") as log:
-        record = json.loads(LOG.read_bytes().splitlines()[2])
-        log.write(json.dumps({**record, "status": "failed", "text": None, "error": error}) + "\n")
-    assert view.indexes(status="failed") == view.indexes(kind="oom") == [record["index"]]
-    assert view.rows()["total"] == 5
-    assert view.get("runs/a")["failures"][0]["message"] == "too large"
 
 
 def test_a_log_that_was_replaced_moved_aside_and_deleted(view: Viewed) -> None:

@@ -208,17 +208,6 @@ def test_a_row_without_its_image_says_so(view: Viewed) -> None:
     assert "gone.png" in answer.json()["error"]
 
 
-def test_a_copied_run_without_its_input_says_so(view: Viewed, place: Path) -> None:
-    (place / "qa.json").rename(place / "elsewhere.json")
-    try:
-        found = view.get("runs/tables/rows/3")
-    finally:
-        (place / "elsewhere.json").rename(place / "qa.json")
-    assert "qa.json" in found["prompt"]["error"]
-    assert found["prompt"]["images"] == []
-    assert found["record"]["index"] == 3
-
-
 def test_a_row_that_has_no_record(view: Viewed) -> None:
     assert "row 999 has no record" in view.get("runs/tables/rows/999", 404)["error"]
     assert view.get("runs/tables/rows/x", 404)["error"]

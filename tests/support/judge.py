@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.config.tables import JobConfig
-from tests.support.chat_server import ChatServer
-from tests.support.scored_runs import NUMBER, counted, echo, engine, job
+from tests.support.chat_server import ChatServer, Refused
+from tests.support.scored_runs import NUMBER, completion, counted, echo, engine, job, scored
 
 
 class Judge:
@@ -33,6 +33,13 @@ class Judge:
         return echo(verdict, body)
 
 
+def cut_off(text: str) -> Refused:
+    """An answer that ``max_tokens`` has cut off."""
+    body = completion(text)
+    body["choices"][0]["finish_reason"] = "length"
+    return Refused(200, body)
+
+
 def judged_job(folder: Path, server: ChatServer, rows: Any = None, **tables: Any) -> JobConfig:
     judge = {
         "engine": engine(server),
@@ -42,3 +49,8 @@ def judged_job(folder: Path, server: ChatServer, rows: Any = None, **tables: Any
     scoring = {**NUMBER, "scorers": ["em", "judge"], "judge": judge, **tables.pop("scoring", {})}
     rows = counted(3) if rows is None else rows
     return job(folder, rows, scoring=scoring, **tables)
+
+
+def judged(folder: Path) -> dict[str, float | None]:
+    """The judge's score of each row by its id; of a row that nobody judged None."""
+    return {name: scores.get("judge") for name, (_, scores) in scored(folder).items()}
