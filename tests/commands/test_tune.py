@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import tomllib
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ import pytest
 from batchkit.commands.trial import Trial
 from batchkit.commands.trial.measurement import Figures, Idle
 from batchkit.commands.tuning.options import patch
-from batchkit.commands.tuning.tune import tune
+from batchkit.commands.tuning.tune import Tuned, tune
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
+from tests.support import own_process
+from tests.support.command_line import batchkit
 from tests.support.dry_runs import TRIED
 from tests.support.forks import Fork
-from tests.support.own_process import batchkit, begin
 from tests.support.ray_head import RayHead
 from tests.support.rows import write_jsonl
 
@@ -37,18 +40,44 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def found(*args: str, **environment: str) -> dict[str, Any]:
-    command = ("tune", "job.toml", "--json", "--seconds", "1", *args)
-    ended = batchkit(*command, cwd=Path.cwd(), **environment)
-    assert ended.returncode == 0, ended.stderr
-    tuned: dict[str, Any] = json.loads(ended.stdout)
-    return tuned
+def found(*args: str) -> dict[str, Any]:
+    ended = batchkit("tune", "job.toml", "--json", "--seconds", "1", *args)
+    assert ended.exit_code == 0, ended.stderr
+    return ended.json
+
+
+def ok(rate: float, *, idle: Idle | None = None, is_short: bool = False) -> Trial:
+    """A trial of a second that answered so many rows."""
+    figures = Figures(1.0, int(rate), 1000, 1000, 1.0, 1.0, not is_short, (0.9 * rate, 1.1 * rate))
+    return Trial("ok", "", 1.0, 0.1, figures, idle=idle, is_short=is_short)
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tuned]:
+    """The result of a search over the options in ``space``, with the trials that ``trial`` makes up of a job, how many
+    run at once and for how long; real ones without it."""
+
+    def search(
+        trial: Callable[[JobConfig, int, float], Trial] | None = None,
+        space: dict[str, Any] | None = None,
+        job: JobConfig | None = None,
+        **how: Any,
+    ) -> Tuned:
+        if trial is not None:
+            monkeypatch.setattr(
+                "batchkit.commands.trial.Trials.run", lambda self, *given: trial(*given[:3])
+            )
+        if space is not None:
+            monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
+        return tune(job or load_job(Path("job.toml")), minutes=5, rows=None, seconds=1, **how)
+
+    return search
 
 
 def test_the_fastest_options_are_found_compared_and_written() -> None:
     tuned = found("--write")
     size = tuned["best"]["options"]["max_num_seqs"]
-    assert size in (32, 64), "more rows than that there are not"
+    assert 32 <= size <= 64, "more rows than that there are not"
     assert tuned["ratio"] == tuned["compared"]["ratio"] >= tuned["compared"]["low"] > 1.5
     assert tuned["default"]["rows_per_s"] < tuned["best"]["rows_per_s"]
     ok = [trial for trial in tuned["trials"] if trial["status"] == "ok"]
@@ -88,30 +117,27 @@ def test_what_is_known_is_not_tried_again_and_holds_for_the_same_job_alone() -> 
     assert len(MEMORY.read_text().splitlines()) >= known + 1 + 7 + len(tuned["trials"])
 
 
-def test_trials_are_as_long_as_it_takes_to_fill_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trials_are_as_long_as_it_takes_to_fill_the_engine(searched: Callable[..., Tuned]) -> None:
     """It takes 3 s; the short answers that come before that would look like speed."""
     given = list[float]()
 
-    def run(self: object, job: JobConfig, at_once: int, seconds: float, least: float) -> Trial:
+    def trial(job: JobConfig, at_once: int, seconds: float) -> Trial:
         given.append(seconds)
-        is_short = seconds < 3
-        figures = Figures(1.0, 900 if is_short else 100, 0, 0, 1.0, 1.0, not is_short)
-        return Trial("ok", "", seconds, 0.1, figures, is_short=is_short)
+        return ok(900, is_short=True) if seconds < 3 else ok(100)
 
-    monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
-    tuned = tune(load_job(Path("job.toml")), minutes=60, rows=None, seconds=1)
+    tuned = searched(trial)
     assert given[:4] == [1, 2, 4, 4]
     assert {trial.rows_per_s for trial in tuned.trials} == {100}
-    tune(load_job(Path("job.toml")), minutes=60, rows=None, seconds=1)
-    assert not any(trial.is_short for trial in tuned.trials)
+    assert {(trial.low, trial.high) for trial in tuned.trials} == {(90, 110)}
+    assert not any(trial.is_short for trial in searched(trial).trials)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_search_that_is_stopped_keeps_what_it_knows(signum: int, code: int) -> None:
     slow = ("--set", "engine.options.latency_s=0.5")
-    process = begin("tune", "job.toml", "--seconds", "1", "--write", *slow, cwd=Path.cwd())
+    process = own_process.begin(
+        "tune", "job.toml", "--seconds", "1", "--write", *slow, cwd=Path.cwd()
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if "max_num_seqs = 32: starting" in line:
@@ -124,11 +150,9 @@ def test_a_search_that_is_stopped_keeps_what_it_knows(signum: int, code: int) ->
     assert Path("job.toml").read_text() == JOB
 
 
-def test_a_trial_that_fails_costs_that_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_fails_costs_that_trial(searched: Callable[..., Tuned]) -> None:
     """An option that the engine refuses, behind one that gains."""
-    space = {"max_num_seqs": 8, "no_such_option": False}
-    monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
-    tuned = tune(load_job(Path("job.toml")), minutes=5, rows=None, seconds=1)
+    tuned = searched(space={"max_num_seqs": 8, "no_such_option": False})
     refused = [trial for trial in tuned.trials if "no_such_option" in trial.options]
     assert [trial.status.partition(":")[0] for trial in refused] == ["error"]
     assert "has no such name" in refused[0].status
@@ -137,22 +161,18 @@ def test_a_trial_that_fails_costs_that_trial(monkeypatch: pytest.MonkeyPatch) ->
     assert "no_such_option" in tuned.to_text()
 
 
-def test_options_of_the_run_are_tried_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_run_are_tried_and_written(searched: Callable[..., Tuned]) -> None:
     """Two workers on Ray answer as many rows as twice the size would."""
-    space = {"max_num_seqs": 8, "run.workers": [2], "run.max_in_flight": [64]}
-    monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
     rates = {(None, "auto"): 100, (2, "auto"): 180, (2, 64): 190}
 
-    def run(self: object, job: JobConfig, at_once: int, *_: float) -> Trial:
-        assert at_once == job.engine.options["max_num_seqs"] * (job.run.workers or 1)
-        rate = rates.get((job.run.workers, job.run.max_in_flight), 10)
-        if job.engine.options["max_num_seqs"] != 8 or job.run.render_threads != 4:
-            rate = 1
-        return Trial("ok", "", 1.0, 0.1, Figures(1.0, rate, 0, 0, 1.0, 1.0, True))
+    def trial(job: JobConfig, at_once: int, seconds: float) -> Trial:
+        size, run = job.engine.options["max_num_seqs"], job.run
+        assert at_once == size * (run.workers or 1)
+        is_known = size == 8 and run.render_threads == 4
+        return ok(rates.get((run.workers, run.max_in_flight), 10) if is_known else 1)
 
-    monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
-    job = load_job(Path("job.toml"))
-    tuned = tune(job, minutes=5, rows=None, seconds=1, write_to=Path("job.toml"))
+    space = {"max_num_seqs": 8, "run.workers": [2], "run.max_in_flight": [64]}
+    tuned = searched(trial, space, write_to=Path("job.toml"))
     assert tuned.best == {"run.workers": 2, "run.max_in_flight": 64}
     assert tomllib.loads(Path("job.toml").read_text())["run"] == {"workers": 2, "max_in_flight": 64}
     assert "[run]\nworkers = 2\nmax_in_flight = 64" in patch(tuned.best)
@@ -161,67 +181,48 @@ def test_options_of_the_run_are_tried_and_written(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.release
 @pytest.mark.ray
 def test_a_trial_with_workers_is_one_on_ray(
-    ray_head: RayHead, monkeypatch: pytest.MonkeyPatch
+    ray_head: RayHead, searched: Callable[..., Tuned], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    space = {"max_num_seqs": 8, "run.workers": [2]}
-    monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
     monkeypatch.setattr("batchkit.commands.tuning.tune._MOST_TRIALS", 4)
     job = load_job(Path("job.toml"), [f"run.ray_address={ray_head.address}"])
-    tuned = tune(job, minutes=5, rows=None, seconds=1)
-    on_ray = [t for t in tuned.trials if t.options.get("run.workers") == 2]
-    assert on_ray
-    assert {trial.status for trial in on_ray} == {"ok"}
+    tuned = searched(space={"max_num_seqs": 8, "run.workers": [2]}, job=job)
+    on_ray = [trial.status for trial in tuned.trials if trial.options.get("run.workers") == 2]
+    assert {*on_ray} == {"ok"}
 
 
-def test_only_what_helps_against_the_limit_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+FULL = Idle(0.0, 0.0, 0.6, 31.0, 14)
+
+
+@pytest.mark.parametrize(
+    ("idle", "are_tried"), [(FULL, True), (FULL._replace(kv_cache=0.0), False), (None, False)]
+)
+def test_only_what_helps_against_the_limit_is_tried(
+    searched: Callable[..., Tuned], idle: Idle | None, are_tried: bool
+) -> None:
     space = {"max_num_seqs": 64, "gpu_memory_utilization": [0.95], "block_size": [32]}
-    monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
-    full = Idle(0.0, 0.0, 0.6, 31.0, 14)
-    figures = Figures(1.0, 100, 1000, 1000, 1.0, 1.0, True)
-
-    def run(idle: Idle | None) -> Trial:
-        return Trial("ok", "", 1.0, 0.1, figures, idle=idle)
-
-    job = load_job(Path("job.toml"))
-    for idle, tried in ((full, True), (full._replace(kv_cache=0.0), False), (None, False)):
-        monkeypatch.setattr("batchkit.commands.trial.Trials.run", lambda *_, idle=idle: run(idle))
-        MEMORY.unlink(missing_ok=True)
-        tuned = tune(job, minutes=5, rows=None, seconds=1)
-        names = {name for trial in tuned.trials for name in trial.options}
-        assert ({"gpu_memory_utilization", "block_size"} <= names) == tried
-        if tried:
-            assert "31 of 64 requests ran at once, and 14% of them were preempted" in tuned.limit
+    tuned = searched(lambda *_: ok(100, idle=idle), space)
+    names = {name for trial in tuned.trials for name in trial.options}
+    assert ({"gpu_memory_utilization", "block_size"} <= names) == are_tried
+    held = "31 of 64 requests ran at once, and 14% of them were preempted"
+    assert (held in tuned.limit) == are_tried
 
 
 def test_as_many_requests_as_the_cache_of_each_engine_held_are_tried(
-    monkeypatch: pytest.MonkeyPatch,
+    searched: Callable[..., Tuned],
 ) -> None:
-    space = {"max_num_seqs": 64, "run.workers": [2]}
-    monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
-
-    def run(self: object, job: JobConfig, at_once: int, *_: float) -> Trial:
+    def trial(job: JobConfig, *_: float) -> Trial:
         workers = job.run.workers or 1
-        figures = Figures(1.0, 100 * workers, 1000, 1000, 1.0, 1.0, True)
-        return Trial("ok", "", 1.0, 0.1, figures, idle=Idle(0.0, 0.0, 0.6, 31.0 * workers, 0))
+        return ok(100 * workers, idle=FULL._replace(running=31.0 * workers))
 
-    monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
-    tuned = tune(load_job(Path("job.toml")), minutes=5, rows=None, seconds=1)
-    tried = [trial.options for trial in tuned.trials]
+    tried = [t.options for t in searched(trial, {"max_num_seqs": 64, "run.workers": [2]}).trials]
     assert {"run.workers": 2, "max_num_seqs": 31} in tried
     assert {"run.workers": 2, "max_num_seqs": 62} not in tried
 
 
-def test_a_gain_within_the_noise_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gain_within_the_noise_is_none(searched: Callable[..., Tuned]) -> None:
     """Rates that a trial could have shown: the best was lucky once, and is no faster when measured in turn."""
-    lucky = iter([120, 101, 99, 103])
-    by_size = {8: lambda: 100, 32: lambda: next(lucky)}
-
-    def run(self: object, job: JobConfig, at_once: int, seconds: float, least: float) -> Trial:
-        rate = by_size.get(at_once, lambda: 90)()
-        return Trial("ok", "", 1.0, 0.1, Figures(1.0, rate, 0, 0, 1.0, 1.0, True))
-
-    monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
-    tuned = tune(load_job(Path("job.toml")), minutes=5, rows=None, seconds=1)
+    rates: dict[int, Iterator[int]] = {8: repeat(100), 32: iter([120, 101, 99, 103])}
+    tuned = searched(lambda job, at_once, _: ok(next(rates.get(at_once, repeat(90)))))
     assert tuned.best == {"max_num_seqs": 32}
     assert not tuned.is_gain
     assert "may be chance; keep the default" in tuned.to_text()
@@ -230,21 +231,11 @@ def test_a_gain_within_the_noise_is_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_run_says_what_was_found_as_long_as_the_job_lacks_it() -> None:
     size = found()["best"]["options"]["max_num_seqs"]
-    ended = batchkit("run", "job.toml", cwd=Path.cwd())
+    ended = batchkit("run", "job.toml")
     assert f"tune found max_num_seqs = {size} to be" in ended.stderr
     found("--write")
-    ended = batchkit("run", "job.toml", "--fresh", cwd=Path.cwd())
-    assert (ended.returncode, "tune found" in ended.stderr) == (0, False)
-
-
-def test_the_interval_of_a_trial_is_that_of_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = Figures(10.0, 100, 0, 0, 1.0, 1.0, True, (8.0, 12.0))
-    trial = Trial("ok", "", 3.0, figures=figures)
-    monkeypatch.setattr("batchkit.commands.trial.Trials.run", lambda *given: trial)
-    tuned = tune(load_job(Path("job.toml")), minutes=0.001, rows=None, seconds=1)
-    (trial_of_default,) = tuned.trials
-    assert (trial_of_default.low, trial_of_default.high) == (8.0, 12.0)
-    assert (trial_of_default.status, trial_of_default.rows_per_s) == ("ok", 10.0)
+    ended = batchkit("run", "job.toml", "--fresh")
+    assert (ended.exit_code, "tune found" in ended.stderr) == (0, False)
 
 
 VLLM = (
@@ -267,38 +258,32 @@ kv_cache_memory_bytes = 67108864
 @pytest.mark.release
 @pytest.mark.vllm
 def test_of_options_that_change_answers_the_changed_ones_are_counted(
-    text_model: Path, monkeypatch: pytest.MonkeyPatch
+    text_model: Path, searched: Callable[..., Tuned]
 ) -> None:
     """The rates are made up, for on this machine none is faster; the answers are not."""
 
-    def run(self: object, job: JobConfig, at_once: int, seconds: float, least: float) -> Trial:
+    def trial(job: JobConfig, *_: float) -> Trial:
         if "fp8" in job.engine.options.values():
             return Trial("error: this device has none", "", 1.0)
-        rate = 150.0 if job.engine.options["dtype"] == "bfloat16" else 100.0
-        return Trial("ok", "", 1.0, 0.1, Figures(1.0, rate, 0, 0, 1.0, 1.0, True))
+        return ok(150 if job.engine.options["dtype"] == "bfloat16" else 100)
 
-    monkeypatch.setattr("batchkit.commands.trial.Trials.run", run)
     Path("job.toml").write_text(VLLM.replace("MODEL", str(text_model)))
-    job = load_job(Path("job.toml"))
-    assert tune(job, minutes=5, rows=None, seconds=1).best == {}
-    tuned = tune(job, minutes=5, rows=None, seconds=1, allow_changes=True)
+    assert searched(trial).best == {}
+    tuned = searched(trial, allow_changes=True)
     assert tuned.best == {"dtype": "bfloat16"}
     assert tuned.differ is not None
     assert 0 < tuned.differ < 1, "random weights round otherwise now and then"
     assert f"{tuned.differ:.0%} of the answers differ" in tuned.to_text()
-    embedded = job.model_copy(update={"task": "embed"})
+    embedded = load_job(Path("job.toml")).model_copy(update={"task": "embed"})
     with pytest.raises(JobError, match="counted only for one generated text"):
-        tune(embedded, minutes=5, rows=None, seconds=1, allow_changes=True)
+        searched(trial, job=embedded, allow_changes=True)
 
 
 @pytest.mark.vllm
 def test_without_time_to_search_the_default_is_measured_alone(text_model: Path) -> None:
     Path("job.toml").write_text(VLLM.replace("MODEL", str(text_model)))
-    ended = batchkit(
-        *("tune", "job.toml", "--json", "--seconds", "1", "--minutes", "0.01"),
-        cwd=Path.cwd(),
-        start=Fork,
-    )
+    args = ("tune", "job.toml", "--json", "--seconds", "1", "--minutes", "0.01")
+    ended = own_process.batchkit(*args, cwd=Path.cwd(), start=Fork)
     assert ended.returncode == 0, ended.stderr
     tuned = json.loads(ended.stdout)
     (trial,) = tuned["trials"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import threading
 import time
@@ -25,12 +26,14 @@ from PIL import Image
 from batchkit.commands.trial import OOM, Trial
 from batchkit.commands.trial.measurement import Figures, Idle
 from batchkit.commands.tuning.find import bottleneck_of, search
-from batchkit.commands.tuning.options import patch, write_patch
+from batchkit.commands.tuning.options import write_patch
 from batchkit.commands.tuning.table import Line, SizeTable, line_of, sizes_in
+from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from tests.support.chat_server import serving
+from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import TRIED as JOB
-from tests.support.own_process import batchkit, begin
+from tests.support.own_process import begin
 from tests.support.rows import write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -48,8 +51,9 @@ KEYS = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text(JOB)
     write_jsonl(tmp_path / "rows.jsonl", ({"q": f"tell me of {n}"} for n in range(400)))
     return tmp_path
@@ -90,14 +94,16 @@ def test_rounds_of_one_size_become_one_line() -> None:
     assert small["rows_per_s"] == 12
     assert small["spread"] == pytest.approx(20 / 2 / 12, abs=1e-4)
     assert large["rounds"][1]["rows_per_s"] == 22
-    assert SizeTable([small, large]).best == large
 
 
 def test_a_size_that_failed_once_has_no_rate() -> None:
     figures = Figures(10.0, 200, 0, 0, 1.0, 2.0, True)
-    failed = line_of(8, [Trial("ok", "", 12.0, 2.0, figures), Trial(OOM, "full", 3.0)])
-    table = SizeTable([size(4, 10), failed])
-    assert (table.to_json()["best"], table.to_json()["largest"]) == (4, 4)
+    table = SizeTable(JobConfig(engine={"kind": "dry-run"}), lambda text: None)
+    table.trials = {size: [Trial("ok", "", 12.0, 2.0, figures)] for size in (4, 8)}
+    table.trials[8].append(Trial(OOM, "full", 3.0))
+    found = table.to_json()
+    assert (found["best"], found["largest"]) == (4, 4)
+    failed = found["batch_sizes"][1]
     assert (failed["status"], failed["rows_per_s"], failed["p99_ms"]) == (OOM, None, None)
     assert "batch size 8: OOM: full" in table.to_text()
 
@@ -139,22 +145,6 @@ def test_search_stops_where_throughput_has_flattened(low: int, flat_from: int) -
     assert flat_from < 2.07 * before, "the last doubling was one too many at most"
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "rate", "tried", "is_early"),
-    [
-        (1, 1024, lambda size: float(min(size, 65 - size)), [1, 2, 4, 8, 16, 32, 64], True),
-        (8, 16, lambda size: 1.0, [8, 16], False),
-    ],
-    ids=["slower larger sizes end it too", "flat at the largest allowed"],
-)
-def test_search_tries_no_more(
-    low: int, high: int, rate: Callable[[int], float], tried: list[int], is_early: bool
-) -> None:
-    trials = CountingTrials(10**6, rate)
-    assert search(low, high, trials) == is_early
-    assert trials.tried == tried
-
-
 def test_few_rows_are_no_reason_to_stop() -> None:
     trials = CountingTrials(40, lambda size: 1.0, is_typical=False)
     assert not search(1, 1024, trials)
@@ -174,8 +164,8 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("text", ENGINES.values(), ids=ENGINES.keys())
-def test_one_key_is_written_and_all_else_kept(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "job.toml"
+def test_one_key_is_written_and_all_else_kept(text: str) -> None:
+    path = Path("job.toml")
     path.write_bytes(text.encode())
     path.chmod(0o640)
     write_patch(path, {"max_num_seqs": 48})
@@ -189,19 +179,15 @@ def test_one_key_is_written_and_all_else_kept(tmp_path: Path, text: str) -> None
     kept = [line for line in lines if line in after.splitlines()]
     assert len(lines) - len(kept) <= 1, "an inline table changes its one line"
     assert path.stat().st_mode & 0o777 == 0o640
-    assert [each.name for each in tmp_path.iterdir()] == ["job.toml"]
+    assert no_leftovers()
 
 
-def test_a_patch_is_toml() -> None:
-    assert tomllib.loads(patch({"max_num_seqs": 6})) == {"engine": {"options": {"max_num_seqs": 6}}}
-
-
-def test_a_link_to_a_job_file_stays_one(folder: Path) -> None:
-    link = folder / "link.toml"
+def test_a_link_to_a_job_file_stays_one() -> None:
+    link = Path("link.toml")
     link.symlink_to("job.toml")
     write_patch(link, {"max_num_seqs": 9})
     assert link.is_symlink()
-    assert "max_num_seqs = 9  # by hand" in (folder / "job.toml").read_text()
+    assert "max_num_seqs = 9  # by hand" in Path("job.toml").read_text()
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "a", "-1", "1.5"])
@@ -211,14 +197,17 @@ def test_bad_sizes(text: str) -> None:
         sizes_in(text)
 
 
-def no_leftovers(folder: Path) -> bool:
-    return {path.name for path in folder.iterdir()} == {"job.toml", "rows.jsonl"}
+def tried(command: str) -> Ended:
+    return batchkit(*shlex.split(command))
 
 
-def test_find_bs_prints_a_table_and_a_patch(folder: Path) -> None:
-    ended = batchkit("find-bs", "job.toml", "--low", "2", "--high", "8", "--seconds", "0.5",
-                     cwd=folder)  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+def no_leftovers() -> bool:
+    return {path.name for path in Path().iterdir()} == {"job.toml", "rows.jsonl"}
+
+
+def test_find_bs_prints_a_table_and_a_patch() -> None:
+    ended = tried("find-bs job.toml --low 2 --high 8 --seconds 0.5")
+    assert ended.exit_code == 0, ended.stderr
     head, _, *rows = ended.stdout.splitlines()
     assert head.startswith("| batch size | status |")
     assert [row.split()[1:4:2] for row in rows[:3]] == [["2", "ok"], ["4", "ok"], ["8", "ok"]]
@@ -226,21 +215,20 @@ def test_find_bs_prints_a_table_and_a_patch(folder: Path) -> None:
     assert "the whole job, 400 rows" in ended.stdout
     assert "[engine.options]\nmax_num_seqs = 8" in ended.stdout
     assert "how many requests the engine runs at once" in ended.stderr
-    assert no_leftovers(folder)
+    assert no_leftovers()
 
 
-def test_find_bs_json_and_write(folder: Path) -> None:
-    ended = batchkit("find-bs", "job.toml", "--low", "8", "--high", "24", "--seconds", "0.5",
-                     "--json", "--write", cwd=folder)  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+def test_find_bs_json_and_write() -> None:
+    ended = tried("find-bs job.toml --low 8 --high 24 --seconds 0.5 --json --write")
+    assert ended.exit_code == 0, ended.stderr
+    found = ended.json
     assert [line["batch_size"] for line in found["batch_sizes"]] == [8, 16, 24]
     assert all(line.keys() >= KEYS for line in found["batch_sizes"])
     assert (found["best"], found["largest"], found["rows"]) == (24, 24, 400)
     assert found["estimated_seconds"] > 0
     assert found["bottleneck"].keys() == {"resource", "reason"}
-    assert (folder / "job.toml").read_text() == JOB.replace("seqs = 8", "seqs = 24")
-    assert no_leftovers(folder)
+    assert Path("job.toml").read_text() == JOB.replace("seqs = 8", "seqs = 24")
+    assert no_leftovers()
 
 
 @pytest.mark.parametrize(
@@ -250,18 +238,14 @@ def test_find_bs_json_and_write(folder: Path) -> None:
         ("--low 5 --set run.max_in_flight=5", "run.max_in_flight = 5 hands", [5]),
     ],
 )
-def test_find_bs_tries_no_more_than_can_run_at_once(
-    folder: Path, limit: str, why: str, sizes: list[int]
-) -> None:
-    args = ("find-bs", "job.toml", *limit.split(), "--seconds", "0.3", "--json")
-    ended = batchkit(*args, cwd=folder)
-    found = json.loads(ended.stdout)
-    assert [line["batch_size"] for line in found["batch_sizes"]] == sizes
+def test_find_bs_tries_no_more_than_can_run_at_once(limit: str, why: str, sizes: list[int]) -> None:
+    ended = tried(f"find-bs job.toml {limit} --seconds 0.3 --json")
+    assert [line["batch_size"] for line in ended.json["batch_sizes"]] == sizes
     assert f"batch sizes up to 5 are tried: {why}" in ended.stderr
 
 
 @pytest.mark.release
-def test_find_bs_stops_early_where_the_server_is_slow(folder: Path) -> None:
+def test_find_bs_stops_early_where_the_server_is_slow() -> None:
     """A server that serves four at a time, however many it is sent, and slows down with over eight.
 
     Of eight, a busy machine may measure 3 % more than of four. Of sixteen it can't: they take twice
@@ -277,95 +261,76 @@ def test_find_bs_stops_early_where_the_server_is_slow(folder: Path) -> None:
         table = JOB.replace(
             '"dry-run"', f'"openai-server"\nmodel = "tiny"\nbase_url = "{server.url}"'
         )
-        (folder / "job.toml").write_text(table.replace("latency_s = 0.02  # of each request", ""))
-        ended = batchkit(
-            "find-bs", "job.toml", "--low", "2", "--seconds", "3", "--json", cwd=folder
-        )
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    assert found["stopped_early"]
-    assert found["largest"] <= 16
-    assert all(line["memory_gb"] is None for line in found["batch_sizes"])
+        Path("job.toml").write_text(table.replace("latency_s = 0.02  # of each request", ""))
+        ended = tried("find-bs job.toml --low 2 --seconds 3 --json")
+    assert ended.exit_code == 0, ended.stderr
+    assert ended.json["stopped_early"]
+    assert ended.json["largest"] <= 16
+    assert all(line["memory_gb"] is None for line in ended.json["batch_sizes"])
     assert "keeps what it has cached" in ended.stderr
 
 
-def test_find_bs_of_a_task_without_output_tokens(folder: Path) -> None:
-    ended = batchkit("find-bs", "job.toml", "--set", "task=embed", "--low", "8", "--high", "16",
-                     "--seconds", "0.5", "--json", cwd=folder)  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+def test_find_bs_of_a_task_without_output_tokens() -> None:
+    ended = tried("find-bs job.toml --set task=embed --low 8 --high 16 --seconds 0.5 --json")
+    assert ended.exit_code == 0, ended.stderr
+    found = ended.json
     assert (found["best"], found["bottleneck"]["resource"]) == (16, "prefill")
     assert [line["failed"] for line in found["batch_sizes"]] == [{}, {}]
     assert found["batch_sizes"][0]["prompt_tokens_per_s"] > 0
 
 
-def test_rows_that_fail_are_counted_and_fail_no_trial(folder: Path) -> None:
-    rows = [{"q": f"{n}"} if n % 4 else {"other": n} for n in range(100)]
-    write_jsonl(folder / "rows.jsonl", rows)
-    ended = batchkit("find-bs", "job.toml", "--low", "4", "--high", "4", "--json", cwd=folder)
-    found = json.loads(ended.stdout)
-    (line,) = found["batch_sizes"]
-    assert line["status"] == "ok"
-    assert line["failed"] == {"template": 25}
-    assert line["rows"] == 75
+def test_rows_that_fail_are_counted_and_fail_no_trial() -> None:
+    write_jsonl(Path("rows.jsonl"), [{"q": f"{n}"} if n % 4 else {"other": n} for n in range(100)])
+    (line,) = tried("find-bs job.toml --low 4 --high 4 --json").json["batch_sizes"]
+    assert (line["status"], line["failed"], line["rows"]) == ("ok", {"template": 25}, 75)
 
 
-def test_rendering_that_can_not_keep_up_is_what_binds(folder: Path) -> None:
-    Image.effect_noise((800, 600), 50).convert("RGB").save(folder / "photo.jpg")
+def test_rendering_that_can_not_keep_up_is_what_binds() -> None:
+    Image.effect_noise((800, 600), 50).convert("RGB").save("photo.jpg")
     for n in range(500):
-        os.link(folder / "photo.jpg", folder / f"{n}.jpg")
-    write_jsonl(folder / "rows.jsonl", ({"q": f"{n}", "n": n} for n in range(500)))
+        os.link("photo.jpg", f"{n}.jpg")
+    write_jsonl(Path("rows.jsonl"), ({"q": f"{n}", "n": n} for n in range(500)))
     images = '"{{ q }}"\nimages = ["{{ n }}.jpg"]\n[media]\nmax_pixels = 65536'
-    (folder / "job.toml").write_text(JOB.replace('"{{ q }}"', images))
-    ended = batchkit("find-bs", "job.toml", "--low", "32", "--high", "32", "--seconds", "4", "--json",
-                     cwd=folder)  # fmt: skip
-    found = json.loads(ended.stdout)
+    Path("job.toml").write_text(JOB.replace('"{{ q }}"', images))
+    found = tried("find-bs job.toml --low 32 --high 32 --seconds 4 --json").json
     assert found["bottleneck"]["resource"] == "rendering", found
     assert "images are opened" in found["bottleneck"]["reason"]
 
 
-def test_a_job_whose_rows_all_fail_has_no_best(folder: Path) -> None:
-    write_jsonl(folder / "rows.jsonl", [{"other": n} for n in range(9)])
-    ended = batchkit("find-bs", "job.toml", "--json", cwd=folder)
-    assert ended.returncode == 1
-    found = json.loads(ended.stdout)
-    assert (found["best"], found["largest"], found["patch"]) == (None, None, None)
-    assert found["batch_sizes"][0]["status"].startswith("error: all 9 rows failed; template: ")
+def test_a_job_whose_rows_all_fail_has_no_best() -> None:
+    write_jsonl(Path("rows.jsonl"), [{"other": n} for n in range(9)])
+    ended = tried("find-bs job.toml --json")
+    assert ended.exit_code == 1
+    assert [ended.json[key] for key in ("best", "largest", "patch")] == [None] * 3
+    status = ended.json["batch_sizes"][0]["status"]
+    assert status.startswith("error: all 9 rows failed; template: ")
 
 
-def test_an_engine_that_is_too_slow_says_so(folder: Path) -> None:
-    ended = batchkit("find-bs", "job.toml", "--set", "engine.options.latency_s=60", "--seconds",
-                     "0.3", cwd=folder)  # fmt: skip
-    assert ended.returncode == 1
+def test_an_engine_that_is_too_slow_says_so() -> None:
+    ended = tried("find-bs job.toml --set engine.options.latency_s=60 --seconds 0.3")
+    assert ended.exit_code == 1
     assert "no row was answered within 0.3 s (--seconds)" in ended.stdout
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("command", "message"),
     [
-        (["find-bs", "job.toml", "--low", "9", "--high", "3"], "--low 9 is over --high 3"),
-        (["find-bs", "none.toml"], "no such job file"),
-        (["find-bs", "job.toml", "--low", "0"], "--low"),
-        (["find-bs", "job.toml", "--seconds", "0"], "--seconds"),
-        (["find-bs", "job.toml", "--set", "engine.options.seqs=1"], "engine.options.seqs"),
-        (["find-bs", "job.toml", "--set", "input.path=none.jsonl"], "none.jsonl"),
-        (["bench", "job.toml", "--batch-sizes", "1,x"], "--batch-sizes 1,x"),
-        (["bench", "job.toml", "--rounds", "0"], "--rounds"),
-        (["bench", "job.toml", "--set", "engine.options.seqs=1"], "engine.options.seqs"),
+        ("find-bs job.toml --low 9 --high 3", "--low 9 is over --high 3"),
+        ("find-bs job.toml --low 0", "--low"),
+        ("find-bs job.toml --seconds 0", "--seconds"),
+        ("find-bs job.toml --set engine.options.seqs=1", "engine.options.seqs"),
+        ("find-bs job.toml --set 'input.where={ q = \"none\" }'", "no rows"),
+        ("bench job.toml --batch-sizes 1,x", "--batch-sizes 1,x"),
+        ("bench job.toml --rounds 0", "--rounds"),
+        ("bench job.toml --set engine.options.seqs=1", "engine.options.seqs"),
     ],
 )
-def test_bad_command_lines(folder: Path, args: list[str], message: str) -> None:
-    ended = batchkit(*args, cwd=folder)
-    assert ended.returncode == 2, ended.stderr
+def test_bad_command_lines(command: str, message: str) -> None:
+    ended = tried(command)
+    assert ended.exit_code == 2, ended.stderr
     assert message in ended.stderr
     assert not ended.stdout
-    assert no_leftovers(folder)
-
-
-def test_an_input_without_rows_is_refused(folder: Path) -> None:
-    ended = batchkit("find-bs", "job.toml", "--set", 'input.where={ q = "none" }', cwd=folder)
-    assert ended.returncode == 2
-    assert "no rows" in ended.stderr
+    assert no_leftovers()
 
 
 def test_a_job_file_that_can_not_be_written_is_known_before_the_first_trial(folder: Path) -> None:
@@ -374,21 +339,21 @@ def test_a_job_file_that_can_not_be_written_is_known_before_the_first_trial(fold
     )
     folder.chmod(0o500)
     try:
-        ended = batchkit("find-bs", "job.toml", "--write", cwd=folder)
+        ended = tried("find-bs job.toml --write")
     finally:
         folder.chmod(0o700)
     if os.geteuid() != 0:  # root may write anywhere
-        assert ended.returncode == 2
+        assert ended.exit_code == 2
         assert "starting an engine" not in ended.stderr
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_is_known_is_printed_when_it_is_stopped(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory, signum: int, code: int
+    tmp_path_factory: pytest.TempPathFactory, signum: int, code: int
 ) -> None:
     scratch = tmp_path_factory.mktemp("tmp")
     args = ["find-bs", "job.toml", "--low", "2", "--seconds", "3", "--write"]
-    process = begin(*args, cwd=folder, TMPDIR=str(scratch))
+    process = begin(*args, cwd=Path.cwd(), TMPDIR=str(scratch))
     assert process.stderr is not None
     assert process.stdout is not None
     for line in process.stderr:
@@ -399,15 +364,14 @@ def test_what_is_known_is_printed_when_it_is_stopped(
     assert process.returncode == code
     assert "largest that fits: 2 so far; the search was interrupted" in stdout
     assert "max_num_seqs = 2" in stdout
-    assert (folder / "job.toml").read_text() == JOB, "a search that was cut short writes nothing"
-    assert no_leftovers(folder)
+    assert Path("job.toml").read_text() == JOB, "a search that was cut short writes nothing"
+    assert no_leftovers()
     assert not list(scratch.iterdir())
 
 
-def test_bench_prints_a_table_and_one_line_of_json(folder: Path) -> None:
-    ended = batchkit("bench", "job.toml", "--batch-sizes", "8,2", "--rounds", "2", "--seconds",
-                     "0.5", cwd=folder)  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+def test_bench_prints_a_table_and_one_line_of_json() -> None:
+    ended = tried("bench job.toml --batch-sizes 8,2 --rounds 2 --seconds 0.5")
+    assert ended.exit_code == 0, ended.stderr
     *table, last = ended.stdout.splitlines()
     assert [row.split()[1] for row in table[2:]] == ["2", "8"]
     found = json.loads(last)
@@ -416,12 +380,11 @@ def test_bench_prints_a_table_and_one_line_of_json(folder: Path) -> None:
     assert [len(line["rounds"]) for line in found["batch_sizes"]] == [2, 2]
     sizes = re.findall(r"batch size (\d+): starting", ended.stderr)
     assert sizes == ["8", "2", "8", "2"], "rounds are interleaved"
-    assert no_leftovers(folder)
+    assert no_leftovers()
     assert "with --rounds 2 a difference may be chance" in ended.stderr
 
 
-def test_bench_json_alone(folder: Path) -> None:
-    ended = batchkit("bench", "job.toml", "--batch-sizes", "500", "--rounds", "1", "--json",
-                     "--seconds", "0.3", cwd=folder)  # fmt: skip
-    assert json.loads(ended.stdout)["best"] == 500
+def test_bench_json_alone() -> None:
+    ended = tried("bench job.toml --batch-sizes 500 --rounds 1 --seconds 0.3 --json")
+    assert ended.json["best"] == 500
     assert "batch size 500 is never full: there are 400 rows" in ended.stderr

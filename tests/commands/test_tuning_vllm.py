@@ -136,16 +136,3 @@ def test_bench_with_images_goes_on_past_a_size_that_does_not_fit(
     assert ended.stderr.count("batch size 8: starting") == 1, "it is not tried again"
     assert line["prompt_tokens_per_s"] > 10 * line["rows_per_s"]
     assert "planted" in found["batch_sizes"][1]["reason"]
-
-
-def test_bench_of_embeddings(folder: Path) -> None:
-    """vLLM turns the text model into one; a larger batch than fits is found as for texts."""
-    args = ("bench", "job.toml", "--set", "task=embed", "--set", "sampling={}")
-    sizes = ("--batch-sizes", "8,2", "--rounds", "1", "--seconds", "1")
-    ended, found = tune(folder, *args, *sizes, over=4)
-    assert ended.returncode == 0, ended.stderr
-    assert statuses(found) == {2: "ok", 8: "OOM"}
-    (line, _) = found["batch_sizes"]
-    assert (line["rows"], line["failed"]) == (36, {})
-    assert line["prompt_tokens_per_s"] > line["rows_per_s"]
-    assert line["completion_tokens_per_s"] == 0

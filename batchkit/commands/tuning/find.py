@@ -18,7 +18,7 @@ from batchkit.commands.tuning.options import (
     patch,
     write_patch,
 )
-from batchkit.commands.tuning.table import Line, Sizes, SizeTable
+from batchkit.commands.tuning.table import Line, SizeTable
 from batchkit.config.numbers import duration, number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
@@ -128,7 +128,7 @@ def find_batch_size(
     """
     if low > high:
         raise JobError(f"--low {low} is over --high {high}")
-    sizes, has_flattened, written = Sizes(job, say), False, None
+    table, has_flattened, written = SizeTable(job, say), False, None
     if write_to is not None:
         check_patch(write_to)
     with trials_of(job, rows) as trials:
@@ -138,8 +138,8 @@ def find_batch_size(
             say(f"batch sizes up to {high:,} are tried: {why}")
         if job.engine.kind == "openai-server":
             say("the server keeps what it has cached: later trials may look faster than they are")
-        has_flattened = search(low, high, lambda size: sizes.run(trials, size, seconds).figures)
-    table = sizes.table(trials.signum)
+        has_flattened = search(low, high, lambda size: table.run(trials, size, seconds).figures)
+    table.signum = trials.signum
     best, bottleneck = table.best, None
     if best is not None:
         bottleneck = bottleneck_of(table.lines, best, with_images=bool(job.prompt.images))

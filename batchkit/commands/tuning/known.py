@@ -16,8 +16,7 @@ from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import shortened
 from batchkit.engines.memory import gpus
-from batchkit.errors import StoreError
-from batchkit.storage.files import open_log
+from batchkit.storage.files import disk_errors, open_log
 from batchkit.storage.identity import hash_of
 from batchkit.storage.manifest import versions_of
 from batchkit.storage.plain_json import encoded
@@ -56,15 +55,13 @@ class Known:
         self.gain: tuple[dict[str, Any], float] | None = None
         self._known = dict[str, Tried]()
         text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        self._end = (
-            b"\n" if text and not text.endswith("\n") else b""
-        )  # a line that a kill has cut off
+        is_cut_off = text and not text.endswith("\n")  # by a kill
+        self._end = b"\n" if is_cut_off else b""
         for found in self._lines(text):
             if "ratio" in found:
                 self.gain = (found["options"], found["ratio"]) if found["options"] else None
-            elif not found.get(
-                "is_short"
-            ):  # the first of each: the search then goes the same way again
+            elif not found["is_short"]:
+                # The first of each: the search then goes the same way again.
                 self._known.setdefault(words(found["options"]), Tried(**found))
 
     def of(self, options: Options) -> Tried | None:
@@ -77,13 +74,11 @@ class Known:
         self._write({"options": dict(options), "ratio": ratio})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        try:
+        with disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open_log(self._path) as file:
                 file.write(self._end + encoded({"of": self._of, **line}))
-            self._end = b""
-        except OSError as error:
-            raise StoreError(f"{self._path}: can't write: {error.strerror}") from error
+        self._end = b""
 
     def _lines(self, text: str) -> Iterator[dict[str, Any]]:
         for line in text.splitlines():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from batchkit.commands import Say
@@ -97,15 +96,40 @@ def _cells(line: Line) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
 class SizeTable:
-    """One line per batch size, the smallest first; ``signum``: of the signal that ended the trials early, if
-    any."""
+    """The batch sizes of ``job`` that were tried so far. ``signum``: of the signal that ended the trials early, if
+    any.
 
-    lines: Sequence[Line]
-    name: str = ""
-    model: str = ""
-    signum: int | None = None
+    Raises:
+        JobError: the job has several engines.
+    """
+
+    def __init__(self, job: JobConfig, say: Say) -> None:
+        if len(job.engine_names) > 1:
+            raise JobError(
+                "[engines]: a batch size is measured for one engine; try a job with the steps of one of them"
+            )
+        self._job, self._say = job, say
+        self.trials: dict[int, list[Trial]] = {}
+        self.signum: int | None = None
+        say(f"{KEY}: how many requests the engine runs at once")
+
+    def run(self, trials: Trials, size: int, seconds: float) -> Trial:
+        """Try ``size`` once more.
+
+        Raises:
+            JobError: the first trial finds the job invalid, or its rows can't be read.
+        """
+        self._say(f"batch size {size:,}: starting an engine")
+        trial = trials.run(with_options(self._job, {SIZE: size}), size, seconds)
+        self.trials.setdefault(size, []).append(trial)
+        self._say(in_words(line_of(size, [trial])))
+        return trial
+
+    @property
+    def lines(self) -> Sequence[Line]:
+        """One for each size, the smallest first."""
+        return [line_of(size, self.trials[size]) for size in sorted(self.trials)]
 
     @property
     def ok(self) -> Sequence[Line]:
@@ -138,49 +162,11 @@ class SizeTable:
             "batch_sizes": [*self.lines],
             "best": None if self.best is None else self.best["batch_size"],
             "largest": max((line["batch_size"] for line in self.ok), default=None),
-            "name": self.name,
-            "model": self.model,
+            "name": self._job.name,
+            "model": self._job.engine.model or self._job.engine.kind,
             "option": KEY,
             "interrupted": self.signum is not None,
         }
-
-
-class Sizes:
-    """The batch sizes of ``job`` that were tried so far.
-
-    Raises:
-        JobError: the job has several engines.
-    """
-
-    def __init__(self, job: JobConfig, say: Say) -> None:
-        if len(job.engine_names) > 1:
-            raise JobError(
-                "[engines]: a batch size is measured for one engine; try a job with the steps of one of them"
-            )
-        self._job, self._say = job, say
-        self._found: dict[int, list[Trial]] = {}
-        say(f"{KEY}: how many requests the engine runs at once")
-
-    def run(self, trials: Trials, size: int, seconds: float) -> Trial:
-        """Try ``size`` once more.
-
-        Raises:
-            JobError: the first trial finds the job invalid, or its rows can't be read.
-        """
-        self._say(f"batch size {size:,}: starting an engine")
-        trial = trials.run(with_options(self._job, {SIZE: size}), size, seconds)
-        self._found.setdefault(size, []).append(trial)
-        self._say(in_words(line_of(size, [trial])))
-        return trial
-
-    def table(self, signum: int | None) -> SizeTable:
-        engine = self._job.engine
-        return SizeTable(
-            [line_of(size, self._found[size]) for size in sorted(self._found)],
-            name=self._job.name,
-            model=engine.model or engine.kind,
-            signum=signum,
-        )
 
 
 FEW_ROUNDS = 3  # with fewer, the spread means little
@@ -215,7 +201,7 @@ def bench(
     Raises:
         JobError: the job itself is invalid, or its input has no rows.
     """
-    sizes, failed = Sizes(job, say), set[int]()
+    table, failed = SizeTable(job, say), set[int]()
     if rounds < FEW_ROUNDS:
         say(f"with --rounds {rounds} a difference may be chance; give --rounds {FEW_ROUNDS}")
     with trials_of(job, rows) as trials:
@@ -225,6 +211,7 @@ def bench(
                 say(f"batch size {size:,} is never full: {why}")
         for _ in range(rounds):
             for size in batch_sizes:
-                if size not in failed and sizes.run(trials, size, seconds).figures is None:
+                if size not in failed and table.run(trials, size, seconds).figures is None:
                     failed.add(size)
-    return sizes.table(trials.signum)
+    table.signum = trials.signum
+    return table

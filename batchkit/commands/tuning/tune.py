@@ -217,7 +217,7 @@ class _Search:
         most, _ = most_of(self._found.job, self._trials.rows)
         while (choice := next_of(self._space, self._best.waits_for)) is not None:
             if choice.walk is not None and choice.is_only:
-                self._raises(choice.name, choice.walk, choice.helps)
+                self._walk(choice.name, choice.walk, 2, self._trials.rows, choice.helps)
             elif choice.walk is not None:
                 self._walks(choice.name, choice.walk, most if choice.name == SIZE else None)
             for options in choice.others:
@@ -248,18 +248,14 @@ class _Search:
             if not self._walk(name, value, factor, most) and not grows_only:
                 self._walk(name, value, 1 / factor, None)
 
-    def _raises(self, name: str, value: int, against: str) -> None:
-        """Double it as long as the fastest options wait for what it helps ``against``, up to the number of rows."""
-        while 0 < value < self._trials.rows and self._best.waits_for == against:
-            if not self._takes({name: 2 * value}):
-                break
-            value *= 2
-
-    def _walk(self, name: str, value: int, factor: float, most: int | None) -> bool:
-        """Whether a first step of ``factor`` gained; then it has taken all steps that did."""
+    def _walk(
+        self, name: str, value: int, factor: float, most: int | None, against: str = ""
+    ) -> bool:
+        """Whether a first step of ``factor`` gained; then it has taken all steps that did, as long as the fastest
+        options wait for what it helps ``against``."""
         steps = 0
         while (after := int(value * factor)) >= 1 and (most is None or after <= most):
-            if not self._takes({name: after}):
+            if against not in ("", self._best.waits_for) or not self._takes({name: after}):
                 break
             value, steps = after, steps + 1
         return steps > 0
