@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 TOKENS = 6  # of an answer of the dry-run engine
 SLOW: dict[str, Any] = {"options": {"latency_s": 0.05, "max_num_seqs": 8}}
 EIGHT: dict[str, Any] = {"max_in_flight": 8}
+CHANGED = ("--set", "prompt.user=Say {{ q }}")
 
 
 def plan(*args: str) -> Ended:
@@ -104,6 +105,7 @@ def test_its_text_has_an_interval_for_each_figure() -> None:
 def test_a_second_sample_adds_to_the_first_until_nothing_is_left() -> None:
     prepare(30)
     first, done = planned("--rows", "10"), settled()
+    assert plan(*CHANGED).exit_code == 2
     second = planned("--rows", "10")
     assert (first["left"], second["left"]) == (20, 10)
     assert done.items() <= settled().items()
@@ -208,16 +210,6 @@ def test_a_budget_ends_the_sample() -> None:
     assert not (RUN / "forecast.json").exists()
 
 
-def test_a_changed_job_is_refused_and_a_fresh_run_has_no_forecast() -> None:
-    prepare(40)
-    planned("--rows", "4")
-    changed = ("--set", "prompt.user=Say {{ q }}")
-    assert plan(*changed).exit_code == 2
-    fresh = run("--fresh", *changed)
-    assert fresh.exit_code == 0
-    assert "forecast" not in fresh.stderr
-
-
 def test_a_run_that_goes_on_has_the_rest_of_its_forecast() -> None:
     prepare(100, engine=SLOW, run=EIGHT)
     planned("--rows", "20")
@@ -283,7 +275,8 @@ def test_gpu_hours_are_those_of_all_starts() -> None:
     [
         (["--limit", "40"], []),
         ([], ["--limit", "40"]),
-        ([], ["--set", "prompt.user=Say {{ q }}", "--on-change", "requeue"]),
+        ([], [*CHANGED, "--on-change", "requeue"]),
+        ([], [*CHANGED, "--fresh"]),
         ([], ["--set", "run.max_in_flight=1"]),
     ],
 )

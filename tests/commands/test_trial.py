@@ -203,16 +203,6 @@ def test_a_trial_whose_engine_generates_nothing_has_hung(
     trial = Measurement(4, 30, total=100, first=range(4))
     for each in answers(1.0, 2.0, 3.0):
         trial.add(each)
-    lines = [
-        Metrics(
-            at=datetime.fromtimestamp(3.0 + 10 * n, UTC).isoformat(),
-            start=1,
-            seconds=0,
-            rows_ok=3,
-            rows_failed=0,
-            unfinished_tokens=unfinished,
-            in_flight=in_flight,
-        )
-        for n, unfinished in enumerate(tokens)
-    ]
+    moved = enumerate(tokens)
+    lines = [at(3.0 + 10 * n, in_flight=in_flight, unfinished_tokens=last) for n, last in moved]
     assert hung_s(trial, lines) == (silent_s if silent_s > 15 else 0.0)

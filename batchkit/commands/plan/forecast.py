@@ -169,17 +169,13 @@ class Prices(NamedTuple):
 
 def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, seed: int) -> Rest:
     """What is left of the job once ``sample`` is answered."""
-    observed = {row.index: row for row in sample.rows}
     places = {index: place for place, index in enumerate(lengths.indexes.tolist())}
     sampled = [row for row in sample.rows if row.index in places]
-    n_rest = round((lengths.left - lengths.counted) * (1 - lengths.failing))
-    n_rest += len(lengths.indexes) - len(sampled)
+    at = [places[row.index] for row in sampled]
+    sizes, sampled_sizes, row_s = np.delete(lengths.sizes, at), lengths.sizes[at], lengths.row_s
+    n_rest = round((lengths.left - lengths.counted) * (1 - lengths.failing)) + len(sizes)
     if not n_rest or not sampled:
         return Rest()
-    at = np.array([places[row.index] for row in sampled])
-    sampled_sizes, row_s = lengths.sizes[at], lengths.row_s
-    is_open = np.array([index not in observed for index in lengths.indexes.tolist()])
-    sizes = lengths.sizes[is_open]
     if lengths.unit == "seconds":
         # The engine is asked for the parts of recordings, one in so many seconds.
         sampled = [part for wave in sample.waves for part in wave.requests if part.index in places]
@@ -189,11 +185,8 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
         n_parts = max(1, round(seconds * len(sampled) / max(_TINY, float(sampled_sizes.sum()))))
         sizes, sampled_sizes = sizes[:0], np.ones(len(sampled))
         n_rest, row_s = n_parts, row_s * n_rest / n_parts
-    points = (
-        points_of_batches(sample.measured) if engines.in_batches else points_of(sample.measured)
-    )
-    steps = fit(points)
-    first = sample.waves[0]
+    points = points_of_batches if engines.in_batches else points_of
+    steps, first = fit(points(sample.measured)), sample.waves[0]
     rest = _Rest(
         n_rows=n_rest,
         sizes=sizes,

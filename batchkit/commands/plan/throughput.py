@@ -116,15 +116,8 @@ def _points(waves: Sequence[Wave], steps: StepTime) -> Points:
 
 def points_of_batches(waves: Sequence[Wave]) -> Points:
     """One point for each wave, of an engine whose batches end before the next begins."""
-    parts = [
-        [
-            0.0,
-            steps_of(wave.lengths, wave.window, in_batches=True),
-            sum(wave.lengths),
-            0.0,
-        ]
-        for wave in waves
-    ]
+    steps = [steps_of(wave.lengths, wave.window, in_batches=True) for wave in waves]
+    parts = [[0.0, n, sum(wave.lengths), 0.0] for n, wave in zip(steps, waves, strict=True)]
     seconds = np.array([max(wave.seconds, _LEAST_S) for wave in waves])
     return Points(np.array(parts), seconds)
 
