@@ -96,17 +96,13 @@ def _vllm(facts: Facts) -> Finding:
         wanted = f"{_dotted(low)} to {_dotted(high)}"
         remedy = f"install one of {wanted}: {how_to_reinstall()}"
         return Finding("vllm", f"{found}; batchkit is written for {wanted}", remedy)
-    return _imported(
-        "vllm", found, facts, f"see the findings below first; else {how_to_reinstall()}"
-    )
+    remedy = f"see the findings below first; else {how_to_reinstall()}"
+    return _imported("vllm", found, facts, remedy)
 
 
 def _torch(facts: Facts) -> Finding:
-    version = facts.versions.get("torch")
-    if version is None:
-        return Finding("torch", "not installed (it comes with vLLM)", how_to_reinstall())
     build = "CPU build" if facts.cpu_torch else "GPU build"
-    return _imported("torch", f"{version}, {build}", facts, how_to_reinstall())
+    return _of_vllm("torch", facts, how_to_reinstall(), f", {build}")
 
 
 def _torchvision(facts: Facts) -> Finding:
@@ -138,12 +134,7 @@ def _audio_and_video(facts: Facts) -> Finding:
 
 
 def _transformers(facts: Facts) -> Finding:
-    version = facts.versions.get("transformers")
-    if version is None:
-        return Finding("transformers", "not installed (it comes with vLLM)", how_to_reinstall())
-    return _imported(
-        "transformers", version, facts, f"see torch and torchvision; else {how_to_reinstall()}"
-    )
+    return _of_vllm("transformers", facts, f"see torch and torchvision; else {how_to_reinstall()}")
 
 
 def _gpus(facts: Facts) -> Finding:
@@ -252,6 +243,12 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     _disk,
     _environment,
 )
+
+
+def _of_vllm(name: str, facts: Facts, remedy: str, build: str = "") -> Finding:
+    if (version := facts.versions.get(name)) is None:
+        return Finding(name, "not installed (it comes with vLLM)", how_to_reinstall())
+    return _imported(name, f"{version}{build}", facts, remedy)
 
 
 def _imported(name: str, found: str, facts: Facts, remedy: str) -> Finding:

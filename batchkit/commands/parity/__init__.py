@@ -78,8 +78,8 @@ def _ask(side: Side, stop: StopRequest, say: Say) -> Answers:
     options = Options(adjust_sampling=side.greedy, quiet=True, command="parity")
     try:
         summary = tried(side.job, None, options, stop=stop)
-    except InputError as error:
-        raise InputError(str(error)) from error
+    except InputError:  # of both sides
+        raise
     except JobError as error:
         raise JobError(f"{side}: {error}") from error
     except EngineError as error:

@@ -8,12 +8,15 @@ model. If an engine was far from taking the other's token, the two compute diffe
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from itertools import takewhile
+from operator import eq
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from batchkit.storage.lines import answers_in_words
 
+T = TypeVar("T")
 _WORDS = re.compile(r"\s*\S+")
 _PIECE = "\N{REPLACEMENT CHARACTER}"  # part of a character that takes several tokens
 
@@ -108,13 +111,11 @@ def difference(index: int, row_id: str, a: SideAnswer, b: SideAnswer) -> Differe
     if (a.text, a.finish_reason) == (b.text, b.finish_reason):
         return None
     has_tokens = a.tokens is not None and b.tokens is not None
-    all_ours, all_theirs = (
-        ((side.tokens or ()) if has_tokens else _words(side.text)) for side in (a, b)
-    )
-    position = _position(all_ours, all_theirs)
-    ours, theirs = _at(all_ours, position), _at(all_theirs, position)
+    one, two = ((side.tokens or ()) if has_tokens else _words(side.text) for side in (a, b))
+    position = _alike(one, two, _look_alike)
+    ours, theirs = ([*tokens, None][position] for tokens in (one, two))
     gaps = [gap for gap in (_gap(ours, theirs), _gap(theirs, ours)) if gap is not None]
-    begins = _common(a.text, b.text)
+    begins = _alike(a.text, b.text, eq)
     return Difference(
         index,
         row_id,
@@ -154,26 +155,17 @@ def _part(answer: SideAnswer, begins: int, own: Token | None, other: Token | Non
     )
 
 
-def _at(tokens: Sequence[Token], position: int) -> Token | None:
-    return tokens[position] if position < len(tokens) else None
+def _alike(a: Sequence[T], b: Sequence[T], are_alike: Callable[[T, T], bool]) -> int:
+    """How many are alike from the first on."""
+    pairs = zip(a, b, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: are_alike(*pair), pairs))
 
 
-def _position(a: Sequence[Token], b: Sequence[Token]) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    shorter = min(len(a), len(b))
-    return next((n for n, (one, two) in pairs if not _look_alike(one.text, two.text)), shorter)
-
-
-def _look_alike(a: str, b: str) -> bool:
+def _look_alike(a: Token, b: Token) -> bool:
     """Engines show a piece of a character in different ways, so it equals any other."""
-    return a == b or not a or not b or _PIECE in a or _PIECE in b
+    return a.text == b.text or not a.text or not b.text or _PIECE in a.text or _PIECE in b.text
 
 
 def _words(text: str) -> list[Token]:
     """The words, each with the white space before it."""
     return [Token(word) for word in _WORDS.findall(text)]
-
-
-def _common(a: str, b: str) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

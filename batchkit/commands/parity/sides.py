@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from batchkit.config.loading import make_job, masked_override
 from batchkit.config.seams import ENGINES
-from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import (
     EngineTable,
     JobConfig,
@@ -125,26 +124,25 @@ def sides_of(
 
 def _side(name: str, kind: str, job: JobConfig, settings: Sequence[str], greedy: Greedy) -> Side:
     for setting in settings:
-        key, equals, _ = setting.partition("=")
-        problem = _problem_with(key.strip(), is_whole=bool(equals))
-        if problem is not None:
+        if problem := _problem_with(setting):
             raise JobError(f"--set-{name} {masked_override(setting)}: {problem}")
     table, left_out = _table_for(kind, job.engine)
     engine = make_job({"engine": table}, _side_name(name, kind), settings).engine
     return Side(name, job.model_copy(update={"engine": engine, "name": name}), left_out, greedy)
 
 
-def _problem_with(key: str, *, is_whole: bool) -> str | None:
-    if not is_whole:
+def _problem_with(setting: str) -> str:
+    key, equals, _ = setting.partition("=")
+    if not equals:
         return "write KEY=VALUE, as engine.model=PATH"
-    if key == "engine.kind":
+    if key.strip() == "engine.kind":
         return "--engines says which kinds are compared"
-    if not key.startswith("engine."):
+    if not key.strip().startswith("engine."):
         return (
             "only engine.… may differ between the sides; rows, prompts and sampling are the same for both"
             " (--set)"
         )
-    return None
+    return ""
 
 
 def _table_for(kind: str, engine: EngineTable) -> tuple[dict[str, Any], list[str]]:
@@ -154,11 +152,9 @@ def _table_for(kind: str, engine: EngineTable) -> tuple[dict[str, Any], list[str
     table: dict[str, Any] = {key: given[key] for key in given if key in known} | {"kind": kind}
     left_out = [f"engine.{key}" for key in given if key not in known]
     if kind != engine.kind:
-        options = engine.options
-        left_out += [
-            f"engine.options.{name}" for name in options if name not in _OPTIONS.get(kind, ())
-        ]
-        table["options"] = {n: value for n, value in options.items() if n in _OPTIONS.get(kind, ())}
+        shared = _OPTIONS.get(kind, ())
+        left_out += [f"engine.options.{name}" for name in engine.options if name not in shared]
+        table["options"] = {n: value for n, value in engine.options.items() if n in shared}
     return table, left_out
 
 
@@ -169,11 +165,10 @@ def _kinds_in(engines: str) -> tuple[str, str]:
             f"--engines {engines}: expected two, as vllm,transformers; the same one twice with"
             " --set-a or --set-b"
         )
-    for kind in kinds:
-        if kind not in [*ENGINES.names()]:
-            hint = did_you_mean(kind, ENGINES.names()) or f"; known: {', '.join(ENGINES.names())}"
-            raise JobError(f"--engines {engines}: no engine {kind!r}{hint}")
-    return kinds[0], kinds[1]
+    try:
+        return ENGINES.check(kinds[0]), ENGINES.check(kinds[1])
+    except ValueError as error:
+        raise JobError(f"--engines {engines}: {error}") from None
 
 
 def _knows(kind: str, name: str) -> bool:
