@@ -489,6 +489,9 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert refusal(lambda: load_job(missing)) == f"{missing}: no such job file"
     assert refusal(lambda: load_job(tmp_path)).startswith(f"{tmp_path}: is a folder")
     os.mkfifo(tmp_path / "pipe.toml")
+    os.truncate(write_job(tmp_path / "huge", ""), 1 << 40)
+    huge = tmp_path / "huge/job.toml"
+    assert refusal(lambda: load_job(huge)).startswith(f"{huge}: can't be read: it has 1,099,")
     for path, kind in ((tmp_path / "pipe.toml", "a named pipe"), (Path("/dev/zero"), "a device")):
         assert refusal(lambda: load_job(path)).startswith(f"{path}: can't be read: it is {kind}")  # noqa: B023
         assert batchkit("validate", str(path)).exit_code == 2

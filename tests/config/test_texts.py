@@ -11,7 +11,7 @@ import pytest
 from batchkit.commands.validate import preview, validate
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
-from batchkit.errors import ChangedError, JobError
+from batchkit.errors import JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.steps import render_or_fail
@@ -160,16 +160,6 @@ def test_validate_and_dry_run_see_the_texts(root: Path) -> None:
     assert shown.endswith("\nuser: x,y\n1,2\n|why?")
     assert "would fail, media: " in failing
     assert "none.csv" in failing
-
-
-def test_changing_the_texts_of_a_run_is_refused_with_a_diff(root: Path) -> None:
-    rows = [{"file": "a.csv", "q": ""}]
-    ProductionBatchProcessor(job(root, rows), quiet=True).process()
-    changed = job(root, rows, prompt={"texts": {"Table": "tables/b.csv"}})
-    with pytest.raises(
-        ChangedError, match=r'prompt\.texts: \{"Table":"tables/\{\{ file \}\}"\} → '
-    ):
-        ProductionBatchProcessor(changed, quiet=True).process()
 
 
 def test_the_names_that_a_prompt_reads_are_those_of_the_row(root: Path) -> None:

@@ -1,15 +1,12 @@
-"""Batches on real vLLM, on one server that all tests of this file share, and on one that is killed."""
+"""Batches on real vLLM, on one server that all tests of this file share. ``test_storm.py`` kills one."""
 
 from __future__ import annotations
 
-import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ import pytest
 
 from batchkit import Run
 from tests.support.api_server import (
-    ENDED,
     Served,
     content,
     ended,
@@ -27,7 +23,6 @@ from tests.support.api_server import (
     request,
     serving,
     submit,
-    texts_of,
 )
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
@@ -210,50 +205,6 @@ def test_a_model_that_does_not_load_fails_the_batch_and_not_the_server(tmp_path:
             assert batch.errors.data[0].code == "batch_failed"
             (line,) = content(client, batch.error_file_id)
             assert line["error"]["code"] == "batch_failed"
-
-
-@pytest.mark.release
-def test_kills_lose_nothing_and_run_nothing_twice(
-    tmp_path: Path, demo_model: Path, ask: Callable[..., dict[str, Any]]
-) -> None:
-    """SIGKILL at random instants, uploads and exports included; the answers are an undisturbed run's."""
-    job, rng = job_file(tmp_path, demo_model), random.Random(4)
-    rows = {n: [ask(f"{n}-{i}", f"Row {i} of {n}") for i in range(90 * n)] for n in range(1, 6)}
-    made: dict[str, int] = {}
-    at_kill: list[set[str]] = []
-    for life in range(KILLS):
-        with serving(job, cwd=tmp_path, start=Fork) as served:
-            with served.client() as client, suppress(openai.APIConnectionError):
-                if life % 2:  # a second may be over before the model is loaded
-                    before = _all_completed(client, made)
-                    until(lambda: _all_completed(client, made) > before, within_s=120)  # noqa: B023
-                until_s = time.monotonic() + rng.uniform(0.3, 2.5)
-                while time.monotonic() < until_s:
-                    if missing := rows.keys() - made.values():
-                        made[submit(client, rows[min(missing)]).id] = min(missing)
-                    time.sleep(0.05)
-                at_kill.append({client.batches.retrieve(name).status for name in made})
-            served.kill()
-    assert sum(not states <= {*ENDED} for states in at_kill) >= KILLS - 2, at_kill
-    with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
-        for n in rows.keys() - made.values():
-            made[submit(client, rows[n]).id] = n
-        found: list[dict[str, Any]] = []
-        for name in made:
-            batch = ended(client, client.batches.retrieve(name))
-            assert batch.status == "completed", batch
-            found += content(client, batch.output_file_id)
-        reference = submit(client, [row for n in rows for row in rows[n]])
-        expected = texts_of(content(client, ended(client, reference).output_file_id))
-        assert len(found) == len(expected) == sum(map(len, rows.values()))
-        assert texts_of(found) == expected
-        assert {batch.id for batch in client.batches.list()} == {*made, reference.id}
-    checked = batchkit("serve", "--check", cwd=tmp_path)
-    assert checked.returncode == 0, checked.stdout
-    for name, n in made.items():
-        run = Run(tmp_path / "output/serve/batches" / name)
-        assert run.verify().duplicates == 0
-        assert sum(1 for _ in run.rows()) == len(rows[n])
 
 
 @pytest.mark.release

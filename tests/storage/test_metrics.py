@@ -12,7 +12,7 @@ import pytest
 from batchkit.storage.metrics import METRICS, MOST_LINES, Metrics, MetricsLog, read_metrics
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN, prepare, run, shard, verify
-from tests.support.mounts import small_disk
+from tests.support.full_disk import full_disk
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -80,16 +80,15 @@ def test_a_torn_line_is_passed_over_and_the_next_one_is_whole() -> None:
     assert [line.seconds for line in read_metrics(RUN)] == [1, 2]
 
 
-def test_a_full_disk_is_said_once_and_no_reason_to_stop() -> None:
-    with small_disk(Path("disk")) as disk:
-        said: list[str] = []
-        lines = log(disk, said)
-        (disk / "filler").write_bytes(b"x" * 4096)
-        for n in range(100_000):
+def test_a_full_disk_is_said_once_and_no_reason_to_stop(tmp_path: Path) -> None:
+    said: list[str] = []
+    lines = log(tmp_path, said)
+    with full_disk(1000):
+        for n in range(100):
             lines.append(at(n))
-        lines.close()
+    lines.close()
     assert len(said) == 1
-    assert "No space left on device; the run goes on without it" in said[0]
+    assert "File too large; the run goes on without it" in said[0]
 
 
 def test_a_file_that_can_not_be_written_is_no_reason_to_stop() -> None:
@@ -120,14 +119,3 @@ def test_metrics_are_a_file_of_the_run() -> None:
     found = batchkit("export", str(shard(0, 2)), "--jsonl", str(shard(0, 2) / METRICS))
     assert found.exit_code == 1
     assert "is a file or the input of a run; write to another file" in found.stderr
-
-
-def test_a_requeue_goes_on_with_the_same_metrics() -> None:
-    prepare(6)
-    run()
-    first = read_metrics(RUN)
-    prepare(7)
-    assert run("--on-change", "requeue").exit_code == 0
-    found = read_metrics(RUN)
-    assert found[: len(first)] == first
-    assert found[-1].rows_ok == 7

@@ -1,4 +1,4 @@
-"""A run folder with two processes, planted links, mounts and a full disk."""
+"""A run folder with two processes, planted links and mounts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
-from tests.support.mounts import mounted, small_disk
+from tests.support.mounts import mounted
 from tests.support.rollouts import THREE, write
 from tests.support.waiting import until
 
@@ -233,19 +233,6 @@ def test_folder_that_can_not_be_synced_can_be_a_run_folder(monkeypatch: pytest.M
     prepare(3)
     assert run().exit_code == 0
     assert len(settled()) == 3
-
-
-# A full disk
-
-
-def test_full_disk_is_reported_with_its_remedy() -> None:
-    with small_disk(Path("output")) as disk:
-        prepare(600, run={"max_in_flight": 10, "checkpoint_interval_s": 0.02})
-        (disk / "ballast").write_bytes(bytes(150_000))
-        done = own_process.batchkit("run", "job.toml", cwd=Path())
-        assert done.returncode == 1
-        assert "Make room, then run the same command again" in done.stderr
-        assert "Traceback" not in done.stderr
 
 
 def test_run_folder_can_be_a_link_itself() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from hypothesis import strategies as st
 
 from batchkit.errors import StoreError
 from batchkit.storage.checkpoint import CHECKPOINT, Totals, check_log
-from batchkit.storage.ledger import Ledger, line_of
+from batchkit.storage.ledger import Ledger, RecordLine, line_of
 from batchkit.storage.log import RESULTS, STEPS, read_lines
 from batchkit.storage.newest import NewestLog, read_newest
+from batchkit.storage.steps import GenerationLine
 from batchkit.storage.vectors import Vectors
-from tests.support.mounts import small_disk
-from tests.support.paths import ROOT
+from tests.support.full_disk import full_disk
 from tests.support.records import (
     facts,
     generation,
@@ -82,13 +81,6 @@ def test_newest_record_of_a_row_decides(tmp_path: Path) -> None:
     failed = ("failed", None)
     ok = ("ok", "yes")
     assert newest == {0: ok, 1: ("ok", "late"), 2: failed, 7: failed, 8: ok, 9: failed}
-
-
-def test_newest_records_come_in_the_order_of_the_input(tmp_path: Path) -> None:
-    order = [5, 3, 900, 0, 3, 41, 0]
-    write(tmp_path, *(record(index, f"at {n}") for n, index in enumerate(order)))
-    found = [(r["index"], r["text"]) for r in read_newest(tmp_path / RESULTS)]
-    assert found == [(0, "at 6"), (3, "at 4"), (5, "at 0"), (41, "at 5"), (900, "at 2")]
 
 
 def test_generations_of_a_row_are_known_until_it_has_its_record(tmp_path: Path) -> None:
@@ -301,8 +293,13 @@ def test_nothing_new_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
 
 # A full disk
 
+LINES: dict[str, Callable[[int], RecordLine | GenerationLine]] = {
+    "records": lambda index: line_of(record(index, "x" * 50)),
+    "generations": lambda index: generation(index, "x" * 50),
+    "vectors": with_vector,
+}
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize(
     ("what", "log", "limit"),
     [
@@ -314,76 +311,61 @@ def test_nothing_new_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
         ("vectors", RESULTS, 20_000),
     ],
 )
-def test_full_disk_leaves_whole_lines_and_says_so(
+def test_full_disk_leaves_whole_lines_and_the_ledger_outlives_it(
     tmp_path: Path, what: str, log: str, limit: int
 ) -> None:
-    command = [sys.executable, "-m", "tests.support.full_disk", str(tmp_path), str(limit), what]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    flushed, counted, message = done.stdout.split(" ", 2)
-    assert int(flushed) == int(counted) > 0
-    assert "File too large" in message
-    assert "run the same command again" in message
+    ledger, flushed, made = Ledger(tmp_path), 0, LINES[what]
+
+    def fill() -> None:
+        nonlocal flushed
+        for first in range(0, 1000, 7):
+            ledger.write(map(made, range(first, first + 7)))
+            ledger.flush()
+            flushed = first + 7
+
+    said = r"File too large.*; every .*run the same command again"
+    with full_disk(limit), pytest.raises(StoreError, match=said):
+        fill()
+    assert flushed == (ledger.steps.spent.generations or ledger.totals.ok) > 0
     content = (tmp_path / log).read_bytes()
     assert len(content) <= limit
     assert content.endswith(b"\n")
     found = [orjson.loads(line)["index"] for line in content.splitlines()]
-    assert found == list(range(int(flushed)))
-    ledger = Ledger(tmp_path)
-    assert not ledger.messages
-    made = with_vector if what == "vectors" else lambda index: line_of(record(index))
-    ledger.write(made(index) for index in range(int(flushed), 1000))
+    assert found == list(range(flushed))
+    ledger.sync()  # records that waited when the disk was full are written after all
+    if what != "generations":
+        flushed += 7
+        assert indexes(tmp_path) == list(range(flushed))
+    ledger.write(map(made, range(flushed, 1000)))
     ledger.close()
-    if what == "vectors":
-        vectors = Vectors(tmp_path)
-        for one in read_newest(tmp_path / RESULTS):
-            assert vectors.of(one).tolist() == vector(one["index"]).tolist()
-    assert indexes(tmp_path)[-900:] == list(range(100, 1000))
-
-
-def test_store_outlives_a_disk_that_was_full(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "128k") as disk:
-        ballast = disk / "ballast"
-        ballast.write_bytes(bytes(100_000))
-        ledger, n_flushed, refusal = Ledger(disk), 0, ""
-        while not refusal:
-            five = range(n_flushed, n_flushed + 5)
-            try:
-                ledger.write(line_of(record(index)) for index in five)
-                n_flushed += 5
-            except StoreError as error:
-                refusal = str(error)
-        assert "No space left" in refusal
-        assert ledger.totals.ok == n_flushed > 0
-        assert indexes(disk) == list(range(n_flushed))
-
-        ballast.unlink()
-        ledger.sync()  # what was collected when the disk was full is written after all
-        kill(disk)
-        assert indexes(disk) == list(range(n_flushed + 5))
-        assert reopened(disk)["completed"] == list(range(n_flushed + 5))
+    again = Ledger(tmp_path)
+    assert not again.messages
+    assert (again.steps.spent.generations or again.totals.ok) == 1000
+    again.close()
+    vectors = Vectors(tmp_path)
+    for one in read_newest(tmp_path / RESULTS) if what == "vectors" else ():
+        assert vectors.of(one).tolist() == vector(one["index"]).tolist()
 
 
 def test_checkpoint_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "64k") as disk:
-        ledger = Ledger(disk)
-        ledger.write([line_of(record(0))])
+    ledger = Ledger(tmp_path)
+    ledger.write([line_of(record(0))])
+    ledger.sync()
+    before = (tmp_path / CHECKPOINT).read_bytes()
+    ledger.write([line_of(record(1))])
+    with (
+        full_disk(100),
+        pytest.raises(StoreError, match=r"checkpoint\.json: can't write: File too large"),
+    ):
         ledger.sync()
-        before = (disk / CHECKPOINT).read_bytes()
-        ledger.write([line_of(record(1))])
-        with suppress(OSError):
-            (disk / "ballast").write_bytes(bytes(64_000))
-        with pytest.raises(StoreError, match=r"checkpoint\.json: can't write: No space left"):
-            ledger.sync()
-        assert (disk / CHECKPOINT).read_bytes() == before
-        kill(disk)
-        (disk / "ballast").unlink()
-        assert reopened(disk)["completed"] == [0, 1]
+    assert (tmp_path / CHECKPOINT).read_bytes() == before
+    kill(tmp_path)
+    assert reopened(tmp_path)["completed"] == [0, 1]
 
 
 # Any order of events
 
-STEPS = st.lists(
+EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.integers(0, 6), st.booleans()),
         st.tuples(st.sampled_from(["sync", "close", "kill", "tear"])),
@@ -394,7 +376,7 @@ STEPS = st.lists(
 
 @pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(steps=STEPS)
+@given(steps=EVENTS)
 def test_store_agrees_with_a_dict_whatever_happens(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Any, ...]]
 ) -> None:

@@ -21,7 +21,6 @@ from batchkit.storage.newest import read_newest
 from batchkit.storage.vectors import Vectors, VectorType, segment_path, segments_of
 from tests.support.forks import LightFork
 from tests.support.killed import ROWS, write_rows
-from tests.support.mounts import small_disk
 from tests.support.records import indexes, record, vector, with_vector, written
 
 
@@ -287,7 +286,7 @@ def test_vectors_that_are_lost_while_the_store_works_stop_it(
             act()
 
 
-# Kills and full disks
+# Kills
 
 
 @pytest.mark.release
@@ -309,22 +308,3 @@ def test_kill_at_any_step_of_a_flush_costs_nothing(tmp_path: Path) -> None:
             assert [r["index"] for r in embedded(folder)] == [0, 1, 3, 4, 6, 7]
         assert number > 1
     assert len(seen) > 3
-
-
-def test_store_outlives_a_disk_that_was_full_of_vectors(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "128k") as disk:
-        ledger = Ledger(disk)
-        ledger.write([with_vector(0, 4000)])
-        ledger.flush()
-        (disk / "ballast").write_bytes(bytes(90_000))
-        for row in range(1, 4):
-            ledger.write([with_vector(row, 4000)])
-        with pytest.raises(StoreError, match=r"vectors: can't write: No space left on device"):
-            ledger.flush()
-        assert indexes(disk) == [0]
-        assert batches(segment_path(disk, 0)) == [[0]]
-        (disk / "ballast").unlink()
-        ledger.close()
-        found = list(read_newest(disk / RESULTS))
-        assert [Vectors(disk).of(one)[0] * 8 for one in found] == [0, 1, 2, 3]
-        assert [one["embedding"]["segment"] for one in found] == [0, 1, 1, 1]
