@@ -454,7 +454,7 @@ def verify(run: str | None, repair: bool, media: tuple[Path, ...]) -> Result:
 
     folder = find(run)
     if repair:
-        echo(repair_run(folder, media).to_text(), err=True)
+        echo(repair_run(folder, media), err=True)
     return audit(folder, media)
 
 

@@ -1,7 +1,7 @@
 """``--on-change requeue``: move the records whose row is unchanged to a new log.
 
-Log, generations, checkpoint and manifest are replaced in one step. Vectors stay where they are; one whose row has
-another index now is copied. The new ones are made in a folder beside the
+Log, generations, checkpoint and manifest are replaced in one step, as those of a repair are. Vectors stay where they
+are; one whose row has another index now is copied. The new ones are made in a folder beside the
 old ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are
 not read, and the next process that opens the run moves the new ones into place, retrying if needed.
 """
@@ -12,7 +12,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,18 +48,9 @@ def requeue(
     Raises:
         StoreError: the disk refuses; the run is unchanged.
     """
-    unfinished = folder / _UNFINISHED
-    try:
-        unfinished.mkdir()
-        kept, dropped, reused = _copy(folder, unfinished, _Rows(rows, by_id=by_id), keep_records)
-        manifest.write(unfinished)
-        unfinished.rename(folder / REQUEUE)
-        sync_folder(folder)
-    except (OSError, StoreError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise StoreError(f"{folder}: can't requeue, and the run is as it was: {reason}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with replacing_logs(folder, "requeue") as made:
+        kept, dropped, reused = _copy(folder, made, _Rows(rows, by_id=by_id), keep_records)
+        manifest.write(made)
     aside = finish_requeue(folder)
     of_these = f" ({reused:,} of their generations answer what is asked again)" if reused else ""
     return (
@@ -67,10 +58,33 @@ def requeue(
     )
 
 
-def finish_requeue(folder: Path) -> str | None:
-    """Finish an interrupted ``requeue``: move its files into place. Returns the old log's name.
+@contextmanager
+def replacing_logs(folder: Path, verb: str) -> Iterator[Path]:
+    """A folder for new logs, to which the end of the block commits: ``finish_requeue`` puts them in the place of the
+    old ones. ``verb``: what can't be done if the disk refuses.
 
-    Called by a run and by a repair before they read the log.
+    Raises:
+        StoreError: the disk refuses; the run is unchanged.
+    """
+    unfinished = folder / _UNFINISHED
+    try:
+        unfinished.mkdir()
+        if os.path.lexists(folder / STEPS):
+            (unfinished / STEPS).touch()
+        yield unfinished
+        unfinished.rename(folder / REQUEUE)
+        sync_folder(folder)
+    except (OSError, StoreError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StoreError(f"{folder}: can't {verb}, and the run is as it was: {reason}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def finish_requeue(folder: Path) -> str | None:
+    """Move the files that ``replacing_logs`` has made into place. Returns the old log's name.
+
+    Called by a run and by a repair also before they read the log: the process that made them may have been killed.
 
     Raises:
         StoreError: the disk refuses.
@@ -197,8 +211,6 @@ def _copy(run: Path, folder: Path, rows: _Rows, keep_records: bool) -> tuple[int
                 reused += 1
                 yield fresh_line(replace(moved, selected=None, votes=None))
 
-    if os.path.lexists(run / STEPS):
-        (folder / STEPS).touch()
     with closing(Ledger(folder, first_segment=max(segments_of(run), default=-1) + 1)) as ledger:
         ledger.write(to_keep())
         ledger.write(generations())

@@ -129,7 +129,7 @@ def _opened(folder: Path, lock: Claim, messages: list[str]) -> Ledger:
         ledger.close()
     except LostVectorError as error:
         messages.append(str(error))
-    messages.append(repair_held(folder, lock, lambda records: Compared()).to_text())
+    messages.append(repair_held(folder, lock, lambda records: Compared()))
     return Ledger(folder, lock)
 
 

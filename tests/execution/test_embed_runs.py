@@ -76,7 +76,7 @@ def test_rows_whose_vector_was_lost_run_again(lose: Any, is_checked: bool) -> No
         (RUN / "checkpoint.json").unlink()  # as if none had been written yet
     found = run()
     assert (found.exit_code, "vectors/000000.arrow" in found.stderr) == (0, True)
-    assert "0 records kept, 15 lines set aside in " in found.stderr
+    assert "0 records kept; left out: 15 records; old log: " in found.stderr
     assert check() == list(range(20))
     assert batchkit("verify").exit_code == 0
 
@@ -206,7 +206,7 @@ def test_verify_finds_vectors_that_are_not_there_and_repair_sets_their_records_a
     assert "vectors/000001.arrow: is missing; the record of row 6" in audit.json["vector_fault"]
     assert "bad_vectors: 4 (rows 6, 7, 8, 9)" in batchkit("verify", str(RUN)).stdout
     repaired = batchkit("verify", "--repair", str(RUN))
-    assert "6 records kept, 4 lines set aside" in repaired.stderr
+    assert "6 records kept; left out: 4 records" in repaired.stderr
     assert verify()["bad_vectors"] == 0
     assert run().exit_code == 3
     assert check() == [0, 1, 2, 4, 5, 6, 7, 8, 9]
@@ -253,5 +253,5 @@ def test_repair_keeps_the_older_answer_whose_vector_is_there() -> None:
     with LOG.open("ab") as file:
         file.write(line.replace(b'"segment":0', b'"segment":7'))
     assert verify()["bad_vector_rows"] == [1]
-    assert "1 lines set aside" in batchkit("verify", "--repair", str(RUN)).stderr
+    assert "left out: 1 records" in batchkit("verify", "--repair", str(RUN)).stderr
     assert check() == [0, 1, 2]
