@@ -81,7 +81,6 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "serve.batch_routes",
         "serve.file_routes",
         "serve.flex_routes",
-        "serve.upload_routes",
     },
     "python_multipart": {"serve.forms"},
     "starlette": {"commands.view.api", "commands.view.server", "serve.app", "serve.guard"},

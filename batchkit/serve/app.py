@@ -27,9 +27,8 @@ def make_app(settings: Settings, store: Store) -> ASGIApp:
 
     from batchkit.commands.view.server import refusal_of
     from batchkit.serve.batch_routes import batch_routes
-    from batchkit.serve.file_routes import file_routes
+    from batchkit.serve.file_routes import file_routes, upload_routes
     from batchkit.serve.flex_routes import flex_routes
-    from batchkit.serve.upload_routes import upload_routes
 
     app = FastAPI(
         title="batchkit serve",

@@ -11,7 +11,6 @@ from batchkit.errors import BatchkitError
 from batchkit.runs.status import counts_of
 from batchkit.serve.batch import UNFINISHED, NewBatch, added_batch, moved
 from batchkit.serve.clock import wall_s
-from batchkit.serve.files import found_file
 from batchkit.serve.problem import Problem, missing
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Page, Store
@@ -24,7 +23,7 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
     @routes.post("/v1/batches")
     def create_batch(request: Request, asked: NewBatch) -> Object:
         owner = request.state.owner
-        file = found_file(store, asked.input_file_id, owner)
+        file = store.found("file", asked.input_file_id, owner)
         if file["purpose"] != "batch":
             text = (
                 f"input_file_id: {file['id']} has the purpose {file['purpose']!r}, expected 'batch'"
@@ -43,15 +42,15 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
 
     @routes.get("/v1/batches/{batch_id}")
     def retrieve_batch(request: Request, batch_id: str) -> Object:
-        return _live(_found(store, batch_id, request.state.owner), settings)
+        return _live(store.found("batch", batch_id, request.state.owner), settings)
 
     @routes.post("/v1/batches/{batch_id}/cancel")
     def cancel_batch(request: Request, batch_id: str) -> Object:
-        batch = _found(store, batch_id, request.state.owner)
+        batch = store.found("batch", batch_id, request.state.owner)
         now = wall_s()
         changed = store.change(batch_id, lambda doc: moved(doc, "cancelling", now))
         if changed is None:
-            batch = _found(store, batch_id, request.state.owner)
+            batch = store.found("batch", batch_id, request.state.owner)
             if batch["status"] != "cancelling":
                 text = f"Cannot cancel a batch with status '{batch['status']}'."
                 raise Problem(409, text, code="batch_not_cancellable")
@@ -72,12 +71,6 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
         return _metrics(request.state.owner, settings, store)
 
     return routes
-
-
-def _found(store: Store, name: str, owner: str) -> Object:
-    if (batch := store.get("batch", name, owner)) is None:
-        raise missing("Batch", name)
-    return batch
 
 
 def _live(batch: Object, settings: Settings) -> Object:

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from batchkit.serve.batch import outputs_of
 from batchkit.serve.clock import wall_s
 from batchkit.serve.forms import Form
-from batchkit.serve.problem import Problem, missing
+from batchkit.serve.problem import Problem
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Kind, Object, Store
 from batchkit.storage.files import sync_folder
@@ -38,13 +38,6 @@ def file_doc(path: Path, *, filename: str, purpose: str, expires_at: int | None)
         "status_details": None,
         "expires_at": expires_at,
     }
-
-
-def found_file(store: Store, name: str, owner: str) -> Object:
-    """Raises Problem if the owner has no such file."""
-    if (file := store.get("file", name, owner)) is None:
-        raise missing("File", name)
-    return file
 
 
 def expiry_in(fields: dict[str, str], settings: Settings, now: int) -> int | None:

@@ -60,11 +60,8 @@ class Lifecycle:
             self._store.changed.clear()
             try:
                 self._look()
-            except Exception as error:  # a full disk, or ours: the service goes on
-                if not isinstance(error, BatchkitError | OSError):
-                    traceback.print_exc()
-                self._say(f"{error}; tried again in {_AGAIN_S:.0f} s")
-                self._closing.wait(_AGAIN_S)
+            except Exception as error:
+                self._wait_after(error, "")
 
     def _look(self) -> None:
         for stored in self._store.all("batch", *UNFINISHED):
@@ -108,10 +105,14 @@ class Lifecycle:
             if now is not None and now["status"] == batch["status"]:  # it was not just done
                 do(stored)
         except Exception as error:
-            if not isinstance(error, BatchkitError | OSError):
-                traceback.print_exc()
-            self._say(f"{batch['id']}: {batch['status']}: {error}; tried again in {_AGAIN_S:.0f} s")
-            self._closing.wait(_AGAIN_S)
+            self._wait_after(error, f"{batch['id']}: {batch['status']}: ")
+
+    def _wait_after(self, error: Exception, what: str) -> None:
+        """The disk is full, or it is ours: the service goes on."""
+        if not isinstance(error, BatchkitError | OSError):
+            traceback.print_exc()
+        self._say(f"{what}{error}; tried again in {_AGAIN_S:.0f} s")
+        self._closing.wait(_AGAIN_S)
 
     def _validate(self, stored: Stored) -> None:
         batch, most = stored.doc, self._settings.limits_of(stored.owner).rows

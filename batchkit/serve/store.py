@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from batchkit.errors import StoreError
+from batchkit.serve.problem import missing
 
 Kind = Literal["file", "upload", "part", "batch", "event"]
 Object = dict[str, Any]
@@ -125,6 +126,12 @@ class Store:
         if not found or owner not in (None, found[0][0]):
             return None
         doc: Object = orjson.loads(found[0][1])
+        return doc
+
+    def found(self, kind: Kind, name: str, owner: str) -> Object:
+        """Raises Problem if the owner has no such object."""
+        if (doc := self.get(kind, name, owner)) is None:
+            raise missing(kind.capitalize(), name)
         return doc
 
     def page(
