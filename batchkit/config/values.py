@@ -10,7 +10,6 @@ from typing import Any
 import orjson
 
 MAX_DEPTH = 100  # nested tables and lists; the writers fail at about 250
-LONGEST = 8192  # characters of a path, a URL, a name or a command; patterns run over them
 _BITS = 64  # the limit of TOML's integers, and of the JSON writer
 # Tables that take any key, at least in a part of them. TOML lacks null: a key without a value is left
 # out, which is the same only for an option.
@@ -21,7 +20,6 @@ _FREE_FORM = (
     ("prompt", "tools"),
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SHORT = ("name", "input", "media", "engine", "engines", "rollout", "run", "output")
 _OPTIONS = (("sampling",), ("pooling",), ("engine", "options"))
 
 
@@ -70,16 +68,9 @@ def _problem(path: tuple[Any, ...], value: Any) -> str | None:
         return f"found {value}, expected a finite number, or a text"
     if value is None and _must_be_kept(path):
         return "found None, which a job file can't hold; leave it out, or write it as a text"
-    if isinstance(value, str) and len(value) > LONGEST and _is_short(path):
-        return f"found a text of {len(value):,} characters, expected at most {LONGEST:,}"
     if isinstance(value, str) and _SURROGATE.search(value):
         return "found text that is no valid UTF-8"
     return None
-
-
-def _is_short(path: tuple[Any, ...]) -> bool:
-    own = path[2:] if path[:2] == ("scoring", "judge") else path
-    return bool(own) and own[0] in _SHORT and "options" not in own and own[:2] != ("input", "where")
 
 
 def _must_be_kept(path: tuple[Any, ...]) -> bool:

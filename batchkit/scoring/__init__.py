@@ -22,6 +22,7 @@ from batchkit.scoring.metrics import ERROR_RATES
 from batchkit.scoring.overlap import preload
 from batchkit.scoring.scorers import score_by
 from batchkit.sources.where import compile_where
+from batchkit.storage.plain_json import encoded
 
 T = TypeVar("T")
 
@@ -194,8 +195,5 @@ def _as_text(value: Any) -> str:
     """A field as text, the way a kept one is stored: as JSON, a date without quotes."""
     if isinstance(value, str):
         return value
-    try:
-        text = orjson.dumps(value, default=str).decode()
-    except TypeError:  # hundreds of levels, half a surrogate pair, a number of 20 digits
-        return str(value)
+    text = encoded(value).decode().strip()
     return str(orjson.loads(text)) if text.startswith('"') else text

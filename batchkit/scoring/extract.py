@@ -157,7 +157,6 @@ def extracted(text: str, table: ScoringTable) -> str | None:
 
 MOST_READ = 4_000_000  # characters of an answer that an extractor reads
 MOST_COMPARED = 200_000  # characters of a prediction, and of a reference
-MOST_MARKS = 1_000  # combining marks in a row: normalising them takes quadratic time
 _HANDLER = "batchkit.isolation.pattern_child"
 _WAIT_S = 120.0  # until a process that gets no CPU time is given up
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from batchkit.scoring.extract import MOST_MARKS, Unscorable
-
 Mode = Literal["official", "fixed"]
 
 _DECIMAL = re.compile(r"\b\d+\.\d+\b")
@@ -129,8 +127,6 @@ def _official(text: str) -> str:
 
 
 def _fixed(text: str) -> str:
-    if _many_marks().search(text):
-        raise Unscorable(f"a text has {MOST_MARKS:,} combining marks in a row")
     plain = unicodedata.normalize("NFKC", text).lower()
     plain = plain.replace("\u2212", "-").replace("\u2019", "'")
     plain = _THOUSANDS.sub("", plain)
@@ -156,13 +152,6 @@ def _rouge(mode: Mode) -> Any:
     from rouge_score.tokenizers import DefaultTokenizer
 
     return (DefaultTokenizer(False).tokenize if mode == "official" else str.split), fmeasure
-
-
-@cache
-def _many_marks() -> Any:
-    import regex
-
-    return regex.compile(rf"\p{{M}}{{{MOST_MARKS}}}")
 
 
 @cache

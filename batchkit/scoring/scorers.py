@@ -106,19 +106,6 @@ def reward(prediction: str, reference: str | None, table: ScoringTable) -> float
     return parse_reward(prediction)
 
 
-@of_two
-def wer(prediction: str, reference: str, table: ScoringTable) -> float | None:
-    """The share of a transcript's words that are wrong, by ``jiwer``, after the normaliser of Whisper's authors:
-    substituted, missing and added ones, over the reference's; None if that has none."""
-    return _rate("wer", prediction, reference, table)
-
-
-@of_two
-def cer(prediction: str, reference: str, table: ScoringTable) -> float | None:
-    """As ``wer``, of characters."""
-    return _rate("cer", prediction, reference, table)
-
-
 def check_installed() -> None:
     """Raises JobError if a package for these scorers is missing."""
     for package in ("jiwer", "transformers"):
@@ -128,12 +115,22 @@ def check_installed() -> None:
             )
 
 
-def _rate(name: str, prediction: str, reference: str, table: ScoringTable) -> float | None:
-    import jiwer
+def _error_rate(name: str) -> Scorer:
+    """The share of a transcript's words or characters that are wrong, by ``jiwer``, after the normaliser of Whisper's
+    authors: substituted, missing and added ones, over the reference's; None if that has none."""
 
-    normalise = _normaliser(table.normalizer or "basic")
-    right, found = normalise(reference).strip(), normalise(prediction).strip()
-    return float(getattr(jiwer, name)(right, found)) if right else None
+    @of_two
+    def rate(prediction: str, reference: str, table: ScoringTable) -> float | None:
+        import jiwer
+
+        normalise = _normaliser(table.normalizer or "basic")
+        right, found = normalise(reference).strip(), normalise(prediction).strip()
+        return float(getattr(jiwer, name)(right, found)) if right else None
+
+    return rate
+
+
+wer, cer = _error_rate("wer"), _error_rate("cer")
 
 
 @cache

@@ -12,7 +12,6 @@ from typing import Any
 import orjson
 
 _DEEPEST = 100  # orjson gives up at 254 levels, the record's own included
-_LONGEST_INT_BITS = 10_000  # Python refuses to write more than 4,300 digits
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -20,8 +19,7 @@ def encoded(value: Any) -> bytes:
     """``value`` as one line of JSON, newline included.
 
     Bytes become base64, a set a list, NaN and infinities null. An integer past 64 bits and any
-    other type that JSON lacks become text (an integer past 10,000 bits in hex), a lone surrogate
-    ``?``. What is nested past 100 levels is replaced if orjson can't write the value as it is.
+    other type that JSON lacks become text, a lone surrogate ``?``. What is nested past 100 levels is replaced if orjson can't write the value as it is.
     """
     try:
         return orjson.dumps(value, option=_OPTIONS | orjson.OPT_APPEND_NEWLINE)
@@ -86,9 +84,7 @@ def _key(key: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, int):
-        return str(value) if value.bit_length() < _LONGEST_INT_BITS else hex(value)
     try:
         return valid(str(value))
-    except Exception:  # any code may run here, and a row that was answered must be written
+    except Exception:  # any code may run here; and Python writes no integer of over 4,300 digits
         return f"({type(value).__name__})"

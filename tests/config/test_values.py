@@ -47,21 +47,6 @@ def test_option_without_a_value_is_the_same_as_none_given() -> None:
     assert JobConfig.model_validate(given.model_dump()) == given
 
 
-@pytest.mark.parametrize(
-    "key", ["run.on_end", "media.root", "input.path", "engine.base_url", "name"]
-)
-@pytest.mark.timeout(5)
-def test_length_of_a_text_is_checked_before_any_pattern_reads_it(key: str) -> None:
-    table, _, name = key.rpartition(".")
-    text = "s3://" + "a" * 800_000
-    given = {name: text} if not table else {table: {"kind": "dry-run", name: text}}
-    given = {table: {name: text}} if table not in ("engine", "") else given
-    with pytest.raises(
-        JobError, match=f"{key}: found a text of 800,005 characters, expected at most 8,192"
-    ):
-        make_job({"engine": {"kind": "dry-run"}, **given}, "job.toml")
-
-
 TOO_MUCH = {  # a job file, and what its one message names
     "vars": (f"[vars]\nx = 1\na = {'[' * DEEP}{']' * DEEP}", "can't be read: nested too deeply"),
     "tables": (f"vars.a = {'{a=' * DEEP}1{'}' * DEEP}", "can't be read: nested too deeply"),

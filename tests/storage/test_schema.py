@@ -26,7 +26,7 @@ from batchkit.storage.ledger import line_of
 from batchkit.storage.lines import record_in, record_of, whole_record
 from batchkit.storage.log import RESULTS
 from batchkit.storage.plain_json import parsed
-from batchkit.types import Choice, Completion, Record, Request, Row, Usage, line_of_choice
+from batchkit.types import Completion, Record, Request, Row, Usage
 from tests.support.records import indexes, record, write
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates, too
@@ -121,13 +121,6 @@ def test_any_answer_is_read_back_as_it_was_written(answer: Any, row_id: str) -> 
     read_back(made)
 
 
-@pytest.mark.parametrize("size", [0, 1 << 20])
-@pytest.mark.parametrize("row_id", ["a\nb", "\0", "\ud800", '{"index":5,"id":', "\u2028"])
-def test_any_id_is_read_back(row_id: str, size: int) -> None:
-    made = structs.replace(record(3), id=row_id + "x" * size)
-    assert read_back(made)["id"] == row_id.replace("\ud800", "?") + "x" * size
-
-
 @pytest.mark.parametrize("usage", [Usage(-1, 2), Usage(2, 2**32), Usage(2**63, 2**64)])
 def test_what_no_engine_can_have_counted_is_not_written(usage: Usage) -> None:
     done = completion({"choices": [{"text": "yes"}]})
@@ -178,7 +171,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "infinity": (float("-inf"), None),
     "an integer past 64 bits": (2**70, str(2**70)),
     "the largest that JSON readers agree on": (2**64 - 1, 2**64 - 1),
-    "an integer of 10,000 digits": (1 << 33_220, hex(1 << 33_220)),
+    "an integer of 10,000 digits": (1 << 33_220, "(int)"),
     "a lone surrogate": ("a\ud800b", "a?b"),
     "a lone surrogate in a key": ({"a\ud800": 1}, {"a?": 1}),
     "newlines and NUL": ("a\nb\r\n\u2028\x85\0", "a\nb\r\n\u2028\x85\0"),
@@ -214,16 +207,6 @@ def test_a_value_is_stored_alike_whatever_stands_beside_it(
 def test_deeply_nested_value_does_not_stop_the_run(tmp_path: Path) -> None:
     write(tmp_path, record(0, fields={"v": NEST}), record(1))
     assert indexes(tmp_path) == [0, 1]
-
-
-@pytest.mark.parametrize("text", ["a\ud800b", "\0", "\u2028\n", "é🙂", ""])
-def test_any_text_of_a_model_is_one_line(text: str) -> None:
-    choices = [Choice(text, "stop"), Choice("b", "length", [{"token": "b", "logprob": -0.5}])]
-    several = structs.replace(record(1, text), choices=[*map(line_of_choice, choices)])
-    found, kept = read_back(several), text.replace("\ud800", "?")
-    assert line_of(several).raw.count(b"\n") == 1
-    assert (found["text"], found["choices"][0]["text"]) == (kept, kept)
-    assert found["choices"][1]["logprobs"] == [{"token": "b", "logprob": -0.5}]
 
 
 WHOLE = orjson.loads(line_of(record(3)).raw)
