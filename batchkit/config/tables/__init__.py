@@ -20,15 +20,12 @@ from batchkit.config.tables.scoring import (
     ScoringRule,
     ScoringTable,
 )
-from batchkit.config.tables.steps import RolloutTable, SelectTable, StepTable
+from batchkit.config.tables.steps import RolloutTable, StepTable
 from batchkit.config.tables.task import (
     FOR_VECTORS,
     GENERATING,
     OF_TOKENS,
     WITH_VECTORS,
-    PairTable,
-    PoolingTable,
-    SpeechTable,
     TaskName,
 )
 
@@ -45,8 +42,6 @@ __all__ = [
     "JudgeTable",
     "MediaTable",
     "OutputTable",
-    "PairTable",
-    "PoolingTable",
     "PromptTable",
     "RetryTable",
     "RolloutTable",
@@ -55,9 +50,7 @@ __all__ = [
     "ScoringRule",
     "ScoringTable",
     "Seconds",
-    "SelectTable",
     "ServerTable",
-    "SpeechTable",
     "StepTable",
     "Table",
     "TaskName",

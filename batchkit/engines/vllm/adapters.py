@@ -19,9 +19,9 @@ import orjson
 from batchkit.config.regular_file import open_regular, read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
-from batchkit.storage.identity import ADAPTER_FILES, adapter_fingerprint
+from batchkit.storage.identity import model_fingerprint
 
-CONFIG, WEIGHTS = ADAPTER_FILES
+CONFIG, WEIGHTS = ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MOST_RANK = 512  # of vLLM
 _MOST_SLOTS = 8
 _CPU_CACHE_BYTES = 4 * 2**30
@@ -62,7 +62,7 @@ class Adapter:
         """vLLM's name and number of it come from its files: vLLM and its prefix cache know an adapter by them."""
         from vllm.lora.request import LoRARequest
 
-        digest = adapter_fingerprint(str(self.folder)) or ""
+        digest = model_fingerprint(str(self.folder)) or ""
         return LoRARequest(digest, int(digest[:15], 16) + 1, str(self.folder))
 
 
