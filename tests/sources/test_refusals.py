@@ -13,6 +13,8 @@ import pytest
 from batchkit.errors import InputError
 from tests.support.sources import rows_of, write
 
+ZSTD = bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'  # one raw block, without its checksum
+
 
 @pytest.mark.parametrize(
     ("name", "content", "keys", "problem"),
@@ -34,6 +36,22 @@ from tests.support.sources import rows_of, write
         ("x.jsonl.xz", lzma.compress(b"{}\n") * 2, {}, "more than one xz stream; pack it again"),
         ("x.jsonl.xz", lzma.compress(b"{}" * 999)[:-9], {}, "it ends before its xz stream does"),
         ("x.csv", b"a,b\r1,2\r", {}, "line 1: a carriage return (\\r) in a cell without quotes"),
+        # The package zstandard gives what is there; Python's own readers of bz2 and xz take a later stream's damaged
+        # beginning for the end of the file.
+        ("x.txt.zst", ZSTD, {}, "runcated"),
+        *(
+            (
+                f"x.jsonl.{suffix}",
+                pack(b'{"a": 1}\n') + b"X" + pack(b'{"a": 2}\n')[1:],
+                {},
+                "can't be read: ",
+            )
+            for suffix, pack in (
+                ("gz", gzip.compress),
+                ("bz2", bz2.compress),
+                ("xz", lzma.compress),
+            )
+        ),
         ("x.jsonl.gz", b"{}", {}, "can't be read: OSError: zlib inflate failed"),
         ("x.jsonl.gz", gzip.compress(b"{}" * 999, mtime=0)[:-9], {}, "can't be read: "),
         ("x.jsonl", b'[\n{"a": 1}]', {}, 'set input.format = "json"'),
@@ -50,6 +68,7 @@ from tests.support.sources import rows_of, write
         ("x.json", b'[{"n": 1}]', {"records": "n"}, "leave input.records out"),
         ("x.json", b'"text"', {}, "expected a JSON list, found 'text'"),
         ("x.json", b"  \n ", {}, "broken JSON: "),
+        ("x.json", b"[" * 100_000, {}, "nested more than 200 levels deep; flatten it"),
         ("x.json", b'[{"a": "\xff"}]', {}, "broken JSON: 'utf-8' codec can't decode"),
         ("x.json", b'[{"a": "\\ud83d"}]', {}, "broken JSON: "),
         ("x.csv", b"a,,b\n1,2,3\n", {}, "line 1: column 2 of 3 has no name"),
