@@ -1,104 +1,22 @@
-"""Clips that are broken or mean harm: each is a MediaError in bounded time, nothing outside the media root is opened
-and nothing is fetched."""
+"""Clips that mean harm: nothing outside the media root is opened, nothing is fetched, and what is over the limits is not
+decoded."""
 
 from __future__ import annotations
 
 import base64
 import socket
-import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from batchkit.errors import MediaError
 from batchkit.rendering.media import load_media
 from tests.support import clips
-from tests.support.images import PNG, media_table
+from tests.support.images import media_table
 
 MKV = clips.video(clips.frames(40))
 MP4 = clips.video(clips.frames(40), format="mp4", codec="libx264")
 WAV = clips.sound(clips.tone(3))
-FILM = clips.film(clips.frames(40), np.concatenate([clips.tone(1)] * 5))
-FLAC = clips.sound(clips.tone(3), format="flac", codec="flac")
-_LIMIT_S = 10  # seconds that the table allows
-_MARK = b"\x44\x89"  # Matroska's Duration, behind which are its size and a number
-
-
-def _wav(*, channels: int = 1, rate: int = 16000, bits: int = 16, said: int = 32000) -> bytes:
-    """One second, with any header."""
-    block = channels * bits // 8
-    head = struct.pack("<HHIIHH", 1, channels, rate, rate * block % 2**32, block % 2**16, bits)
-    body = b"fmt " + struct.pack("<I", len(head)) + head + b"data" + struct.pack("<I", said)
-    return b"RIFF" + struct.pack("<I", len(body) + 4 + 32000) + b"WAVE" + body + b"\1\2" * 16000
-
-
-def _lasting(seconds: float) -> bytes:
-    """The video, whose header says another length."""
-    place = MKV.index(_MARK) + len(_MARK)
-    assert MKV[place] == 0x88  # a double, in milliseconds
-    return MKV[: place + 1] + struct.pack(">d", seconds * 1000) + MKV[place + 9 :]
-
-
-def _damaged(data: bytes) -> bytes:
-    """Noise over the middle."""
-    a, b = len(data) // 3, len(data) * 2 // 3
-    return data[:a] + np.random.default_rng(0).bytes(b - a) + data[b:]
-
-
-def _huge() -> bytes:
-    return clips.video(np.zeros((2, 2048, 4096, 3), np.uint8))
-
-
-HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
-    "empty": ("video", lambda: b"", "it is empty"),
-    "noise": (
-        "video",
-        lambda: b"\5" + np.random.default_rng(1).bytes(5000),
-        "no clip that can be read",
-    ),
-    "text": ("audio", lambda: b"hello\n" * 100, "no clip that can be read"),
-    "image": ("video", lambda: PNG, "no clip that can be read"),
-    "MP4 cut short": ("video", lambda: MP4[: len(MP4) // 2], "broken or cut short"),
-    "MP4 without its end": ("video", lambda: MP4[:-400], "broken or cut short"),
-    "MKV cut short": ("video", lambda: MKV[: len(MKV) // 2], "5.0 s long, and"),
-    "film cut short": ("audio", lambda: FILM[: len(FILM) // 2], "5.0 s long, and"),
-    "MKV of a header": ("video", lambda: MKV[:200], "broken or cut short"),
-    "MKV with noise": ("video", lambda: _damaged(MKV), ""),
-    "MP4 with noise": ("video", lambda: _damaged(MP4), ""),
-    "FLAC with noise": ("audio", lambda: _damaged(FLAC), ""),
-    "says 1,000 s": ("video", lambda: _lasting(1000), "1000.0 s long, and 5.0 s"),
-    "says a year": ("video", lambda: _lasting(3e7), "media.max_video_seconds is 3600"),
-    "WAV cut short": ("audio", lambda: WAV[: len(WAV) // 2], "it is cut short"),
-    "WAV of a header": ("audio", lambda: WAV[:44], "it is cut short"),
-    "sample rate 1": ("audio", lambda: _wav(rate=1), "at 1 samples a second"),
-    "sample rate 4e9": ("audio", lambda: _wav(rate=4_000_000_000), ""),
-    "65,535 channels": ("audio", lambda: _wav(channels=65535), ""),
-    "no channel": ("audio", lambda: _wav(channels=0), ""),
-    "sound without video": ("video", lambda: WAV, "has no video"),
-    "video without sound": ("audio", lambda: MKV, "has no audio"),
-    "frames of 8 megapixels": ("video", _huge, "media.max_decode_bytes"),
-}
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_clip_is_refused_in_words(case: str) -> None:
-    kind, make, words = HOSTILE[case]
-    data, began = make(), time.monotonic()
-    media = media_table(max_decode_bytes=2**24)
-
-    with pytest.raises(MediaError) as caught:
-        load_media(kind, data, media)
-
-    assert words in str(caught.value)
-    assert str(caught.value).startswith(f"{kind} of {len(data)} bytes: ")
-    assert len(str(caught.value)) < 400
-    assert "\n" not in str(caught.value)
-    assert time.monotonic() - began < _LIMIT_S
-
-
 PLAYLISTS = {
     "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n",
     "m3u": "#EXTM3U\n{}\n",
