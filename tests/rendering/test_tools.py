@@ -209,13 +209,6 @@ def test_a_forced_call_needs_a_grammar(choice: Any) -> None:
     renderer(prompt, engine={"kind": "vllm", "model": "m", "tool_call_parser": "hermes"})
 
 
-def test_the_choice_of_a_file_is_looked_up_in_it(tmp_path: Path) -> None:
-    path = tmp_path / "tools.json"
-    path.write_text(json.dumps(TOOLS))
-    message = refusal(JobError, {}, user="x", tools=str(path), tool_choice="clok")
-    assert message == "prompt.tool_choice: no tool is called 'clok'; did you mean 'clock'?"
-
-
 def test_the_report_and_the_order_of_rows_know_the_column_of_tools() -> None:
     table = {"engine": {"kind": "dry-run"}, "prompt": {"user": "{{ q }}", "tools": "{{ t }}"}}
     job = make_job(table, "job.toml")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from batchkit.config.loading import make_job
-from batchkit.errors import JobError, PromptTooLongError
+from batchkit.errors import PromptTooLongError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.truncation import MARK, cut_at, longest_text, next_cut
@@ -59,7 +59,6 @@ DEEP = {"a": "short", "b": {"c": ["x", {"d": "the longest"}], "e": 7, "f": None}
         ),
         ({"type": WORDS}, {"type"}, ["type"]),
     ],
-    ids=["deep", "read by no template", "no field", "no text", "images", "called as a part"],
 )
 def test_the_longest_text_of_the_fields_that_are_read_is_found(
     fields: Any, names: set[str], path: list[Any] | None
@@ -163,30 +162,20 @@ def test_a_handful_of_cuts_fits_or_gives_up(
         assert cuts[-1].kept >= 0.6 * could_keep, "more was cut than need be"
 
 
+UNEVEN: dict[str, Callable[[int, int], float]] = {
+    "sparse middle": lambda n, length: 8 if 0.1 < n / length < 0.9 else 0.7,
+    "dense middle": lambda n, length: 0.5 if 0.1 < n / length < 0.9 else 6,
+    "blank middle": lambda n, length: 100 if 0.01 < n / length < 0.99 else 0.5,
+    "dense first half": lambda n, length: 0.7 if n / length < 0.5 else 8,
+    "sparse ends": lambda n, length: 2 if 0.02 < n / length < 0.98 else 8,
+    "mixed": lambda n, length: 2 + n % 7,
+}
+
+
 @pytest.mark.parametrize("overhead", [0, 20, 300, 400])
-@pytest.mark.parametrize(
-    "per_token",
-    [
-        lambda n, length: 8 if 0.1 < n / length < 0.9 else 0.7,
-        lambda n, length: 0.5 if 0.1 < n / length < 0.9 else 6,
-        lambda n, length: 100 if 0.01 < n / length < 0.99 else 0.5,
-        lambda n, length: 0.7 if n / length < 0.5 else 8,
-        lambda n, length: 2 if 0.02 < n / length < 0.98 else 8,
-        lambda n, length: 2 + n % 7,
-    ],
-    ids=[
-        "sparse middle",
-        "dense middle",
-        "blank middle",
-        "dense first half",
-        "sparse ends",
-        "mixed",
-    ],
-)
-def test_uneven_text_is_cut_until_it_fits(
-    per_token: Callable[[int, int], float], overhead: int
-) -> None:
-    tokens = Tokens(512, overhead, per_token)
+@pytest.mark.parametrize("text", UNEVEN)
+def test_uneven_text_is_cut_until_it_fits(text: str, overhead: int) -> None:
+    tokens = Tokens(512, overhead, UNEVEN[text])
     for length in (3000, 20_000, 160_000):
         if tokens.count(length, None) < 512:
             continue
@@ -403,15 +392,6 @@ def test_arguments_of_a_tool_call_stay_json() -> None:
         ({"q": f'"{WORDS}"'}, {"prompt": {"user": "{{ 1 // (q | length > 1800) | int }}"}}),
         ({"q": WORDS}, {"prompt": {"user": "{{ q }}"}, "error": PromptTooLongError("no count")}),
     ],
-    ids=[
-        "not asked",
-        "nothing read",
-        "no text",
-        "too short",
-        "vars",
-        "template breaks",
-        "no count",
-    ],
 )
 def test_none_where_nothing_can_be_cut(fields: Mapping[str, Any], tables: dict[str, Any]) -> None:
     assert shortened(fields, **tables)[1] is None
@@ -427,18 +407,3 @@ def test_images_stay_and_so_does_what_they_are_accounted_at(tmp_path: Path) -> N
     assert [image.size for image in shorter.images] == [(40, 20), (40, 20)]
     assert shorter.images[0].getpixel((0, 0)) == (9, 8, 7)
     assert shorter.media_bytes == request.media_bytes == 2 * 4 * 40 * 20
-
-
-# The job file
-
-
-@pytest.mark.parametrize(
-    ("retry", "words"),
-    [
-        ({"on_too_long": "truncate"}, "on_too_long(?s:.*)truncate-middle"),
-        ({"backoff_s": -1}, r"retry\.backoff_s: found -1"),
-    ],
-)
-def test_what_the_job_file_can_not_say(retry: dict[str, Any], words: str) -> None:
-    with pytest.raises(JobError, match=words):
-        renderer(retry=retry)
