@@ -189,20 +189,17 @@ class PromptRenderer:
             return None
         return replace(shorter, sampling=request.sampling, media_bytes=request.media_bytes, cut=cut)
 
-    def image_sources(self, row: Row) -> list[Any]:
-        """The sources of the row's images, in the order of its prompt; nothing is opened.
+    def sources(self, row: Row) -> list[tuple[str, Any]]:
+        """The kind and the source of each of the row's images, and then of its clips; nothing is opened.
 
         Raises:
             RowError: as ``render``.
         """
-        return self._sources(row, self._images, "image")
-
-    def clip_sources(self, row: Row) -> list[tuple[str, Any]]:
-        """As ``image_sources``, of its clips, each with its kind."""
+        templates = {"image": self._images, **self._clips}
         return [
             (kind, source)
-            for kind in CLIPS
-            for source in self._sources(row, self._clips.get(kind, ()), kind)
+            for kind in ("image", *CLIPS)
+            for source in self._sources(row, templates.get(kind, ()), kind)
         ]
 
     def _sources(self, row: Row, templates: Sequence[RowTemplate], *kinds: str) -> list[Any]:

@@ -108,12 +108,9 @@ class SpeechRenderer:
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
         return None  # a recording's end is never left out
 
-    def image_sources(self, row: Row) -> list[Any]:
-        return []
-
-    def clip_sources(self, row: Row) -> list[tuple[str, Any]]:
+    def sources(self, row: Row) -> list[tuple[str, Any]]:
         if self.job.prompt.audios:
-            return self._of_recordings.clip_sources(row)
+            return self._of_recordings.sources(row)
         body = row.fields.get("body")
         source = _named_in(body) if isinstance(body, Mapping) else row.fields.get("path")
         return [] if source is None else [("audio", source)]

@@ -126,11 +126,8 @@ class StepsRenderer:
         shorter = self._by_name[call.step].shortened(request, error)
         return None if shorter is None else replace(shorter, call=call)
 
-    def image_sources(self, row: Row) -> list[Any]:
-        return self._first.image_sources(with_answers(row, {}))
-
-    def clip_sources(self, row: Row) -> list[tuple[str, Any]]:
-        return self._first.clip_sources(with_answers(row, {}))
+    def sources(self, row: Row) -> list[tuple[str, Any]]:
+        return self._first.sources(with_answers(row, {}))
 
     def hint(self, row: Row) -> RowHint:
         return self._first.hint(with_answers(row, {}))

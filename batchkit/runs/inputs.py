@@ -71,10 +71,13 @@ class InputRows:
             return Prompt(None, [], fields, "the job's function makes the prompts of a row")
         if row is None or renderer is None:
             return Prompt(None, [], fields, masked_text(self.problem or "its row is not there"))
-        sources: Sequence[Any] = []
-        clips: Sequence[tuple[str, Any]] = []
+        sources, clips = list[Any](), list[tuple[str, Any]]()
         try:
-            sources, clips = renderer.image_sources(row), renderer.clip_sources(row)
+            for kind, source in renderer.sources(row):
+                if kind == "image":
+                    sources.append(source)
+                else:
+                    clips.append((kind, source))
             return Prompt(renderer.render(row), sources, fields, clips=clips)
         except RowError as error:
             reason = str(error) if self._reach is None else self._reach.reason(error)

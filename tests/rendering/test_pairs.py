@@ -79,7 +79,8 @@ def test_images_of_query_and_documents(pictures: dict[str, Any]) -> None:
     assert widths(found.pair.query) == [40]
     assert [widths(document) for document in found.pair.documents] == [[41], [42]]
     assert found.media_bytes == 4 * 30 * (40 + 41 + 42)
-    assert renderer(pair, **pictures).image_sources(Row(0, "0", row)) == ["0.png", "1.png", "2.png"]
+    sources = renderer(pair, **pictures).sources(Row(0, "0", row))
+    assert sources == [("image", f"{n}.png") for n in range(3)]
 
 
 def test_each_document_needs_its_image(pictures: dict[str, Any]) -> None:
