@@ -51,7 +51,14 @@ class EngineNotes:
     def known(self, names: Sequence[str]) -> dict[str, EngineHistory]:
         """What earlier starts have learned of the engines of these names, as far as it holds for this
         one."""
-        return {name: self._known(name) for name in names}
+        found = dict[str, EngineHistory]()
+        for name in names:
+            noted = self._run.manifest.notes_of(name)
+            options = self._job.with_engine(name).engine.options
+            if forget_other_steps(noted, input_hash(options)):
+                self.hear(Line("engine options have changed: smaller settings are forgotten"))
+            found[name] = EngineHistory(0, list(noted.engine_steps), name)
+        return found
 
     def announce(self, names: Sequence[str], *, kept: Mapping[str, Any]) -> None:
         """Report which engines are loaded, or taken again from those that were ``kept``."""
@@ -79,12 +86,6 @@ class EngineNotes:
             start.engine = named.pop("")
         if named:
             start.engines = {**start.engines, **named}
-
-    def _known(self, name: str) -> EngineHistory:
-        noted = self._run.manifest.notes_of(name)
-        if forget_other_steps(noted, input_hash(self._job.with_engine(name).engine.options)):
-            self.hear(Line("engine options have changed: smaller settings are forgotten"))
-        return EngineHistory(0, list(noted.engine_steps), name)
 
     def _remember(self, history: EngineHistory) -> None:
         """Note what an engine's death taught."""

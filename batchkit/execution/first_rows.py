@@ -38,10 +38,10 @@ _NEED_NO_REFERENCE = {"reward", "judge"}  # nor may a scorer of another package
 
 
 def check_first_rows(
-    rows: Iterator[Row], job: JobConfig, renderer: Renderer, all_rows: Iterable[Row] = ()
-) -> Sequence[Row]:
-    """Take rows from ``rows`` until one can be rendered, or fails as no other does, but at most
-    ``run.check_rows``: usually one. Returns those taken. ``all_rows``: the same ones again, if they can be read
+    rows: Iterable[Row], job: JobConfig, renderer: Renderer, all_rows: Iterable[Row]
+) -> None:
+    """Look at ``rows`` until one can be rendered, or fails as no other does, but at most at
+    ``run.check_rows``: usually at one. ``all_rows``: the same ones again, if they can be read
     twice; lines of a batch file for other tasks may come before those that the job can answer.
 
     Workers on Ray may see media that this process can't, so a failure by them means nothing then; what a
@@ -50,25 +50,24 @@ def check_first_rows(
     Raises:
         JobError: they all fail alike.
     """
-    taken: list[Row] = []
-    first: RowError | None = None
-    if job.rollout is not None:
-        return taken
-    while len(taken) < job.run.check_rows and (row := next(rows, None)) is not None:
-        taken.append(row)
+    failed: list[tuple[Row, RowError]] = []
+    for row in islice(rows, job.run.check_rows if job.rollout is None else 0):
         rendered = render_or_fail(renderer, row)
         error = rendered.error if isinstance(rendered, Completion) else None
-        if error is None or (first is not None and _reason(error) != _reason(first)):
-            return taken
-        first = first or error
+        if error is None or (failed and _reason(error) != _reason(failed[0][1])):
+            return
+        failed.append((row, error))
+    if not failed:
+        return
+    row, first = failed[0]
+    is_for_another = isinstance(first, WrongTaskError)
+    if is_for_another and _has_line_for(job, all_rows):
+        return
     is_elsewhere = job.run.workers is not None and isinstance(first, MediaError)
-    is_enough = len(taken) >= min(_FEWEST, job.run.check_rows) or isinstance(first, WrongTaskError)
-    if isinstance(first, WrongTaskError) and _has_line_for(job, all_rows):
-        return taken
-    if first is not None and is_enough and not is_elsewhere:
+    is_enough = len(failed) >= min(_FEWEST, job.run.check_rows) or is_for_another
+    if is_enough and not is_elsewhere:
         info = ErrorInfo(first.kind, type(first).__name__, str(first), first.retryable)
-        raise _all_fail(taken[0].index, taken[0].id, info, len(taken), "the model was not loaded")
-    return taken
+        raise _all_fail(row.index, row.id, info, len(failed), "the model was not loaded")
 
 
 def _has_line_for(job: JobConfig, rows: Iterable[Row]) -> bool:
@@ -171,29 +170,28 @@ def _meant(texts: Sequence[str], fields: Mapping[str, Any]) -> str:
     return f": write {{{{ {longest} }}}} where it belongs"
 
 
-def check_columns(rows: Iterator[Row], job: JobConfig) -> Sequence[Row]:
-    """Take rows from ``rows`` until one has each field that the job names besides its prompts, but at most
-    ``run.check_rows``: usually one. Returns those taken.
+def check_columns(rows: Iterable[Row], job: JobConfig) -> None:
+    """Look at ``rows`` until one has each field that the job names besides its prompts, but at most at
+    ``run.check_rows``: usually at one.
 
     Raises:
         JobError: all of them lack the same field.
     """
-    taken = list[Row]()
-    lacking = _fields_named(job)
-    while lacking and len(taken) < job.run.check_rows and (row := next(rows, None)) is not None:
-        taken.append(row)
+    lacking, fields, n_rows = _fields_named(job), dict[str, None](), 0
+    for row in islice(rows, job.run.check_rows if lacking else 0):
+        n_rows += 1
         if row.error is None:
-            lacking = [(key, name) for key, name in lacking if name not in row.fields]
-    fields = dict.fromkeys(name for row in taken if row.error is None for name in row.fields)
+            fields |= dict.fromkeys(row.fields)
+            if not (lacking := [pair for pair in lacking if pair[1] not in row.fields]):
+                return
     if fields and lacking:
         raise JobError(
             "\n".join(
                 f"{key}: the rows have no field {name!r}{did_you_mean(name, map(str, fields))}; the first"
-                f" {len(taken):,} have {', '.join(map(str, fields))}"
+                f" {n_rows:,} have {', '.join(map(str, fields))}"
                 for key, name in lacking
             )
         )
-    return taken
 
 
 def blanks_in(rows: Iterable[Row], job: JobConfig) -> Iterator[str]:

@@ -43,11 +43,13 @@ class Loaded(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The engine that a lane needs: one that was loaded with these ``options`` from these files."""
+    """The engine that a lane needs: one that was loaded with these ``options`` from these files. Its process
+    has the variables of ``environment`` besides the run's own."""
 
     name: str
     options: Mapping[str, Any]
     identity: Mapping[str, Any]
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def is_met_by(self, loaded: Loaded) -> bool:
         return (loaded.options, loaded.identity) == (self.options, self.identity)
@@ -68,23 +70,24 @@ class KeptEngine:
         self._log = log
         self._launchers: dict[str, Launcher] = {}
 
-    def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher:
-        """What starts the processes of the engine ``name``."""
-        known = self._launchers.get(name)
-        if known is None or known.environment != environment:
+    def launcher(self, wanted: Wanted) -> Launcher:
+        """What starts the processes of that engine."""
+        known = self._launchers.get(wanted.name)
+        if known is None or known.environment != wanted.environment:
             if known is not None:
                 known.close()
-            self._launchers[name] = known = Launcher(log_of(self._log, name), environment)
+            known = Launcher(log_of(self._log, wanted.name), wanted.environment)
+            self._launchers[wanted.name] = known
         return known
 
-    def get(self, wanted: Wanted, load: Callable[[], Loaded]) -> Loaded:
+    def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded]) -> Loaded:
         """The engine that waits, if it lives and is the one ``wanted``; else it is closed, and another loaded."""
         idle = self.idle.pop(wanted.name, None)
         if idle is not None:
             if wanted.is_met_by(idle) and _lives(idle.engine):
                 return idle
             idle.engine.close()
-        return load()
+        return load(self.launcher(wanted))
 
     def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
         """The run has ended."""
@@ -108,9 +111,7 @@ class Engines(Protocol):
     @property
     def idle(self) -> Mapping[str, Loaded]: ...
 
-    def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher: ...
-
-    def get(self, wanted: Wanted, load: Callable[[], Loaded]) -> Loaded: ...
+    def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded]) -> Loaded: ...
 
     def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None: ...
 
@@ -273,13 +274,13 @@ class Lane:
         """An engine for ``job``, whose options are those of the ladder."""
         opening, options, then = self._opening, job.engine.options, self._start.identity
 
-        def load() -> Loaded:
-            environment = opening.environments.get(self.name, {})
-            engine = open_engine(job, opening.engines.launcher(self.name, environment))
+        def load(launcher: Launcher) -> Loaded:
+            engine = open_engine(job, launcher)
             return Loaded(engine, options, ladder.steps, then, identity.hub_commits(self._job))
 
+        wanted = Wanted(self.name, options, then, opening.environments.get(self.name, {}))
         with opening.guard(), ExitStack() as held:
-            loaded = opening.engines.get(Wanted(self.name, options, then), load)
+            loaded = opening.engines.get(wanted, load)
             held.enter_context(closing(loaded.engine))
             check_unchanged(self._start)
             if loaded.commits:

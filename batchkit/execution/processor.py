@@ -139,11 +139,6 @@ class ProductionBatchProcessor:
         """
         return self.start(rows, name=name).checked()
 
-    def start(self, rows: Iterable[Any] | None = None, *, name: str | None = None) -> Outcome:
-        """As ``process``, but an error that stops the run after it has begun is returned, with the
-        summary of what is done."""
-        return self._start(rows, name)
-
     def retry(
         self,
         attempts: Mapping[int, int],
@@ -156,14 +151,17 @@ class ProductionBatchProcessor:
         ``attempts`` maps a row's index to the number of its last attempt, 0 if it has no record
         yet. The other arguments, and errors, are as with ``process``.
         """
-        return self._start(rows, name, attempts).checked()
+        return self.start(rows, name=name, attempts=attempts).checked()
 
-    def _start(
+    def start(
         self,
-        rows: Iterable[Any] | None,
-        name: str | None,
+        rows: Iterable[Any] | None = None,
+        *,
+        name: str | None = None,
         attempts: Mapping[int, int] | None = None,
     ) -> Outcome:
+        """As ``process``, or ``retry`` if there are ``attempts``, but an error that stops the run after it
+        has begun is returned, with the summary of what is done."""
         job = self.job if name is None else _named(self.job, name)
         if rows is None and job.input.path is None:
             raise JobError("no rows: give some to process(), or set the job's input.path")

@@ -67,10 +67,7 @@ class SharedEngines:
         known = [*self._shared.items()]  # another run's thread may add one meanwhile
         return {name: loaded for name, (shared, loaded) in known if not shared.death}
 
-    def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher:
-        return self._kept.launcher(name, {**self._environment, **environment})
-
-    def get(self, wanted: Wanted, load: Callable[[], Loaded], claim: Claim) -> Loaded:
+    def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded], claim: Claim) -> Loaded:
         """A seat at the engine; it is loaded if it is not there, or nobody uses it and it is another."""
         with self._lock:
             shared, loaded = self._shared.pop(wanted.name, (None, None))
@@ -80,7 +77,8 @@ class SharedEngines:
                     shared.close()
                     shared = None
             if shared is None or loaded is None:
-                loaded = load()
+                environment = {**self._environment, **wanted.environment}
+                loaded = load(self._kept.launcher(wanted._replace(environment=environment)))
                 shared = SharedEngine(loaded.engine, self._on_death)
             self._shared[wanted.name] = shared, loaded
             return loaded._replace(engine=shared.seat(claim))
@@ -103,10 +101,7 @@ class Share:
     def idle(self) -> Mapping[str, Loaded]:
         return self.engines.idle
 
-    def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher:
-        return self.engines.launcher(name, environment)
-
-    def get(self, wanted: Wanted, load: Callable[[], Loaded]) -> Loaded:
+    def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded]) -> Loaded:
         return self.engines.get(wanted, load, self.claim)
 
     def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:

@@ -73,10 +73,8 @@ class Tasks:
                 self._run.manifest.skipped_elsewhere = 0
                 self._run.save()
             rows = self._without_records()
-        first = next(rows, None)
-        rows = rows if first is None else chain([first], rows)
         self._rows = self._first_failures.noting(rows)
-        return first
+        return next(self._ahead(), None)
 
     def check_first_rows(self) -> None:
         """Look at the first rows of a run without answers, and render them. Raises JobError if all of them lack a
@@ -84,14 +82,20 @@ class Tasks:
         if self.may_wait or self._start.is_retry or self._run.ledger.totals.ok:
             return
         job, renderer = self._start.job, self._start.renderer
-        if (first := next(self._rows, None)) is not None:
+        if (first := next(self._ahead(), None)) is not None:
             check_uses_a_column(renderer.job, first)
-            self._rows = chain([first], self._rows)
-        looked_at = check_first_rows(self._rows, job, renderer, self._read_again())
-        self._rows = chain(looked_at, self._rows)
-        self._rows = chain(check_columns(self._rows, job), self._rows)
+        check_first_rows(self._ahead(), job, renderer, self._read_again())
+        check_columns(self._ahead(), job)
         for line in blanks_in(self._read_again(), job):
             self._say(line)
+
+    def _ahead(self) -> Iterator[Row]:
+        """The rows to come; those that are looked at stay to come."""
+        rows, seen = self._rows, list[Row]()
+        self._rows = chain(seen, rows)
+        for row in rows:
+            seen.append(row)
+            yield row
 
     def _read_again(self) -> Iterator[Row]:
         """All rows, also those with an empty cell; none if they can't be read twice or don't lie near."""
