@@ -214,13 +214,6 @@ def test_a_price_that_is_not_known_is_refused(tables: dict[str, Any], message: s
     assert (found.exit_code, message in found.stderr) == (2, True)
 
 
-def test_python_gets_the_summary_of_a_stopped_run() -> None:
-    made = job(run=ONE_AT_A_TIME | {"max_completion_tokens": TOKENS})
-    summary = ProductionBatchProcessor(made, quiet=True).process(["x", "y"])
-    assert (summary.exit, summary.ok, summary.total) == (1, 1, 2)
-    assert summary.stopped_by == "run.max_completion_tokens = 6"
-
-
 def sample_of(*args: str) -> dict[str, Any]:
     found = run(*args)
     assert found.exit_code == 0, found.stderr

@@ -49,17 +49,6 @@ def recovered(*args: str) -> Ended:
 # Failures
 
 
-def test_failed_rows_do_not_stop_the_run() -> None:
-    rows_that_fail(20, every=4)
-    write_job()
-    found = run()
-    assert (found.exit_code, found.json["ok"], found.json["failed"]) == (3, 15, 5)
-    failed = [record for record in records() if record["status"] == "failed"]
-    assert {record["error"]["kind"] for record in failed} == {"template"}
-    assert {record["text"] for record in failed} == {None}
-    assert "'q' is undefined" in failed[0]["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("limit", "code"),
     [("false", 3), ("true", 1), ("0", 1), ("99", 1), ("5000", 3), ("0.1", 1), ("0.3", 3)],

@@ -12,10 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import tomlkit
 
-from batchkit import ProductionBatchProcessor
-from batchkit.errors import JobError
 from batchkit.execution.settle import failed_unless_whole, to_record
-from batchkit.storage.ledger import line_of
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Completion, Pair, Pooled, Request, Row, Usage
@@ -30,32 +27,6 @@ PAIR = {"query": "{{ q }}", "documents": "{{ d }}"}
 def write_job(task: str, **tables: Any) -> None:
     job = {"name": "a", "task": task, "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}}
     Path("job.toml").write_text(tomlkit.dumps({**job, **tables}))
-
-
-def completed(pooled: Pooled, pair: Pair | None = None) -> Completion:
-    request = Request(Row(3, "3", {}), None, None, {}, "hash", pair=pair)
-    return Completion(request, usage=Usage(5, 0), pooled=pooled)
-
-
-def test_classified_rows_have_label_and_probabilities() -> None:
-    write_rows(20)
-    write_job("classify", prompt={"user": "{{ q }}"})
-    assert run().json["ok"] == 20
-    for record in records():
-        assert record["text"] is None
-        assert sum(record["probabilities"]) == pytest.approx(1)
-        likeliest = record["probabilities"].index(max(record["probabilities"]))
-        assert record["label"] == f"LABEL_{likeliest}"
-        assert record["usage"] == {"prompt_tokens": 2, "completion_tokens": 0}
-        assert failure_kind(record) is None
-    assert (status()["ok"], verify()["ok"]) == (20, 20)
-
-
-def test_sampling_cannot_be_adjusted_where_nothing_is_sampled() -> None:
-    write_rows(1)
-    write_job("classify", prompt={"user": "{{ q }}"})
-    with pytest.raises(JobError, match='adjust_sampling: is for task = "generate"'):
-        ProductionBatchProcessor("job.toml", adjust_sampling=dict)
 
 
 def test_a_document_gets_a_score_and_a_list_an_order() -> None:
@@ -78,58 +49,56 @@ def test_a_row_without_a_document_fails_alone() -> None:
     assert kinds == {0: None, 1: "invalid_request", 2: "template"}
 
 
-def test_the_label_is_scored() -> None:
-    write_rows([{"q": f"q{n}", "right": "LABEL_0"} for n in range(30)])
+def test_classified_rows_have_probabilities_and_a_label_that_is_scored() -> None:
+    write_rows([{"q": f"question {n}", "right": "LABEL_0"} for n in range(30)])
     scoring = {"scorers": ["em"], "reference": "right"}
     write_job("classify", prompt={"user": "{{ q }}"}, scoring=scoring)
     assert run().exit_code == 0
     labels = [record["label"] for record in records()]
     assert 0 < labels.count("LABEL_0") < 30
     assert [r["prediction"] for r in records()] == labels
+    for record in records():
+        assert (record["text"], failure_kind(record)) == (None, None)
+        assert sum(record["probabilities"]) == pytest.approx(1)
+        likeliest = record["probabilities"].index(max(record["probabilities"]))
+        assert record["label"] == f"LABEL_{likeliest}"
+        assert record["usage"] == {"prompt_tokens": 2, "completion_tokens": 0}
+    assert (status()["ok"], verify()["ok"]) == (30, 30)
     share = 100 * labels.count("LABEL_0") / 30
     assert batchkit("score", "output/a", "--json").json["overall"]["em"] == pytest.approx(share)
 
 
-def test_a_vector_travels_beside_its_line() -> None:
-    vector = b"\0\0\x80?"
-    line = line_of(to_record(completed(Pooled(vector=vector)), keep=[]), vector)
-    assert line.vector is not None
-    assert line.vector.tolist() == [1.0]
-    assert b"vector" not in line.raw
+ONE, LIST = Pair("q", ["d"], is_list=False), Pair("q", ["a", "b", "c"], is_list=True)
+LARGE = Pooled(vector=np.array([1, 70_000], "<f4").tobytes())
 
 
 @pytest.mark.parametrize(
-    "pooled",
+    ("pooled", "pair", "dtype", "fault"),
     [
-        Pooled(vector=b"\0\0\x80?\0\0\xc0\x7f"),  # 1, NaN
-        Pooled(probabilities=[0.5, float("nan")], label="a"),
-        Pooled(scores=[float("inf")]),
+        (Pooled(vector=b"\0\0\x80?\0\0\xc0\x7f"), None, "float32", "not finite"),  # 1, NaN
+        (Pooled(probabilities=[0.5, float("nan")], label="a"), None, "float32", "not finite"),
+        (Pooled(scores=[float("inf")]), ONE, "float32", "not finite"),
+        (LARGE, None, "float16", 'has 70,000, which float16 can\'t hold; set output.vector_dtype = "float32"'),
+        (LARGE, None, "float32", None),
+        (Pooled(scores=[1.0, 3.0, 2.0]), LIST, "float32", None),
     ],
-    ids=["vector", "probabilities", "scores"],
-)
-def test_a_number_that_is_not_finite_is_no_answer(pooled: Pooled) -> None:
-    found = failed_unless_whole(completed(pooled, Pair("q", ["d"], is_list=False)))
-    assert found.error is not None
-    assert found.error.kind == "invalid_output"
-    assert to_record(found, keep=[]).score is None
-
-
-def test_a_number_past_the_range_of_the_stored_type_is_no_answer() -> None:
-    whole = completed(Pooled(vector=np.array([1, 70_000], "<f4").tobytes()))
-    assert failed_unless_whole(whole).error is None
-    error = failed_unless_whole(whole, "float16").error
-    assert error is not None
-    assert error.kind == "invalid_output"
-    assert 'has 70,000, which float16 can\'t hold; set output.vector_dtype = "float32"' in str(
-        error
-    )
-
-
-def test_a_finite_answer_is_kept() -> None:
-    found = completed(Pooled(scores=[1.0, 3.0, 2.0]), Pair("q", ["a", "b", "c"], is_list=True))
-    assert failed_unless_whole(found) == found
+)  # fmt: skip
+def test_a_number_that_can_not_be_stored_is_no_answer(
+    pooled: Pooled, pair: Pair | None, dtype: str, fault: str | None
+) -> None:
+    request = Request(Row(3, "3", {}), None, None, {}, "hash", pair=pair)
+    whole = Completion(request, usage=Usage(5, 0), pooled=pooled)
+    found = failed_unless_whole(whole, dtype)
     record = to_record(found, keep=[])
-    assert (record.score, record.order) == ([1.0, 3.0, 2.0], [1, 2, 0])
+    if fault is None:
+        assert found == whole
+        assert record.score == pooled.scores
+        assert record.order == (None if pooled.scores is None else [1, 2, 0])
+    else:
+        assert found.error is not None
+        assert found.error.kind == "invalid_output"
+        assert fault in str(found.error)
+        assert record.score is None
 
 
 CHAT = [{"role": "user", "content": "tea"}]

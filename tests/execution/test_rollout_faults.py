@@ -159,20 +159,6 @@ async def solve(row, generate):
     assert {*errors()} == {1}
 
 
-def test_code_that_stops_the_loop_stops_no_row() -> None:
-    code = """
-import asyncio
-async def solve(row, generate):
-    text = (await generate(row["q"])).text
-    asyncio.get_running_loop().stop()
-    await asyncio.sleep(0.01)
-    return text
-"""
-    write(code, 20)
-    assert run().exit_code == 0
-    assert len(records()) == 20
-
-
 def test_a_request_that_nobody_waits_for_is_dropped_or_recorded_and_ignored() -> None:
     code = """
 import asyncio

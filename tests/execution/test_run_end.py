@@ -180,42 +180,6 @@ def test_kept_fields_are_copied_to_the_record() -> None:
     assert kept[2] == {"kind": "z", "n": None, "deep": None}  # a failed row keeps them too
 
 
-SECRET = "sk-123-not-for-the-disk"
-
-
-def files_that_hold(text: str) -> list[str]:
-    files = [path for path in Path("output").rglob("*") if path.is_file()]
-    return sorted(path.name for path in files if text.encode() in path.read_bytes())
-
-
-def test_secrets_are_masked_wherever_written() -> None:
-    prepare(3, vars={"api_key": SECRET, "login": {"password": SECRET}, "topic": "x"})
-    assert run().exit_code == 0
-    kept = tomllib.loads((RUN / "job.toml").read_text())
-    assert kept["vars"] == {"api_key": "***", "login": {"password": "***"}, "topic": "x"}
-    assert files_that_hold(SECRET) == []
-    found = run("--set", "vars.api_key=sk-another")
-    assert SECRET not in found.stderr
-    assert "sk-another" not in found.stderr
-
-
-@pytest.mark.parametrize(
-    ("variables", "given"),
-    [({}, ["--set", f"vars.api_key={SECRET}"]), ({"api_key": SECRET}, [])],
-    ids=["given to the retry", "of the run, and masked"],
-)
-def test_a_retry_with_a_secret_does_not_write_it(
-    variables: dict[str, str], given: list[str]
-) -> None:
-    rows_that_fail(4, every=2)
-    write_job(vars=variables)
-    run()
-    found = batchkit("retry-failed", *given, "--set", "vars.q=now")
-    assert found.exit_code == 0, found.stderr
-    assert files_that_hold(SECRET) == []
-    assert run().exit_code == 0
-
-
 def test_secret_looking_variable_is_never_rendered_masked() -> None:
     write_rows([{"q": "a"}, {"q": "b", "bad": 1}])
     write_job(

@@ -145,30 +145,6 @@ def test_images_of_several_steps_are_held_within_the_limit() -> None:
     assert len(generations()) == 36
 
 
-def test_a_resumed_step_has_its_json_again() -> None:
-    """The run is killed once every row waits for its last step."""
-    steps = [
-        {**DRAFT, "parse": "json"},
-        {"name": "last", "prompt": {"user": "last {{ steps.draft.json.a }}"}},
-    ]
-    waits = True
-
-    def slow(text: str, body: dict[str, Any]) -> str:
-        until(lambda: not (waits and text.startswith("last")), 30)
-        return '{"a": 5}' if text.startswith("draft") else f"<{text}>"
-
-    with serving(slow) as server:
-        write(None, 4, server, steps=steps)
-        with begin("run", "job.toml", cwd=Path.cwd()) as process:
-            until(lambda: len(generations()) == 4)
-            os.kill(process.pid, signal.SIGKILL)
-            process.communicate()
-        waits = False
-        assert run().exit_code == 0
-    assert [record["text"] for record in records()] == ["<last 5>"] * 4
-    assert len(generations()) == 8
-
-
 def test_an_interrupted_run_keeps_rows_whose_last_answer_came_and_loses_no_generation() -> None:
     with serving(latency_s=0.15) as server:
         write(None, 300, server, steps=THREE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -13,6 +14,8 @@ import pytest
 import tomlkit
 
 from batchkit.commands.demo_digits import SAMPLE_RATE, make_recording, write_wav
+from batchkit.config.loading import make_job
+from batchkit.errors import JobError
 from batchkit.execution.rollouts.transcription import coverage_of, joined, segments_in
 from batchkit.rendering.media.sound import Part, Sound, Span
 from batchkit.storage.log import RESULTS, STEPS
@@ -20,6 +23,15 @@ from batchkit.storage.newest import read_newest
 from batchkit.types import Audio, Segment
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
+
+JOB: dict[str, Any] = {
+    "name": "run",
+    "task": "transcribe",
+    "input": {"path": "rows.jsonl"},
+    "prompt": {"audios": ["{{ file }}"]},
+    "speech": {"part_seconds": 8},
+    "engine": {"kind": "dry-run"},
+}
 
 
 def _sound(samples: Any) -> Sound:
@@ -142,16 +154,7 @@ def test_words_for_what_is_only_noise_are_no_segment_and_quiet_speech_is() -> No
 
 def _job(folder: Path, rows: list[dict[str, Any]], **tables: Any) -> list[dict[str, Any]]:
     write_jsonl(folder / "rows.jsonl", rows)
-    job = {
-        "name": "run",
-        "task": "transcribe",
-        "input": {"path": "rows.jsonl"},
-        "prompt": {"audios": ["{{ file }}"]},
-        "speech": {"part_seconds": 8},
-        "engine": {"kind": "dry-run"},
-        **tables,
-    }
-    (folder / "job.toml").write_text(tomlkit.dumps(job), encoding="utf-8")
+    (folder / "job.toml").write_text(tomlkit.dumps({**JOB, **tables}), encoding="utf-8")
     done = batchkit("run", "job.toml", cwd=folder)
     assert done.returncode in (0, 3), done.stderr
     return [*read_newest(folder / "output/run" / RESULTS)]
@@ -190,21 +193,9 @@ def test_each_part_is_a_generation_and_a_recording_one_record(tmp_path: Path) ->
         ({"output": {"parse": "json"}}, 'output.parse: is for task = "generate"'),
     ],
 )  # fmt: skip
-def test_keys_that_do_not_fit_are_refused(
-    tmp_path: Path, tables: dict[str, Any], expected: str
-) -> None:
-    job = {
-        "task": "transcribe",
-        "input": {"path": "rows.jsonl"},
-        "prompt": {"audios": ["{{ file }}"]},
-        "speech": {"part_seconds": 8},
-        "engine": {"kind": "dry-run"},
-    }
-    write_jsonl(tmp_path / "rows.jsonl", [{"file": "a.wav"}])
-    (tmp_path / "job.toml").write_text(tomlkit.dumps(job | tables), encoding="utf-8")
-    done = batchkit("validate", "job.toml", cwd=tmp_path)
-    assert done.returncode == 2
-    assert expected in done.stderr
+def test_keys_that_do_not_fit_are_refused(tables: dict[str, Any], expected: str) -> None:
+    with pytest.raises(JobError, match=re.escape(expected)):
+        make_job({**JOB, **tables}, "the test")
 
 
 def test_lines_of_a_batch_file_are_transcribed(tmp_path: Path) -> None:
