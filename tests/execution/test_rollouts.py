@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -18,11 +19,13 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.summary import RunSummary
+from tests.support import own_process
 from tests.support.chat_server import Refused, error, serving
 from tests.support.command_line import batchkit
-from tests.support.own_process import begin
-from tests.support.rollouts import RUN, errors, generations, records, run, write
+from tests.support.forks import Fork
+from tests.support.rollouts import RUN, calls, errors, generations, records, run, write
 from tests.support.rows import write_jsonl
+from tests.support.small_vllm import TEXT_ONLY
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -103,7 +106,7 @@ def test_what_a_function_gets_for_what_it_asks(body: str, text: str) -> None:
 
 
 def killed_when(is_due: Callable[[], bool]) -> None:
-    with begin("run", "job.toml", cwd=Path.cwd()) as process:
+    with own_process.begin("run", "job.toml", cwd=Path.cwd()) as process:
         until(is_due)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
@@ -280,7 +283,134 @@ def test_a_function_that_does_not_fit_is_refused(
         processor(function, **tables)
 
 
-def test_a_function_gives_the_sampling_itself() -> None:
-    job = JobConfig(name="a", engine={"kind": "dry-run"})
-    with pytest.raises(JobError, match=r"adjust_sampling: .* without a rollout"):
-        ProductionBatchProcessor(job, rollout=solve_once, adjust_sampling=dict)
+# The tool loop of docs/cookbook.md.
+PAGE = (Path(__file__).parents[2] / "docs" / "cookbook.md").read_text(encoding="utf-8")
+FOUND = re.search(r'^```python title="calculator.py"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
+assert FOUND is not None
+CALCULATES = FOUND[1]
+CLAIMS = {
+    "12 * 17 * 3": "612",
+    "-(2 + 3.5) / 2": "-2.75",
+    "1 / 0": "error: division by zero",
+    "9 ** 9 ** 9": "error: only numbers, + - * / and parentheses are known",
+    "__import__('os').getcwd()": "error: only numbers",
+    "2 +": "error: invalid syntax",
+}
+
+
+def calling(*expressions: str) -> Refused:
+    """An answer that calls the calculator with each."""
+    made = [
+        {
+            "id": f"call-{n}",
+            "type": "function",
+            "function": {"name": "calculate", "arguments": json.dumps({"expression": expression})},
+        }
+        for n, expression in enumerate(expressions)
+    ]
+    message = {"role": "assistant", "content": None, "tool_calls": made}
+    choice = {"index": 0, "finish_reason": "tool_calls", "message": message}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    return Refused(200, {"choices": [choice], "usage": usage})
+
+
+def results_in(body: dict[str, Any]) -> list[str]:
+    return [each["content"] for each in body["messages"] if each["role"] == "tool"]
+
+
+def test_the_model_gets_what_the_calculator_says_until_it_answers() -> None:
+    def model(text: str, body: dict[str, Any]) -> str:
+        results = results_in(body)
+        if len(results) < len(CLAIMS):
+            raise calling(*list(CLAIMS)[len(results) : len(results) + 2])
+        return "It is " + results[0]
+
+    with serving(model) as server:
+        write(CALCULATES, [{"question": "How many?"}], server)
+        assert run().exit_code == 0, errors()
+        found = results_in(server.bodies[-1])
+    assert [one[: len(claim)] for one, claim in zip(found, CLAIMS.values(), strict=True)] == [
+        *CLAIMS.values()
+    ]
+    assert [body["tool_choice"] for body in server.bodies] == ["required", "auto", "auto", "auto"]
+    (record,) = records()
+    assert record["parsed"] == {"answer": "It is 612", "calls": 3}
+    assert record["generations"] == len(generations()) == 4
+    assert record["usage"]["completion_tokens"] == 3 + len(["It", "is", "612"])
+
+
+def test_a_model_that_never_stops_calling_fails_its_row_alone() -> None:
+    def model(text: str, body: dict[str, Any]) -> str:
+        if body["messages"][0]["content"] == "again" or not results_in(body):
+            raise calling("1 + 1")
+        return "2"
+
+    with serving(model) as server:
+        write(CALCULATES, [{"question": "again"}, {"question": "once"}], server)
+        assert run().exit_code == 3
+    assert [*errors()] == [0]
+    assert "the model still calls tools after 8 turns" in errors()[0]
+    assert records()[1]["parsed"] == {"answer": "2", "calls": 1}
+
+
+BY_KIND = """
+import asyncio
+async def plain(generate):
+    return await generate("tell me of tea")
+async def typo(generate):
+    return await generate("tell me of tea", temprature=1.0)
+async def wrong_type(generate):
+    return await generate("tell me of tea", stop=object(), max_tokens=4)
+async def wrong_value(generate):
+    return await generate("tell me of tea", max_tokens=-1)
+async def too_long(generate):
+    return await generate("tea " * 2000)
+async def several(generate):
+    found = await generate("tell me of tea", n=2, temperature=1.0, seed=1, logprobs=1)
+    assert found.choices[0].logprobs[0] is not None
+    return {"n": len(found.choices), "tokens": found.usage.completion_tokens}
+async def without_template(generate):
+    return await generate("tell me of", chat=False, max_tokens=4)
+async def late(generate):
+    try:
+        await asyncio.wait_for(generate("tell me of tea", max_tokens=400), 0.01)
+    except asyncio.TimeoutError:
+        return "late"
+async def caught(generate):
+    found = await generate.many(["tea", "tea " * 2000], return_exceptions=True)
+    return " ".join(type(one).__name__ for one in found)
+async def solve(row, generate):
+    return await globals()[row["kind"]](generate)
+"""
+REFUSED = {
+    "typo": ("invalid_request", "temprature"),
+    "wrong_type": ("invalid_request", "stop"),
+    "wrong_value": ("invalid_request", "max_tokens"),
+    "too_long": ("prompt_too_long", "tokens"),
+}
+FINE = ("plain", "several", "without_template", "late", "caught")
+
+
+@pytest.mark.vllm
+def test_what_vllm_refuses_fails_its_row_alone(text_model: Path) -> None:
+    engine = {"kind": "vllm", "model": str(text_model), "options": TEXT_ONLY}
+    kinds = [*FINE, *REFUSED] * 3
+    rows = [{"kind": kind} for kind in kinds]
+    write(BY_KIND, rows, engine=engine, sampling={"max_tokens": 12}, output={"keep": ["kind"]})
+    done = own_process.batchkit("run", "job.toml", cwd=Path.cwd(), start=Fork)
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(records()) == len(kinds)
+    for record in records():
+        kind, error = record["fields"]["kind"], record["error"]
+        if kind in REFUSED:
+            expected, word = REFUSED[kind]
+            assert error is not None, kind
+            assert (error["kind"], word in error["message"]) == (expected, True), error
+        else:
+            assert error is None, (kind, error)
+    texts = {record["fields"]["kind"]: record["text"] for record in records()}
+    assert texts["late"] == "late"
+    assert texts["caught"] == "Completion PromptTooLongError"
+    assert json.loads(texts["several"])["n"] == 2
+    assert set(calls(RUN).values()) == {1}

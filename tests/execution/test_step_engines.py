@@ -19,13 +19,16 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.turns import grouping_of
-from batchkit.storage.log import STEPS
+from batchkit.runs.status import status
+from batchkit.storage.log import RESULTS, STEPS
 from tests.support import own_process, rollouts
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.command_line import batchkit
+from tests.support.forks import Fork
 from tests.support.paths import ROOT
 from tests.support.rollouts import RUN, calls, errors, generations, records, run
 from tests.support.rows import read_jsonl
+from tests.support.small_vllm import TEXT_ONLY
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -336,3 +339,68 @@ def test_engines_are_loaded_together_if_they_fit(
     assert list(map(list, found.groups)) == groups
     visible = {name: its["CUDA_VISIBLE_DEVICES"] for name, its in found.environments.items()}
     assert visible == devices
+
+
+OPTIONS = {
+    **TEXT_ONLY,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 128 * 2**20,
+    "worker_cls": "tests.support.failing_worker.FailingWorker",
+}
+OVER_4 = {"additional_config": {"over": 4}}  # more requests at a time run out of memory
+
+
+def answers_of(run: Path) -> list[Any]:
+    lines = sorted(read_jsonl(run / STEPS), key=lambda line: (line["index"], line["step"]))
+    found = sorted(read_jsonl(run / RESULTS), key=lambda record: int(record["index"]))
+    return [line["text"] for line in lines] + [(one["status"], one["text"]) for one in found]
+
+
+@pytest.mark.vllm
+@pytest.mark.release
+@pytest.mark.timeout(240)
+def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_together(
+    tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchkit.commands.demo_model import build_demo_model
+
+    build_demo_model(tmp_path / "other", text_only=True, seed=1)
+    monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"folder": str(tmp_path)}))
+    write(
+        engine={"kind": "vllm", "model": str(text_model), "options": OPTIONS},
+        engines={"judge": {"model": "other", "options": {**OPTIONS, **OVER_4}}},
+        run={"checkpoint_interval_s": 0.1},
+        sampling={"max_tokens": 12},
+    )
+
+    def judged() -> int:
+        steps = RUN / STEPS
+        return steps.read_bytes().count(b'"step":"judge"') if steps.exists() else 0
+
+    with own_process.begin("run", "job.toml", cwd=tmp_path, start=Fork) as process:
+        until(lambda: judged() >= 8 or process.poll() is not None, within_s=120)
+        process.kill()
+    assert 8 <= judged() < N_ROWS
+    assert calls(RUN).total() == N_ROWS + judged()
+    ended = own_process.batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
+    assert ended.returncode == 0, ended.stderr
+    assert_each_once()
+    assert log().count("next engine: [engines.judge]") == 1, "the second start begins with it"
+    assert log().count("next engine: [engine];") == 1
+    assert "engine judge: out of memory" in log()
+    manifest = json.loads((RUN / "manifest.json").read_text())
+    assert manifest["engines"]["judge"]["engine_steps"] == [{"max_num_seqs": 4}]
+    assert manifest["engine_steps"] == []
+    assert status(RUN).engine_settings == {"engines.judge.max_num_seqs": 4}
+    assert "engine judge: engine settings remembered: {'max_num_seqs': 4}" in log()
+    restarts = [start.get("engine_restarts", 0) for start in manifest["starts"]]
+    assert [n > 0 for n in restarts] == [True, False]
+    assert "vllm" in manifest["starts"][-1]["engines"]["judge"]
+    assert (RUN / "engine.judge.log").exists()
+
+    fits = ["--set", "name=together", "--set", "run.worker_gpus=0"]
+    together = own_process.batchkit("run", "job.toml", *fits, cwd=tmp_path, start=Fork)
+    assert together.returncode == 0, together.stderr
+    assert "engines are loaded together" in together.stderr
+    assert "next engine: " not in together.stderr
+    assert answers_of(Path("output/together")) == answers_of(RUN)
