@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from random import Random
 from subprocess import DEVNULL
@@ -27,7 +28,7 @@ from batchkit.errors import ChangedError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.log import REQUEUE
-from tests.support import embed_runs
+from tests.support import embed_runs, rollouts
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     LOG,
@@ -208,15 +209,6 @@ def test_iterator_begins_a_new_run_each_time() -> None:
     assert len(records()) == len(records(Path("output/a.1/results.jsonl"))) == 2
 
 
-def test_prompts_chat_messages_and_dicts_are_rows() -> None:
-    chat = [{"role": "user", "content": "hi"}]
-    summary = process(["hi", chat, {"prompt": "hi"}, {"messages": chat}, 7])
-    assert (summary.ok, summary.failed, summary.exit) == (4, 1, 3)
-    (failed,) = (record for record in records() if record["status"] == "failed")
-    assert (failed["index"], failed["error"]["kind"]) == (4, "invalid_request")
-    assert "row 4 is int" in failed["error"]["message"]
-
-
 @pytest.mark.parametrize("value", [2**70, "a\ud800", {"a\ud800": 1}, {(1, 2): 3}], ids=ascii)
 def test_field_that_json_has_no_word_for_does_not_stop_the_run(value: Any) -> None:
     summary = process([{"prompt": "hi", "odd": value}, {"prompt": "hi"}])
@@ -242,17 +234,31 @@ def test_rows_before_a_broken_place_are_answered_once_and_the_run_can_be_carried
     assert len(settled()) == 41
 
 
-@pytest.mark.parametrize("undone", [False, True], ids=["carried on", "change undone"])
-@pytest.mark.parametrize("stop_at", ["Path.mkdir", "Path.rename", "Path.replace", "shutil.rmtree"])
-def test_requeue_killed_at_any_instant_mixes_no_rows_and_no_vectors(
-    stop_at: str, undone: bool
+def answer_some(kind: str) -> None:
+    if kind == "vectors":
+        embed_runs.prepare(12)
+    else:
+        write_rows(12)
+        rollouts.write(None, 0, steps=rollouts.THREE, input={"path": "in.jsonl", "id": "key"})
+    run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop_at", "undone"),
+    [
+        *product(["vectors"], ["Path.mkdir", "Path.rename", "Path.replace", "shutil.rmtree"], [False, True]),
+        *product(["generations"], ["Path.rename", "Path.replace"], [False]),
+    ],
+)  # fmt: skip
+def test_requeue_killed_at_any_instant_mixes_no_rows_no_vectors_and_no_generations(
+    kind: str, stop_at: str, undone: bool
 ) -> None:
+    """``undone``: the change of the input, before the run is carried on."""
     number, is_killed = 0, True
     while is_killed:
         number += 1
         shutil.rmtree("output", ignore_errors=True)
-        embed_runs.prepare(12)
-        run()
+        answer_some(kind)
         rows = read_jsonl(Path("in.jsonl"))
         write_rows([{"key": "new", "q": "first"}, *rows[:10]])
         command = [sys.executable, "-m", "tests.support.killed", stop_at, str(number)]
@@ -270,7 +276,13 @@ def test_requeue_killed_at_any_instant_mixes_no_rows_and_no_vectors(
         assert len(newest) == len(records())
         sound = {"mixed": 0, "unknown": 0, "duplicates": 0, "bad_vectors": 0, "ok": len(now)}
         assert verify() | sound == verify()
-        assert embed_runs.check() == list(range(len(now)))
+        if kind == "vectors":
+            assert embed_runs.check() == list(range(len(now)))
+        else:
+            assert rollouts.calls(RUN) == rollouts.each_once("steps", len(now))
+            named = {(line["index"], line["id"]) for line in rollouts.generations()}
+            assert named == {(n, row["key"]) for n, row in enumerate(now)}
+        assert batchkit("verify").exit_code == 0
         assert not list(RUN.glob(".requeue*"))
     assert number > 1
 

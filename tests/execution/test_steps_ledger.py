@@ -3,20 +3,16 @@ a larger budget."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchkit.storage.log import REQUEUE, STEPS
+from batchkit.storage.log import STEPS
 from tests.support.chat_server import ChatServer, Refused, error, serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import shard, status, verify
-from tests.support.forks import LightFork
 from tests.support.rollouts import (
     RUN,
     SOLVE,
@@ -141,39 +137,6 @@ def test_another_selection_chooses_again_among_the_same_answers() -> None:
         assert run("--on-change", "requeue").exit_code == 0
         assert server.answered.total() == 3
     assert [record["votes"] for record in records()] == [{"5": 3}] * 3
-
-
-@pytest.mark.parametrize(
-    ("stop_at", "number"),
-    [
-        ("Path.rename", 1),
-        ("Path.rename", 2),
-        ("Path.rename", 3),
-        ("Path.replace", 5),
-        ("Path.replace", 6),
-        ("Path.replace", 7),
-        ("Path.replace", 8),
-    ],
-    ids=str,
-)
-def test_requeue_killed_at_any_instant_mixes_no_generations(stop_at: str, number: int) -> None:
-    write(None, ROWS, steps=THREE, **BY_KEY)
-    run()
-    write(None, [{"key": "new", "q": "new"}, *ROWS[:4]], steps=THREE, **BY_KEY)
-    killed = LightFork(
-        [sys.executable, "-m", "tests.support.killed", stop_at, str(number)],
-        stdout=subprocess.DEVNULL,
-    )
-    assert killed.wait(timeout=60) == -signal.SIGKILL
-    found = run()
-    if found.exit_code != 0:
-        assert found.exit_code == 2, found.stderr  # refused: the change is to be named again
-        assert run("--on-change", "requeue").exit_code == 0
-    ids = ["new", "k0", "k1", "k2", "k3"]
-    assert [record["id"] for record in records()] == ids
-    assert {(line["index"], line["id"]) for line in generations()} == {*enumerate(ids)}
-    assert (verify()["generations"], is_sound()) == (15, True)
-    assert not list(RUN.glob(f"{REQUEUE}*"))
 
 
 # merge
