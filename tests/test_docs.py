@@ -8,32 +8,26 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import click
+import make_job_file_doc as script
 import pytest
 
 from batchkit.cli import cli
 from batchkit.config.loading import parse_job
 from batchkit.config.tables import JobConfig
-from tests.support.scripts import load_script
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "job-file.md"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load_script("make_job_file_doc")
-
-
-def test_job_file_page_is_what_the_script_makes_of_the_models(script: ModuleType) -> None:
+def test_job_file_page_is_what_the_script_makes_of_the_models() -> None:
     assert PAGE.read_text(encoding="utf-8") == script.document(), (
         f"run {sys.executable} scripts/make_job_file_doc.py and commit docs/job-file.md"
     )
 
 
-def test_every_key_is_described_on_the_page(script: ModuleType) -> None:
+def test_every_key_is_described_on_the_page() -> None:
     page = script.document()
     for name, field in JobConfig.model_fields.items():
         keys = getattr(field.annotation, "model_fields", {})
@@ -43,35 +37,6 @@ def test_every_key_is_described_on_the_page(script: ModuleType) -> None:
         for key in keys:
             assert described.get(key), f"{name}.{key} has no description"
             assert f"| `{key}` |" in page
-
-
-def test_example_on_the_page_is_a_job(script: ModuleType) -> None:
-    examples = re.findall(r"```toml\n(.*?)```", script.document(), re.DOTALL)
-    assert len(examples) == 1
-    assert parse_job(tomllib.loads(examples[0]), "example").name == "reviews"
-    assert examples[0].count("\n") <= 40, "it should fit one screen"
-
-
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("input.path", "text"),
-        ("input.limit", "whole number ≥ 1"),
-        ("input.where", "table"),
-        ("prompt.images", "list of text"),
-        ("prompt.chat", "true or false"),
-        ("prompt.order", '"images-first" or "text-first"'),
-        ("sampling.temperature", "number ≥ 0 or text like {{ column }}"),
-        ("run.max_in_flight", '"auto" or whole number ≥ 1'),
-        ("run.fail_on_error", "true, false, whole number ≥ 0 or number ≥ 0 and < 1"),
-        ("run.row_timeout_s", "number > 0 and ≤ 1000000"),
-        ("retry.temperatures", "list of numbers ≥ 0"),
-    ],
-)
-def test_types_are_in_plain_words(script: ModuleType, key: str, words: str) -> None:
-    table, _, name = key.partition(".")
-    field = JobConfig.model_fields[table].annotation.model_fields[name]  # type: ignore[union-attr]
-    assert script.in_words(field.annotation, field.metadata) == words
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from random import Random
-from types import ModuleType
 
+import demo_styles as styles
 import numpy as np
-import pytest
 
 from batchkit.commands.demo_tables import make_table, texts
-from tests.support.scripts import load_script
 
 
-@pytest.fixture(scope="module")
-def styles() -> ModuleType:
-    return load_script("demo_styles")
-
-
-def test_training_draws_no_look_and_no_font_of_the_test(styles: ModuleType) -> None:
+def test_training_draws_no_look_and_no_font_of_the_test() -> None:
     random = Random(0)
     drawn = {styles.training_look(random, [styles.DEFAULT_FONT])[:3] for _ in range(3000)}
     assert len(styles.HELD_OUT_LOOKS) == 10
@@ -30,7 +23,7 @@ def test_training_draws_no_look_and_no_font_of_the_test(styles: ModuleType) -> N
     assert not families[0] & families[1]
 
 
-def test_each_text_is_in_its_box_and_its_letters_are_spelled(styles: ModuleType) -> None:
+def test_each_text_is_in_its_box_and_its_letters_are_spelled() -> None:
     random, seen = Random(1), 0
     for _ in range(40):
         table = make_table(random, (3, 2))

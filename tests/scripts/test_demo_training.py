@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import train_demo_model as training
 
 pytestmark = pytest.mark.release
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
 
 @pytest.fixture(scope="module")
-def training() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        import train_demo_model
-
-        yield train_demo_model
-    finally:
-        sys.path.remove(str(SCRIPTS))
-
-
-@pytest.fixture(scope="module")
-def reader(training: ModuleType) -> Any:
+def reader() -> Any:
     """Random weights, as they would be after a round through bfloat16."""
     torch.manual_seed(0)
     reader = training.DemoReader(training.make_tokenizer())
@@ -44,7 +29,7 @@ def reader(training: ModuleType) -> Any:
 
 
 def test_questions_beside_each_other_are_answered_as_in_chats_of_their_own(
-    training: ModuleType, reader: Any, tmp_path: Path
+    reader: Any, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
