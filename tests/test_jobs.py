@@ -6,7 +6,6 @@ tables of our own, and over the real one where it is at hand.
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -38,7 +37,6 @@ from tests.support.rows import read_jsonl
 pytestmark = pytest.mark.vllm
 
 JOBS = Path(__file__).parent.parent / "jobs"
-REWARD = JOBS / "data" / "reward"
 REALHIT = Path(__file__).parents[2] / "shared/realhit"
 
 MODALITIES = {"realhit_image": "image", "realhit_text": "text", "realhit_mix": "mix"}
@@ -143,28 +141,6 @@ def records_of(job: JobConfig) -> list[dict[str, Any]]:
 
 
 # All jobs
-
-
-def test_the_jobs_find_their_data_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    quickstart = load_job(JOBS / "quickstart.toml")
-    assert quickstart.input.path == str(JOBS / "data" / "quickstart" / "questions.jsonl")
-    assert quickstart.media.root == str(JOBS / "data" / "quickstart")
-    sentiment = load_job(JOBS / "sentiment.toml")
-    assert sentiment.input.path == str(JOBS / "data" / "reviews.csv")
-
-
-def test_the_reviews_are_forty_with_a_label_each() -> None:
-    with (JOBS / "data" / "reviews.csv").open(encoding="utf-8", newline="") as file:
-        reviews = list(csv.DictReader(file))
-    assert len({row["id"] for row in reviews}) == len({row["review"] for row in reviews}) == 40
-    assert {row["label"] for row in reviews} == {"positive", "negative", "neutral"}
-    text = "".join(row["review"] for row in reviews)
-    assert "\n" in text
-    assert '"' in text
-    assert not text.isascii()
 
 
 @pytest.mark.parametrize("path", sorted(JOBS.glob("*.toml")), ids=lambda path: path.stem)
@@ -525,17 +501,6 @@ def test_each_category_has_its_own_system_prompt(name: str, pair: str) -> None:
         renderer.render(edit(category="culinary"))
     with pytest.raises(MediaError, match=r"gone\.png"):
         renderer.render(edit(edited="gone.png"))
-
-
-def test_the_shipped_edits_are_ten_pairs_of_five_categories_one_without_its_edit() -> None:
-    rows = read_jsonl(REWARD / "edits.jsonl")
-    categories = Counter(row["category"] for row in rows)
-    assert categories == dict.fromkeys(
-        ["physical", "environmental", "social", "causal", "referential"], 2
-    )
-    assert all((REWARD / row["original"]).exists() for row in rows)
-    assert [row["id"] for row in rows if not (REWARD / row["edited"]).exists()] == ["edit10"]
-    assert sum(path.stat().st_size for path in REWARD.rglob("*.png")) < 32 * 1024
 
 
 def test_reward_runs_on_vllm_past_the_missing_image(demo_model: Path, tmp_path: Path) -> None:
