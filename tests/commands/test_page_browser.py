@@ -14,11 +14,10 @@ from batchkit.commands.report import report, write_comparison
 from batchkit.runs.compare import compare
 from batchkit.runs.scores import table_of
 from batchkit.storage.manifest import Manifest
-from tests.support.browser import assert_fits, open_browser
+from tests.support.browser import Open, Opened, assert_fits, open_browser, visits
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, prepare
 from tests.support.made_runs import TABLE, N, failure, golden_run, make_run
-from tests.support.opened_pages import Open, Opened, visits
 from tests.support.own_process import begin
 from tests.support.view_server import Viewed, viewing
 from tests.support.waiting import until

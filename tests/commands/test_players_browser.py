@@ -13,8 +13,7 @@ import tomlkit
 
 from batchkit.commands.demo_digits import make_recording, write_wav
 from tests.support import clips
-from tests.support.browser import open_browser
-from tests.support.opened_pages import Open, Opened, visits
+from tests.support.browser import Open, Opened, open_browser, visits
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.view_server import Viewed, viewing
