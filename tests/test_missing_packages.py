@@ -79,7 +79,6 @@ TRANSFORMERS = "--set engine.kind=transformers"
     ("name", "command_line", "remedy"),
     [
         ("vllm", "run job.toml", SETUP),
-        ("vllm", "run job.toml --fresh", SETUP),
         ("vllm", "run job.toml --dry-run", SETUP),
         ("vllm", "run job.toml --set engine.in_process=true", SETUP),
         ("vllm", "validate job.toml", SETUP),
