@@ -55,8 +55,6 @@ def parity(
         first, second = sides_of(job, engines, settings, folder)
         _check(second)  # before the first one loads and answers in vain
         one = _ask(first, stop, say)
-        if not one.records:
-            raise InputError(f"{job.input.path}: no rows to compare two engines on")
         two = _ask(second, stop, say)
     if one.inputs != two.inputs:
         raise InputError(
