@@ -148,4 +148,4 @@ def test_batch_sizes_are_measured_with_all_steps_of_one_engine() -> None:
     for command in (["bench", "--batch-sizes", "4"], ["find-bs"]):
         ended = batchkit(command[0], "job.toml", *command[1:])
         assert ended.exit_code == 2
-        assert "[engines]: a batch size is measured for one engine" in ended.stderr
+        assert "[engines]: one engine is measured" in ended.stderr

@@ -319,7 +319,7 @@ def test_an_engine_that_is_too_slow_says_so() -> None:
         ("find-bs job.toml --low 0", "--low"),
         ("find-bs job.toml --seconds 0", "--seconds"),
         ("find-bs job.toml --set engine.options.seqs=1", "engine.options.seqs"),
-        ("find-bs job.toml --set 'input.where={ q = \"none\" }'", "no rows"),
+        ("find-bs job.toml --set 'input.where={ q = \"none\" }'", "no row has what"),
         ("bench job.toml --batch-sizes 1,x", "--batch-sizes 1,x"),
         ("bench job.toml --rounds 0", "--rounds"),
         ("bench job.toml --set engine.options.seqs=1", "engine.options.seqs"),

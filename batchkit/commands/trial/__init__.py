@@ -42,7 +42,7 @@ from batchkit.execution.summary import RunSummary
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.steps import renderer_of
 from batchkit.sources import count_rows, never
-from batchkit.sources.input import Input, from_job
+from batchkit.sources.input import Input, from_job, why_empty
 from batchkit.storage.files import OwnFolder
 from batchkit.storage.log import RESULTS
 from batchkit.storage.metrics import read_metrics
@@ -119,9 +119,11 @@ def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
     A signal ends the ``with`` block early; ``signum`` of the trials is that signal's.
 
     Raises:
-        JobError: the job itself is invalid.
+        JobError: the job itself is invalid, or has several engines.
         InputError: its input has no rows.
     """
+    if len(job.engine_names) > 1:
+        raise JobError("[engines]: one engine is measured; try a job with the steps of one of them")
     with (
         StopRequest().installed() as stop,
         scratch_folder("trial") as folder,
@@ -145,7 +147,7 @@ class Trials:
     ) -> None:
         self.total = count_rows(job.input)
         if not self.total:
-            raise InputError(f"{job.input.path}: no rows to try it with")
+            raise InputError(why_empty(job.input))
         self.rows = self.total if rows is None else min(rows, self.total)
         self.signum: int | None = None
         self._folder, self._kept, self._stop = folder, kept, stop

@@ -98,17 +98,9 @@ def _cells(line: Line) -> list[str]:
 
 class SizeTable:
     """The batch sizes of ``job`` that were tried so far. ``signum``: of the signal that ended the trials early, if
-    any.
-
-    Raises:
-        JobError: the job has several engines.
-    """
+    any."""
 
     def __init__(self, job: JobConfig, say: Say) -> None:
-        if len(job.engine_names) > 1:
-            raise JobError(
-                "[engines]: a batch size is measured for one engine; try a job with the steps of one of them"
-            )
         self._job, self._say = job, say
         self.trials: dict[int, list[Trial]] = {}
         self.signum: int | None = None

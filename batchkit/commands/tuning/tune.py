@@ -166,18 +166,17 @@ def tune(
     Raises:
         JobError: the job itself is invalid, its input has no rows, or it can't be written.
     """
-    if len(job.engine_names) > 1:
-        raise JobError("[engines]: one engine is tuned; try a job with the steps of one of them")
     if allow_changes and (job.task != "generate" or job.has_several):
         raise JobError(
             "--allow-changes: changed answers are counted only for one generated text a row"
         )
     if write_to is not None:
         check_patch(write_to)
-    changes = changing_options(job) if allow_changes else {}
-    space = choices(job, {**speed_options(job), **changes})
-    found = Tuned(job)
+    found, changes = Tuned(job), dict[str, Any]()
     with trials_of(job, rows) as trials:
+        if allow_changes:
+            changes |= changing_options(job)
+        space = choices(job, {**speed_options(job), **changes})
         _Search(found, trials, space, seconds, time.monotonic() + 60 * minutes, say).run()
     found.signum = trials.signum
     if found.is_gain and found.signum is None and found.best.keys() & changes.keys():
