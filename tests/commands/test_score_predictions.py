@@ -182,16 +182,16 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"id": "q1", "text": "x"}\n{"id": "q2"', "a.jsonl line 2: not JSON"),
-        ("a.jsonl", '{"text": "x"}', "a.jsonl line 1: no id; one of id"),
+        ("a.jsonl", '{"id": "q1", "text": "x"}\n{"id": "q2"', "a.jsonl line 2: not valid JSON"),
+        ("a.jsonl", '{"text": "x"}', "a.jsonl row 0: no id; one of id"),
         (
             "a.jsonl",
             '{"id": "q1", "answr": 1}',
-            "line 1: neither a prediction nor a text; it has id",
+            "row 0: neither a prediction nor a text; it has id",
         ),
-        ("a.jsonl", '\n["q1"]\n{}', "a.jsonl line 2: found \"['q1']\""),
+        ("a.jsonl", '\n["q1"]\n{}', "a.jsonl line 2: expected a JSON object, found ['q1']"),
         ("a.json", '{\n  "results": [\n    {"id": 1},\n', "a.json: not JSON: "),
-        ("a.jsonl", '{"id": "q1", "text": ' + "[" * 100_000, "a.jsonl line 1: not JSON: nested"),
+        ("a.jsonl", '{"id": "q1", "text": ' + "[" * 100_000, "a.jsonl line 1: nested more than"),
         ("a.json", '{"results": ' + "[" * 100_000, "a.json: not JSON: nested"),
         ("a.json", "[3]", "a.json entry 0: found '3'"),
         ("a.json", "[]", "a.json: holds no prediction"),

@@ -214,49 +214,36 @@ def _text(value: Any) -> str | None:
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each entry, and its place for error messages."""
-    if format_with(suffix_of(path.name)) in _TABLES:
-        yield from _rows_of_table(path)
+    if not path.exists():
+        raise JobError(f"--predictions {path}: no such file")
+    if path.suffix == ".json":
+        yield from _members(path)
         return
-    try:
-        with open_regular(path) as file:
-            data = file.readall().removeprefix(BOM_UTF8)
-    except FileNotFoundError:
-        raise JobError(f"--predictions {path}: no such file") from None
-    except OSError as error:
-        raise JobError(f"--predictions {path}: can't be read: {error.strerror}") from error
-    for where, entry in _listed(path, data) if path.suffix == ".json" else _lines(path, data):
-        if not isinstance(entry, dict):
-            raise JobError(f"{where}: found {str(entry)[:60]!r}, expected an object with an id")
-        yield where, entry
-
-
-def _rows_of_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for row in read_rows(InputTable(path=str(path))):
+    is_table = format_with(suffix_of(path.name)) in _TABLES
+    for row in read_rows(InputTable(path=str(path), format="auto" if is_table else "jsonl")):
         if row.error is not None:
             raise JobError(f"--predictions: {row.error}")
         yield f"{path} row {row.index}", row.fields
 
 
-def _listed(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
-    whole = _parsed(f"{path}", data)
+def _members(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Of a JSON file: the harness writes NaN into its own, which no reader of rows takes."""
+    try:
+        with open_regular(path) as file:
+            whole = parsed(file.readall().removeprefix(BOM_UTF8))
+    except OSError as error:
+        raise JobError(f"--predictions {path}: can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise JobError(f"{path}: not JSON: {error}") from None
     entries = whole.get("results") if isinstance(whole, dict) else whole
     if not isinstance(entries, list):
         raise JobError(f"{path}: expected a list, or an object with a list of `results`")
-    return ((f"{path} entry {number}", entry) for number, entry in enumerate(entries))
-
-
-def _lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            where = f"{path} line {number}"
-            yield where, _parsed(where, line)
-
-
-def _parsed(where: str, data: bytes) -> Any:
-    try:
-        return parsed(data)
-    except ValueError as error:
-        raise JobError(f"{where}: not JSON: {error}") from None
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise JobError(
+                f"{path} entry {number}: found {str(entry)[:60]!r}, expected an object with an id"
+            )
+        yield f"{path} entry {number}", entry
 
 
 def _first(entry: Mapping[str, Any], names: tuple[str, ...]) -> Any:
