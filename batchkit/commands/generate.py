@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.config.loading import make_job
+from batchkit.config.tables import InputTable
 from batchkit.errors import JobError
 from batchkit.execution.run import start_run
 from batchkit.execution.start import Options
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary
+from batchkit.sources import read_rows
 from batchkit.sources.input import from_python
 from batchkit.storage.lines import answers_in_words
 
@@ -22,12 +24,11 @@ def prompts_of(texts: Sequence[str], file: Path | None) -> list[str]:
     Raises:
         JobError: the file can't be read, or there is no prompt.
     """
-    try:
-        content = file.read_text(encoding="utf-8-sig") if file else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{file}: can't be read: {error}") from error
-    lines = content.split("\n")  # not splitlines: U+2028 may be part of a prompt
-    prompts = [*texts, *(line for line in lines if line.strip())]
+    prompts = [*texts]
+    for row in read_rows(InputTable(path=str(file), format="prompts")) if file else ():
+        if row.error is not None:
+            raise JobError(str(row.error))
+        prompts.append(row.fields["prompt"])
     if not prompts:
         raise JobError('no prompt: give "…" "…" or --prompts-file FILE')
     return prompts
