@@ -65,11 +65,6 @@ def test_a_cell_fills_two_visual_tokens_and_no_word_is_cut() -> None:
         assert (pixels[1:-1, 1:4] == 255).all(), f"{word} touches the left edge"
 
 
-def test_the_same_seed_gives_the_same_table() -> None:
-    assert demo.make_table(Random(5), (4, 4)) == demo.make_table(Random(5), (4, 4))
-    assert demo.make_table(Random(5), (4, 4)) != demo.make_table(Random(6), (4, 4))
-
-
 @pytest.mark.slow
 def test_more_pictures_than_there_are_sizes_and_a_seed_of_ones_own(tmp_path: Path) -> None:
     for name, seed in (("one", 1), ("again", 1), ("two", 2)):

@@ -16,9 +16,8 @@ import httpx
 import pytest
 import tomlkit
 
-from tests.support.dry_runs import RUN, prepare, run, write_job, write_rows
+from tests.support.dry_runs import RUN, changed_job, prepare, run, write_job, write_rows
 from tests.support.images import png
-from tests.support.jobs import with_tables
 from tests.support.own_process import batchkit, begin
 from tests.support.view_server import viewing
 
@@ -50,12 +49,6 @@ def secret(tmp_path: Path) -> Path:
     (folder / "text.txt").write_text("hush-hush {{ q }}")
     (folder / "rows.jsonl").write_text('{"q": "hush-hush"}\n')
     return folder
-
-
-def changed_job(**tables: Any) -> None:
-    """The run's own job.toml says this too now."""
-    path = RUN / "job.toml"
-    path.write_text(tomlkit.dumps(with_tables(tomlkit.loads(path.read_text()), tables)))
 
 
 def read_by_all(*options: str | Path) -> str:

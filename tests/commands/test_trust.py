@@ -12,11 +12,11 @@ import tomlkit
 
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.command_line import batchkit
+from tests.support.dry_runs import RUN, changed_job
 from tests.support.rows import write_jsonl
 
 pytestmark = pytest.mark.slow
 
-RUN = Path("output/a")
 SOLVE = """\
 from pathlib import Path
 Path("imported").touch()
@@ -51,19 +51,6 @@ def write_job(**tables: Any) -> None:
 
 def server(base: ChatServer) -> dict[str, Any]:
     return {"kind": "openai-server", "model": MODEL, "base_url": base.url, "api_key_env": "MY_KEY"}
-
-
-def in_run_folder(**change: Any) -> None:
-    """What somebody else may write in its ``job.toml``."""
-    path = RUN / "job.toml"
-    table: Any = tomlkit.parse(path.read_text())
-    for key, value in change.items():
-        *parts, last = key.split("__")
-        below = table
-        for part in parts:
-            below = below.setdefault(part, {})
-        below[last] = value
-    path.write_text(tomlkit.dumps(table))
 
 
 def gone(*names: str) -> None:
@@ -105,32 +92,19 @@ def began(**tables: Any) -> None:
     gone("ended", "imported")
 
 
-FOREIGN = [  # what the job file says, what the run folder says, and what is refused
+SERVER = {"kind": "openai-server", "model": MODEL}
+AWAY = {**SERVER, "base_url": "http://127.0.0.1:9", "api_key_env": "MY_KEY"}
+REMOTE_CODE = {"kind": "vllm", "model": "m", "options": {"trust_remote_code": True}}
+FOREIGN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # what the job file says, what the run folder says, and what is refused
     (
         {},
-        {
-            "engine__kind": "openai-server",
-            "engine__model": MODEL,
-            "engine__server__command": "touch ended {port}",
-        },
+        {"engine": {**SERVER, "server": {"command": "touch ended {port}"}}},
         "runs: touch ended {port}",
     ),
-    (
-        {},
-        {
-            "engine__kind": "openai-server",
-            "engine__model": MODEL,
-            "engine__base_url": "http://127.0.0.1:9",
-            "engine__api_key_env": "MY_KEY",
-        },
-        "sends $MY_KEY to 127.0.0.1",
-    ),
-    (ROLLOUT, {"rollout__function": "other.py:solve"}, "imports: "),
-    (
-        {},
-        {"engine__kind": "vllm", "engine__model": "m", "engine__options__trust_remote_code": True},
-        "runs: Python code that comes with m",
-    ),
+    ({}, {"engine": AWAY}, "sends $MY_KEY to 127.0.0.1"),
+    (ROLLOUT, {"rollout": {"function": "other.py:solve"}}, "imports: "),
+    ({}, {"engine": REMOTE_CODE}, "runs: Python code that comes with m"),
 ]
 
 
@@ -141,7 +115,7 @@ def test_what_only_a_run_folder_says_is_refused(
 ) -> None:
     shutil.copy("solve.py", "other.py")
     began(**ours)
-    in_run_folder(**theirs)
+    changed_job(**theirs)
     commands = [("retry-failed", str(target), "--set", "vars.a=1")]
     if target == RUN / "job.toml":
         commands += [("run", str(target)), ("plan", str(target))]
@@ -159,7 +133,7 @@ def test_retry_executes_what_the_job_file_still_says() -> None:
     assert batchkit("retry-failed", str(RUN)).exit_code == 3
     assert Path("ended").exists()
     gone("ended")
-    in_run_folder(run__on_end="touch stolen")
+    changed_job(run={"on_end": "touch stolen"})
     found = batchkit("retry-failed", str(RUN))
     assert "run.on_end is left out, for " in found.stderr
     assert "(--trust runs it): runs: touch stolen" in found.stderr
