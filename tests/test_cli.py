@@ -284,6 +284,8 @@ def test_run_is_named_by_its_job_its_folder_or_not_at_all(
     found = json.loads(result.stdout)
     assert (found["name"], found["ok"], found["failed"], found["pending"]) == ("trial", 5, 1, 0)
     assert found["failed_by_kind"] == {"template": 1}
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (15, 30)
+    assert (found["engine_restarts"], found["held_by"]) == (0, None)
     assert (result.stderr == "batchkit: output/trial\n") == (not target)
     text = batchkit("status", *target).stdout
     assert "trial: 5 ok, 1 failed, 0 of 6 left" in text

@@ -10,30 +10,9 @@ import orjson
 import pytest
 
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import LOG, RUN, prepare, rows_that_fail, run, status, write_job
+from tests.support.dry_runs import LOG, RUN, prepare, rows_that_fail, run, write_job
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
-
-
-def test_status_shows_the_state_of_the_run() -> None:
-    rows_that_fail(10, every=5)
-    write_job()
-    run()
-    found = status()
-    expected = {
-        "name": "a",
-        "total": 10,
-        "ok": 8,
-        "failed": 2,
-        "pending": 0,
-        "failed_by_kind": {"template": 2},
-        "prompt_tokens": 16,
-        "completion_tokens": 48,
-        "engine_restarts": 0,
-        "held_by": None,
-    }
-    assert found | expected == found
-    assert "a: 8 ok, 2 failed, 0 of 10 left" in batchkit("status", "job.toml").stdout
 
 
 def test_verify_accounts_for_every_row() -> None:
