@@ -12,7 +12,7 @@ import numpy as np
 from batchkit.commands import Say
 from batchkit.commands.view.detail import shown
 from batchkit.commands.view.media import Pictures
-from batchkit.commands.view.overview import Figures, about, overview, spreads, timeline
+from batchkit.commands.view.overview import about, overview, timeline
 from batchkit.commands.view.page import check_page, write_page
 from batchkit.commands.view.rows import labels_of
 from batchkit.config.masking import masked_text
@@ -88,7 +88,7 @@ def report(
         say(f"{folder}: its rows are scored in more than one way; `batchkit score` fixes that")
     rows = _read_rows(index, snapshot, reach, images=images)
     scores = Scores.of(table, folder)
-    found = overview(look, index, snapshot, Figures(table, spreads(snapshot)))
+    found = overview(look, index, snapshot, table)
     notes = ["The run had not ended when this page was made."] * (look.state == "running")
     data = {
         "status": {**found, "folder": folder.name, "notes": [*notes, *found["notes"], *rows.notes]},

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchkit.commands.view.detail import RowMedia, beside_answers, row_of
-from batchkit.commands.view.overview import about, figures_of, newest_point, overview, timeline
+from batchkit.commands.view.overview import RUNS_KEPT, about, newest_point, overview, timeline
 from batchkit.commands.view.pairs import PairsQuery, page_of, pairs_of
 from batchkit.commands.view.rows import Query, Rows, Side, labels_of
 from batchkit.errors import BatchkitError
@@ -33,7 +33,6 @@ from batchkit.storage.metrics import read_metrics
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.score_store import SCORES
 
-_KEPT = 4  # runs whose index and figures are held; two are needed to compare
 _GROW_S = 0.5  # a request lets the index grow so long
 
 Asked = TypeVar("Asked", bound=BaseModel)
@@ -53,7 +52,7 @@ class Api:
         self._runs = runs
         self._indexes: dict[Path, Index] = {}
         self._lock = Lock()  # who looks for an index: requests, in several threads
-        self._figures = lru_cache(_KEPT)(figures_of)  # of all rows, which takes time
+        self._tables = lru_cache(RUNS_KEPT)(table_of_index)  # of all rows, which takes time
         self._pairs = lru_cache(1)(pairs_of)
         self._means: dict[Path, Mean] = {}
 
@@ -65,7 +64,7 @@ class Api:
     def status(self, request: Request) -> Response:
         folder = self._folder(request)
         look, (index, snapshot) = look_at(folder), self._grown(folder)
-        found = overview(look, index, snapshot, self._figures(snapshot, index.group_by))
+        found = overview(look, index, snapshot, self._tables(snapshot, index.group_by))
         return _json({**found, "newest": newest_point(read_metrics(folder))})
 
     def about(self, request: Request) -> Response:
@@ -186,7 +185,7 @@ class Api:
             if index is None or not index.is_current(group_by):
                 index = Index(folder, group_by)
             self._indexes[folder] = index
-            if len(self._indexes) > _KEPT:
+            if len(self._indexes) > RUNS_KEPT:
                 del self._indexes[next(iter(self._indexes))]  # which was asked for longest ago
         return index, index.grow(_GROW_S)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,6 @@ from batchkit.errors import InputError
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.listing import Look
 from batchkit.runs.reach import Reach
-from batchkit.runs.scores import table_of_index
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, head
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Manifest, read_manifest
@@ -31,25 +31,15 @@ from batchkit.storage.metrics import Metrics
 from batchkit.storage.runfolder import JOB
 from batchkit.storage.steps import totals_by_step
 
+RUNS_KEPT = 4  # whose index and figures are held; two are needed to compare
 _MOST_GROUPS = 1_000
 _FORECAST = ("at", "left", "seconds", "prompt_tokens", "completion_tokens", "gpu_hours", "price")
 _MOST_JOB_CHARACTERS, _MOST_CHARACTERS = 60_000, 2_000
 
 
-class Figures(NamedTuple):
-    """What takes time to compute from all rows."""
-
-    table: ScoreTable
-    spreads: list[dict[str, Any]]
-
-
-def figures_of(snapshot: Snapshot, group_by: str | None) -> Figures:
-    return Figures(table_of_index(snapshot, group_by), spreads(snapshot))
-
-
-def overview(look: Look, index: Index, snapshot: Snapshot, figures: Figures) -> dict[str, Any]:
+def overview(look: Look, index: Index, snapshot: Snapshot, table: ScoreTable) -> dict[str, Any]:
     """What is shown of a run at one moment."""
-    job, table = job_of_run(index.folder), figures.table
+    job = job_of_run(index.folder)
     forecast = read_forecast(index.folder, job)
     return {
         **look.summary(),
@@ -63,7 +53,7 @@ def overview(look: Look, index: Index, snapshot: Snapshot, figures: Figures) -> 
             for name in table.names
         ],
         "scores": table.to_json(),
-        "spreads": figures.spreads,
+        "spreads": spreads(snapshot),
         "notes": [*_notes(look, snapshot, table, is_on=job.scoring.is_on)],
         "problem": index.problem and masked_text(index.problem),
         "indexed": snapshot.share,
@@ -188,6 +178,7 @@ def newest_point(lines: Sequence[Metrics]) -> dict[str, Any] | None:
     return {name: column[-1] for name, column in found.items()} if lines else None
 
 
+@lru_cache(RUNS_KEPT)  # it takes time to compute from all rows
 def spreads(snapshot: Snapshot) -> list[dict[str, Any]]:
     """Those of the rows that reached the engine; none of a column that is 0 in all of them."""
     rows = snapshot.newest[snapshot.entries["prompt_tokens"][snapshot.newest] > 0]
