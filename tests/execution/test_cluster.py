@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ import pytest
 
 from batchkit.runs.status import status
 from batchkit.runs.verify import verify
+from batchkit.storage.log import STEPS
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.faulty_runs import (
     IN,
@@ -31,8 +36,9 @@ from tests.support.faulty_runs import (
     start,
     wait_for_records,
 )
-from tests.support.own_process import is_stopped_by
+from tests.support.own_process import is_stopped_by, printing_to
 from tests.support.ray_head import CPUS, RayHead
+from tests.support.rows import read_jsonl
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.ray
@@ -139,32 +145,6 @@ def test_a_row_that_kills_workers_is_found_and_fails_alone(
     assert 2 <= len(deaths) <= 6
 
 
-def test_a_slow_worker_answers_its_share_and_no_more(
-    ray_head: RayHead, two: list[str], tmp_path: Path
-) -> None:
-    rows = [{"q": f"tell me of {n}"} for n in range(3 * N_ROWS)]
-    askers: list[int] = []
-    both = threading.Event()
-
-    def slowly_to_one(text: str, body: dict[str, Any]) -> str:
-        asker = ray_head.worker_that_asks(server).pid
-        with server.lock:
-            askers.extend([asker] if asker not in askers else [])
-        if len(askers) == 2:
-            both.set()
-        both.wait()
-        time.sleep(2.0 if asker == askers[0] else 0.05)
-        return f"answered: {text}"
-
-    with serving(slowly_to_one) as server:
-        settings = [*two, *at(server, max_num_seqs=4)]
-        ended = start(tmp_path, tmp_path, rows, {}, settings, job=ASKS)
-    assert_only_failed(ended, [f"answered: {row['q']}" for row in rows], {})
-    few, many = sorted(worker["rows"] for worker in status(tmp_path / "output/faulty").workers)
-    assert few + many == len(rows)
-    assert few <= len(rows) / 4, "half of them with static halves"
-
-
 def test_sigint_stops_all_workers_and_keeps_what_is_finished(
     ray_head: RayHead, two: list[str], tmp_path: Path
 ) -> None:
@@ -217,26 +197,7 @@ def test_a_signal_while_models_load_ends_the_run_at_once(
         logs = "output/faulty/engine.worker-*.log"
         is_stopped_by(signum, process, lambda: list(tmp_path.glob(logs)))
     until(lambda: not ray_head.workers(), within_s=30)
-    until(lambda: not print_to(tmp_path.glob(logs)), within_s=30)  # nothing of their engines
-
-
-def test_a_model_that_can_not_be_loaded_stops_the_run_with_its_remedy(
-    two: list[str], tmp_path: Path
-) -> None:
-    ended = start(tmp_path, Path("no/such/model"), question_rows({}), {}, two)
-    assert ended.exit in (1, 2)
-    assert "no/such/model" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def print_to(logs: Iterable[Path]) -> list[psutil.Process]:
-    """The processes that have one of ``logs`` open."""
-    paths, found = set(map(str, logs)), []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if paths & {file.path for file in process.open_files()}:
-                found.append(process)
-    return found
+    until(lambda: not printing_to(*tmp_path.glob(logs)), within_s=30)  # nothing of their engines
 
 
 def at(server: ChatServer, **options: Any) -> list[str]:
@@ -247,3 +208,161 @@ def at(server: ChatServer, **options: Any) -> list[str]:
         f"engine.model={MODEL}",
         f"engine.options={{ {pairs} }}",
     ]
+
+
+STEPS_JOB = """
+name = "faulty"
+input.path = "rows.jsonl"
+engine.kind = "openai-server"
+engine.options.max_num_seqs = 8
+[[steps]]
+name = "draft"
+prompt.user_file = "draft.txt"
+[[steps]]
+name = "judge"
+prompt.user = "judge: {{ steps.draft.text }}"
+[[steps]]
+name = "revise"
+prompt.user = "revise: {{ steps.judge.text }}"
+"""
+ROLLOUT_JOB = """
+name = "faulty"
+input.path = "rows.jsonl"
+engine.kind = "openai-server"
+engine.options.max_num_seqs = 8
+[rollout]
+function = "FUNCTION"
+"""
+SOLVER = """
+async def solve(row, generate):
+    drafts = await generate.many([f"{row['q']}, way {n}" for n in range(3)], step="draft")
+    text = " and ".join(draft.text for draft in drafts)
+    for n in range(2):
+        text = (await generate(f"revise: {text}", step="revise")).text
+    return text
+"""
+
+
+@pytest.fixture
+def settings(two: list[str]) -> list[str]:
+    return [*two, f"engine.model={MODEL}"]
+
+
+@pytest.mark.parametrize(
+    ("job", "generations", "lost_of_a_row"),
+    [(STEPS_JOB, 3, 1), (ROLLOUT_JOB.replace("FUNCTION", "solver:solve"), 5, 3)],
+    ids=["steps", "rollout"],
+)
+def test_rows_of_a_worker_that_is_killed_keep_the_generations_that_they_have(
+    job: str,
+    generations: int,
+    lost_of_a_row: int,
+    ray_head: RayHead,
+    settings: list[str],
+    tmp_path: Path,
+) -> None:
+    rows = question_rows({})
+    (tmp_path / "draft.txt").write_text("draft: {{ q }}")
+    (tmp_path / "solver.py").write_text(SOLVER)
+    asked = count(1)
+
+    def kill_once_in_the_middle(text: str, body: dict[str, Any]) -> str:
+        if next(asked) == len(rows) * generations // 2:
+            ray_head.worker_that_asks(server).kill()
+        return f"answered {text}"
+
+    with serving(kill_once_in_the_middle) as server:
+        ended = start(
+            tmp_path, tmp_path, rows, {}, [*settings, f"engine.base_url={server.url}"], job=job
+        )
+    assert ended.exit == 0, ended.stderr
+    output = tmp_path / "output/faulty"
+    lines = read_jsonl(output / STEPS)
+    assert len(lines) == generations * len(rows)
+    assert max(Counter((li["index"], li["step"], li["call"]) for li in lines).values()) == 1
+    assert [record["text"] for record in ended.records] == [expected(row["q"], job) for row in rows]
+    assert "died" in ended.log
+    again = server.answered.total() - len(lines)
+    held = int(ended.log.partition(" rows:")[0].rpartition(" ")[2])
+    assert again <= lost_of_a_row * held
+    assert max(server.answered.values()) <= 2
+    assert verify(output).is_sound
+
+
+def expected(question: str, job: str) -> str:
+    if job == STEPS_JOB:
+        return f"answered revise: answered judge: answered draft: {question}"
+    drafts = " and ".join(f"answered {question}, way {n}" for n in range(3))
+    return f"answered revise: answered revise: {drafts}"
+
+
+TWO_ENGINES_JOB = (
+    STEPS_JOB.replace('name = "judge"', 'name = "judge"\nengine = "judge"')
+    + """
+[engines.judge]
+kind = "openai-server"
+model = "tiny"
+options.max_num_seqs = 4
+"""
+)
+SERVER = f"{shlex.quote(sys.executable)} -S -m tests.support.chat_server --port {{port}}"
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("is_together", [True, False], ids=["together", "in-turn"])
+def test_workers_have_several_engines(
+    is_together: bool, settings: list[str], tmp_path: Path
+) -> None:
+    rows = question_rows({})
+    (tmp_path / "draft.txt").write_text("draft: {{ q }}")
+    with serving() as one, serving() as judge:
+        if is_together:
+            places = [f"engine.base_url={one.url}", f"engines.judge.base_url={judge.url}"]
+        else:  # worker_gpus = 0 would say that two models fit
+            settings = [setting for setting in settings if "worker_gpus" not in setting]
+            places = [f"{name}.server.command={SERVER}" for name in ("engine", "engines.judge")]
+        ended = start(tmp_path, tmp_path, rows, {}, [*settings, *places], job=TWO_ENGINES_JOB)
+    assert ended.exit == 0, ended.stderr
+    asked = "0 images, asked:"
+    assert [record["text"] for record in ended.records] == [
+        f"{asked} revise: {asked} judge: {asked} draft: {row['q']}" for row in rows
+    ]
+    lines = read_jsonl(tmp_path / "output/faulty" / STEPS)
+    assert Counter(Counter((li["index"], li["step"]) for li in lines).values()) == {
+        1: 3 * len(rows)
+    }
+    assert {li["step"] for li in lines if li.get("engine") == "judge"} == {"judge"}
+    turns = re.findall(r"next engine: (\S+); rows that wait for it: (\d+)", ended.log)
+    waited = str(len(rows))
+    assert turns == ([] if is_together else [("[engines.judge]", waited), ("[engine]", waited)])
+
+
+CHANGED = "from pathlib import Path\nPath(__file__).write_text('# another')\n"
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "exit_code", "words"),
+    [
+        # As on another machine: each process has its own file under this name.
+        ("/proc/self/cwd/solver.py:solve", SOLVER, 2, ["can't be imported", "no such file"]),
+        ("solver.py:solve", SOLVER + CHANGED, 1, ["found other files than", "rollout.source: "]),
+    ],
+    ids=["not found", "changed"],
+)
+def test_a_function_that_a_worker_finds_otherwise_stops_the_run(
+    function: str,
+    code: str,
+    exit_code: int,
+    words: list[str],
+    settings: list[str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "solver.py").write_text(code)
+    job = ROLLOUT_JOB.replace("FUNCTION", function)
+    with serving() as server:
+        settings = [*settings, "run.workers=1", f"engine.base_url={server.url}"]
+        with running(tmp_path, tmp_path, question_rows({}), {}, settings, job=job) as process:
+            _, stderr = process.communicate(timeout=120)
+    assert process.returncode == exit_code
+    assert all(word in stderr for word in words), stderr
+    assert server.answered.total() == 0

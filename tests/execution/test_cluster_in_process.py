@@ -86,11 +86,6 @@ def test_workers_stop_at_a_budget(in_a_folder: Path) -> None:
     assert 20 <= found.ok < 400
 
 
-def test_a_function_that_no_worker_would_use_is_refused() -> None:
-    with pytest.raises(JobError, match=r"adjust_sampling: .* without run\.workers"):
-        ProductionBatchProcessor(job(), adjust_sampling=dict)
-
-
 @pytest.mark.parametrize(("share", "each", "of_all"), [(2, 2, 4), (0.5, 1, 1)])
 def test_each_worker_has_gpus_of_its_own(
     share: float, each: int, of_all: int, ray_here: Any

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from batchkit.config.tables import JobConfig
@@ -16,6 +17,7 @@ from batchkit.errors import ChangedError, JobError, TooManyFailuresError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.summary import RunSummary
 from tests.support.dry_runs import job
+from tests.support.own_process import printing_to
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.vllm
@@ -40,29 +42,18 @@ def log(summary: RunSummary) -> str:
     return (Path(summary.folder) / "run.log").read_text()
 
 
-def engines(job: JobConfig) -> set[str]:
+def engines(job: JobConfig) -> set[psutil.Process]:
     """The processes that print to the log of the kept engine: its own, and those around it."""
-    path = job.folder.with_name(f"{job.name}.engine") / "engine.log"
-    found = set()
-    for descriptor in Path("/proc").glob("[0-9]*/fd/1"):
-        try:
-            if descriptor.readlink() == path:
-                found.add(descriptor.parts[2])
-        except OSError:  # it has ended, or is another user's
-            continue
-    return found
+    return printing_to(job.folder.with_name(f"{job.name}.engine") / "engine.log")
 
 
-def ended(pid: str) -> bool:
+def ended(process: psutil.Process) -> bool:
     """It and all its threads have ended. Its descriptors are not listed any more shortly before: its
     sockets are closed only when its last thread ends."""
-    process = Path("/proc", pid)
     try:
-        threads = list((process / "task").iterdir())
-        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1
+    except psutil.NoSuchProcess:
         return True
-    return len(threads) == 1 and state == "Z"
 
 
 def test_the_model_is_loaded_once_and_the_answers_are_the_same(
@@ -105,9 +96,9 @@ def test_an_engine_that_died_meanwhile_is_replaced(tea: Callable[..., JobConfig]
     with ProductionBatchProcessor(made, quiet=True) as processor:
         processor.process(PROMPTS[:2])
         killed = engines(made)
-        for pid in killed:
-            os.kill(int(pid), signal.SIGKILL)
-        until(lambda: all(ended(pid) for pid in killed))
+        for process in killed:
+            process.kill()
+        until(lambda: all(map(ended, killed)))
         second = processor.process(PROMPTS, name="more")
     assert (second.ok, second.exit) == (len(PROMPTS), 0)
     assert "engine died" not in log(second), "no row is suspected"

@@ -7,8 +7,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
+
+import psutil
 
 from tests.support.forks import LightFork
 from tests.support.paths import ROOT
@@ -56,3 +59,13 @@ def is_stopped_by(
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + signum, stderr
     assert f"stopped by {signum.name}" in stderr
+
+
+def printing_to(*logs: Path) -> set[psutil.Process]:
+    """The processes that have one of ``logs`` open."""
+    paths, found = set(map(str, logs)), set[psutil.Process]()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if paths & {file.path for file in process.open_files()}:
+                found.add(process)
+    return found
