@@ -104,16 +104,6 @@ def test_another_value_keeps_the_answers_of_the_others() -> None:
     is_sound(RUN, N * 4)
 
 
-def test_failed_values_are_retried_alone() -> None:
-    write_job(prompt={"user": "{{ 1 // (adapter != 'a') }} {{ q }}"})
-    assert run().exit_code == 3
-    assert batchkit("status", RUN, "--json").json["failed"] == N
-    assert {r["id"][-1] for r in read_jsonl(LOG) if r["status"] == "failed"} == {"a"}
-    again = batchkit("retry-failed", RUN)
-    assert again.exit_code == 3
-    assert len(read_jsonl(LOG)) == ALL + N
-
-
 def test_exports_have_a_line_for_each_value() -> None:
     write_job(
         sampling={"temperature": "{{ t }}"}, input={"cross": {"adapter": ["", "a"], "t": [0, 0.5]}}

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchkit.config.loading import make_job
-from batchkit.errors import JobError
 from tests.support.chat_server import serving
-from tests.support.command_line import batchkit
 from tests.support.scripted import Script, answered, records, row, run
 from tests.support.server_runs import said
 
@@ -174,30 +170,3 @@ def test_reask_keeps_an_answer_if_the_next_one_is_worse() -> None:
     scoring = {"extract": "json", "key": "a"}
     found = asked(script, retry={"reask": 2, "reask_note": "Say a."}, scoring=scoring)
     assert (found["r"]["status"], found["r"]["parsed"]) == ("ok", {"b": 1})
-
-
-def test_retry_failed_runs_these_rows_again() -> None:
-    with serving(Script(bad=["oh", "{}"], good=["{}"])) as server:
-        run(server, [row("bad"), row("good")], output={"parse": "json"})
-        found = batchkit("retry-failed", "--kind", "invalid_output")
-    assert found.exit_code == 0, found.stderr
-    assert found.stdout == "retried 1 rows (1 invalid_output): 1 recovered\n"
-
-
-def test_a_run_goes_on_only_with_the_parse_that_it_began_with() -> None:
-    one("{}")
-    changed = Path("job.toml").read_text().replace('parse = "json"', "")
-    Path("job.toml").write_text(changed)
-    found = batchkit("run", "job.toml")
-    assert found.exit_code == 2
-    assert 'output.parse: "json" → null' in found.stderr
-
-
-def test_a_schema_that_is_none_is_a_mistake_in_the_job() -> None:
-    table = {
-        "engine": {"kind": "dry-run"},
-        "output": {"parse": "json"},
-        "sampling": {"structured_outputs": {"json": {"type": "text"}}},
-    }
-    with pytest.raises(JobError, match=r"no JSON schema.*\$\.type: 'text' is not valid"):
-        make_job(table, "job.toml")

@@ -97,12 +97,6 @@ def test_failed_rows_are_printed_and_raised_if_asked_for(
     assert processor().process(rows).exit == 3
 
 
-def test_folder_that_cannot_be_written_is_a_wrong_job(folder: Path) -> None:
-    (folder / "output").write_text("a file")
-    with pytest.raises(JobError, match=r"Not a directory; set output\.dir to a folder"):
-        processor().process(["a"])
-
-
 def test_rows_from_python_are_retried_by_the_program() -> None:
     rows = [{"prompt": "a"}, {"other": "b"}]
     summary = processor().process(rows)

@@ -13,10 +13,9 @@ from PIL import Image
 
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
-from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.storage.newest import read_newest
 from tests.support import scripted
-from tests.support.chat_server import MODEL, ChatServer, Refused, error, serving
+from tests.support.chat_server import ChatServer, Refused, error, serving
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import LOG
 from tests.support.own_process import begin
@@ -108,17 +107,6 @@ def test_each_ask_has_as_many_tries_as_the_first() -> None:
     assert (record["prediction"], script.calls["r"]) == ("7", 4)
 
 
-def test_an_ask_that_takes_too_long_leaves_the_answer_before_it() -> None:
-    def slow(text: str, body: dict[str, Any]) -> str:
-        if NOTE in text:
-            time.sleep(1.0)
-        return "hm"
-
-    with serving(slow) as server:
-        run(server, [row("r")], run={"row_timeout_s": 0.2}, retry={"attempts": 1})
-    assert (records()["r"]["status"], records()["r"]["text"]) == ("ok", "hm")
-
-
 def test_a_row_whose_note_is_empty_is_asked_once() -> None:
     script = Script(chart=["x"], other=["x"])
     note = "{% if id != 'chart' %} \n Mind {{ id }}.{% endif %}"
@@ -133,45 +121,6 @@ def test_a_note_that_misses_a_name_fails_its_row_before_anything_is_paid() -> No
     assert failed["kind"] == "template"
     assert "'knid' is undefined" in failed["message"]
     assert script.calls == {}
-
-
-class Fickle:
-    """A value that is text once, as its row's prompt is checked, and then no more."""
-
-    def __init__(self) -> None:
-        self.times = 0
-
-    def __str__(self) -> str:
-        self.times += 1
-        if self.times > 1:
-            raise OSError("the disk is gone")
-        return "kind"
-
-
-@pytest.mark.parametrize(
-    ("q", "retry"),
-    [
-        ("r", {"reask_note": "Mind {{ kind }}."}),
-        (
-            "r " + "w " * 45,
-            {"on_too_long": "truncate-middle", "reask_note": "{{ kind }} " + "it " * 20},
-        ),
-    ],
-    ids=["whole prompt", "cut prompt"],
-)
-def test_a_note_is_rendered_with_the_prompt_and_never_again(q: str, retry: dict[str, str]) -> None:
-    fickle = Fickle()
-    with serving(lambda text, body: "none", context=60) as server:
-        table = {
-            "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
-            "prompt": {"user": "{{ q }}"},
-            "run": {"check_rows": 0},  # which would render the rows once more
-            "sampling": {"max_tokens": 5},
-        }
-        job = make_job({**table, **with_defaults(retry=retry)}, "test")
-        summary = ProductionBatchProcessor(job, quiet=True).process([{"q": q, "kind": fickle}])
-    assert [record["text"] for record in summary.records()] == ["none"]
-    assert fickle.times == 1
 
 
 @pytest.mark.parametrize(

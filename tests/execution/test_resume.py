@@ -182,13 +182,6 @@ def test_row_of_an_iterator_is_not_skipped_for_a_later_one_with_its_id() -> None
     assert settled() == {0: "ok"}
 
 
-def test_skipping_from_what_is_no_run_is_refused() -> None:
-    prepare()
-    found = run("--skip-from", "nowhere")
-    assert found.exit_code == 2
-    assert "nowhere: not a run folder" in found.stderr
-
-
 # From Python
 
 

@@ -24,7 +24,7 @@ from tests.support.faulty_runs import (
     running,
     start,
 )
-from tests.support.pooling_models import build_classifier, build_embedding_model
+from tests.support.pooling_models import build_embedding_model
 from tests.support.rows import read_jsonl
 
 pytestmark = pytest.mark.vllm
@@ -218,21 +218,12 @@ def test_only_the_step_that_kills_the_engine_fails_its_row(
 
 PLAIN = JOB.split("[sampling]")[0] + "[run]\nstall_timeout_s = 6\n"
 EMBED = f'task = "embed"\n{PLAIN}'
-SCORE = f'task = "score"\n{PLAIN}'.replace(
-    '[prompt]\nuser = "{{ q }}"', '[pair]\nquery = "{{ q }}"\ndocuments = "{{ d }}"'
-)
 HEAVY = "tea " * 200  # the worker runs out of memory with a prompt of more than 150 tokens
 
 
 @pytest.fixture(scope="module")
 def embedding_model(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_embedding_model(tmp_path_factory.mktemp("models") / "embedding", text_model)
-
-
-@pytest.fixture(scope="module")
-def cross_encoder(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "cross-encoder"
-    return build_classifier(folder, text_model, labels=("relevant",))
 
 
 def vectors_of(folder: Path, ended: Ended) -> dict[int, list[float]]:
@@ -267,23 +258,3 @@ def test_a_deadly_text_fails_alone_and_every_other_row_has_its_vector(
     assert found.keys() == expected.keys()
     for index, vector in expected.items():
         assert found[index] == pytest.approx(vector, abs=1e-5)
-
-
-def test_too_many_at_once_is_halved_and_a_deadly_document_fails_its_row(
-    tmp_path: Path, cross_encoder: Path
-) -> None:
-    rows = [
-        {"q": f"what is {n}?", "d": [f"{n} is {k}" + " tea" * k for k in range(1 + n % 4)]}
-        for n in range(12)
-    ]
-    rows[5]["d"] = ["short", HEAVY, "short again"]
-    calm, faulty = folders(tmp_path)
-    whole = start(calm, cross_encoder, rows, {}, [OWN], job=SCORE)
-    assert whole.exit == 0, whole.stderr
-    faults = {"prompt_over": 150, "over": 3}
-    ended = start(faulty, cross_encoder, rows, faults, [OWN], job=SCORE)
-    assert ended.failed == {5: "oom"}, ended.log
-    for expected, record in zip(whole.records, ended.records, strict=True):
-        if record["index"] != 5:
-            assert record["score"] == pytest.approx(expected["score"], abs=1e-5)
-            assert len(record["order"]) == len(rows[record["index"]]["d"])
