@@ -270,43 +270,16 @@ def test_on_change_does_nothing_without_a_change(on_change: str) -> None:
     assert not Path("output/a.1").exists()
 
 
-def test_requeue_keeps_the_records_of_unchanged_rows() -> None:
-    rows = write_rows(6)
-    write_job(input={"id": "key"})
-    run()
-    old = LOG.read_bytes()
-    rows[3] = rows[3] | {"q": "edited"}
-    del rows[5]
-    rows.insert(0, {"key": "new", "q": "inserted"})
-    write_rows(rows)
-
-    found = run("--on-change", "requeue")
-    assert (found.exit_code, found.json["skipped"], found.json["total"]) == (0, 4, 6)
-    assert "4 records kept, 2 rows to run again" in found.stderr
-    # The dry-run engine answers with the index that the row had when it was run.
-    answered = {record["id"]: (record["index"], record["text"][-1]) for record in records()}
-    assert answered == {
-        "new": (0, "0"),
-        "k0": (1, "0"),
-        "k1": (2, "1"),
-        "k2": (3, "2"),
-        "k3": (4, "4"),
-        "k4": (5, "4"),
-    }
-    assert len(records()) == 6
-    assert (RUN / "results.jsonl.before-1").read_bytes() == old
-    assert run().json["skipped"] == 6  # the changed input is the run's own now
-    assert verify() | {"ok": 6, "lost": 0, "duplicates": 0, "pending": 0} == verify()
-
-
 FOUR = [{"key": f"k{n}", "q": f"question {n}"} for n in range(4)]
 EDITED, FAILS = {"key": "k9", "q": "edited"}, {"key": "b"}
+MOVED = [{"key": "new", "q": "inserted"}, *FOUR[:2], {"key": "k2", "q": "edited"}]
 TWINS = [{"key": "twin", "q": "x"}] * 2
 
 
 @pytest.mark.parametrize(
     ("ids", "then", "now", "args", "kept", "failed"),
     [
+        pytest.param({"id": "key"}, FOUR, MOVED, [], 2, [], id="moved"),
         pytest.param({}, FOUR, [FOUR[0], EDITED, *FOUR[2:], EDITED], [], 3, [], id="in place"),
         pytest.param(
             {"id": "key"}, [FOUR[0], FAILS, FOUR[2]], [FAILS, FOUR[2]], [], 2, [0], id="failed"
@@ -327,13 +300,17 @@ def test_requeue_keeps_what_is_the_same_and_runs_the_rest(
     write_rows(then)
     write_job(input=ids)
     run()
+    old = LOG.read_bytes()
     write_rows(now)
     found = run("--on-change", "requeue", *args)
     assert (found.exit_code, found.json["skipped"]) == (3 if failed else 0, kept)
     assert f"{kept} records kept, {len(then) - kept} rows to run again" in found.stderr
     assert settled() == {n: "failed" if n in failed else "ok" for n in range(len(now))}
-    assert verify()["duplicates"] == 0
-    assert len(records(RUN / "results.jsonl.before-1")) == len(then)
+    if ids:
+        assert {r["index"]: r["id"] for r in records()} == {n: r["key"] for n, r in enumerate(now)}
+    assert verify() | {"mixed": 0, "lost": 0, "duplicates": 0, "pending": 0} == verify()
+    assert (RUN / "results.jsonl.before-1").read_bytes() == old
+    assert run(*args).json["skipped"] == len(now)  # the changed input is the run's own now
 
 
 def test_fresh_moves_each_earlier_run_aside_and_does_not_ask_what_changed() -> None:
