@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from batchkit.engines.faults import EngineDied, Fault, FaultKind
-from batchkit.execution.bisection import PROOF
+from batchkit.execution.bisection import PROOF, Suspects
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.types import Completion, Request
 from tests.support.counted_engines import (
@@ -137,6 +140,9 @@ def test_many_poison_rows_do_not_end_a_run_that_has_sound_rows(
     world = World(poison=dict.fromkeys(poison, kind))
     with closing(world.supervise(max_num_seqs=256)) as engine:
         done = answer_all(engine, requests(0, rows), window=window)
+        # Halves for each of them, and a lone row has to be there for every death of a quarantine.
+        most = len(poison) * (math.ceil(math.log2(window)) + PROOF) + 1
+        assert engine.restarts <= most
     assert kinds_of(done) == known_kinds(world)
 
 
@@ -176,3 +182,80 @@ def test_the_row_that_the_engine_names_itself_fails_and_the_others_go_on_in_orde
         assert failed.error is not None
         assert failed.error.kind == "timeout"
         assert [c.request for c in engine.poll(0.01)] == [*rows[:2], *rows[3:]]
+
+
+def died(*rows: int, cause: str = "oom", named: int | None = None) -> Step:
+    """With these rows in flight: which of them is named as poison."""
+
+    def step(suspects: Suspects[int]) -> None:
+        assert suspects.died(rows, cause) == named
+
+    return step
+
+
+def replays(*rows: int) -> Step:
+    """The next group; none if the search is over."""
+
+    def step(suspects: Suspects[int]) -> None:
+        assert [*suspects.next_group()] == [*rows]
+        assert bool(suspects) == bool(rows), "new requests wait for the end of the search"
+
+    return step
+
+
+def does(method: str, *args: Any) -> Step:
+    return lambda suspects: getattr(suspects, method)(*args)
+
+
+Step = Callable[[Suspects[int]], None]
+LONE = (died(7), replays(7))
+SCRIPTS: dict[str, Sequence[Step]] = {
+    "a lone row is named once two replays have died": [*LONE, *LONE, died(7, named=7), replays()],
+    "where accidents happen it takes one death more": [
+        *(died(1, 2), replays(1), replays(2), replays()),  # both were answered: it was an accident
+        *(*LONE, *LONE, *LONE, died(7, named=7)),
+    ],
+    "deaths in different ways are no proof": [
+        *(*LONE, died(7, cause="stall"), replays(7), *LONE, died(7, cause="error"), replays(7)),
+        died(7, cause="stall", named=7),
+    ],
+    "a search that found a row was no accident": [
+        *(died(7, 8), replays(7), died(7), replays(8), replays(7), died(7, named=7), replays()),
+        *(died(6, 8), replays(6), died(6), replays(8), replays(6), died(6, named=6), replays()),
+    ],
+    "a lone row that survives its replay begins with a clean slate": [
+        *LONE,
+        replays(),
+        *LONE,
+        *LONE,
+    ],
+    "so does one that survives the second": [*LONE, *LONE, replays(), *LONE, *LONE],
+    "large groups go first and in their order": [
+        *(died(0, 1, 2, 3, 4, 5, 6), replays(0, 1, 2, 3), died(0, 1, 2, 3), replays(4, 5, 6)),
+        *(died(4, 5, 6), replays(0, 1), died(0, 1), replays(2, 3), replays(4, 5), replays(6)),
+        *(replays(0), replays(1), replays()),
+    ],
+    "a quarantined row comes last and alone, and one death names it": [
+        *(died(0, 1), does("suspect", 9), replays(0), replays(1), replays(9), died(9, named=9)),
+        replays(),
+    ],
+    "a quarantined row is suspect without any death": [does("suspect", 9), replays(9), replays()],
+    "interposed rows go next together, and the search goes on behind them": [
+        *(died(0, 1), does("interpose", [5, 6]), replays(5, 6), replays(0), replays(1), replays()),
+    ],
+    "one death makes an interposed row a suspect, behind the others": [
+        *(does("suspect", 0), does("interpose", [5]), replays(5), died(5), replays(0)),
+        *(replays(5), died(5, named=5)),
+    ],
+    "a death with nothing in flight names nobody": [died(), replays()],
+    "a death between two groups leaves the groups that wait": [
+        *(died(0, 1), replays(0), died(), replays(1), replays()),
+    ],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_search_goes_as_written(script: Sequence[Step]) -> None:
+    suspects = Suspects[int]()
+    for step in script:
+        step(suspects)
