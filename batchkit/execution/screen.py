@@ -49,19 +49,13 @@ class Screen:
     """
 
     def __init__(self, start: Start, run: OpenRun, began: float, export: Show) -> None:
-        job = start.job
         self._run, self._began, self._export = run, began, export
-        self._progress = Progress(
-            job.folder,
-            interval_s=job.run.checkpoint_interval_s,
-            quiet=start.options.quiet,
-            generates=job.generates,
-        )
+        self._progress = Progress(start)
         self.say, self.note = self._progress.event, self._progress.note
         self.waiting = self._progress.waiting
         self._log = MetricsLog(run.folder, is_lost=lambda: run.lock.is_lost, say=self.say)
         self._machine = _MachineWatch()
-        self._look_s = min(_LOOK_S, job.run.checkpoint_interval_s)
+        self._look_s = min(_LOOK_S, start.job.run.checkpoint_interval_s)
         self._next_look = self._next_record = 0.0
 
     @property
@@ -127,19 +121,19 @@ class _MachineWatch:
 
 
 class Progress:
-    """Shows a tqdm bar on a terminal and in a notebook, otherwise one plain line per ``interval_s``;
-    run.log gets every event and the plain lines in both cases. With ``quiet``, only run.log is written.
-    Without ``generates``, the rate of output tokens is left out: there are none.
+    """Shows a tqdm bar on a terminal and in a notebook, otherwise one plain line for each checkpoint;
+    run.log gets every event and the plain lines in both cases. A quiet start writes only run.log. If the
+    task gives no text, the rate of output tokens is left out: there are none.
     """
 
-    def __init__(self, folder: Path, *, interval_s: float, quiet: bool, generates: bool) -> None:
-        self._path, self._engine_log = folder / LOG, folder / ENGINE_LOG
+    def __init__(self, start: Start) -> None:
+        job = start.job
+        self._path, self._engine_log = job.folder / LOG, job.folder / ENGINE_LOG
         self._log = TextIOWrapper(open_log(self._path), encoding="utf-8", line_buffering=True)
         self._stream = sys.stderr
-        self._quiet = quiet
-        self._generates = generates
-        self._has_bar = not quiet and (self._stream.isatty() or _IS_NOTEBOOK)
-        self._interval_s = interval_s
+        self._quiet, self._generates = start.options.quiet, job.generates
+        self._has_bar = not self._quiet and (self._stream.isatty() or _IS_NOTEBOOK)
+        self._interval_s = job.run.checkpoint_interval_s
         self._samples: deque[tuple[float, tuple[int, ...]]] = deque()  # of the last minute
         self._bar: tqdm[Any] | None = None
         self._next_line = 0.0
