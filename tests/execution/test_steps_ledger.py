@@ -253,31 +253,6 @@ def test_a_retried_step_is_asked_again_and_those_before_it_are_not() -> None:
     assert_counts_each_once()
 
 
-def test_a_retry_that_chooses_in_another_way_chooses_again_among_recorded_answers() -> None:
-    refuses = True
-
-    def before(text: str, body: dict[str, Any]) -> str:
-        if refuses and text.startswith("Judge"):
-            raise Refused(400, error("not now"))
-        return f"<{text}>"
-
-    one = {"sampling": {"n": 1}}
-    steps = [
-        {**THREE[0], "sampling": {"n": 3}, "extract": "text", "scorers": ["em"], "reference": "q"},
-        {**THREE[1], **one},
-    ]
-    with serving(before) as server:
-        write(None, 2, server, steps=steps, select={"by": "majority"})
-        assert run().exit_code == 3
-        refuses = False
-        again = batchkit("retry-failed", "--set", "select.by=scorer")
-        assert again.exit_code == 0, again.stderr
-        assert asked(server) == {"Answer": 2, "Judge": 2}
-    newest = read_jsonl(RUN / "results.jsonl")[-2:]
-    assert ["votes" in record["steps"]["draft"] for record in newest] == [False, False]
-    assert [record["steps"]["draft"]["selected"] for record in newest] == [0, 0]
-
-
 def test_a_retry_with_another_model_mixes_no_answers_of_both() -> None:
     """Nor does a retry after that, with the run's own model again."""
     refuses = True

@@ -193,13 +193,18 @@ sampling.sampling_column = "params"
 )
 
 
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    calm, faulty = tmp_path / "calm", tmp_path / "faulty"
+    calm.mkdir()
+    faulty.mkdir()
+    return calm, faulty
+
+
 def test_only_the_step_that_kills_the_engine_fails_its_row(
     tmp_path: Path, text_model: Path
 ) -> None:
     """Memory runs out for all, and two rows kill their engine with their second generation."""
-    calm_folder, folder = tmp_path / "calm", tmp_path / "faulty"
-    calm_folder.mkdir()
-    folder.mkdir()
+    calm_folder, folder = folders(tmp_path)
     calm = start(calm_folder, text_model, question_rows({}), {}, [IN], job=STEPS)
     assert calm.exit == 0, calm.stderr
     poison = {5: "error", 23: "kill"}
@@ -216,14 +221,8 @@ def test_only_the_step_that_kills_the_engine_fails_its_row(
     assert calls == {(row, step): 1 for row in range(N_ROWS) for step in ("draft", "revise")}
 
 
-PLAIN = JOB.split("[sampling]")[0] + "[run]\nstall_timeout_s = 6\n"
-EMBED = f'task = "embed"\n{PLAIN}'
+EMBED = 'task = "embed"\n' + JOB.split("[sampling]")[0] + "[run]\nstall_timeout_s = 6\n"
 HEAVY = "tea " * 200  # the worker runs out of memory with a prompt of more than 150 tokens
-
-
-@pytest.fixture(scope="module")
-def embedding_model(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_embedding_model(tmp_path_factory.mktemp("models") / "embedding", text_model)
 
 
 def vectors_of(folder: Path, ended: Ended) -> dict[int, list[float]]:
@@ -231,19 +230,13 @@ def vectors_of(folder: Path, ended: Ended) -> dict[int, list[float]]:
     return {r["index"]: vectors.of(r).tolist() for r in ended.records if r["status"] == "ok"}
 
 
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    calm, faulty = tmp_path / "calm", tmp_path / "faulty"
-    calm.mkdir()
-    faulty.mkdir()
-    return calm, faulty
-
-
 def test_a_deadly_text_fails_alone_and_every_other_row_has_its_vector(
-    tmp_path: Path, embedding_model: Path
+    tmp_path: Path, text_model: Path
 ) -> None:
     rows = [{"q": f"tell me of {n}" + " tea" * (n % 7)} for n in range(24)]
     rows[13]["q"] += HEAVY
     calm, faulty = folders(tmp_path)
+    embedding_model = build_embedding_model(tmp_path / "embedding", text_model)
     whole = start(calm, embedding_model, rows, {}, [OWN], job=EMBED)
     assert whole.exit == 0, whole.stderr
     faults = {"prompt_over": 150, "once": {"error": 2}}
