@@ -7,16 +7,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import wraps
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.storage.metrics import GpuLoad
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _LOOK_S = 1.0
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -32,29 +28,16 @@ class Gpu(NamedTuple):
     utilization: float | None = None
 
 
-def _sampled(nothing: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A sample that fails is ``nothing``, whatever a driver or the kernel says: it is no reason to end a run."""
-
-    def of(sample: Callable[P, T]) -> Callable[P, T]:
-        @wraps(sample)
-        def safe(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                return sample(*args, **kwargs)
-            except Exception:
-                return cast(T, nothing)
-
-        return safe
-
-    return of
-
-
-@_sampled(1.0)
 def free_memory_share() -> float:
-    """Share of the memory that is available, from 0 to 1: the host's, or the container's if less."""
+    """Share of the memory that is available, from 0 to 1: the host's, or the container's if less. A sample that
+    fails, here and below, is no reason to end a run, whatever a driver or the kernel says."""
     import psutil
 
-    memory = psutil.virtual_memory()
-    return min([memory.available / memory.total, *(1 - used / most for used, most in _limits())])
+    with suppress(Exception):
+        memory = psutil.virtual_memory()
+        of_groups = (1 - used / most for used, most in _limits())
+        return min([memory.available / memory.total, *of_groups])
+    return 1.0
 
 
 def memory_limit() -> float:
@@ -62,14 +45,13 @@ def memory_limit() -> float:
     return min((most for _, most in _limits()), default=float("inf"))
 
 
-@_sampled(0)
 def family_bytes(pid: int) -> int:
     """Resident memory of a process and all its descendants; 0 if it has ended. Not cheap: all processes of
     the host are read."""
     import psutil
 
     total = 0
-    with suppress(psutil.Error):
+    with suppress(Exception):
         first = psutil.Process(pid)
         for process in (first, *first.children(recursive=True)):
             with suppress(psutil.Error):
@@ -77,22 +59,24 @@ def family_bytes(pid: int) -> int:
     return total
 
 
-@_sampled(None)
 def gpu_bytes() -> int | None:
     """In use on all GPUs together, by any process: inside a container the driver does not know the
     processes by the ids that they have there. None if no GPU answers."""
-    found = [_used_bytes(gpu) for gpu in gpus()]
-    return sum(filter(None, found)) if found and None not in found else None
+    with suppress(Exception):
+        found = [_used_bytes(gpu) for gpu in gpus()]
+        return sum(filter(None, found)) if found and None not in found else None
+    return None
 
 
-@_sampled([])
 def gpu_loads() -> list[GpuLoad]:
     """The NVIDIA GPUs of this machine; empty if nvidia-ml-py is not installed, or no driver answers."""
-    return [
-        GpuLoad(used, gpu.utilization)
-        for gpu in _nvml_gpus() or ()
-        if (used := _used_bytes(gpu)) is not None
-    ]
+    with suppress(Exception):
+        return [
+            GpuLoad(used, gpu.utilization)
+            for gpu in _nvml_gpus() or ()
+            if (used := _used_bytes(gpu)) is not None
+        ]
+    return []
 
 
 def gpus() -> list[Gpu]:
