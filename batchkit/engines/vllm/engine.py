@@ -51,18 +51,6 @@ class _Unprepared(NamedTuple):
     tries: int = 0
 
 
-class _Ended(NamedTuple):
-    """A request whose answer is complete, with vLLM's outputs of it.
-
-    If the answer has to be parsed, that is done while the device works on the next step, which long
-    reasoning would otherwise delay by milliseconds.
-    """
-
-    prepared: Prepared
-    outputs: Sequence[Any]
-    latency_s: float
-
-
 class VllmEngine:
     """``vllm.LLM``, fed continuously.
 
@@ -94,7 +82,9 @@ class VllmEngine:
         self._failed = False
         self._death: EngineDied | None = None
         self._done: list[Completion] = []
-        self._ended: list[_Ended] = []
+        # Complete, and not parsed yet: that is done while the device works on the next step, which long
+        # reasoning would otherwise delay by milliseconds.
+        self._ended: list[_Running] = []
         self._running: dict[str, _Running] = {}
         self._aborted: dict[int, Request] = {}  # by identity: those that may still come by here
         self._numbers = itertools.count()
@@ -292,8 +282,8 @@ class VllmEngine:
         if _is_refused(running.prepared, output):
             self._refuse(running.prepared)
             return
-        outputs = [running.outputs[number] for number in running.numbers]
-        self._ended.append(_Ended(running.prepared, outputs, time.monotonic() - running.since))
+        running.took_s = time.monotonic() - running.since
+        self._ended.append(running)
         if running.prepared.parser is None:
             self._complete()
 
@@ -308,8 +298,9 @@ class VllmEngine:
 
     def _complete(self) -> None:
         ended, self._ended = self._ended, []
-        for prepared, outputs, latency_s in ended:
-            completion = self._renderer.completion(prepared, outputs, latency_s)
+        for one in ended:
+            outputs = [one.outputs[number] for number in one.numbers]
+            completion = self._renderer.completion(one.prepared, outputs, one.took_s)
             if completion.usage is not None:
                 self._unfinished_tokens -= completion.usage.completion_tokens
             self._done.append(completion)
@@ -369,6 +360,7 @@ class _Running:
     numbers: list[str]
     outputs: dict[str, Any] = field(default_factory=dict)
     since: float = field(default_factory=time.monotonic)
+    took_s: float = 0.0
 
 
 def _load(job: JobConfig, limits: Mapping[str, Any]) -> tuple[CoreWatch, Any]:
