@@ -37,14 +37,13 @@ def test_what_an_earlier_engine_printed_is_not_this_ones_after_a_cut(tmp_path: P
     assert log.printed() == "ValueError: its own\n"
 
 
-def test_a_log_of_usual_size_is_left_alone(tmp_path: Path) -> None:
+def test_a_log_of_usual_size_is_left_alone_and_one_that_is_not_there_is_empty(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "engine.log"
-    path.write_text(LINE * 100)
-    EngineLog(path).trim()
-    assert path.read_text() == LINE * 100
-
-
-def test_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    log = EngineLog(tmp_path / "engine.log")
+    log = EngineLog(path)
     log.trim()
     assert (log.size(), log.printed()) == (0, "")
+    path.write_text(LINE * 100)
+    log.trim()
+    assert path.read_text() == LINE * 100

@@ -118,39 +118,28 @@ def test_the_words_of_an_outer_error_do_not_count() -> None:
     assert fault_of(outer).kind == "engine_crash"
 
 
+KILLED = "SIGKILL: killed from outside, no sign of memory running out"
+MEMORY = "2% of the memory was free shortly before"
+
+
 @pytest.mark.parametrize(
-    ("code", "kind", "type_name"),
+    ("code", "memory", "kind", "text"),
     [
-        (-signal.SIGKILL, "engine_crash", "SIGKILL"),
-        (-signal.SIGSEGV, "engine_crash", "SIGSEGV"),
-        (-signal.SIGABRT, "engine_crash", "SIGABRT"),
-        (-(signal.SIGRTMIN + 1), "engine_crash", f"signal {signal.SIGRTMIN + 1}"),
-        (1, "engine_crash", "exit code 1"),
-        (0, "engine_crash", "exit code 0"),
-        (None, "engine_crash", "SIGKILL"),  # its watcher was killed with it
+        (-signal.SIGSEGV, "", "engine_crash", "SIGSEGV: the last words"),
+        (-(signal.SIGRTMIN + 1), "", "engine_crash", f"signal {signal.SIGRTMIN + 1}: the last words"),
+        (1, "", "engine_crash", "exit code 1: the last words"),
+        (0, "", "engine_crash", "exit code 0: the last words"),
+        (-signal.SIGKILL, "", "engine_crash", KILLED),
+        (None, "", "engine_crash", KILLED),  # its watcher was killed with it
+        (-signal.SIGKILL, MEMORY, "oom", f"SIGKILL: killed as memory ran out: {MEMORY}"),
     ],
-)
+)  # fmt: skip
 def test_a_process_that_says_nothing_is_judged_by_its_exit_code(
-    code: int | None, kind: FaultKind, type_name: str
+    code: int | None, memory: str, kind: FaultKind, text: str
 ) -> None:
-    fault = fault_of_exit(code, "last words")
-    assert (fault.kind, fault.type) == (kind, type_name)
-
-
-def test_a_kill_is_memory_only_where_something_says_so() -> None:
-    unexplained = fault_of_exit(-signal.SIGKILL, "")
-    assert unexplained.kind == "engine_crash"
-    assert unexplained.is_unexplained_kill
-    assert str(unexplained) == "SIGKILL: killed from outside, no sign of memory running out"
-    explained = fault_of_exit(-signal.SIGKILL, "", "2% of the memory was free shortly before")
-    assert explained.kind == "oom"
-    assert not explained.is_unexplained_kill
-    assert "2% of the memory was free" in explained.message
-
-
-def test_last_words_are_kept_where_the_exit_code_says_little() -> None:
-    assert str(fault_of_exit(1, "ImportError: libfoo")) == "exit code 1: ImportError: libfoo"
-    assert "last words" not in str(fault_of_exit(-signal.SIGKILL, "last words"))
+    fault = fault_of_exit(code, "the last words", memory)
+    assert (fault.kind, str(fault)) == (kind, text)
+    assert fault.is_unexplained_kill == (text == KILLED)
 
 
 def test_a_fault_is_one_line_and_not_a_long_one() -> None:

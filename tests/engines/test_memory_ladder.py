@@ -38,6 +38,10 @@ def all_the_way_down(limits: Mapping[str, Any], fault: Fault) -> list[dict[str, 
     return ladder.steps
 
 
+def shares(lowest: float) -> list[dict[str, Any]]:
+    return [{"gpu_memory_utilization": round(lowest + part, 2)} for part in (0.2, 0.1, 0.0)]
+
+
 SEQS = {"max_num_seqs": 8, "max_num_batched_tokens": 3000}
 
 
@@ -78,16 +82,19 @@ SEQS = {"max_num_seqs": 8, "max_num_batched_tokens": 3000}
             WITHOUT_CACHE,
             [{"max_num_seqs": 1}, {"max_num_batched_tokens": LEAST_BATCHED_TOKENS}],
         ),
+        *(  # each claim has its own least
+            ({"max_num_seqs": 1, "gpu_memory_utilization": 0.3 + lowest}, fault, shares(lowest))
+            for fault, lowest in ((FULL, LEAST_SHARE), (OVER_CLAIM, LEAST_SHARE_FREE))
+        ),
+        *(
+            (limits, fault, [])
+            for fault in (FULL, OVER_CLAIM, WITHOUT_CACHE)
+            for limits in ({}, {"max_num_seqs": 1, "kv_cache_memory_bytes": 1})
+        ),
     ],
 )
 def test_the_way_down(limits: dict[str, Any], fault: Fault, steps: list[dict[str, Any]]) -> None:
     assert all_the_way_down(limits, fault) == steps
-
-
-@pytest.mark.parametrize(("fault", "lowest"), [(FULL, LEAST_SHARE), (OVER_CLAIM, LEAST_SHARE_FREE)])
-def test_the_lowest_claim(fault: Fault, lowest: float) -> None:
-    steps = all_the_way_down({"max_num_seqs": 1, "gpu_memory_utilization": 0.9}, fault)
-    assert steps[-1]["gpu_memory_utilization"] == lowest
 
 
 def test_after_the_claim_the_way_down_goes_on_as_the_next_fault_asks() -> None:
@@ -100,14 +107,6 @@ def test_after_the_claim_the_way_down_goes_on_as_the_next_fault_asks() -> None:
         {"max_num_seqs": 2},
         {"gpu_memory_utilization": 0.7},
     ]
-
-
-@pytest.mark.parametrize("fault", [FULL, OVER_CLAIM, WITHOUT_CACHE])
-@pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 1, "kv_cache_memory_bytes": 1}])
-def test_the_bottom_adds_no_step(limits: dict[str, Any], fault: Fault) -> None:
-    ladder = Ladder([{"max_num_seqs": 1}])
-    assert ladder.step_down(limits, fault) is None
-    assert ladder.steps == [{"max_num_seqs": 1}]
 
 
 LIMITS = st.builds(
@@ -138,17 +137,6 @@ def test_every_way_down_ends_and_each_step_makes_one_option_smaller(
     if not fault.is_over_claim:
         assert now["max_num_seqs"] == 1
         assert now.get("max_num_batched_tokens", 0) <= LEAST_BATCHED_TOKENS
-
-
-def test_overrides_are_all_steps_merged_the_last_one_wins() -> None:
-    ladder = Ladder([{"max_num_seqs": 2}, {"max_num_seqs": 1}, {"max_num_batched_tokens": 1024}])
-    assert ladder.overrides == {"max_num_seqs": 1, "max_num_batched_tokens": 1024}
-
-
-@pytest.mark.parametrize("remembered", [None, []])
-def test_a_new_ladder_changes_nothing(remembered: list[dict[str, Any]] | None) -> None:
-    ladder = Ladder(remembered)
-    assert ladder.overrides == {}
 
 
 def test_a_request_alone_gets_fewer_tokens_at_a_time_but_one_for_each_that_may_run() -> None:

@@ -26,8 +26,6 @@ from batchkit.engines.faults import EngineDied, StartFailed
 from batchkit.engines.memory import MemoryWatch
 from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
-from batchkit.engines.registry import open_engine
-from batchkit.errors import JobError
 from tests.support.engine_requests import Locked, collect, request
 from tests.support.forks import Fork
 from tests.support.paths import ROOT
@@ -82,23 +80,21 @@ print(json.dumps(found))
 
 
 def make_job(model: Path, folder: Path, **options: Any) -> JobConfig:
-    job = JobConfig(
+    return JobConfig(
         engine={"model": str(model), "options": {**TEXT_ONLY, **options}},
         output={"dir": str(folder)},
     )
-    job.folder.mkdir(parents=True)
-    return job
+
+
+def dry_run_job(folder: Path) -> JobConfig:
+    return JobConfig(
+        engine={"kind": "dry-run"}, run={"stall_timeout_s": 2.0}, output={"dir": str(folder)}
+    )
 
 
 @pytest.fixture
 def dry_run(tmp_path: Path) -> Iterator[ProcessEngine]:
-    job = JobConfig(
-        engine={"kind": "dry-run"},
-        run={"stall_timeout_s": 2.0},
-        output={"dir": str(tmp_path)},
-    )
-    job.folder.mkdir()
-    with closing(ProcessEngine(job)) as opened:
+    with closing(ProcessEngine(dry_run_job(tmp_path))) as opened:
         yield opened
 
 
@@ -135,9 +131,8 @@ def test_a_killed_engine_is_noticed_at_once(text_model: Path, tmp_path: Path) ->
 
 def test_an_engine_that_is_killed_when_memory_is_short_ran_out_of_memory(tmp_path: Path) -> None:
     kills = iter([3, *[4] * 1000])
-    job = JobConfig(engine={"kind": "dry-run"}, output={"dir": str(tmp_path)})
-    job.folder.mkdir()
-    with closing(ProcessEngine(job, memory=MemoryWatch(lambda: next(kills)))) as engine:
+    memory = MemoryWatch(lambda: next(kills))
+    with closing(ProcessEngine(dry_run_job(tmp_path), memory=memory)) as engine:
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="SIGKILL") as raised:
             within(10, engine, lambda: poll_until_it_fails(engine))
@@ -263,7 +258,7 @@ def test_the_cause_of_an_error_in_a_worker_is_read_from_the_log(
 
 
 def test_what_an_earlier_engine_printed_is_not_the_cause(tmp_path: Path) -> None:
-    job = JobConfig(engine={"kind": "dry-run"}, output={"dir": str(tmp_path)})
+    job = dry_run_job(tmp_path)
     job.folder.mkdir()
     (job.folder / LOG).write_text("Fatal Python error: Segmentation fault\n  File of yesterday\n")
     with closing(ProcessEngine(job)) as engine:
@@ -287,19 +282,6 @@ def test_a_file_beside_the_job_does_not_stand_in_for_a_module(
 ) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('a file of the user')")
     monkeypatch.chdir(tmp_path)
-    job = JobConfig(engine={"kind": "dry-run"}, output={"dir": str(tmp_path)})
-    with closing(ProcessEngine(job)) as engine:
+    with closing(ProcessEngine(dry_run_job(tmp_path))) as engine:
         engine.submit(request(0))
         assert len(collect(engine, 1)) == 1
-
-
-def test_a_wrong_option_is_a_job_error(text_model: Path, tmp_path: Path) -> None:
-    job = make_job(text_model, tmp_path, max_num_seq=4)
-    with pytest.raises(JobError, match=r"max_num_seq.*did you mean.*max_num_seqs"):
-        open_engine(job)
-
-
-def test_a_missing_model_is_a_job_error(tmp_path: Path) -> None:
-    job = make_job(tmp_path / "nowhere", tmp_path)
-    with pytest.raises(JobError, match=r"no folder .*nowhere"):
-        open_engine(job)

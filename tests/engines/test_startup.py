@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.startup import explain
 from batchkit.engines.registry import load_engine
-from batchkit.errors import BatchkitError, EngineError, JobError
+from batchkit.errors import BatchkitError, EngineError
 
 pytestmark = pytest.mark.vllm
 
@@ -24,11 +25,6 @@ def refusal(model: Path | str, **options: Any) -> BatchkitError:
     with pytest.raises(BatchkitError) as caught:
         load_engine(JobConfig(engine={"model": str(model), "options": {**SMALL, **options}}))
     return caught.value
-
-
-@pytest.fixture
-def copy(text_model: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(text_model, tmp_path / "model"))
 
 
 def test_too_little_memory_for_the_context_names_the_length_that_fits(demo_model: Path) -> None:
@@ -57,30 +53,34 @@ def test_quantization_or_split_that_the_model_does_not_allow_has_a_remedy(
     assert "input_value" not in message
 
 
-def test_an_unknown_architecture_is_named(copy: Path) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    config |= {"model_type": "nonsense", "architectures": ["NonsenseForCausalLM"]}
-    (copy / "config.json").write_text(json.dumps(config))
-    error = refusal(copy)
-    assert isinstance(error, JobError)
-    assert "nonsense" in str(error)
-    assert "upgrade" in str(error)
+def _cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
 
 
-def test_a_folder_without_weights_is_distinguished_from_one_with_damaged_weights(
-    copy: Path,
+NONSENSE = {"model_type": "nonsense", "architectures": ["NonsenseForCausalLM"]}
+BROKEN: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
+    "an unknown architecture": (
+        "config.json",
+        lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), **NONSENSE})),
+        ["nonsense", "upgrade"],
+    ),
+    "weights that are cut off": ("*.safetensors", _cut_off, ["damaged"]),
+    "no weights": ("*.safetensors", Path.unlink, ["has no weights"]),
+    "an empty config": ("config.json", lambda path: path.write_text("{}"), []),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_model_is_named_in_one_paragraph(
+    kind: str, text_model: Path, tmp_path: Path
 ) -> None:
-    (weights,) = copy.glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert "damaged" in str(refusal(copy))
-    weights.unlink()
-    assert "has no weights" in str(refusal(copy))
-
-
-def test_a_message_is_one_paragraph(copy: Path) -> None:
-    (copy / "config.json").write_text("{}")
+    name, breaks, words = BROKEN[kind]
+    copy = Path(shutil.copytree(text_model, tmp_path / "model"))
+    (file,) = copy.glob(name)
+    breaks(file)
     message = str(refusal(copy))
-    assert str(copy) in message
+    for word in (str(copy), *words):
+        assert word in message
     assert len(message.splitlines()) <= 2
 
 
