@@ -21,8 +21,8 @@ from batchkit.engines.registry import open_engine
 from batchkit.engines.vllm.core import CoreWatch
 from batchkit.engines.vllm.engine import unknown_images
 from batchkit.engines.vllm.options import check_config
-from batchkit.errors import JobError
 from batchkit.types import Request, Row
+from tests.support.adapters import write_adapter
 from tests.support.engine_requests import ask, collect, plain, request
 from tests.support.small_vllm import SMALL, TEXT_ONLY
 
@@ -150,39 +150,15 @@ def test_what_runs_at_once_by_default_is_known_before_the_model_is_loaded(
 ) -> None:
     """A smaller batch after out of memory begins from there."""
     unset = {name: value for name, value in SMALL.items() if name != "max_num_seqs"}
-    job = vllm_job()
-    job = job.model_copy(update={"engine": job.engine.model_copy(update={"options": unset})})
+    job = vllm_job(engine={"options": unset})
     with closing(open_engine(job, launcher)) as engine:
         assert check_config(job).scheduler_config.max_num_seqs == engine.max_num_seqs
-
-
-def test_a_folder_without_a_model_is_named(
-    vllm_job: Callable[..., JobConfig], tmp_path: Path, launcher: Launcher
-) -> None:
-    with pytest.raises(
-        JobError, match=f"{re.escape(str(tmp_path))} holds no model: it has no config"
-    ):
-        open_engine(vllm_job(engine={"model": str(tmp_path)}), launcher)
 
 
 def test_a_lora_adapter_changes_the_answers(
     text_model: Path, tmp_path: Path, launcher: Launcher
 ) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads((text_model / "config.json").read_text())
-    rank, width = 8, config["hidden_size"]
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
-        weights[f"{name}.lora_A.weight"] = torch.randn(rank, width, generator=generator)
-        weights[f"{name}.lora_B.weight"] = torch.randn(width, rank, generator=generator)
-    save_file(weights, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["o_proj"]})
-    )
+    write_adapter(tmp_path / "adapter", text_model)
 
     def answer(lora: str | None) -> str:
         engine = {"model": str(text_model), "options": TEXT_ONLY, "lora": lora}
@@ -190,7 +166,7 @@ def test_a_lora_adapter_changes_the_answers(
         with closing(open_engine(job, launcher)) as opened:
             return ask(opened, request(1))[0].choices[0].text
 
-    assert answer(str(tmp_path)) != answer(None)
+    assert answer(str(tmp_path / "adapter")) != answer(None)
 
 
 def test_a_refused_prompt_does_not_take_along_others_with_its_image(engine: Engine) -> None:
@@ -219,6 +195,20 @@ def test_images_that_the_engine_lacks_are_known_by_either_error_of_vllm() -> Non
     newest.mm_hashes = ["b"]  # type: ignore[attr-defined]
     assert unknown_images(newest, prompt) == ["b"]
     assert not unknown_images(AssertionError("another"), prompt)
+
+
+def test_answers_are_the_same_with_stop_strings_and_log_probabilities_beside_them(
+    engine: Engine,
+) -> None:
+    """Those are made token by token, so they show what the others must be."""
+    plain = [request(n, max_tokens=24) for n in range(6)]
+    slow = [request(n, max_tokens=24, stop=["no such word"]) for n in range(6)]
+    told = [request(n, max_tokens=24, logprobs=0) for n in range(6)]
+    done = ask(engine, *plain, *slow, *told)
+    texts = [answer.choices[0].text for answer in done]
+    assert texts[:6] == texts[6:12] == texts[12:]
+    assert len(set(texts)) == 6
+    assert {answer.usage.completion_tokens for answer in done if answer.usage} == {24}
 
 
 def test_tokens_of_unfinished_answers_are_counted(engine: Engine) -> None:

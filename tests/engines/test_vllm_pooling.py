@@ -19,7 +19,7 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
-from batchkit.errors import JobError
+from batchkit.errors import JobError, PromptTooLongError
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.vectors import Vectors
@@ -91,7 +91,7 @@ def run(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
         done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
         assert done.returncode == exit_code, done.stderr
-        return list(read_newest(tmp_path / "output/a" / RESULTS))
+        return list(read_newest(tmp_path / "output" / job["name"] / RESULTS))
 
     return run_job
 
@@ -146,34 +146,72 @@ def kinds(records: list[dict[str, Any]]) -> dict[int, str]:
     return {record["index"]: record["error"]["kind"] for record in records if record["error"]}
 
 
-def test_vectors_equal_those_of_llm_embed(models: Models, run: Any, tmp_path: Path) -> None:
-    rows = [{"q": text} for text in [*TEXTS, "", TOO_LONG]]
-    output = {"prompt": True}
-    records = run(
-        rows, models.embedding, 3, task="embed", prompt={"user": "{{ q }}"}, output=output
-    )
-    expected = reference(models.embedding, method="embed", texts=TEXTS)
-    vectors = Vectors(tmp_path / "output/a")
+def test_vectors_equal_those_of_llm_embed_and_pairs_of_them_are_compared(
+    models: Models, launcher: Launcher
+) -> None:
+    """Parameters are vLLM's."""
+    with closing(
+        open_engine(job_of(models.embedding, "embed", output={"prompt": True}), launcher)
+    ) as engine:
+        *done, empty, long, short, raw, wrong = ask(
+            engine,
+            *(embed(n, text) for n, text in enumerate([*TEXTS, "", TOO_LONG])),
+            embed(22, "tea", dimensions=16),
+            embed(23, "tea", use_activation=False),
+            embed(24, "tea", dimensions=1000),
+        )
+    with closing(open_engine(job_of(models.embedding, "score"), launcher)) as engine:
+        (scored,) = ask(engine, score(0, "tea", TEXTS[:5]))
+    calls = [
+        {"method": "embed", "texts": TEXTS, "params": {}},
+        {"method": "embed", "texts": ["tea"], "params": {"dimensions": 16}},
+        {"method": "embed", "texts": ["tea"], "params": {"use_activation": False}},
+        {"method": "score", "query": "tea", "documents": TEXTS[:5], "params": {}},
+    ]
+    options = {**TEXT_ONLY, "model": str(models.embedding)}
+    expected, (expected_short,), (expected_raw,), expected_scores = pooled(options, calls)
     assert len({tuple(vector) for vector in expected}) == len(TEXTS)
-    for record, vector, text in zip(records, expected, TEXTS, strict=False):
-        assert vectors.of(record).tolist() == pytest.approx(vector, **NEAR)
-        assert record["prompt"] == text
-        assert record["usage"]["prompt_tokens"] > 2
-    assert kinds(records) == {20: "invalid_request", 21: "prompt_too_long"}
-    assert "the text is empty" in records[20]["error"]["message"]
+    for its, vector, text in zip(done, expected, TEXTS, strict=True):
+        assert vector_of(its) == pytest.approx(vector, **NEAR)
+        assert its.prompt == text
+        assert its.usage is not None
+        assert its.usage.prompt_tokens > 2
+    assert vector_of(short) == pytest.approx(expected_short, **NEAR)
+    assert vector_of(raw) == pytest.approx(expected_raw, **NEAR)
+    assert "the text is empty" in str(empty.error)
+    assert isinstance(long.error, PromptTooLongError)
+    assert "range [1, 64], got 1000" in str(wrong.error)
+    assert scored.pooled is not None
+    assert scored.pooled.scores == pytest.approx(expected_scores, **NEAR)
 
 
-def test_token_vectors_equal_those_of_llm_encode(models: Models, run: Any, tmp_path: Path) -> None:
+def test_token_vectors_equal_those_of_llm_encode_and_pairs_of_them_are_compared(
+    models: Models, run: Any, launcher: Launcher, tmp_path: Path
+) -> None:
     rows = [{"q": text} for text in [*TEXTS, "", TOO_LONG]]
     records = run(rows, models.embedding, 3, task="token_embed", prompt={"user": "{{ q }}"})
     options = {**TEXT_ONLY, "pooler_config": {"task": "token_embed"}}
-    expected = reference(models.embedding, options, method="token_embed", texts=TEXTS)
+    with closing(open_engine(job_of(models.embedding, "score", options), launcher)) as engine:
+        scored, refused = ask(
+            engine, score(0, "tea", TEXTS[:5]), score(1, "tea", ["one", "", "three"])
+        )
+    calls = [
+        {"method": "token_embed", "params": {}, "texts": ["tea", *TEXTS]},
+        {"method": "score", "params": {}, "query": "tea", "documents": TEXTS[:5]},
+    ]
+    (query, *expected), expected_scores = pooled({**options, "model": str(models.embedding)}, calls)
     vectors = Vectors(tmp_path / "output/a")
     assert len({len(matrix) for matrix in expected}) > 5
     for record, matrix in zip(records, expected, strict=False):
         assert len(matrix) == record["usage"]["prompt_tokens"]
         np.testing.assert_allclose(vectors.of(record), matrix, rtol=1e-5, atol=1e-5)
     assert kinds(records) == {20: "invalid_request", 21: "prompt_too_long"}
+    asked = np.array(query)
+    by_numpy = [float((asked @ np.array(one).T).max(axis=1).sum()) for one in expected[:5]]
+    assert scored.pooled is not None
+    assert scored.pooled.scores == pytest.approx(expected_scores, **NEAR)
+    assert scored.pooled.scores == pytest.approx(by_numpy, rel=1e-4)
+    assert "document 1: the text is empty" in str(refused.error)
 
 
 def test_entities_equal_those_of_transformers_and_scores_those_of_llm_encode(
@@ -241,56 +279,6 @@ def test_a_tokenizer_that_does_not_know_places_is_refused(
     assert "slow (" in str(caught.value)
 
 
-def test_parameters_are_vllms_and_pairs_of_vectors_are_compared(
-    models: Models, launcher: Launcher, tmp_path: Path
-) -> None:
-    job = job_of(models.embedding, "embed", output={"dir": str(tmp_path)})
-    with closing(open_engine(job, launcher)) as engine:
-        short, raw, wrong, good = ask(
-            engine,
-            embed(0, "tea", dimensions=16),
-            embed(1, "tea", use_activation=False),
-            embed(2, "tea", dimensions=1000),
-            embed(3, "coffee"),
-        )
-    with closing(open_engine(job_of(models.embedding, "score"), launcher)) as engine:
-        (scored,) = ask(engine, score(0, "tea", TEXTS[:5]))
-    calls = [
-        {"method": "embed", "texts": ["tea"], "params": {"dimensions": 16}},
-        {"method": "embed", "texts": ["tea"], "params": {"use_activation": False}},
-        {"method": "score", "query": "tea", "documents": TEXTS[:5], "params": {}},
-    ]
-    options = {**TEXT_ONLY, "model": str(models.embedding)}
-    (expected_short,), (expected_raw,), expected_scores = pooled(options, calls)
-    assert vector_of(short) == pytest.approx(expected_short, **NEAR)
-    assert vector_of(raw) == pytest.approx(expected_raw, **NEAR)
-    assert "range [1, 64], got 1000" in str(wrong.error)
-    assert len(vector_of(good)) == 64
-    assert scored.pooled is not None
-    assert scored.pooled.scores == pytest.approx(expected_scores, **NEAR)
-
-
-def test_late_interaction_equals_llm_score(models: Models, launcher: Launcher) -> None:
-    options = {"pooler_config": {"task": "token_embed"}}
-    with closing(open_engine(job_of(models.embedding, "score", options), launcher)) as engine:
-        scored, refused = ask(
-            engine, score(0, "tea", TEXTS[:5]), score(1, "tea", ["one", "", "three"])
-        )
-    options = {**TEXT_ONLY, **options}
-    query = {"query": "tea", "documents": TEXTS[:5]}
-    calls = [
-        {"method": "score", "params": {}, **query},
-        {"method": "token_embed", "params": {}, "texts": ["tea", *TEXTS[:5]]},
-    ]
-    expected, matrices = pooled({**options, "model": str(models.embedding)}, calls)
-    asked, *found = map(np.array, matrices)
-    by_numpy = [float((asked @ one.T).max(axis=1).sum()) for one in found]
-    assert scored.pooled is not None
-    assert scored.pooled.scores == pytest.approx(expected, **NEAR)
-    assert scored.pooled.scores == pytest.approx(by_numpy, rel=1e-4)
-    assert "document 1: the text is empty" in str(refused.error)
-
-
 def test_classes_equal_those_of_llm_classify(models: Models, run: Any) -> None:
     rows = [{"q": text, "right": "good"} for text in [*TEXTS, TOO_LONG, ""]]
     tables = {
@@ -327,39 +315,40 @@ def test_scores_equal_those_of_llm_score(models: Models, run: Any) -> None:
     assert records[2]["error"]["message"].startswith("document 1: ")
 
 
-def test_images_are_embedded_as_a_chat(demo_model: Path, run: Any, tmp_path: Path) -> None:
+def test_images_are_embedded_as_a_chat_and_those_of_documents_are_scored(
+    demo_model: Path, run: Any, tmp_path: Path
+) -> None:
     files = pictures(tmp_path, 3)
     rows = [{"q": "what is shown?", "file": f"{n}.png"} for n in range(4)]
     prompt, output = {"user": "{{ q }}", "images": ["{{ file }}"]}, {"prompt": True}
     records = run(rows, demo_model, 3, SMALL, task="embed", prompt=prompt, output=output)
-    texts = [
-        {"prompt": record["prompt"], "image": path}
-        for record, path in zip(records, files, strict=False)
-    ]
-    expected = reference(demo_model, SMALL, method="embed", texts=texts)
-    vectors = Vectors(tmp_path / "output/a")
-    assert len({tuple(vector) for vector in expected}) == 3
-    for record, vector in zip(records, expected, strict=False):
-        assert vectors.of(record).tolist() == pytest.approx(vector, **NEAR)
-    assert "what is shown?" in records[0]["prompt"]
-    assert kinds(records) == {3: "media"}
-
-
-def test_images_of_documents_are_scored(demo_model: Path, run: Any, tmp_path: Path) -> None:
-    files = pictures(tmp_path, 2)
+    found = [Vectors(tmp_path / "output/a").of(record).tolist() for record in records[:3]]
     rows = [
         {"q": "a cat", "d": ["one", "two"], "files": ["0.png", "1.png"]},
         {"q": "a cat", "d": ["one", "two"], "files": ["0.png", "none.png"]},
     ]
     pair = {**PAIR, "document_images": ["{{ files }}"]}
-    records = run(rows, demo_model, 3, SMALL, task="score", pair=pair)
-    documents = [
-        {"text": text, "image": path} for text, path in zip(("one", "two"), files, strict=True)
+    scored = run(rows, demo_model, 3, SMALL, task="score", pair=pair, name="b")
+    texts = [
+        {"prompt": record["prompt"], "image": path}
+        for record, path in zip(records, files, strict=False)
     ]
-    expected = reference(demo_model, SMALL, method="score", query="a cat", documents=documents)
-    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
-    assert records[0]["score"] == pytest.approx(expected, **NEAR)
-    assert kinds(records) == {1: "media"}
+    documents = [
+        {"text": text, "image": path} for text, path in zip(("one", "two"), files, strict=False)
+    ]
+    calls = [
+        {"method": "embed", "params": {}, "texts": texts},
+        {"method": "score", "params": {}, "query": "a cat", "documents": documents},
+    ]
+    expected, expected_scores = pooled({**SMALL, "model": str(demo_model)}, calls)
+    assert len({tuple(vector) for vector in expected}) == 3
+    for vector, its in zip(found, expected, strict=True):
+        assert vector == pytest.approx(its, **NEAR)
+    assert "what is shown?" in records[0]["prompt"]
+    assert kinds(records) == {3: "media"}
+    assert expected_scores[0] != pytest.approx(expected_scores[1], abs=1e-3)
+    assert scored[0]["score"] == pytest.approx(expected_scores, **NEAR)
+    assert kinds(scored) == {1: "media"}
 
 
 def test_the_texts_of_a_pair_are_shown_as_the_model_gets_them(
@@ -379,39 +368,27 @@ def test_the_texts_of_a_pair_are_shown_as_the_model_gets_them(
 
 
 @pytest.mark.parametrize(
-    ("name", "task", "expected"),
+    ("name", "task", "pooling", "expected"),
     [
-        ("classifier", "embed", 'or set engine.options.convert = "embed"'),
-        ("classifier", "score", "has 3 classes, and a model that scores pairs has one"),
-        ("embedding", "classify", "take a model with classes"),
-        ("embedding", "token_classify", "take a model with classes for tokens"),
-        ("token_classifier", "classify", "vLLM runs"),
+        ("classifier", "embed", {}, 'or set engine.options.convert = "embed"'),
+        ("classifier", "score", {}, "has 3 classes, and a model that scores pairs has one"),
+        ("embedding", "classify", {}, "take a model with classes"),
+        ("embedding", "token_classify", {}, "take a model with classes for tokens"),
+        ("token_classifier", "classify", {}, 'task = "classify": vLLM runs'),
+        ("embedding", "embed", {"dimension": 4}, "pooling.dimension: vLLM has no such parameter; did you mean 'dimensions'?"),
+        ("embedding", "embed", {"task": "embed"}, "pooling.task: vLLM has no such parameter"),
+        ("embedding", "embed", {"use_activation": "yes"}, "pooling.use_activation: Expected `bool | null`, got `str`"),
+        ("embedding", "embed", {"dimensions": 1000}, "pooling: Model"),
     ],
-)
-def test_a_model_that_lacks_the_task_is_refused_with_the_remedy(
-    models: Models, launcher: Launcher, name: str, task: str, expected: str
+)  # fmt: skip
+def test_what_the_model_can_not_do_is_refused_with_the_remedy(
+    models: Models,
+    launcher: Launcher,
+    name: str,
+    task: str,
+    pooling: dict[str, Any],
+    expected: str,
 ) -> None:
     with pytest.raises(JobError) as caught:
-        open_engine(job_of(getattr(models, name), task), launcher)
-    assert f'task = "{task}": ' in str(caught.value)
-    assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("pooling", "expected"),
-    [
-        (
-            {"dimension": 4},
-            "pooling.dimension: vLLM has no such parameter; did you mean 'dimensions'?",
-        ),
-        ({"task": "embed"}, "pooling.task: vLLM has no such parameter"),
-        ({"use_activation": "yes"}, "pooling.use_activation: Expected `bool | null`, got `str`"),
-        ({"dimensions": 1000}, "pooling: Model"),
-    ],
-)
-def test_wrong_parameters_are_refused_before_the_model_is_loaded(
-    models: Models, launcher: Launcher, pooling: dict[str, Any], expected: str
-) -> None:
-    with pytest.raises(JobError) as caught:
-        open_engine(job_of(models.embedding, "embed", pooling=pooling), launcher)
+        open_engine(job_of(getattr(models, name), task, pooling=pooling), launcher)
     assert expected in str(caught.value)

@@ -12,7 +12,7 @@ import pytest
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine
 from batchkit.engines.vllm.stepper import Stepper
-from tests.support.engine_requests import ask, collect, request
+from tests.support.engine_requests import collect, request
 from tests.support.small_vllm import SMALL
 
 if TYPE_CHECKING:
@@ -89,21 +89,6 @@ def test_of_an_aborted_request_nothing_is_kept() -> None:
     engine.output_processor.request_states.clear()
     stepping.forget_aborted()
     assert not stepping._held
-
-
-def test_answers_are_the_same_with_stop_strings_and_log_probabilities_beside_them(
-    vllm_job: Callable[..., JobConfig],
-) -> None:
-    """Those are made token by token, so they show what the others must be."""
-    with closing(open_engine(vllm_job())) as engine:
-        plain = [request(n, max_tokens=24) for n in range(6)]
-        slow = [request(n, max_tokens=24, stop=["no such word"]) for n in range(6)]
-        told = [request(n, max_tokens=24, logprobs=0) for n in range(6)]
-        done = ask(engine, *plain, *slow, *told)
-    texts = [answer.choices[0].text for answer in done]
-    assert texts[:6] == texts[6:12] == texts[12:]
-    assert len(set(texts)) == 6
-    assert {answer.usage.completion_tokens for answer in done if answer.usage} == {24}
 
 
 def test_preemptions_are_counted(vllm_job: Callable[..., JobConfig]) -> None:
