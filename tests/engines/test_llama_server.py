@@ -178,17 +178,6 @@ def test_the_row_that_the_server_dies_of_is_found(tmp_path: Path, model: Path) -
     assert "SIGSEGV" in failed["error"]["message"]
 
 
-def test_a_model_that_can_not_be_loaded_is_reported_in_the_servers_words(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + bytes(100))
-    write(tmp_path, broken, prompts(3))
-    ran = run(tmp_path)
-    assert ran.returncode == 1
-    assert "the server did not start: it ended before it was ready" in ran.stderr
-    assert "failed to load model" in ran.stderr
-    assert "engine.log" in ran.stderr
-
-
 def test_a_context_that_does_not_fit_is_tried_smaller(tmp_path: Path, model: Path) -> None:
     wrapped = tmp_path / "bin" / "llama-server"
     wrapped.unlink()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from array import array
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tomlkit
 from PIL import Image
 
 from batchkit.engines.base import Engine
@@ -17,12 +16,11 @@ from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import EngineError, JobError, RequestError
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Completion, Content, Pair, Request, Row
-from tests.support.chat_server import MODEL, Refused
+from tests.support.chat_server import MODEL, Refused, serving
 from tests.support.command_line import batchkit
-from tests.support.pooling_server import PoolingServer, packed, pooling, score, vector
-from tests.support.rows import write_jsonl
-from tests.support.server_engine import ask, job, opened
-from tests.support.server_runs import RUN, answering, assert_settled, records
+from tests.support.pooling_server import packed, pooling, score, vector
+from tests.support.server_engine import ask, job, opened, request
+from tests.support.server_runs import RUN, answering, assert_settled, records, write_job
 
 PAIR = {"query": "{{ q }}", "documents": "{{ d }}"}
 
@@ -143,23 +141,45 @@ def test_a_server_without_the_endpoint_stops_the_run_and_says_which_has_it(
         assert part in str(stopped.value)
 
 
-def test_a_parameter_that_the_api_lacks_is_refused_before_it_is_passed_over() -> None:
-    with pooling() as server:
-        with opened(server, task="classify") as engine:
-            (done,) = ask(engine, [text(0, dimensions=3)])
-        assert isinstance(done.error, RequestError)
-        assert 'pooling.dimensions: not a parameter of the API for task = "classify"' in str(
-            done.error
-        )
-        with pytest.raises(RequestError, match="did you mean 'use_activation'"):
-            open_preflight(job(server, task="score", pair=PAIR)).render(
-                pair(0, "a", ["b"], use_activations=1)
-            )
-        with pytest.raises(JobError, match="dimensions"):
-            open_preflight(job(server, task="classify", pooling={"dimensions": 3}))
-        with pytest.raises(JobError, match=r"extra_body\.input: set by batchkit"):
-            open_preflight(job(server, {"extra_body": {"input": "x"}}, task="embed"))
-    assert server.bodies == []
+@pytest.mark.parametrize(
+    ("owned_by", "task", "params", "message"),
+    [
+        ("tests", "generate", {"temprature": 1.0}, "sampling.temprature: .* did you mean 'temperature'"),
+        ("tests", "generate", {"mirostat": 2}, "put a server's own parameters into engine.options.extra_body"),
+        ("tests", "classify", {"softmax": True}, 'pooling.softmax: not a parameter of the API for task = "classify"'),
+        ("tests", "score", {"use_activations": 1}, "did you mean 'use_activation'"),
+        ("llamacpp", "generate", {"repetition_penalty": 1.1}, "engine.options.extra_body.repeat_penalty"),
+        ("llamacpp", "generate", {"structured_outputs": {"choice": ["yes"]}}, "extra_body.grammar"),
+        ("llamacpp", "generate", {"min_tokens": 5}, "sampling.min_tokens: llama.cpp's server lacks it, .* leave it out"),
+        ("llamacpp", "embed", {"use_activation": False}, "extra_body.embd_normalize"),
+        ("llamacpp", "embed", {"truncate_prompt_tokens": 8}, "leave it out"),
+        ("llamacpp", "score", {"use_activation": True}, "leave it out"),
+        ("llamacpp", "score", {"instruction": "Find it"}, "leave it out"),
+    ],
+)  # fmt: skip
+def test_a_parameter_that_the_server_would_ignore_is_refused(
+    owned_by: str, task: str, params: dict[str, Any], message: str
+) -> None:
+    def one(**params: Any) -> Request:
+        if task == "generate":
+            return request(0, **params)
+        return pair(0, "tea", ["tea"], **params) if task == "score" else text(0, **params)
+
+    table = {"sampling" if task == "generate" else "pooling": params}
+    its = {"task": task, "pair": PAIR} if task == "score" else {"task": task}
+    with (serving if task == "generate" else pooling)(model={"owned_by": owned_by}) as server:
+        with pytest.raises(JobError, match=message):
+            open_engine(job(server, **its, **table))
+        with opened(server, **its) as engine:
+            (refused,) = ask(engine, [one(**params)])
+            assert server.bodies == []
+            (answered,) = ask(engine, [one()])
+        if owned_by == "tests":  # what validate can know
+            with pytest.raises(RequestError, match=message):
+                open_preflight(job(server, **its)).render(one(**params))
+    assert isinstance(refused.error, RequestError)
+    assert re.search(message, str(refused.error))
+    assert answered.error is None
 
 
 def test_llama_server_is_not_started_for_classes() -> None:
@@ -278,7 +298,7 @@ def test_a_run_embeds_its_rows_and_what_can_be_no_vector_of_its_model_fails_its_
 
     texts = ["tea", "coffee", "more tea", *(f"row {n}" for n in range(len(wrong)))]
     with pooling(before) as server:
-        write_run(server, "embed", [{"q": q} for q in texts], prompt={"user": "{{ q }}"})
+        write_job(server, [{"q": q} for q in texts], task="embed", prompt={"user": "{{ q }}"})
         assert batchkit("run", "job.toml").exit_code == 3
         assert_settled(server)
     vectors = Vectors(RUN)
@@ -298,7 +318,9 @@ def test_a_server_whose_vectors_have_another_size_at_the_next_start_stops_the_ru
         raise Refused(200, embedded(packed(vector(asked, sizes[0]))))
 
     with pooling(before) as server:
-        write_run(server, "embed", [{"q": f"{n}"} for n in range(6)], prompt={"user": "{{ q }}"})
+        write_job(
+            server, [{"q": f"{n}"} for n in range(6)], task="embed", prompt={"user": "{{ q }}"}
+        )
         assert batchkit("run", "job.toml", "--limit", "3").exit_code == 0
         sizes[0] = 16
         stopped = batchkit("run", "job.toml")
@@ -308,26 +330,6 @@ def test_a_server_whose_vectors_have_another_size_at_the_next_start_stops_the_ru
         sizes[0] = 8
         assert batchkit("run", "job.toml").exit_code == 0
     assert len(records()) == 6
-
-
-@pytest.mark.parametrize(
-    ("task", "pooling_table", "hint"),
-    [
-        ("embed", {"use_activation": False}, "extra_body.embd_normalize"),
-        ("embed", {"truncate_prompt_tokens": 8}, "leave it out"),
-        ("score", {"use_activation": True}, "leave it out"),
-        ("score", {"instruction": "Find it"}, "leave it out"),
-    ],
-)
-def test_what_llama_cpp_would_ignore_is_refused(
-    task: str, pooling_table: dict[str, Any], hint: str
-) -> None:
-    tables = {"pair": PAIR} if task == "score" else {}
-    with (
-        pooling(model={"owned_by": "llamacpp"}) as server,
-        pytest.raises(JobError, match=f"llama.cpp's server lacks it.*{hint}"),
-    ):
-        open_engine(job(server, task=task, pooling=pooling_table, **tables))
 
 
 def test_usage_may_be_the_sum_alone_or_missing() -> None:
@@ -349,20 +351,13 @@ def test_usage_may_be_the_sum_alone_or_missing() -> None:
 # --- whole runs
 
 
-def write_run(server: PoolingServer, task: str, rows: list[dict[str, Any]], **tables: Any) -> None:
-    write_jsonl(Path("rows.jsonl"), rows)
-    engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url}
-    job = {"name": "a", "task": task, "input": {"path": "rows.jsonl"}, "engine": engine, **tables}
-    Path("job.toml").write_text(tomlkit.dumps(job))
-
-
 @pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
 def test_a_run_scores_its_rows_and_a_number_that_is_none_fails_its_row() -> None:
     bodies: list[Any] = [ranked((0, float("nan"))), ranked((0, 10**400))]
     rows: list[dict[str, Any]] = [{"q": f"row {n}", "d": "a"} for n in range(2)]
     rows += [{"q": "tea for you", "d": DOCUMENTS}, {"q": "tea", "d": "tea"}]
     with pooling(answering(bodies)) as server:
-        write_run(server, "score", rows, pair=PAIR)
+        write_job(server, rows, task="score", pair=PAIR)
         assert batchkit("run", "job.toml").exit_code == 3
         assert_settled(server)
     nan, infinite, several, one = records()
@@ -377,7 +372,7 @@ def test_a_run_classifies_its_rows() -> None:
     bodies = [classified(label=None, probs=[0.2, 0.7, 0.1])]
     with pooling(answering(bodies), context=9) as server:
         rows = [{"q": "tea"}, {"q": "x " * 9}, {"q": "row 0"}]
-        write_run(server, "classify", rows, prompt={"user": "{{ q }}"})
+        write_job(server, rows, task="classify", prompt={"user": "{{ q }}"})
         assert batchkit("run", "job.toml").exit_code == 3
         assert_settled(server)
     fine, long, unnamed = records()
@@ -396,7 +391,7 @@ def test_a_text_that_is_too_long_is_cut_also_in_a_batch_file() -> None:
     for task, url, body in bodies:
         with pooling(context=32) as server:
             rows = [{"custom_id": "a", "url": url, "body": body}]
-            write_run(server, task, rows, retry={"on_too_long": "truncate-middle"})
+            write_job(server, rows, task=task, retry={"on_too_long": "truncate-middle"})
             assert batchkit("run", "job.toml", "--fresh").exit_code == 0
         (record,) = records()
         assert record["truncated_tokens"] > 10
@@ -415,7 +410,7 @@ def test_a_mixed_batch_file_is_answered_as_far_as_the_server_has_the_endpoints(t
     ]
     rows = [{"custom_id": f"c{n}", "url": url, "body": body} for n, (url, body) in enumerate(lines)]
     with pooling() as server:
-        write_run(server, task, rows)
+        write_job(server, rows, task=task)
         assert batchkit("run", "job.toml").exit_code == 0
     vector, *scored = records()
     assert vector["embedding"]["dimensions"] == 8
@@ -423,7 +418,7 @@ def test_a_mixed_batch_file_is_answered_as_far_as_the_server_has_the_endpoints(t
 
     own = {"embed": "/v1/embeddings", "score": "/v1/rerank"}[task]
     with pooling(paths=frozenset([own])) as server:
-        write_run(server, task, rows)
+        write_job(server, rows, task=task)
         assert batchkit("run", "job.toml", "--fresh").exit_code == 3
     failed = {r["index"]: r["error"]["message"] for r in records() if r["error"]}
     assert failed.keys() == ({1, 2} if task == "embed" else {0})

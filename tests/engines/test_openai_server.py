@@ -6,36 +6,34 @@ import base64
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tomlkit
 from PIL import Image
 
 from batchkit.config.loading import make_job
-from batchkit.config.tables import JobConfig
-from batchkit.engines.registry import open_engine, open_preflight
-from batchkit.errors import JobError, PromptTooLongError, RequestError, RowTimeoutError, ServerError
-from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.engines.registry import open_preflight
+from batchkit.errors import JobError, PromptTooLongError, RowTimeoutError, ServerError
 from batchkit.types import Audio, Request, Row, Video, VideoFile
 from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
-from tests.support.command_line import batchkit as in_this_process
-from tests.support.own_process import batchkit
-from tests.support.rows import read_jsonl, write_jsonl
-from tests.support.server_engine import ask, job, opened, request, table, texts
-from tests.support.server_runs import answering, records
+from tests.support.command_line import batchkit
+from tests.support.paths import ROOT
+from tests.support.server_engine import ask, job, opened, request
+from tests.support.server_runs import RUN, answering, records, write_job
 
 pytestmark = pytest.mark.slow
 
 # --- what is sent, and what is made of the answer
+
+
+def chat(index: int, content: Any) -> Request:
+    return Request(Row(index, str(index), {}), [{"role": "user", "content": content}], None, {}, "")
 
 
 def test_a_chat_is_answered_with_its_text_reason_usage_and_time() -> None:
@@ -55,35 +53,27 @@ def test_a_chat_is_answered_with_its_text_reason_usage_and_time() -> None:
     ]
 
 
-def test_images_travel_as_png() -> None:
-    image = Image.effect_noise((64, 48), 100).convert("RGB")
-    parts = [
-        {"type": "text", "text": "before"},
-        {"type": "image_pil", "image_pil": image},
-        {"type": "image_pil", "image_pil": image},
-        {"type": "text", "text": "after"},
-    ]
-    asked = Request(Row(0, "0", {}), [{"role": "user", "content": parts}], None, {}, "")
-    with serving() as server, opened(server) as engine:
-        assert texts(ask(engine, [asked])) == ["2 images, asked: before after"]
-        kinds = [part["type"] for part in server.bodies[0]["messages"][0]["content"]]
-        assert kinds == ["text", "image_url", "image_url", "text"]
-
-
-def test_sound_travels_as_wav_and_a_video_as_its_file() -> None:
+def test_images_travel_as_png_sound_as_wav_and_a_video_as_its_file() -> None:
     """Frames fail their row."""
+    image = Image.effect_noise((64, 48), 100).convert("RGB")
     frames = Video(np.zeros((1, 8, 8, 3), np.uint8), 1.0, 1.0, 1, [0], [0.0])
-    parts: list[dict[str, Any]] = [
-        {"type": "audio", "audio": Audio(np.zeros(800, np.float32), 16000)},
-        {"type": "video", "video": frames},
-        {"type": "video", "video": VideoFile(b"film", "video/mp4")},
-    ]
     asked = [
-        Request(Row(n, str(n), {}), [{"role": "user", "content": [part]}], None, {}, "")
-        for n, part in enumerate(parts)
+        [
+            {"type": "text", "text": "before"},
+            {"type": "image_pil", "image_pil": image},
+            {"type": "image_pil", "image_pil": image},
+            {"type": "text", "text": "after"},
+        ],
+        [{"type": "audio", "audio": Audio(np.zeros(800, np.float32), 16000)}],
+        [{"type": "video", "video": frames}],
+        [{"type": "video", "video": VideoFile(b"film", "video/mp4")}],
     ]
     with serving() as server, opened(server) as engine:
-        heard, refused, seen = ask(engine, asked)
+        shown, heard, refused, seen = ask(engine, [chat(n, its) for n, its in enumerate(asked)])
+        sent = [body["messages"][0]["content"] for body in server.bodies]
+    assert shown.text == "2 images, asked: before after"
+    (parts,) = (content for content in sent if len(content) == 4)
+    assert [part["type"] for part in parts] == ["text", "image_url", "image_url", "text"]
     assert heard.text == "0 images, asked: 800 samples, 16000 a second"
     url = f"data:video/mp4;base64,{base64.b64encode(b'film').decode()}"
     assert seen.text == f"0 images, asked: {url}"
@@ -116,10 +106,7 @@ FORMAT = {"name": "answer", "schema": SCHEMA, "strict": True}
         ({"top_p": 0.9, "top_k": 5, "stop": ["x"], "seed": None}, {"top_p": 0.9, "top_k": 5, "stop": ["x"]}),
         ({"logprobs": 0}, {"logprobs": True, "top_logprobs": 0}),
         ({"structured_outputs": {"choice": ["a"]}}, {"structured_outputs": {"choice": ["a"]}}),
-        (
-            {"structured_outputs": {"json_object": True}},
-            {"response_format": {"type": "json_object"}},
-        ),
+        ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
         (
             {"structured_outputs": {"json": SCHEMA}},
             {"response_format": {"type": "json_schema", "json_schema": FORMAT}},
@@ -152,18 +139,6 @@ def test_the_job_may_add_to_the_body_and_take_from_it() -> None:
     assert body.keys() == {"model", "messages", "max_completion_tokens", "chat_template_kwargs"}
 
 
-def test_a_mistyped_parameter_is_refused_before_it_is_passed_over() -> None:
-    with serving() as server:
-        with opened(server) as engine:
-            (done,) = ask(engine, [request(0, temprature=1.0)])
-            assert "did you mean 'temperature'" in str(done.error)
-        with pytest.raises(JobError, match="max_tokens"):
-            open_preflight(job(server, sampling={"max_token": 3}))
-        with pytest.raises(RequestError, match="extra_body"):
-            open_preflight(job(server)).render(request(0, mirostat=2))
-        assert server.bodies == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -171,6 +146,7 @@ def test_a_mistyped_parameter_is_refused_before_it_is_passed_over() -> None:
         ({"max_model_length": 5}, "did you mean 'max_model_len'?"),
         ({"max_model_len": 0}, "engine.options.max_model_len: found 0, expected whole number ≥ 1"),
         ({"extra_body": {"stream": True}}, "engine.options.extra_body.stream: set by batchkit"),
+        ({"extra_body": {"input": "x"}}, "engine.options.extra_body.input: set by batchkit"),
         ({"extra_body": {"embed_dtype": "float16"}}, "extra_body.embed_dtype: set by batchkit"),
         ({"extra_body": {"endianness": "big"}}, "extra_body.endianness: set by batchkit"),
         ({"drop": "n"}, 'engine.options.drop: found "n", expected list of text'),
@@ -182,19 +158,40 @@ def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
     assert message in str(refused.value)
 
 
+def run_by(command: str, **keys: Any) -> dict[str, Any]:
+    return {"base_url": None, "server": {"command": command, **keys}}
+
+
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
         ({"base_url": None}, "base_url is missing"),
+        ({"base_url": None}, "or [engine.server]"),
         ({"base_url": "localhost:8000/v1"}, "expected http"),
         ({"base_url": "http://me:secret@host/v1"}, "api_key_env"),
         ({"base_url": "http://host:port/v1"}, "expected http"),
-        ({"kind": "vllm", "base_url": "http://host/v1"}, 'kind is "vllm"'),
+        ({"kind": "vllm"}, 'kind is "vllm"'),
         ({"lora": "here"}, "lora"),
         ({"loras": {"a": "here"}}, "prompt.lora is the name that the server has for it"),
         ({"model": ""}, "model is missing"),
+        ({"reasoning_parser": "qwen3"}, "engine: reasoning_parser: leave it out"),
+        # One that the run starts.
+        (run_by("serve --port {prot}"), "engine.server.command: command: {prot} is unknown; there are {port} and {host}"),
+        (run_by("serve --port {port} --name {nothing}"), "{nothing} is unknown; there are {port} and {host}"),
+        (run_by("serve --port 8080"), "command has no {port}"),
+        (run_by("serve 'a {port}"), "can't be split into words"),
+        (run_by(""), "command is empty"),
+        (run_by("serve --port {port} --api-key sk-secret"), "--api-key would show the key"),
+        (run_by("serve --port {port} --api-key=sk-secret"), "--api-key would show the key"),
+        (run_by("serve --port {port} --hf-token hf_secret"), "--hf-token would show the key"),
+        ({"server": {"command": "serve {port}"}}, "are both given"),
+        ({**run_by("serve {port}"), "kind": "vllm"}, 'server is for kind = "openai-server"'),
+        ({"base_url": None, "server": {}}, "server.command is missing"),
+        ({"base_url": None, "server": {"comand": "serve {port}"}}, "did you mean 'command'"),
+        (run_by("serve {port}", health="health"), "server.health"),
+        (run_by("serve {port}", start_timeout_s=0), "server.start_timeout_s"),
     ],
-)
+)  # fmt: skip
 def test_the_engine_table_is_checked(engine: dict[str, Any], message: str) -> None:
     whole = {"kind": "openai-server", "model": MODEL, "base_url": "http://host/v1", **engine}
     with pytest.raises(JobError) as refused:
@@ -204,29 +201,6 @@ def test_the_engine_table_is_checked(engine: dict[str, Any], message: str) -> No
 
 
 LLAMA_CPP = {"owned_by": "llamacpp"}
-
-
-@pytest.mark.parametrize(
-    ("sampling", "hint"),
-    [
-        ({"repetition_penalty": 1.1}, "engine.options.extra_body.repeat_penalty"),
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, "extra_body.grammar"),
-        ({"min_tokens": 5}, "would answer without it; leave it out"),
-    ],
-)
-def test_what_llama_cpp_would_ignore_is_refused(sampling: dict[str, Any], hint: str) -> None:
-    (name,) = sampling
-    lacks = f"sampling.{name}: llama.cpp's server lacks it"
-    with serving(model=LLAMA_CPP) as server:
-        with pytest.raises(JobError, match=f"{re.escape(lacks)}.*{re.escape(hint)}"):
-            open_engine(job(server, sampling=sampling))
-        assert server.bodies == []
-        with opened(server) as engine:
-            refused, answered = ask(engine, [request(0, **sampling), request(1)])
-    assert lacks in str(refused.error)
-    assert answered.error is None
-    with serving() as server, opened(server, sampling=sampling) as engine:  # another one has it
-        assert ask(engine, [request(0, **sampling)])[0].error is None
 
 
 def test_what_llama_cpp_has_is_sent() -> None:
@@ -246,38 +220,6 @@ def test_a_short_key_hides_no_words_of_a_refusal(monkeypatch: pytest.MonkeyPatch
         (done,) = ask(engine, [request(0)])
     assert isinstance(done.error, PromptTooLongError)
     assert str(done.error) == "5000 tokens are too many"
-
-
-@pytest.mark.parametrize(
-    ("server_says", "options"),
-    [
-        ({"counts": True}, {}),
-        ({"counts": False}, {}),
-        ({"counts": False, "model": {"meta": {"n_ctx": 100}}}, {}),
-        ({"counts": False, "model": {}}, {"max_model_len": 100}),
-    ],
-)
-def test_a_prompt_that_is_too_long_is_cut_where_the_server_counts_it(
-    server_says: dict[str, Any], options: dict[str, Any], tmp_path: Path
-) -> None:
-    with serving(context=100, **server_says) as server:
-        made = make_job(
-            table(
-                server,
-                tmp_path,
-                engine={"options": options},
-                prompt={"user": "Read: {{ text }} And now?"},
-                retry={"on_too_long": "truncate-middle"},
-                sampling={"max_tokens": 40},
-            ),
-            "test",
-        )
-        summary = ProductionBatchProcessor(made, quiet=True).process(
-            [{"text": "word " * 500}, {"text": "short"}]
-        )
-    assert (summary.ok, summary.failed) == (2, 0)
-    records = {r["index"]: r for r in read_jsonl(made.folder / "results.jsonl")}
-    assert 300 < records[0]["truncated_tokens"] < 500
 
 
 def test_a_row_that_takes_too_long_fails_alone() -> None:
@@ -312,101 +254,77 @@ def test_a_row_that_the_server_fails_over_fails_and_no_other(others: int) -> Non
 # --- whole runs, from the command line
 
 
-def _write(folder: Path, server: ChatServer, rows: int, **tables: Any) -> JobConfig:
-    write_jsonl(folder / "rows.jsonl", ({"id": f"q{n}", "word": f"w{n}"} for n in range(rows)))
-    made = table(server, folder, input={"path": "rows.jsonl", "id": "id"}, **tables)
-    made.setdefault("prompt", {})["user"] = "say {{ word }}"
-    (folder / "job.toml").write_text(tomlkit.dumps(made))
-    return make_job(made, "test", base=folder)
-
-
-def test_a_run_with_images_answers_every_row(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_run_with_images_answers_every_row() -> None:
     for n in range(200):
-        Image.effect_noise((48, 32), n).convert("RGB").save(tmp_path / f"w{n}.jpg")
+        Image.effect_noise((48, 32), n).convert("RGB").save(f"{n}.jpg")
     with serving(latency_s=0.01) as server:
-        images = {"prompt": {"images": ["{{ word }}.jpg"]}, "media": {"root": str(tmp_path)}}
-        made = _write(tmp_path, server, 200, **images)
-        checked = in_this_process("validate", tmp_path / "job.toml")
+        prompt = {"user": "say {{ n }}", "images": ["{{ n }}.jpg"]}
+        write_job(server, 200, prompt=prompt, media={"root": "."})
+        checked = batchkit("validate", "job.toml")
         assert checked.exit_code == 0, checked.stderr
         assert "200 ok" in checked.stdout
         assert "prompt tokens: not counted" in checked.stdout
-        shown = in_this_process("run", tmp_path / "job.toml", "--dry-run")
+        shown = batchkit("run", "job.toml", "--dry-run")
         assert shown.exit_code == 0, shown.stderr
         assert "uncounted prompt tokens, images: 48x32" in shown.stdout
-        assert "say w0" in shown.stdout
+        assert "say 0" in shown.stdout
         assert server.bodies == []
-        ran = batchkit("run", "job.toml", cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    status = json.loads(ran.stdout)
-    assert (status["total"], status["ok"], status["failed"]) == (200, 200, 0)
-    records = read_jsonl(made.folder / "results.jsonl")
-    assert {r["text"] for r in records} == {f"1 images, asked: say w{n}" for n in range(200)}
-    assert sum(r["usage"]["prompt_tokens"] for r in records) == 200 * (2 + 4)
+        ran = batchkit("run", "job.toml")
+    assert ran.exit_code == 0, ran.stderr
+    assert (ran.json["total"], ran.json["ok"], ran.json["failed"]) == (200, 200, 0)
+    assert [r["text"] for r in records()] == [f"1 images, asked: say {n}" for n in range(200)]
+    assert sum(r["usage"]["prompt_tokens"] for r in records()) == 200 * (2 + 4)
     assert set(server.answered.values()) == {1}
     assert server.most > 4
-    manifest = json.loads((made.folder / "manifest.json").read_text())
+    manifest = json.loads((RUN / "manifest.json").read_text())
     assert manifest["starts"][0]["engine"] == {"server": server.url, "owned_by": "tests"}
 
 
+@pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.parametrize(("hard", "exit_code"), [(4096, 0), (300, 2)])
 def test_a_run_may_have_as_many_connections_as_it_needs_or_says_so(
-    tmp_path: Path, hard: int, exit_code: int
+    hard: int, exit_code: int
 ) -> None:
-    write_jsonl(tmp_path / "in.jsonl", [{"q": f"q{n}"} for n in range(150)])
-    limits = f"ulimit -Sn 100; ulimit -Hn {hard}"
     with serving(latency_s=0.5) as server:
-        engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url}
-        engine["options"] = {"max_num_seqs": 150}
-        made = {"name": "a", "input": {"path": "in.jsonl"}, "engine": engine}
-        (tmp_path / "job.toml").write_text(tomlkit.dumps(made | {"prompt": {"user": "{{ q }}"}}))
-        command = f"{limits}; exec {sys.executable} -m batchkit run job.toml"
-        path = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=path, capture_output=True, text=True
-        )
+        write_job(server, 150, engine={"options": {"max_num_seqs": 150}})
+        run = f"ulimit -Sn 100; ulimit -Hn {hard}; exec {sys.executable} -m batchkit run job.toml"
+        path = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(["bash", "-c", run], env=path, capture_output=True, text=True)
     assert (done.returncode, "Traceback" in done.stderr) == (exit_code, False), done.stderr
-    if exit_code:
-        assert (
-            "engine.options.max_num_seqs: 150 requests at once need 406 open files" in done.stderr
-        )
+    needed = "engine.options.max_num_seqs: 150 requests at once need 406 open files"
+    assert (needed in done.stderr) == bool(exit_code)
 
 
-def test_a_run_whose_server_goes_away_stops_and_is_carried_on_at_another_address(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_run_whose_server_goes_away_stops_and_is_carried_on_at_another_address() -> None:
     def before(text: str, body: dict[str, Any]) -> None:
         if server.answered.total() == 20:
             threading.Thread(target=server.kill).start()
             time.sleep(1)
 
     server = ChatServer(before)
-    options = {"give_up_s": 1.0, "max_num_seqs": 1}
-    made = _write(tmp_path, server, 40, engine={"options": options})
-    stopped = batchkit("run", "job.toml", cwd=tmp_path)
-    assert stopped.returncode == 1
+    write_job(server, 40, engine={"options": {"give_up_s": 1.0, "max_num_seqs": 1}})
+    stopped = batchkit("run", "job.toml")
+    assert stopped.exit_code == 1
     assert server.url in stopped.stderr
     assert "no row answered for" in stopped.stderr
-    done = len(read_jsonl(made.folder / "results.jsonl"))
+    done = len(records())
     assert 15 < done < 40
     with serving() as again:
-        override = ("--set", f"engine.base_url={again.url}")
-        resumed = batchkit("run", "job.toml", *override, cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+        resumed = batchkit("run", "job.toml", "--set", f"engine.base_url={again.url}")
+    assert resumed.exit_code == 0, resumed.stderr
     assert again.answered.total() == 40 - done
-    assert sorted(r["index"] for r in read_jsonl(made.folder / "results.jsonl")) == list(range(40))
-    assert {r["status"] for r in read_jsonl(made.folder / "results.jsonl")} == {"ok"}
+    assert [(r["index"], r["status"]) for r in records()] == [(n, "ok") for n in range(40)]
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_lines_for_responses_are_asked_as_chat() -> None:
     lines = [{"input": f"tea {n}", "instructions": "be brief"} for n in range(5)]
     rows = [{"custom_id": f"c{n}", "url": "/v1/responses", "body": b} for n, b in enumerate(lines)]
-    write_jsonl(Path("batch.jsonl"), rows)
     with serving() as server:
-        engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url}
-        job = {"name": "a", "input": {"path": "batch.jsonl"}, "engine": engine}
-        Path("job.toml").write_text(tomlkit.dumps(job))
-        assert in_this_process("run", "job.toml").exit_code == 0
+        write_job(server, rows)
+        assert batchkit("run", "job.toml").exit_code == 0
     assert {len(body["messages"]) for body in server.bodies} == {2}
     assert sorted(record["text"] for record in records()) == [
         f"0 images, asked: be brief tea {n}" for n in range(5)

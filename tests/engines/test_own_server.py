@@ -63,12 +63,6 @@ def write(folder: Path, rows: int, command: str = SERVER, **tables: Any) -> Path
     return folder / "output" / "a"
 
 
-def problem(engine: dict[str, Any]) -> str:
-    with pytest.raises(JobError) as refused:
-        make_job({"engine": {"kind": "openai-server", "model": MODEL, **engine}}, "job.toml")
-    return str(refused.value)
-
-
 def records(folder: Path) -> list[dict[str, Any]]:
     return read_jsonl(folder / "results.jsonl")
 
@@ -102,41 +96,6 @@ def some_done(folder: Path, at_least: int) -> Callable[[], bool]:
 # --- what the job file says
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("serve --port {prot}", "engine.server.command: command: {prot} is unknown; there are {port} and {host}"),
-        ("serve --port {port} --name {nothing}", "{nothing} is unknown; there are {port} and {host}"),
-        ("serve --port 8080", "command has no {port}"),
-        ("serve 'a {port}", "can't be split into words"),
-        ("", "command is empty"),
-        ("serve --port {port} --api-key sk-secret", "--api-key would show the key"),
-        ("serve --port {port} --api-key=sk-secret", "--api-key would show the key"),
-        ("serve --port {port} --hf-token hf_secret", "--hf-token would show the key"),
-    ],
-)  # fmt: skip
-def test_a_command_that_can_not_be_right_is_refused(command: str, message: str) -> None:
-    found = problem({"server": {"command": command}})
-    assert message in found
-    assert "sk-secret" not in found
-
-
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        ({"server": {"command": SERVER}, "base_url": "http://h/v1"}, "are both given"),
-        ({"server": {"command": SERVER}, "kind": "vllm"}, 'server is for kind = "openai-server"'),
-        ({"server": {}}, "server.command is missing"),
-        ({}, "or [engine.server]"),
-        ({"server": {"comand": SERVER}}, "did you mean 'command'"),
-        ({"server": {"command": SERVER, "health": "health"}}, "server.health"),
-        ({"server": {"command": SERVER, "start_timeout_s": 0}}, "server.start_timeout_s"),
-    ],
-)
-def test_the_tables_keys_are_checked(engine: dict[str, Any], message: str) -> None:
-    assert message in problem(engine)
-
-
 def test_braces_of_json_are_no_placeholders(tmp_path: Path) -> None:
     command = """serve --port {port} --limit '{"image": 2}' --template '{{messages}}'"""
     job = make_job(table(tmp_path, command, input={}), "test")
@@ -166,36 +125,28 @@ def test_a_gguf_file_has_a_command_with_room_for_all_its_requests(
     assert " -np 2 --reranking -b 64 -ub 64 --threads " in ranks
 
 
-def test_a_models_file_is_known_by_what_is_in_it(tmp_path: Path) -> None:
-    model = tmp_path / "a.gguf"
-    model.write_bytes(b"GGUF one")
-    job = make_job(
-        table(tmp_path, None, input={}, engine={"model": str(model), "server": {}}), "test"
-    )
-    begun = identity(job)
-    model.write_bytes(b"GGUF two")
-    (message,) = differences(begun, identity(job))
-    assert message.startswith("engine.model_files: ")
-
-
+@pytest.mark.parametrize(
+    ("command", "is_another"),
+    [
+        ("/opt/llama-server -m a.gguf -c 8192 -np 8 -t 2 --port {port} --host={host}", False),
+        ("llama-server -m b.gguf -c 8192 -np 8 --port {port}", True),
+        # A slot's context is its part of -c: with more, answers are cut sooner.
+        ("llama-server -m a.gguf -c 8192 -np 4 --port {port}", True),
+        ("llama-server -m a.gguf -c 8192 --port {port}", True),
+    ],
+)
 def test_a_run_is_known_by_what_its_server_answers_not_by_where_and_how_fast(
-    tmp_path: Path,
+    command: str, is_another: bool, tmp_path: Path
 ) -> None:
-    def of(command: str) -> dict[str, Any]:
-        return identity(make_job(table(tmp_path, command, input={}), "test"))
+    begun, found = (
+        identity(make_job(table(tmp_path, its, input={}), "test"))
+        for its in ("llama-server -m a.gguf -c 8192 -np 8 --port {port}", command)
+    )
+    keys = [message.partition(": ")[0] for message in differences(begun, found)]
+    assert keys == ["engine.server.command"] * is_another
 
-    begun = of("llama-server -m a.gguf -c 8192 -np 8 --port {port}")
-    same = of("/opt/llama-server -m a.gguf -c 8192 -np 8 -t 2 --port {port} --host={host}")
-    assert differences(begun, same) == []
-    (message,) = differences(begun, of("llama-server -m b.gguf -c 8192 -np 8 --port {port}"))
-    assert message.startswith("engine.server.command: ")
-    for other in (
-        "-np 4 ",
-        "",
-    ):  # a slot's context is its part of -c: with more, answers are cut sooner
-        found = of(f"llama-server -m a.gguf -c 8192 {other}--port {{port}}")
-        (message,) = differences(begun, found)
-        assert message.startswith("engine.server.command: ")
+
+def test_options_of_speed_decide_no_answers() -> None:
     assert what_decides_answers("vllm serve m --enforce-eager --dtype half") == [
         "vllm", "serve", "m", "--dtype", "half",
     ]  # fmt: skip
@@ -203,42 +154,42 @@ def test_a_run_is_known_by_what_its_server_answers_not_by_where_and_how_fast(
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "command"),
     [
-        ("chat.jinja", "--chat-template {}"),
-        ("chat.jinja", "--chat-template-file={}"),
-        ("adapter/adapter_config.json", "--lora-modules mine=adapter"),
-        ("model/config.json", "serve model"),
-        ("model/params.json", "serve model"),
-        ("b.gguf", "--lora a.gguf,b.gguf"),
-        ("b.gguf", "--lora-scaled a.gguf:1,b.gguf:0.5"),
-        ("steer.bin", "--control-vector-scaled steer.bin:-0.5"),
-        ("words/tokenizer.json", "--tokenizer words"),
-        ("own/generation_config.json", "--generation-config own"),
-        ("model/config.json", "bash -c 'vllm serve model'"),
-        ("b.gguf", "bash -c 'exec llama-server --lora=a.gguf,b.gguf >/dev/null'"),
-        ("ad/a.safetensors", """--lora-modules '{{"name":"mine","path":"ad"}}'"""),
-        ("ad/a.safetensors", """--lora-modules '{{"name": "mine", "path": "ad"}}'"""),
-        ("ad/a.safetensors", """--default-mm-loras='{{"audio":"ad"}}'"""),
-        (
-            "ad/a.safetensors",
-            """bash -c "vllm serve m --lora-modules '{{\\"path\\":\\"ad\\"}}'\"""",
-        ),
-        ("serve.sh", "bash serve.sh"),
-        ("serve.sh", "env A=1 bash -eu serve.sh"),
-        ("serve.py", "python -u serve.py"),
-        ("serve.sh", "bash -c './serve.sh --x'"),
+        ("chat.jinja", "SERVER --chat-template chat.jinja"),
+        ("chat.jinja", "SERVER --chat-template-file=chat.jinja"),
+        ("adapter/adapter_config.json", "SERVER --lora-modules mine=adapter"),
+        ("model/config.json", "SERVER serve model"),
+        ("model/params.json", "SERVER serve model"),
+        ("b.gguf", "SERVER --lora a.gguf,b.gguf"),
+        ("b.gguf", "SERVER --lora-scaled a.gguf:1,b.gguf:0.5"),
+        ("steer.bin", "SERVER --control-vector-scaled steer.bin:-0.5"),
+        ("words/tokenizer.json", "SERVER --tokenizer words"),
+        ("own/generation_config.json", "SERVER --generation-config own"),
+        ("model/config.json", "SERVER bash -c 'vllm serve model'"),
+        ("b.gguf", "SERVER bash -c 'exec llama-server --lora=a.gguf,b.gguf >/dev/null'"),
+        ("ad/a.safetensors", """SERVER --lora-modules '{"name":"mine","path":"ad"}'"""),
+        ("ad/a.safetensors", """SERVER --lora-modules '{"name": "mine", "path": "ad"}'"""),
+        ("ad/a.safetensors", """SERVER --default-mm-loras='{"audio":"ad"}'"""),
+        ("ad/a.safetensors", """SERVER bash -c "vllm serve m --lora-modules '{\\"path\\":\\"ad\\"}'\""""),
+        ("serve.sh", "SERVER bash serve.sh"),
+        ("serve.sh", "SERVER env A=1 bash -eu serve.sh"),
+        ("serve.py", "SERVER python -u serve.py"),
+        ("serve.sh", "SERVER bash -c './serve.sh --x'"),
+        ("serve.sh", "./serve.sh {port}"),
+        ("serve.sh", "FOLDER/serve.sh --port {port}"),
     ],
-)
+)  # fmt: skip
 def test_a_run_is_known_by_what_is_in_the_files_of_its_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file, log = tmp_path / name, tmp_path / "server.log"
     file.parent.mkdir(exist_ok=True)
     file.write_text("one")
     log.write_text("one")
-    command = f"{SERVER} --log-file {log} {options.format(name)}"
+    command = command.replace("SERVER", f"{SERVER} --log-file {log}")
+    command = command.replace("FOLDER", str(tmp_path))
     job = make_job(table(tmp_path, command, input={}), "test")
     begun = identity(job)
     log.write_text("two")
@@ -248,28 +199,7 @@ def test_a_run_is_known_by_what_is_in_the_files_of_its_server(
     assert message.startswith("engine.files: ")
 
 
-def test_a_run_is_known_by_the_script_that_starts_its_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    script = tmp_path / "serve.sh"
-    for command in ("./serve.sh {port}", f"{script} --port {{port}}"):
-        script.write_text("vllm serve a")
-        begun = identity(job := make_job(table(tmp_path, command, input={}), "test"))
-        script.write_text("vllm serve b")
-        (message,) = differences(begun, identity(job))
-        assert message.startswith("engine.files: ")
-
-
 # --- a server that does not come up
-
-
-def started_wrongly(tmp_path: Path, command: str, **server: Any) -> str:
-    made = table(tmp_path, command, input={})
-    made["engine"]["server"] |= server
-    with pytest.raises((JobError, EngineError)) as failed:
-        open_engine(make_job(made, "test")).close()
-    return str(failed.value)
 
 
 def test_a_port_is_given_to_one_server_at_a_time() -> None:
@@ -282,31 +212,54 @@ def test_a_port_is_given_to_one_server_at_a_time() -> None:
         assert again.getsockname().endswith(str(taken).encode())
 
 
-def test_what_can_not_be_started_is_reported_with_its_reason(tmp_path: Path) -> None:
-    script = tmp_path / "serve"
-    script.write_bytes(b"\x7fELF nonsense")
-    script.chmod(0o755)
-    for command, message in (
-        ("lama-server -m x --port {port}", "engine.server.command: no program 'lama-server'"),
-        (f"{script} {{port}}", "serve: can't be started: Exec format error"),
-        (f"{SERVER} {'x' * 2**17}", "engine.server.command: found a text of 131,"),
-    ):
-        assert message in started_wrongly(tmp_path, command)
-    folder = tmp_path / "a file where a folder is needed"
-    folder.write_text("")
-    assert "engine.log: can't be written: " in started_wrongly(folder, SERVER)
-
-
 def python(code: str) -> str:
     return shlex.join([sys.executable, "-c", code, "{port}"])
 
 
-def test_a_server_that_exits_at_once_is_reported_with_its_last_output(tmp_path: Path) -> None:
-    code = "import sys; print('one'); print('unknown model tiny', file=sys.stderr); sys.exit(5)"
-    message = started_wrongly(tmp_path, python(code))
-    assert "it ended before it was ready (exit code 5" in message
-    assert "\n  unknown model tiny" in message
-    assert str(tmp_path / "output" / "a" / "engine.log") in message
+ENDS = "import sys; print('one'); print('unknown model tiny', file=sys.stderr); sys.exit(5)"
+HANGS = "import time; print('thinking', flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("command", "timeout_s", "words"),
+    [
+        ("lama-server -m x --port {port}", 60, ["engine.server.command: no program 'lama-server'"]),
+        ("FOLDER/serve {port}", 60, ["serve: can't be started: Exec format error"]),
+        (f"{SERVER} {'x' * 2**17}", 60, ["engine.server.command: found a text of 131,"]),
+        (
+            python(ENDS),
+            60,
+            [
+                "it ended before it was ready (exit code 5",
+                "\n  unknown model tiny",
+                "FOLDER/output/a/engine.log",
+            ],
+        ),
+        (
+            python(HANGS),
+            1,
+            ["after 1 s (engine.server.start_timeout_s)", "/health", "\n  thinking"],
+        ),
+    ],
+    ids=["no program", "no machine code", "too long", "it ends", "it hangs"],
+)
+def test_a_server_that_does_not_start_is_reported_with_its_reason(
+    command: str, timeout_s: float, words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "serve").write_bytes(b"\x7fELF nonsense")
+    (tmp_path / "serve").chmod(0o755)
+    made = table(tmp_path, command.replace("FOLDER", str(tmp_path)), input={})
+    made["engine"]["server"]["start_timeout_s"] = timeout_s
+    with pytest.raises((JobError, EngineError)) as failed:
+        open_engine(make_job(made, "test")).close()
+    for part in words:
+        assert part.replace("FOLDER", str(tmp_path)) in str(failed.value)
+
+
+def test_a_log_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (folder := tmp_path / "a file where a folder is needed").write_text("")
+    with pytest.raises(EngineError, match=r"engine\.log: can't be written: "):
+        open_engine(make_job(table(folder, input={}), "test"))
 
 
 def test_the_cause_is_the_last_error_that_names_one(tmp_path: Path) -> None:
@@ -321,14 +274,6 @@ def test_the_cause_is_the_last_error_that_names_one(tmp_path: Path) -> None:
     with pytest.raises(StartFailed) as failed:
         open_engine(make_job(table(tmp_path, command, input={}), "test"))
     assert str(failed.value.fault) == "exit code 0: RuntimeError: device-side assert"
-
-
-def test_a_port_that_is_never_opened_is_reported_after_the_time_limit(tmp_path: Path) -> None:
-    code = "import time; print('thinking', flush=True); time.sleep(600)"
-    message = started_wrongly(tmp_path, python(code), start_timeout_s=1.0)
-    assert "after 1 s (engine.server.start_timeout_s)" in message
-    assert "/health" in message
-    assert "\n  thinking" in message
 
 
 def test_a_command_of_the_jobs_own_that_runs_out_of_memory_is_not_tried_again(
@@ -349,6 +294,9 @@ def test_a_command_of_the_jobs_own_that_runs_out_of_memory_is_not_tried_again(
 def test_a_server_is_waited_for_and_ends_with_its_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No proxy is asked for it."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "")
     monkeypatch.setenv("BATCHKIT_TEST_RUN", str(tmp_path))
     command = f"sh -c 'sleep 600 & exec {SERVER} --loads-s 1'"
     job = make_job(table(tmp_path, command, input={}), "test")
@@ -374,24 +322,6 @@ def test_a_run_starts_its_server_and_says_so_in_its_manifest(tmp_path: Path) -> 
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["starts"][0]["engine"] == {"server": SERVER, "owned_by": "tests"}
     assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
-
-
-def test_no_proxy_is_asked_for_the_runs_own_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("NO_PROXY", "")
-    with closing(open_engine(make_job(table(tmp_path, input={}), "test"))) as engine:
-        assert engine.versions["owned_by"] == "tests"
-
-
-def test_what_failed_is_run_again_on_a_server_of_its_own(tmp_path: Path) -> None:
-    folder = write(tmp_path, 20, f"{SERVER} --dies-of w7")
-    assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 3
-    recovered = f'engine.server.command="{SERVER}"'
-    again = batchkit("retry-failed", folder, "--set", recovered, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert records(folder)[-1]["text"] == "0 images, asked: say w7"
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
@@ -444,7 +374,9 @@ def test_a_server_that_prints_much_does_not_fill_the_disk(tmp_path: Path) -> Non
     assert (folder / "engine.log").stat().st_size < 33 * 2**20
 
 
-def test_the_row_that_kills_the_server_is_found_and_fails_alone(tmp_path: Path) -> None:
+def test_the_row_that_kills_the_server_fails_alone_and_may_be_run_again_on_another(
+    tmp_path: Path,
+) -> None:
     folder = write(tmp_path, 60, f"{SERVER} --dies-of w37")
     ran = batchkit("run", "job.toml", cwd=tmp_path)
     assert ran.returncode == 3, ran.stderr
@@ -452,6 +384,10 @@ def test_the_row_that_kills_the_server_is_found_and_fails_alone(tmp_path: Path) 
     assert [(r["id"], r["error"]["kind"]) for r in failed] == [("q37", "engine_crash")]
     assert "exit code 3" in failed[0]["error"]["message"]
     assert sorted(r["index"] for r in records(folder)) == list(range(60))
+    recovered = f'engine.server.command="{SERVER}"'
+    again = batchkit("retry-failed", folder, "--set", recovered, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert records(folder)[-1]["text"] == "0 images, asked: say w37"
 
 
 def test_a_server_that_answers_nobody_any_more_is_replaced(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Each row of a table is one response to one row of a job, and what its record has
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,7 @@ from batchkit.storage.lines import record_in
 from batchkit.types import Choice, Completion, Cut, Request, Row, Usage
 from tests.support.chat_server import MODEL, ChatServer, Flood, Refused, error, serving
 from tests.support.command_line import batchkit
-from tests.support.rows import write_jsonl
-from tests.support.server_engine import ask, opened, request, texts
+from tests.support.server_engine import KEY, ask, opened, request, texts
 from tests.support.server_runs import answering, assert_settled, counted, records, said, write_job
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
@@ -80,15 +78,19 @@ WITH_REASONING = answer("Paris", reasoning="It is the capital.")
 WITH_REASONING["usage"]["completion_tokens_details"] = {"reasoning_tokens": 3}
 COUNTS = {"prompt_tokens": 3, "completion_tokens": 4}
 
-BARRED: dict[str, tuple[Refused, dict[str, Any]]] = {
-    "a flagged input": (Refused(403, error("your input was flagged")), refused("403: your input")),
-    "a model that costs more": (Refused(402, error("costs more")), refused("402: costs more")),
-    "not modified": (Refused(304, b""), refused("304")),
-    "a redirect": (Refused(307, b"", Location="/login"), refused("307")),
-    "no such model": (Refused(404, error("no image model", "not_found_error")), refused("404: ")),
-    "a load balancer's 404": (Refused(404, b"default backend - 404"), refused("404: default")),
-    **{str(n): (Refused(n, b"no"), refused(f"{n}: no")) for n in (405, 407, 410, 421, 426, 501)},
-}
+# What may be the row's own fault, its record while others are answered, and what is said if none is.
+BARRED: dict[str, tuple[Refused, dict[str, Any], str]] = {
+    "a flagged input": (Refused(403, error("your input was flagged")), refused("403: your input"), "MY_KEY"),
+    "a model that costs more": (Refused(402, error("costs more")), refused("402: costs more"), "must be paid"),
+    "not modified": (Refused(304, b""), refused("304"), "redirects are not followed"),
+    "a redirect": (Refused(307, b"", Location="http://a/login"), refused("307"), "moved to http://a/login"),
+    "no such model": (Refused(404, error("no image model", "not_found_error")), refused("404: "), "no model"),
+    "a load balancer's 404": (Refused(404, b"default backend - 404"), refused("404: default"), "also to a request"),
+    **{
+        str(n): (Refused(n, b"no"), refused(f"{n}: no"), "also to a request of one word")
+        for n in (405, 407, 410, 421, 426, 501)
+    },
+}  # fmt: skip
 
 TABLE: dict[str, tuple[Any, dict[str, Any]]] = {
     # A failure that looks like an answer.
@@ -198,7 +200,7 @@ TABLE: dict[str, tuple[Any, dict[str, Any]]] = {
         )
     },
     # Refused as all may be, while others are answered.
-    **BARRED,
+    **{name: (answer, record) for name, (answer, record, _) in BARRED.items()},
     # Errors of any shape.
     **{
         f"an error whose message is a {type(message).__name__}": (
@@ -238,19 +240,53 @@ def test_each_answer_becomes_its_record_and_is_read_back() -> None:
     assert records()[-1]["usage"]["prompt_tokens"] == 2
 
 
+STOPS = {
+    **{name: (answer, message) for name, (answer, _, message) in BARRED.items()},
+    "a wrong key": (Refused(401, error(f"Incorrect API key: {KEY}")), "MY_KEY"),
+    "no money": (
+        Refused(429, error("You exceeded…", code="insufficient_quota")),
+        "account must be paid",
+    ),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", BARRED)
-def test_what_every_request_is_refused_stops_the_run(kind: str) -> None:
+@pytest.mark.parametrize("kind", STOPS)
+def test_what_every_request_is_refused_stops_the_run(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal, message = STOPS[kind]
+
     def before(text: str, body: dict[str, Any]) -> None:
         if server.answered.total() >= 4:
-            raise BARRED[kind][0]
+            raise refusal
 
+    monkeypatch.setenv("MY_KEY", KEY)
+    tables = {"engine": {"api_key_env": "MY_KEY"}}
     with (
-        serving(before) as server,
-        opened(server, {"max_num_seqs": 2}) as engine,
-        pytest.raises(EngineError),
+        serving(before, key=KEY) as server,
+        opened(server, {"max_num_seqs": 2}, **tables) as engine,
     ):
-        ask(engine, map(request, range(12)))
+        for n in range(12):
+            engine.submit(request(n))
+        done = []
+        with pytest.raises(EngineError) as stopped:  # noqa: PT012
+            while True:
+                done += engine.poll(0.05)
+        with pytest.raises(EngineError):
+            engine.poll(0.01)
+    assert len(done) >= 3
+    assert message in str(stopped.value)
+    assert KEY not in str(stopped.value)
+
+
+def answered_with(bodies: list[Any], exit_code: int, **tables: Any) -> list[dict[str, Any]]:
+    """The records of a run with a row for each of ``bodies``."""
+    with serving(answering(bodies)) as server:
+        write_job(server, len(bodies), **tables)
+        assert batchkit("run", "job.toml").exit_code == exit_code
+        assert_settled(server)
+    return records()
 
 
 OF_TWO: dict[str, tuple[Any, list[str] | None]] = {
@@ -265,11 +301,9 @@ OF_TWO: dict[str, tuple[Any, list[str] | None]] = {
 
 def test_an_answer_with_other_choices_than_asked_for_is_never_stored() -> None:
     bodies = [body for body, _ in OF_TWO.values()]
-    with serving(answering(bodies)) as server:
-        write_job(server, len(bodies), sampling={"n": 2, "temperature": 1.0})
-        assert batchkit("run", "job.toml").exit_code == 3
+    made = answered_with(bodies, 3, sampling={"n": 2, "temperature": 1.0})
     found = [
-        r["choices"] and [c["text"] for c in r["choices"]] if r["text"] else None for r in records()
+        r["choices"] and [c["text"] for c in r["choices"]] if r["text"] else None for r in made
     ]
     assert dict(zip(OF_TWO, found, strict=True)) == {n: texts for n, (_, texts) in OF_TWO.items()}
 
@@ -278,11 +312,7 @@ def test_choices_have_their_own_reasoning_and_calls() -> None:
     first, second = answer("one", reasoning="a"), answer(None, tool_calls=[CALL])
     second["choices"][0]["index"] = 1
     first["choices"] += second["choices"]
-    with serving(answering([first])) as server:
-        write_job(server, 1, sampling={"n": 2, "temperature": 1.0})
-        assert batchkit("run", "job.toml").exit_code == 0
-        assert_settled(server)
-    (record,) = records()
+    (record,) = answered_with([first], 0, sampling={"n": 2, "temperature": 1.0})
     assert record["reasoning"] == "a"
     assert record["choices"] == [
         {"text": "one", "reasoning": "a", "finish_reason": "stop", "logprobs": None},
@@ -291,10 +321,8 @@ def test_choices_have_their_own_reasoning_and_calls() -> None:
 
 
 def test_a_tool_call_is_no_json_that_lacks_something() -> None:
-    with serving(answering([answer(None, tool_calls=[CALL]), answer('{"a": 1}')])) as server:
-        write_job(server, 2, output={"parse": "json"})
-        assert batchkit("run", "job.toml").exit_code == 0
-    call, text = records()
+    bodies = [answer(None, tool_calls=[CALL]), answer('{"a": 1}')]
+    call, text = answered_with(bodies, 0, output={"parse": "json"})
     assert ("parsed" in call, text["parsed"]) == (False, {"a": 1})
 
 
@@ -323,19 +351,34 @@ def test_a_prompt_that_cannot_be_counted_is_too_long_and_stops_nothing(status: i
     assert records()[1]["error"]["kind"] == "prompt_too_long"
 
 
-def write_long_job(server: ChatServer, words: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("server_says", "options"),
+    [
+        ({"counts": True}, {}),
+        ({"counts": False}, {}),
+        ({"counts": False, "model": {"meta": {"n_ctx": 100}}}, {}),
+        ({"counts": False, "model": {}}, {"max_model_len": 100}),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_cut_where_the_server_counts_it(
+    server_says: dict[str, Any], options: dict[str, Any]
+) -> None:
+    with serving(context=100, **server_says) as server:
+        tables = {"engine": {"options": options}, "sampling": {"max_tokens": 40}}
+        write_long_job(server, [500, 1], **tables)
+        assert batchkit("run", "job.toml").exit_code == 0
+    assert 300 < records()[0]["truncated_tokens"] < 500
+
+
+def write_long_job(server: ChatServer, words: list[int], **tables: Any) -> None:
+    rows = [{"n": n, "text": "word " * count} for n, count in enumerate(words)]
     prompt = {"user": "row {{ text }} {{ n }}"}
-    write_job(server, 0, prompt=prompt, retry={"on_too_long": "truncate-middle"})
-    rows = ({"n": n, "text": "word " * count} for n, count in enumerate(words))
-    write_jsonl(Path("rows.jsonl"), rows)
+    write_job(server, rows, prompt=prompt, retry={"on_too_long": "truncate-middle"}, **tables)
 
 
 def test_an_answer_cut_off_inside_its_reasoning_says_so() -> None:
     cut, blank = answer(None, "length", reasoning="First, I"), answer(" ", "length")
-    with serving(answering([cut, blank])) as server:
-        write_job(server, 2)
-        assert batchkit("run", "job.toml").exit_code == 3
-    inside, without = records()
+    inside, without = answered_with([cut, blank], 3)
     assert (inside["status"], inside["text"], inside["finish_reason"]) == ("failed", None, "length")
     assert inside["reasoning"] == "First, I"
     assert inside["error"]["kind"] == without["error"]["kind"] == "empty"
@@ -349,9 +392,7 @@ def test_an_answer_cut_off_inside_its_reasoning_says_so() -> None:
 def test_show_has_calls_and_the_beginning_of_the_reasoning() -> None:
     body = answer(None, "tool_calls", reasoning="Well,\n" + "so " * 500, tool_calls=[CALL, CALL])
     body["usage"]["completion_tokens_details"] = {"reasoning_tokens": 3}
-    with serving(answering([body, answer(None, "length", reasoning="Hm")])) as server:
-        write_job(server, 2)
-        batchkit("run", "job.toml")
+    answered_with([body, answer(None, "length", reasoning="Hm")], 3)
     shown = batchkit("show", "job.toml").stdout.splitlines()
     at = shown.index('→ weather({"city": "Paris"})')
     assert shown[at + 1] == 'weather({"city": "Paris"})'
@@ -363,11 +404,7 @@ def test_show_has_calls_and_the_beginning_of_the_reasoning() -> None:
 
 
 def test_the_largest_counts_add_up_and_are_written() -> None:
-    bodies: list[Any] = [counted(2**32 - 1, 2**32 - 1)] * 5
-    with serving(answering(bodies)) as server:
-        write_job(server, len(bodies))
-        assert batchkit("run", "job.toml").exit_code == 0
-        assert_settled(server)
+    answered_with([counted(2**32 - 1, 2**32 - 1)] * 5, 0)
     status = json.loads(batchkit("status", "job.toml", "--json").stdout)
     assert status["prompt_tokens"] == 5 * (2**32 - 1)
 
@@ -375,11 +412,7 @@ def test_the_largest_counts_add_up_and_are_written() -> None:
 def test_logprobs_of_what_is_impossible_have_openais_number() -> None:
     tops = [{"token": "b", "logprob": float("-inf")}, {"token": "c", "logprob": -1}]
     content = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": tops}]
-    with serving(answering([said(logprobs={"content": content})])) as server:
-        write_job(server, 1)
-        assert batchkit("run", "job.toml").exit_code == 0
-        assert_settled(server)
-    (record,) = records()
+    (record,) = answered_with([said(logprobs={"content": content})], 0)
     (token,) = record["choices"][0]["logprobs"]
     assert token["top_logprobs"] == [
         {"token": "b", "logprob": -9999.0},

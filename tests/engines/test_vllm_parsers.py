@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine, open_preflight
@@ -229,10 +228,3 @@ def test_a_budget_for_thinking_needs_to_know_where_it_ends(model: Path) -> None:
     ends = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     known = a_job(model, options={**OPTIONS, "reasoning_config": ends})
     assert open_preflight(known).render(request(0, thinking_token_budget=9)).text
-
-
-def test_a_server_parses_its_answers_itself() -> None:
-    url = "http://localhost:8000/v1"
-    engine = {"kind": "openai-server", "model": "m", "base_url": url, "reasoning_parser": "qwen3"}
-    with pytest.raises(JobError, match="engine: reasoning_parser: leave it out"):
-        make_job({"engine": engine}, "test")

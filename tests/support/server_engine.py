@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 from batchkit.config.loading import make_job
@@ -17,18 +16,14 @@ from tests.support.engine_requests import collect
 from tests.support.jobs import with_tables
 
 
-def table(server: ChatServer, folder: Path, **tables: Any) -> dict[str, Any]:
+def job(server: ChatServer, options: dict[str, Any] | None = None, **tables: Any) -> JobConfig:
     made: dict[str, Any] = {
         "name": "a",
         "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
-        "output": {"dir": str(folder / "output")},
+        "output": {"dir": "/nowhere/output"},
     }
-    return with_tables(made, tables)
-
-
-def job(server: ChatServer, options: dict[str, Any] | None = None, **tables: Any) -> JobConfig:
     engine = {**tables.pop("engine", {}), "options": options or {}}
-    return make_job(table(server, Path("/nowhere"), engine=engine, **tables), "test")
+    return make_job(with_tables(made, {**tables, "engine": engine}), "test")
 
 
 def request(index: int, text: str = "", **sampling: Any) -> Request:

@@ -38,14 +38,17 @@ def answering(bodies: list[Any]) -> Callable[[str, dict[str, Any]], None]:
     return before
 
 
-def write_job(server: ChatServer, rows: int, **tables: Any) -> None:
-    write_jsonl(Path("rows.jsonl"), ({"n": n} for n in range(rows)))
+def write_job(server: ChatServer, rows: int | list[dict[str, Any]], **tables: Any) -> None:
+    """A number of rows have a prompt, too: "row " and the number of the row."""
     job: dict[str, Any] = {
         "name": "a",
         "input": {"path": "rows.jsonl"},
-        "prompt": {"user": "row {{ n }}"},
         "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
     }
+    if isinstance(rows, int):
+        job["prompt"] = {"user": "row {{ n }}"}
+        rows = [{"n": n} for n in range(rows)]
+    write_jsonl(Path("rows.jsonl"), rows)
     Path("job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
 
 
