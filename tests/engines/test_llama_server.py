@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,40 +141,6 @@ def test_an_answer_has_the_shape_that_was_asked_for(tmp_path: Path, model: Path)
     assert ran.returncode == 0, ran.stderr
     answers = [json.loads(r["text"]) for r in records(folder)]
     assert all(answer in ({"good": True}, {"good": False}) for answer in answers)
-
-
-def test_a_server_killed_in_the_middle_is_replaced_and_no_row_lost_or_twice(
-    tmp_path: Path, model: Path
-) -> None:
-    folder = write(tmp_path, model, prompts(100), sampling={"max_tokens": 100})
-    log = folder / "results.jsonl"
-    process = begin("run", "job.toml", cwd=tmp_path)
-    killed = kill_servers(process, log, at=[20, 60])
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert killed == 2
-    assert [r["index"] for r in records(folder)] == list(range(100))
-    assert {r["status"] for r in records(folder)} == {"ok"}
-    status = batchkit("status", "--json", folder, cwd=tmp_path)
-    assert json.loads(status.stdout)["engine_restarts"] >= 2
-
-
-def test_the_row_that_the_server_dies_of_is_found(tmp_path: Path, model: Path) -> None:
-    """A schema that refers to itself: llama.cpp follows it until its stack is full."""
-    endless: Mapping[str, Any] = {
-        "allOf": [{"$ref": "#/$defs/a"}],
-        "$defs": {"a": {"$ref": "#/$defs/a"}},
-    }
-    folder = write(tmp_path, model, prompts(30), sampling={"sampling_column": "params"})
-    rows = read_jsonl(tmp_path / "rows.jsonl")
-    rows[17]["params"] = {"structured_outputs": {"json": endless}}
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    ran = run(tmp_path)
-    assert ran.returncode == 3, ran.stderr
-    assert [r["index"] for r in records(folder)] == list(range(30))
-    (failed,) = (r for r in records(folder) if r["status"] == "failed")
-    assert (failed["id"], failed["error"]["kind"]) == ("q17", "engine_crash")
-    assert "SIGSEGV" in failed["error"]["message"]
 
 
 def test_a_context_that_does_not_fit_is_tried_smaller(tmp_path: Path, model: Path) -> None:

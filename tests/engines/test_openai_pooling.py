@@ -190,14 +190,6 @@ def test_llama_server_is_not_started_for_classes() -> None:
     assert "vllm serve MODEL --runner pooling" in str(refused.value)
 
 
-def test_validate_shows_both_sides_of_a_pair() -> None:
-    with pooling() as server:
-        shown = open_preflight(job(server, task="score", pair=PAIR)).render(
-            pair(0, "tea", ["a", [picture()]])
-        )
-    assert shown.text == "query: tea\ndocument: a\ndocument: <image>"
-
-
 # --- refusals, and answers that are none
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from batchkit.config.loading import make_job
 from batchkit.engines.registry import open_preflight
-from batchkit.errors import JobError, PromptTooLongError, RowTimeoutError, ServerError
+from batchkit.errors import JobError, PromptTooLongError, ServerError
 from batchkit.types import Audio, Request, Row, Video, VideoFile
 from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
 from tests.support.command_line import batchkit
@@ -220,17 +220,6 @@ def test_a_short_key_hides_no_words_of_a_refusal(monkeypatch: pytest.MonkeyPatch
         (done,) = ask(engine, [request(0)])
     assert isinstance(done.error, PromptTooLongError)
     assert str(done.error) == "5000 tokens are too many"
-
-
-def test_a_row_that_takes_too_long_fails_alone() -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        if text == "row 3":
-            time.sleep(3)
-
-    with serving(before) as server, opened(server, run={"row_timeout_s": 0.5}) as engine:
-        done = ask(engine, map(request, range(6)))
-    assert [c.request.row.index for c in done if isinstance(c.error, RowTimeoutError)] == [3]
-    assert sum(c.error is None for c in done) == 5
 
 
 @pytest.mark.parametrize("others", [0, 8])

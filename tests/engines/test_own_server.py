@@ -96,13 +96,6 @@ def some_done(folder: Path, at_least: int) -> Callable[[], bool]:
 # --- what the job file says
 
 
-def test_braces_of_json_are_no_placeholders(tmp_path: Path) -> None:
-    command = """serve --port {port} --limit '{"image": 2}' --template '{{messages}}'"""
-    job = make_job(table(tmp_path, command, input={}), "test")
-    assert job.engine.server is not None
-    assert job.engine.server.command == command
-
-
 def test_a_gguf_file_has_a_command_with_room_for_all_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

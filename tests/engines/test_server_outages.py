@@ -20,7 +20,7 @@ from batchkit.engines.openai.rate_limiter import NoAnswer, RateLimiter, Why
 from batchkit.engines.registry import open_engine
 from batchkit.errors import EngineError, RowTimeoutError
 from batchkit.types import Completion
-from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
+from tests.support.chat_server import MODEL, HangUp, Refused, error, serving
 from tests.support.server_engine import KEY, ask, job, opened, request, texts
 
 pytestmark = [pytest.mark.usefixtures("short_pauses"), pytest.mark.slow]
@@ -171,21 +171,6 @@ def test_what_fails_once_is_tried_again(kind: str) -> None:
     del server.answered["Hi"]  # the probe
     assert set(server.answered.values()) == {1}
     assert seen.total() - seen["Hi"] == 36
-
-
-def test_a_server_that_is_killed_and_comes_back_loses_no_row() -> None:
-    server = ChatServer(latency_s=0.05)
-    with opened(server, {"max_num_seqs": 8}) as engine:
-        done = _submit(engine, 60)
-        _poll_for(engine, 20, done, n=10)
-        server.kill()
-        _poll_for(engine, 0.5, done)
-        assert len(done) < 60
-        with serving(port=server.port) as again:
-            _poll_for(engine, 20, done, n=60)
-            assert again.most <= 8
-    assert sorted(c.request.row.index for c in done) == list(range(60))
-    assert all(c.error is None for c in done)
 
 
 def test_the_pace_halves_once_a_burst_and_grows_back_by_steps() -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from batchkit.engines.base import EngineLoad
-from batchkit.engines.faults import EngineDied
 from batchkit.engines.registry import open_engine
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.types import Request
-from tests.support.engine_requests import ask, collect, request
+from tests.support.engine_requests import ask, request
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
@@ -101,15 +100,6 @@ def test_a_row_that_needs_too_much_memory_alone_fails_alone(open_faulty: OpenFau
     assert done[10].error is not None
     assert done[10].error.kind == "oom"
     assert all(completion.error is None for completion in again)
-
-
-def test_it_dies_of_memory_where_that_is_wanted(open_faulty: OpenFaulty) -> None:
-    with open_faulty({"over": 2}, shrink_on_oom=False) as opened:
-        for one in asked_of(3):
-            opened.submit(one)
-        with pytest.raises(EngineDied) as death:
-            collect(opened, 3)
-    assert death.value.fault.kind == "oom"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit
-from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 from tests.support.transformers_jobs import N_ROWS, write_job
 from tests.support.vllm_reference import counts, reference
@@ -59,19 +58,3 @@ def test_a_job_answers_as_llm_chat_does(
     assert len({answer["text"] for answer in expected}) > N_ROWS // 2
     manifest = json.loads((tmp_path / "output/run/manifest.json").read_text())
     assert manifest["starts"][0]["engine"][kind]
-
-
-@pytest.mark.release
-def test_the_window_does_not_change_the_answers(tmp_path: Path, demo_model: Path) -> None:
-    def run(max_in_flight: str) -> list[dict[str, Any]]:
-        name = f"window_{max_in_flight}"
-        settings = [f"name={name}", f"engine.model={demo_model}"]
-        if max_in_flight != "auto":
-            settings.append(f"run.max_in_flight={max_in_flight}")
-        flags = [part for setting in settings for part in ("--set", setting)]
-        job = ROOT / "jobs" / "quickstart.toml"
-        done = batchkit("run", job, *flags, cwd=tmp_path, start=Fork)
-        assert done.returncode == 0, done.stderr
-        return _ours(tmp_path / "output" / name)
-
-    assert run("1") == run("auto")

@@ -168,16 +168,6 @@ def test_cut_prompt_is_refused_until_its_answer_fits(
         assert refused.value.max_model_len == LIMIT
 
 
-def test_nothing_is_cut_unless_the_job_says_so(demo_model: Path, tmp_path: Path) -> None:
-    tables = {"prompt": {"system": SYSTEM, "user": USER}, "retry": {"on_too_long": "fail"}}
-    run = Run(job_of(demo_model, tmp_path, ROWS, **tables))
-    kinds = {
-        name: record["error"] and record["error"]["kind"] for name, record in run.records.items()
-    }
-    assert kinds == {"short": None, **dict.fromkeys(FAIL, "prompt_too_long")}
-    assert not any("truncated_tokens" in record for record in run.records.values())
-
-
 def test_validate_counts_what_the_engine_would_get(demo_model: Path, tmp_path: Path) -> None:
     tables = {"prompt": {"system": SYSTEM, "user": USER}}
     cut = validate(job_of(demo_model, tmp_path, ROWS, **tables))

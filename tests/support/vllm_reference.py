@@ -9,49 +9,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.support.forks import Fork
 
 
-def reference(options: dict[str, Any], conversations: list[Any], max_tokens: int) -> list[Any]:
-    """``LLM.chat``, one call for all. An image part is {"type": "image_path", "path": …}."""
-    return _ask("chat", options=options, conversations=conversations, max_tokens=max_tokens)
-
-
-def pooled(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
-    """Pooling calls, {"method": "embed" (or "token_embed", …), "texts": […], "params": {…}}; one of ``score`` has "query" and
-    "documents" instead of "texts". A text with an image is {"prompt": its text with the image's place in
-    it, "image": path}, a document {"text": …, "image": path}. A list for each call."""
-    return _ask("pooled", options=options, calls=calls)
-
-
-def generated(options: dict[str, Any], calls: list[dict[str, Any]], max_tokens: int) -> list[Any]:
-    """``LLM.generate``, one call for all, of {"prompt": …, "images": [path], "videos": [{"frames": the path of an array, …metadata}],
-    "audios": [the path of an array of samples at 16,000 a second]}."""
-    return _ask("generate", options=options, calls=calls, max_tokens=max_tokens)
-
-
-def chat_reference(options: dict[str, Any], groups: list[dict[str, Any]]) -> list[list[Any]]:
-    """The OpenAI server's own classes on one engine: for each group, {"reasoning_parser",
-    "tool_call_parser", "bodies": [of a request]}, its ``chat.completion``s."""
-    return _ask("serve", options=options, groups=groups)
-
-
-def with_loras(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
-    """The texts of ``LLM.chat``, for each of ``calls``, {"lora": an adapter's folder or None, "texts": […]}, alone."""
-    return _ask("loras", options=options, calls=calls)
-
-
-def _ask(kind: str, **task: Any) -> list[Any]:
+def _ask(kind: str, *args: Any, **kwargs: Any) -> list[Any]:
     pipe = subprocess.PIPE
     command = [sys.executable, "-m", __name__, kind]
     with Fork(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        stdout, stderr = process.communicate(json.dumps(task), timeout=240)
+        stdout, stderr = process.communicate(json.dumps([args, kwargs]), timeout=240)
     assert process.returncode == 0, stderr[-3000:]
     answers: list[Any] = json.loads(stdout)
     return answers
+
+
+# Each is answered by the function of that kind below, which says what it takes.
+reference = partial(_ask, "chat")
+generated = partial(_ask, "generate")
+pooled = partial(_ask, "pooled")
+with_loras = partial(_ask, "loras")
+chat_reference = partial(_ask, "serve")
 
 
 def main() -> None:
@@ -67,12 +47,14 @@ def main() -> None:
         "pooled": _pooled,
         "serve": _serve,
     }[kind]
-    json.dump(answer(**json.load(sys.stdin)), sys.stdout)
+    args, kwargs = json.load(sys.stdin)
+    json.dump(answer(*args, **kwargs), sys.stdout)
     sys.stdout.flush()
     os._exit(0)
 
 
 def _chat(options: dict[str, Any], conversations: list[Any], max_tokens: int) -> list[Any]:
+    """``LLM.chat``, one call for all. An image part is {"type": "image_path", "path": …}."""
     from vllm import LLM, SamplingParams
 
     for message in (message for messages in conversations for message in messages):
@@ -86,6 +68,8 @@ def _chat(options: dict[str, Any], conversations: list[Any], max_tokens: int) ->
 
 
 def _generate(options: dict[str, Any], calls: list[dict[str, Any]], max_tokens: int) -> list[Any]:
+    """``LLM.generate``, one call for all, of {"prompt": …, "images": [path], "videos": [{"frames": the path of an array, …metadata}],
+    "audios": [the path of an array of samples at 16,000 a second]}."""
     import numpy as np
     from vllm import LLM, SamplingParams
 
@@ -116,6 +100,7 @@ def _told(outputs: list[Any]) -> list[Any]:
 
 
 def _loras(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
+    """The texts of ``LLM.chat``, for each of ``calls``, {"lora": an adapter's folder or None, "texts": […]}, alone."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -130,6 +115,9 @@ def _loras(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
 
 
 def _pooled(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
+    """{"method": "embed" (or "token_embed", …), "texts": […], "params": {…}}; one of ``score`` has "query" and
+    "documents" instead of "texts". A text with an image is {"prompt": its text with the image's place in
+    it, "image": path}, a document {"text": …, "image": path}. A list for each call."""
     from vllm import LLM
 
     llm = LLM(runner="pooling", **options)
@@ -174,6 +162,8 @@ def _image(path: str) -> Any:
 
 
 def _serve(options: dict[str, Any], groups: list[dict[str, Any]]) -> list[Any]:
+    """The OpenAI server's own classes on one engine: for each group, {"reasoning_parser",
+    "tool_call_parser", "bodies": [of a request]}, its ``chat.completion``s."""
     return asyncio.run(_served(options, groups))
 
 

@@ -8,10 +8,8 @@ touches the network.
 from __future__ import annotations
 
 import base64
-import sys
-from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,6 +20,9 @@ from batchkit.errors import InvalidOutputError, RequestError
 from batchkit.storage.plain_json import valid
 from batchkit.storage.schema import possible
 from batchkit.types import Completion, Pooled, Request, Usage
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # What `vllm serve` reads besides the input, by task; OpenAI's own API has only dimensions.
 _OF_ALL = (
@@ -93,8 +94,6 @@ class Embeddings(_Endpoint):
                 f"the vector has {found} dimensions, and those of other rows have {usual}: one model"
                 " gives vectors of one size; does the server have several models under this name?"
             )
-        if sys.byteorder == "big":
-            vector.byteswap()
         return Pooled(vector=vector.tobytes())
 
 
@@ -165,19 +164,19 @@ def _in_order(items: list[_Item] | None, count: int) -> list[_Item]:
     return [by_index[place] for place in range(count)]
 
 
-def _vector(found: str | list[float] | None) -> array[float]:
+def _vector(found: str | list[float] | None) -> np.ndarray[Any, Any]:
     """The numbers of a vector, from either encoding. Raises ShapeError if they are no vector."""
-    vector = array("f")
+    import numpy as np
+
     try:
         if isinstance(found, str):
-            vector.frombytes(base64.b64decode(found, validate=True))
-            if sys.byteorder == "big":
-                vector.byteswap()
+            vector = np.frombuffer(base64.b64decode(found, validate=True), "<f4")
         else:
-            vector.extend(found or ())
-    except (ValueError, OverflowError) as error:  # binascii.Error is one
+            with np.errstate(over="ignore"):  # what is infinite then is refused where it is stored
+                vector = np.array(found or (), "<f4")
+    except ValueError as error:  # binascii.Error is one
         raise ShapeError(f"data[0].embedding: is no base64 of float32: {error}") from None
-    if not vector:
+    if not len(vector):
         raise ShapeError("data[0].embedding: has no numbers")
     return vector
 
