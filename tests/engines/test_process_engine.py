@@ -26,57 +26,12 @@ from batchkit.engines.faults import EngineDied, StartFailed
 from batchkit.engines.memory import MemoryWatch
 from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
-from tests.support.engine_requests import Locked, collect, request
+from tests.support.engine_requests import Locked, collect, request, with_image
 from tests.support.forks import Fork
-from tests.support.paths import ROOT
 from tests.support.small_vllm import TEXT_ONLY
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.vllm
-
-
-# In a process of its own, whose modules are counted.
-CYCLES = """
-import json, os, signal, sys
-from contextlib import closing, suppress
-
-import psutil
-from batchkit.config.tables import JobConfig
-from batchkit.engines.faults import EngineDied
-from batchkit.engines.process.engine import ProcessEngine
-from batchkit.engines.process.launcher import Launcher
-from tests.support.engine_requests import collect, request, with_image
-
-def cycle(job, launcher, killed):
-    engine = ProcessEngine(job, launcher)
-    asked = with_image((64, 64)) if job is dry_run else request(0)
-    engine.submit(asked)
-    found["answers"] += [c.choices[0].text for c in collect(engine, 1)]
-    if killed:
-        engine.submit(asked)
-        os.kill(engine.pid, signal.SIGKILL)
-        with suppress(EngineDied):
-            while True:
-                engine.poll(0.5)
-    engine.close()
-    engine.close()
-    found["pids"].append(engine.pid)
-    found["files"].append(psutil.Process().num_fds())
-
-job = JobConfig.model_validate_json(sys.argv[1])
-dry_run = job.model_copy(update={"engine": type(job.engine)(kind="dry-run")})
-found = {"files": [], "answers": [], "pids": []}
-before = psutil.Process().num_fds()
-for next_job, times in [(job, 3), (dry_run, 20)]:
-    with closing(Launcher(job.folder / "engine.log")) as launcher:
-        for n in range(times):
-            cycle(next_job, launcher, killed=n % 2 == 0)
-cycle(dry_run, None, killed=False)  # an engine with a launcher of its own
-found["files_after"] = psutil.Process().num_fds() - before
-found["processes"] = [p.pid for p in psutil.Process().children(recursive=True)]
-found["modules"] = [name for name in ("torch", "vllm", "transformers") if name in sys.modules]
-print(json.dumps(found))
-"""
 
 
 def make_job(model: Path, folder: Path, **options: Any) -> JobConfig:
@@ -181,26 +136,36 @@ def is_gone(pid: int) -> bool:
 def test_twenty_engines_killed_or_closed_answer_alike_and_leave_nothing_behind(
     text_model: Path, tmp_path: Path
 ) -> None:
-    job = make_job(text_model, tmp_path)
     (temporary := tmp_path / "temporary").mkdir()
-    ended = subprocess.run(
-        [sys.executable, "-c", CYCLES, job.model_dump_json()],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
-        timeout=300,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(ended.stdout)
-    assert len(set(found["answers"][:3])) == 1
-    assert len(found["answers"]) == 3 + 20 + 1
-    assert len(set(found["pids"])) == 3 + 20 + 1, "each in a process of its own"
-    assert found["processes"] == []
-    assert found["files_after"] == 0
-    assert len(set(found["files"][:3])) == 1, found["files"]
-    assert len(set(found["files"][3:23])) == 1, found["files"]
+    answers, pids, files = list[str](), list[int](), list[int]()
+
+    def cycle(job: JobConfig, launcher: Launcher | None, *, is_killed: bool) -> None:
+        engine = ProcessEngine(job, launcher)
+        asked = request(0) if job.engine.kind == "vllm" else with_image((64, 64))
+        engine.submit(asked)
+        answers.extend(done.choices[0].text for done in collect(engine, 1))
+        if is_killed:
+            engine.submit(asked)
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineDied):
+                poll_until_it_fails(engine)
+        engine.close()
+        engine.close()
+        pids.append(engine.pid)
+        files.append(psutil.Process().num_fds())
+
+    cycle(dry_run_job(tmp_path), None, is_killed=False)  # with a launcher of its own
+    for job, times in ((make_job(text_model, tmp_path), 3), (dry_run_job(tmp_path), 20)):
+        with closing(Launcher(job.folder / LOG, {"TMPDIR": str(temporary)})) as launcher:
+            for n in range(times):
+                cycle(job, launcher, is_killed=n % 2 == 0)
+    assert len(set(answers[1:4])) == 1
+    assert len(answers) == len(set(pids)) == 1 + 3 + 20, "each in a process of its own"
+    assert all(map(is_gone, pids))
+    assert len(set(files[1:4])) == len(set(files[4:])) == 1, files
+    assert psutil.Process().num_fds() == files[0]
     cache = f"torchinductor_{getpass.getuser()}"  # torch's own; the same for all engines
     assert {left.name for left in temporary.iterdir()} <= {cache}
-    assert found["modules"] == [], "the parent imports no engine"
 
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
