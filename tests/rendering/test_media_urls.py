@@ -6,6 +6,7 @@ import socket
 import time
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -50,17 +51,12 @@ def server() -> Iterator[Server]:
 
 
 def page(body: bytes, status: int = 200, *, length: int | None = None, **headers: str) -> Answer:
+    """``length``: what the answer says; None: its own, -1: nothing."""
+    said = {} if length == -1 else {"Content_Length": len(body) if length is None else length}
+
     def answer(handler: Page) -> None:
-        handler.send_response(status)
-        if length != -1:
-            handler.send_header("Content-Length", str(len(body) if length is None else length))
-        for name, value in headers.items():
-            handler.send_header(name.replace("_", "-"), value)
-        handler.end_headers()
-        try:
-            handler.wfile.write(body)
-        except OSError:
-            pass  # the client has seen enough
+        with suppress(OSError):  # the client has seen enough
+            handler.reply(status, body, **said, **headers)
 
     return answer
 

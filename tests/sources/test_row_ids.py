@@ -10,64 +10,50 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchkit.config.loading import make_job
-from batchkit.config.tables import InputTable
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources import read_rows
-from tests.support.own_process import batchkit
+from tests.support import dry_runs
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import RUN, run
 from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.sources import rows_of, table, write
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 BROKEN = b'{"id": "1", "q": "cut o'
-JOB = """
-name = "a"
-[input]
-path = "in.jsonl"
-id = "id"
-[prompt]
-user = "{{ q }}"
-[engine]
-kind = "dry-run"
-"""
 
 
 def line(row_id: Any) -> bytes:
     return json.dumps({"id": row_id, "q": "hi"}).encode()
 
 
-def write_input(folder: Path, *lines: bytes) -> None:
-    (folder / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    (folder / "job.toml").write_text(JOB)
+def write_input(*lines: bytes) -> None:
+    write(Path(), "in.jsonl", b"\n".join(lines) + b"\n")
+    dry_runs.write_job(input={"id": "id"})
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return sorted(read_jsonl(folder / "output/a/results.jsonl"), key=lambda found: found["index"])
+def records() -> list[dict[str, Any]]:
+    return sorted(dry_runs.records(), key=lambda found: int(found["index"]))
 
 
-def test_broken_line_never_takes_the_id_of_another_row(tmp_path: Path) -> None:
-    write_input(tmp_path, line("0"), BROKEN, line("1"), line("2"), b'{"q": "no id"}', line("4"))
-    assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 3
-    found = [(record["id"], record["status"]) for record in records(tmp_path)]
-    assert found == [
-        ("0", "ok"),
-        ("no-id:1", "failed"),
-        ("1", "ok"),
-        ("2", "ok"),
-        ("no-id:4", "failed"),
-        ("4", "ok"),
-    ]
-    assert batchkit("export", "output/a", "--openai", cwd=tmp_path).returncode == 0
+def test_broken_line_never_takes_the_id_of_another_row() -> None:
+    write_input(line("0"), BROKEN, line("1"), line("2"), b'{"q": "no id"}', line("4"))
+    assert run().exit_code == 3
+    failed, ids = {"no-id:1", "no-id:4"}, ["0", "no-id:1", "1", "2", "no-id:4", "4"]
+    found = [(record["id"], record["status"]) for record in records()]
+    assert found == [(row_id, "failed" if row_id in failed else "ok") for row_id in ids]
+    assert batchkit("export", RUN, "--openai").exit_code == 0
     exported = [
-        json.loads(text)["custom_id"]
+        record["custom_id"]
         for name in ("results.openai.jsonl", "results.openai.errors.jsonl")
-        for text in (tmp_path / "output/a" / name).read_text().splitlines()
+        for record in read_jsonl(RUN / name)
     ]
     assert len(set(exported)) == len(exported) == 6
 
 
-def test_validate_shows_what_is_wrong_with_a_broken_line(tmp_path: Path) -> None:
-    write_input(tmp_path, line("1"), BROKEN, line("1"))
-    ended = batchkit("validate", "job.toml", "--json", cwd=tmp_path)
-    found = json.loads(ended.stdout)
+def test_validate_shows_what_is_wrong_with_a_broken_line() -> None:
+    write_input(line("1"), BROKEN, line("1"))
+    found = batchkit("validate", "job.toml", "--json").json
     (broken,), (repeated,) = found["problems"], found["hints"]
     assert (broken["index"], broken["kind"]) == (1, "invalid_request")
     assert "in.jsonl line 2: not valid JSON" in broken["message"]
@@ -76,40 +62,27 @@ def test_validate_shows_what_is_wrong_with_a_broken_line(tmp_path: Path) -> None
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.none() | st.sampled_from(["0", "1", "no-id:1", "no-id:2"]), min_size=1))
-def test_no_two_rows_share_an_id_that_one_of_them_did_not_bring(
-    tmp_path: Path, ids: list[str | None]
-) -> None:
+def test_no_two_rows_share_an_id_that_one_of_them_did_not_bring(ids: list[str | None]) -> None:
     lines = [BROKEN if one is None else line(one) for one in ids]
-    (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
-    rows = list(read_rows(InputTable(path=str(tmp_path / "x.jsonl"), id="id")))
+    rows = rows_of(write(Path(), "x.jsonl", b"\n".join(lines)), id="id")
     real = {row.id for row in rows if row.error is None}
     given_ids = [row.id for row in rows if row.error is not None]
     assert real.isdisjoint(given_ids)
     assert len(set(given_ids)) == len(given_ids)
 
 
-def test_id_of_the_form_that_is_given_to_rows_without_one_fails_its_row(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "x.jsonl", [{"id": "no-id:7"}, {"id": "no-id:"}])
-    taken, fine = read_rows(InputTable(path=str(path), id="id"))
+def test_id_of_the_form_that_is_given_to_rows_without_one_fails_its_row() -> None:
+    taken, fine = rows_of(
+        write_jsonl(Path("x.jsonl"), [{"id": "no-id:7"}, {"id": "no-id:"}]), id="id"
+    )
     assert (taken.id, fine.id, fine.error) == ("no-id:0", "no-id:", None)
     assert "'no-id:7'" in str(taken.error)
     assert "give the row another id" in str(taken.error)
 
 
 @pytest.mark.parametrize("row", [{"q": "no id"}, {"id": None, "q": "hi"}, "a prompt"])
-def test_row_from_python_without_an_id_never_takes_that_of_another(
-    tmp_path: Path, row: Any
-) -> None:
-    job = make_job(
-        {
-            "name": "a",
-            "input": {"id": "id"},
-            "engine": {"kind": "dry-run"},
-            "prompt": {"user": "{{ q | default('') }}"},
-            "output": {"dir": str(tmp_path / "output")},
-        },
-        "test",
-    )
+def test_row_from_python_without_an_id_never_takes_that_of_another(row: Any) -> None:
+    job = dry_runs.job(input={"id": "id"}, prompt={"user": "{{ q | default('') }}"})
     rows = [{"id": "1", "q": "hi"}, row]
     summary = ProductionBatchProcessor(job, quiet=True).process(rows)
     assert [record["id"] for record in summary.records()] == ["1", "no-id:1"]
@@ -119,36 +92,31 @@ def test_row_from_python_without_an_id_never_takes_that_of_another(
     assert [found["id"] for found in skipping.process(rows).records()] == ["no-id:1"]
 
 
-def test_rows_of_a_file_without_ids_never_take_those_of_another_file(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "p1.jsonl", [{"q": "hi"}] * 3)
-    with (tmp_path / "p1.jsonl").open("ab") as file:
+def test_rows_of_a_file_without_ids_never_take_those_of_another_file() -> None:
+    write_jsonl(Path("p1.jsonl"), [{"q": "hi"}] * 3)
+    with open("p1.jsonl", "ab") as file:
         file.write(b"cut o")
     batch = [{"custom_id": str(n), "body": {"messages": []}} for n in range(4)]
-    write_jsonl(tmp_path / "p2.jsonl", batch)
-    rows = list(read_rows(InputTable(path=str(tmp_path / "p*.jsonl"))))
+    write_jsonl(Path("p2.jsonl"), batch)
+    rows = rows_of("p*.jsonl")
     without = ["no-id:0", "no-id:1", "no-id:2", "no-id:3"]
     assert [row.id for row in rows] == [*without, "0", "1", "2", "3"]
     assert [row.index for row in rows if row.error is not None] == [3]
-    plain_alone = read_rows(InputTable(path=str(tmp_path / "p1.jsonl")))
-    assert [row.id for row in plain_alone] == ["0", "1", "2", "3"]
+    assert [row.id for row in read_rows(table("p1.jsonl"))] == ["0", "1", "2", "3"]
 
 
-def test_requeue_names_rows_as_they_are_named_without_the_files_that_had_ids(
-    tmp_path: Path,
-) -> None:
+def test_requeue_names_rows_as_they_are_named_without_the_files_that_had_ids() -> None:
     """Else the audit takes every record that was kept for one of another row."""
-    write_jsonl(tmp_path / "p1.jsonl", [{"prompt": "hi"}] * 3)
-    write_jsonl(tmp_path / "p2.jsonl", [{"custom_id": "x", "body": {"prompt": "hi"}}])
-    (tmp_path / "job.toml").write_text(
-        'name = "a"\ninput.path = "p*.jsonl"\nengine.kind = "dry-run"\n'
-    )
-    assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
-    (tmp_path / "p2.jsonl").unlink()
-    ended = batchkit("run", "job.toml", "--on-change", "requeue", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
+    write_jsonl(Path("p1.jsonl"), [{"prompt": "hi"}] * 3)
+    write_jsonl(Path("p2.jsonl"), [{"custom_id": "x", "body": {"prompt": "hi"}}])
+    Path("job.toml").write_text('name = "a"\ninput.path = "p*.jsonl"\nengine.kind = "dry-run"\n')
+    assert run().exit_code == 0
+    Path("p2.jsonl").unlink()
+    ended = run("--on-change", "requeue")
+    assert ended.exit_code == 0, ended.stderr
     assert "3 records kept" in ended.stderr
-    assert [record["id"] for record in records(tmp_path)] == ["0", "1", "2"]
-    assert batchkit("verify", "output/a", cwd=tmp_path).returncode == 0
+    assert [record["id"] for record in records()] == ["0", "1", "2"]
+    assert batchkit("verify", RUN).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -162,13 +130,10 @@ def test_requeue_names_rows_as_they_are_named_without_the_files_that_had_ids(
         b'"a"',
     ],
 )
-def test_a_broken_first_request_of_a_batch_takes_no_id_from_the_others(
-    tmp_path: Path, first: bytes
-) -> None:
+def test_a_broken_first_request_of_a_batch_takes_no_id_from_the_others(first: bytes) -> None:
     """Their answers would be named by index, and not in OpenAI's format."""
     request = {"custom_id": "b", "body": {"messages": [{"role": "user", "content": "hi"}]}}
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(first + b"\n" + json.dumps(request).encode() + b"\n")
-    broken, whole = read_rows(InputTable(path=str(path)))
+    content = first + b"\n" + json.dumps(request).encode() + b"\n"
+    broken, whole = rows_of(write(Path(), "in.jsonl", content))
     assert (broken.id, whole.id) == ("no-id:0", "b")
     assert "line 1: " in str(broken.error)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 
 from batchkit.config.tables import InputTable
 from batchkit.sources import count_rows, read_rows
@@ -28,12 +29,16 @@ def write_draft(rows: list[dict[str, Any]], **tables: dict[str, Any]) -> int:
     return dry_runs.run().exit_code
 
 
-def check(*args: str) -> Any:
+def check(*args: str, **keys: str) -> Any:
     """Run the job that reads the draft."""
-    Path("check.toml").write_text(
-        f'name = "check"\n[input]\npath = "{FOLDER}"\n[prompt]\nuser = "{{{{ q }}}}: {{{{ text }}}}"\n'
-        '[engine]\nkind = "dry-run"\n[output]\nkeep = ["q", "text"]\n'
-    )
+    job = {
+        "name": "check",
+        "input": {"path": FOLDER, **keys},
+        "prompt": {"user": "{{ q }}: {{ text }}"},
+        "engine": {"kind": "dry-run"},
+        "output": {"keep": ["q", "text"]},
+    }
+    Path("check.toml").write_text(tomlkit.dumps(job))
     return batchkit("run", "check.toml", *args)
 
 
@@ -145,9 +150,5 @@ def test_unfinished_run_is_reported() -> None:
 )
 def test_folder_that_is_no_run_is_refused(path: str, message: str) -> None:
     Path("output").mkdir()
-    Path("check.toml").write_text(
-        f'name = "check"\n[input]\npath = "{path}"\nformat = "run"\n[prompt]\nuser = "{{{{ q }}}}"\n'
-        '[engine]\nkind = "dry-run"\n'
-    )
-    ended = batchkit("run", "check.toml")
+    ended = check(path=path, format="run")
     assert (ended.exit_code, message in ended.stderr) == (2, True)
