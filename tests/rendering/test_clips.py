@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import struct
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,22 +31,6 @@ def audio(source: Any, media: MediaTable | None = None) -> Audio:
     found = load_media("audio", source, media or media_table())
     assert isinstance(found, Audio)
     return found
-
-
-def test_every_kind_of_source_gives_the_same_clip(tmp_path: Path) -> None:
-    clips.write(tmp_path, "a b.mkv", VIDEO)
-    media = media_table(tmp_path, video_frames=5)
-    for source in (
-        "a b.mkv",
-        tmp_path / "a b.mkv",
-        f"file://{tmp_path}/a%20b.mkv",
-        f"data:video/x-matroska;base64,{base64.b64encode(VIDEO).decode()}",
-        VIDEO,
-        memoryview(VIDEO),
-        {"bytes": VIDEO, "path": None},
-        {"bytes": None, "path": "a b.mkv"},
-    ):
-        assert (video(source, media).frames == FRAMES[clips.chosen(20, 5)]).all()
 
 
 def test_the_still_of_a_video_is_of_its_middle_and_small() -> None:

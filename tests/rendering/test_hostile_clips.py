@@ -48,40 +48,26 @@ def test_no_playlist_is_followed(playlist: str, kind: str, tmp_path: Path) -> No
             server.accept()
 
 
-@pytest.mark.parametrize(
-    "path", ["../out.mkv", "link.mkv", "/etc/passwd", "http://127.0.0.1/a.mkv"]
-)
-def test_nothing_outside_the_root_is_opened(path: str, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
+ENCODED = f"data:;base64,{base64.b64encode(MKV).decode()}"
+OVER = [
+    ("video", MKV, {"max_video_seconds": 4}, "is 5.0 s long or longer, media.max_video_seconds is 4"),
+    ("audio", WAV, {"max_audio_seconds": 2}, "is 3.0 s long or longer, media.max_audio_seconds is 2"),
+    ("video", ENCODED, {"max_bytes": 1000}, "media.max_bytes"),
+    ("video", MKV, {"max_decode_bytes": 10**5}, "32 frames of 96×64 pixels need"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "data", "limits", "words"), OVER, ids=range(4))
+def test_clips_over_the_limits_are_refused_before_they_are_decoded(
+    kind: str, data: bytes | str, limits: dict[str, int], words: str
+) -> None:
+    with pytest.raises(MediaError) as caught:
+        load_media(kind, data, media_table(**limits))
+    assert words in str(caught.value)
+
+
+def test_nothing_outside_the_root_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
     (tmp_path / "out.mkv").write_bytes(MKV)
-    (root / "link.mkv").symlink_to(tmp_path / "out.mkv")
-    with pytest.raises(MediaError, match=r"outside media\.root|not on media\.allow_urls"):
-        load_media("video", path, media_table(root))
-
-
-def test_clips_over_the_limits_are_refused_before_they_are_decoded() -> None:
-    for kind, data, limits, words in (
-        (
-            "video",
-            MKV,
-            {"max_video_seconds": 4},
-            "is 5.0 s long or longer, media.max_video_seconds is 4",
-        ),
-        (
-            "audio",
-            WAV,
-            {"max_audio_seconds": 2},
-            "is 3.0 s long or longer, media.max_audio_seconds is 2",
-        ),
-        (
-            "video",
-            f"data:;base64,{base64.b64encode(MKV).decode()}",
-            {"max_bytes": 1000},
-            "media.max_bytes",
-        ),
-        ("video", MKV, {"max_decode_bytes": 10**5}, "32 frames of 96×64 pixels need"),
-    ):
-        with pytest.raises(MediaError) as caught:
-            load_media(kind, data, media_table(**limits))
-        assert words in str(caught.value)
+    with pytest.raises(MediaError, match=r"outside media\.root"):
+        load_media("video", "../out.mkv", media_table(tmp_path / "root"))
