@@ -20,7 +20,7 @@ from batchkit.errors import RequestError
 from batchkit.sources.finding import input_files
 from batchkit.sources.fingerprint import content_hash
 from batchkit.sources.formats import ROWS_ARE_FILES, format_of, load_format
-from batchkit.sources.reader import Broken, is_fallback, row_of
+from batchkit.sources.reader import Broken, Skip, is_fallback, row_of
 from batchkit.sources.where import check_fields, compile_where
 from batchkit.types import Row
 
@@ -33,7 +33,7 @@ def never(index: int) -> bool:
 def read_rows(
     table: InputTable,
     *,
-    skip: Callable[[int], bool] = never,
+    skip: Skip = never,
     files: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
     """Rows of the input, lazily: filtered by ``where``, cut at ``limit``, then those of ``shard``, each of them
@@ -60,9 +60,7 @@ def read_rows(
     yield from crossed(table.cross, lambda skip: _of_shard(table, skip, files), skip)
 
 
-def _of_shard(
-    table: InputTable, skip: Callable[[int], bool], files: Mapping[str, str]
-) -> Iterator[Row]:
+def _of_shard(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterator[Row]:
     """As ``read_rows``, without ``cross``."""
     if table.shard is None:
         yield from _rows(table, skip, files)
@@ -78,9 +76,7 @@ def _shared_out_by(row: Row) -> str:
     return str(row.index) if is_fallback(row.id) else row.id
 
 
-def _rows(
-    table: InputTable, skip: Callable[[int], bool], files: Mapping[str, str]
-) -> Iterator[Row]:
+def _rows(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterator[Row]:
     """As ``read_rows``, of all shards."""
     keeps = compile_where(table.where, table.filled)
     filtered = bool(table.where or table.filled)
@@ -144,9 +140,6 @@ def has_ids(table: InputTable, files: Iterable[str] | None = None) -> bool:
 
 def _id_key(path: str, table: InputTable) -> str | None:
     return table.id or load_format(format_of(path, table)).id
-
-
-Skip = Callable[[int], bool]
 
 
 def crossed(

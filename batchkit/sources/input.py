@@ -26,7 +26,7 @@ from batchkit.sources import count_rows, crossed, has_ids, read_rows
 from batchkit.sources.finding import listing
 from batchkit.sources.fingerprint import changed_files, fingerprint
 from batchkit.sources.python_rows import PLACE, python_rows
-from batchkit.sources.reader import shown
+from batchkit.sources.reader import Skip, shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import CHANGING
 from batchkit.storage.manifest import FileFingerprint, read_manifest
@@ -53,8 +53,8 @@ class Input(NamedTuple):
     """
 
     files: list[FileFingerprint] | None
-    read: Callable[[Callable[[int], bool]], Iterator[Row]]
-    everything: Callable[[Callable[[int], bool]], Iterator[Row]]
+    read: Callable[[Skip], Iterator[Row]]
+    everything: Callable[[Skip], Iterator[Row]]
     size: Callable[[], int | None]
     has_ids: bool
     changes: Callable[[bool], Mapping[str, str]] = lambda thorough: {}
@@ -94,7 +94,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
     found, has_ids = python_rows(rows, table.id), table.id is not None
     if found.size is None:
         once = partial(crossed, table.cross, lambda skip: found.read())
-        return Input(None, once, once, _unknown, has_ids)
+        return Input(None, once, once, lambda: None, has_ids)
     n_rows = found.size
     size = n_rows()
     hashes, columns = bytearray(), tuple[str, ...]()
@@ -108,7 +108,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
             return {PLACE: f"{size:,} rows → {now:,} rows"}
         return {PLACE: "other values"} if is_other else {}
 
-    def read(skip: Callable[[int], bool]) -> Iterator[Row]:
+    def read(skip: Skip) -> Iterator[Row]:
         """Each row is compared when it is read, so a row that is changed back later is noticed."""
         nonlocal is_other
         end = 0
@@ -196,10 +196,6 @@ def _known_files(folder: Path) -> list[FileFingerprint]:
         return read_manifest(folder).input
     except StoreError:
         return []
-
-
-def _unknown() -> None:
-    """The number of rows in an iterator is not known."""
 
 
 class Total:

@@ -30,10 +30,6 @@ _UPWARD = re.compile(rf"(?:^|{_SEPARATOR})(?:\.|%(?:25)*2e){{2}}(?:{_SEPARATOR}|
 _SPARE_BYTES = 2**30  # for the library of a reader itself, and what it keeps while it decodes
 
 
-def has_scheme(source: str) -> bool:
-    return _SCHEME.match(source) is not None
-
-
 def is_for_fetch(source: str, media: MediaTable) -> bool:
     """Whether it is a URL to download: with a folder as root, any URL but ``file://``."""
     scheme = _SCHEME.match(source)
@@ -256,7 +252,7 @@ def _below(source: str, name: str, root: str) -> str:
     folder = root if root.endswith("/") else root + "/"
     if source.startswith(folder):
         path = source.removeprefix(folder)
-    elif has_scheme(source) or source.startswith("/"):
+    elif _SCHEME.match(source) or source.startswith("/"):
         raise _outside_url(name, shown(root))
     else:
         path = source
