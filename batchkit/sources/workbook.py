@@ -20,7 +20,6 @@ _TO_COMPUTE = re.compile(rb'fullCalcOnLoad="(?:1|true)"')
 # begins a text of that form. Other escapes are left: openpyxl hides whether they were meant.
 _ESCAPED = re.compile("_x(00[01][0-9A-Fa-f]|005[Ff])_")
 _EXACT = 2**53  # a cell's number is a double, which is exact below this
-_MOST_ROWS = 2**20  # of a sheet in Excel
 _FORMULA = object()  # in place of a value that is not known
 _NOT_COMPUTED = (
     "a formula without a value; open the workbook in Excel or LibreOffice and save it there"
@@ -38,11 +37,6 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
         try:
             header, header_row = list[str](), 0
             for number, cells in enumerate(_values(*sheets, is_computed=is_computed), start=1):
-                if number > _MOST_ROWS:
-                    raise InputError(
-                        f"{path}: has a cell below row {_MOST_ROWS:,}, the last one of Excel; save it anew as"
-                        " .xlsx, or larger data as .csv or .parquet"
-                    )
                 if all(cell is None for cell in cells):
                     continue
                 if not header:
