@@ -449,9 +449,12 @@ def test_whole_numbers_beyond_64_bits_keep_their_digits(
 def test_json_list_keeps_them_too_unless_it_is_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "x.json"
-    path.write_text('[{"n": 12345678901234567890123}]')
+    path = write(tmp_path, "x.json", '[{"n": 12345678901234567890123}]')
     assert rows_of(path)[0].fields == {"n": 12345678901234567890123}
     monkeypatch.setattr("batchkit.sources.json_list.MAX_WHOLE_BYTES", 10)
     with pytest.raises(InputError, match="beyond 64 bits; write it as text"):
         rows_of(path)
+    write(tmp_path, "x.json", '{"rows": [{"n": 1}, {"n": 2}]}')
+    assert [row.fields for row in rows_of(path, records="rows")] == [{"n": 1}, {"n": 2}]
+    with pytest.raises(InputError, match=r"has no list of rows at input\.records = 'row'; check"):
+        rows_of(path, records="row")
