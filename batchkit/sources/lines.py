@@ -117,11 +117,6 @@ def _batch_request(line: bytes, path: str, number: int) -> Found:
 
 def _prompt(line: bytes, path: str, number: int) -> Found:
     """White space around a prompt is kept, its line end is not."""
-    if number == 1 and b"\n" not in line and b"\r" in line.rstrip():
-        raise InputError(
-            f"{path}: its lines end in \\r, as on old Macs, so all of them would be one prompt; save it with"
-            " lines that end in \\n"
-        )
     try:
         return {"prompt": line.removesuffix(b"\n").removesuffix(b"\r").decode()}
     except UnicodeDecodeError as bad:

@@ -14,7 +14,6 @@ from batchkit.sources.reader import (
     TOO_DEEP,
     check_columns,
     fallback_id,
-    is_too_deep,
     row_of,
 )
 from batchkit.types import Row
@@ -176,8 +175,6 @@ def _copied(value: Any, levels: int = MAX_DEPTH) -> Any:
         return {key: _copied(part, levels - 1) for key, part in value.items()}
     if isinstance(value, list):
         return [_copied(part, levels - 1) for part in value]
-    if isinstance(value, tuple | Mapping) and is_too_deep(value):
-        raise _TooDeepError
     return value
 
 

@@ -70,18 +70,16 @@ def check_columns(place: str, names: Sequence[Any]) -> None:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and mappings are nested more than MAX_DEPTH deep, or contain themselves."""
+    """Whether the lists and objects of a JSON value are nested more than MAX_DEPTH deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [part for part in level if isinstance(part, dict | list | tuple | Mapping)]
+        level = [part for part in level if isinstance(part, dict | list)]
         if not level:
             return False
-        level = list({id(inner): inner for part in level for inner in _inside(part)}.values())
+        level = [
+            one for part in level for one in (part.values() if isinstance(part, dict) else part)
+        ]
     return True
-
-
-def _inside(part: Any) -> Any:
-    return part.values() if isinstance(part, Mapping) else part
 
 
 def fault(path: str, lines: int | str, problem: str) -> RequestError:
@@ -123,7 +121,7 @@ def row_of(
     """The row that a reader ``found``; its id is in the field ``key``, or its index if None.
 
     A row that can't be read, or lacks its id, has ``error`` set and a fallback id that no other row
-    has; a row of the input whose own id has that form fails. A row without ``key`` gets a fallback
+    has. A row without ``key`` gets a fallback
     id as well if rows of other files have ids, since one of these may be equal to its index.
     """
     if isinstance(found, Broken):
@@ -135,15 +133,10 @@ def row_of(
         if isinstance(found, RequestError):
             return Row(index, given_id, {}, found)
         return Row(index, given_id, found)
-    problem = "is null"
     try:
-        value = found.get(key)
-        if value is not None and not is_fallback(row_id := str(value)):
-            return Row(index, row_id, found)
-        if value is not None:
-            problem = f"is {row_id!r}, as rows without an id are named; give the row another id"
-        elif key not in found:
-            problem = f"is missing; {one_of(key, found)}"
+        if (value := found.get(key)) is not None:
+            return Row(index, str(value), found)
+        problem = "is null" if key in found else f"is missing; {one_of(key, found)}"
     except Exception as failed:  # a number of more than 4,300 digits, or the object's own code
         problem = f"has no text: {failed}"
     error = RequestError(f"{path} row {index}: input.id is {shown(key)}, which {problem}")

@@ -127,14 +127,3 @@ def test_any_time_that_spark_has_written_is_that_time(tmp_path: Path) -> None:
     file = tmp_path / "x.parquet"
     pq.write_table(pa.table(columns), file, use_deprecated_int96_timestamps=True)
     assert [row.fields for row in rows_of(file)] == [{"at": at, "all": [at]} for at in times]
-
-
-@pytest.mark.parametrize("form", ["list", "struct"])
-def test_parquet_of_many_levels_is_refused(tmp_path: Path, form: str) -> None:
-    kind: pa.DataType = pa.int32()
-    for _ in range(250):
-        kind = pa.list_(kind) if form == "list" else pa.struct([("a", kind)])
-    table = pa.table({"x": pa.array([None], kind)})
-    pq.write_table(table, tmp_path / "x.parquet", store_schema=False)
-    with pytest.raises(InputError, match="too deeply nested"):
-        rows_of(tmp_path / "x.parquet")

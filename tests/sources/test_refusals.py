@@ -25,7 +25,6 @@ ZSTD = bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'  # one raw block, w
         ("x.parquet", b"", {}, "is empty"),
         ("x.jsonl", '{"a": 1}'.encode("utf-16"), {}, "is UTF-16 text; save it as UTF-8"),
         ("x.txt", "cat\ndog\n".encode("utf-16-le"), {}, "has zero bytes, as UTF-16 text does"),
-        ("x.txt", b"one\rtwo\r", {}, "its lines end in"),
         ("x.csv", "a,b".encode("utf-32"), {}, "is UTF-16 text; save it as UTF-8"),
         ("x.jsonl", b"PAR1\x00", {}, 'set input.format = "parquet"'),
         ("x.csv", b"PK\x03\x04", {}, "an Excel workbook; unpack it, or name it .xlsx"),
