@@ -121,18 +121,16 @@ def row_of(
     """The row that a reader ``found``; its id is in the field ``key``, or its index if None.
 
     A row that can't be read, or lacks its id, has ``error`` set and a fallback id that no other row
-    has. A row without ``key`` gets a fallback
-    id as well if rows of other files have ids, since one of these may be equal to its index.
+    has. A row without ``key`` gets a fallback id as well if rows of other files have ids, since one
+    of these may be equal to its index.
     """
+    if isinstance(found, RequestError):
+        found = Broken({}, found)
     if isinstance(found, Broken):
         known = row_of(index, found.fields, key, path, others_have_ids=others_have_ids)
         return replace(known, error=found.error)
-    if key is None or isinstance(found, RequestError):
-        is_named_by_index = key is None and not others_have_ids
-        given_id = str(index) if is_named_by_index else fallback_id(index)
-        if isinstance(found, RequestError):
-            return Row(index, given_id, {}, found)
-        return Row(index, given_id, found)
+    if key is None:
+        return Row(index, fallback_id(index) if others_have_ids else str(index), found)
     try:
         if (value := found.get(key)) is not None:
             return Row(index, str(value), found)

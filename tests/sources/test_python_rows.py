@@ -357,11 +357,8 @@ def with_image(image: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("good", "bad", "tables"),
     [
-        ({"q": "a"}, {"q": 10**5000}, {"prompt": {"user": "{{ q }}"}}),
-        ({"q": "a"}, {"q": [10**5000]}, {"prompt": {"user": "{{ q }}"}}),
         ({"q": "a"}, {"q": Unprintable()}, {"prompt": {"user": "{{ q }}"}}),
         ({"prompt": "a"}, {"prompt": Unprintable()}, {}),
-        ({"prompt": "a", "id": 1}, {"prompt": "b", "id": 10**5000}, {"input": {"id": "id"}}),
         ({"prompt": "a", "id": 1}, {"prompt": "b", "id": Unprintable()}, {"input": {"id": "id"}}),
         (
             {"prompt": "a", "own": {}},
@@ -370,7 +367,7 @@ def with_image(image: Any) -> list[dict[str, Any]]:
         ),
         (with_image(Image.new("RGB", (4, 4))), with_image(np.zeros((4, 4, 3))), {}),
     ],
-    ids=["number", "list", "object", "prompt", "id", "object as id", "sampling", "image"],
+    ids=["field", "prompt", "id", "sampling", "image"],
 )
 @pytest.mark.parametrize("kind", [list, iter])
 def test_value_whose_own_code_fails_fails_its_row_alone(
