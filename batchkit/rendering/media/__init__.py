@@ -2,7 +2,7 @@
 
 ``load_media``, ``load_image`` and ``load_text`` are the entry points. ``source`` turns a name into bytes and stays
 within the media root, a folder or an fsspec URL; ``download`` does it for web addresses on the listed
-hosts. ``pixels`` turns bytes into the image, ``pdf_page`` those of a PDF, and ``clips`` into sound or video.
+hosts. ``pixels`` turns bytes into the image, and ``apart`` those of a PDF, sound or video.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from PIL import Image
 from batchkit.config.tables import MediaTable
 from batchkit.config.urls import is_remote
 from batchkit.errors import MediaError
-from batchkit.rendering.media.clips import decode_audio, decode_still, decode_video
-from batchkit.rendering.media.pdf_page import is_pdf, page_image, page_of
+from batchkit.rendering.media.apart import decode_audio, decode_still, decode_video, page_image
 from batchkit.rendering.media.pixels import decode, fit
 from batchkit.rendering.media.source import (
     is_for_fetch,
+    page_of,
     read_data_uri,
     read_file,
     read_remote,
@@ -168,7 +168,7 @@ def _image(source: Source, media: MediaTable) -> Image.Image:
             f"{name}: an image is a path, a data: URI, a URL, the bytes of a file,"
             ' {"bytes": …, "path": …} or a PIL image; check the template in prompt.images'
         )
-    if page is not None or is_pdf(data):
+    if page is not None or data.startswith(b"%PDF-"):
         return page_image(data, page, name, media)
     return decode(data, name, media)
 

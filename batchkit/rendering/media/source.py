@@ -7,11 +7,9 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from PIL import Image
@@ -20,14 +18,28 @@ from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import MediaTable
 from batchkit.config.urls import bare, failure, is_remote
 from batchkit.errors import JobError, MediaError
-from batchkit.isolation.files import FileProcessError, Reader, UnreadableFileError, placed
 from batchkit.sources import reader
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 # ".." between separators, percent-encoded to any depth, since a store or its server may decode it.
 _SEPARATOR = r"(?:/|\\|%(?:25)*(?:2f|5c))"
 _UPWARD = re.compile(rf"(?:^|{_SEPARATOR})(?:\.|%(?:25)*2e){{2}}(?:{_SEPARATOR}|$)", re.IGNORECASE)
-_SPARE_BYTES = 2**30  # for the library of a reader itself, and what it keeps while it decodes
+_PAGE = re.compile(  # RFC 8118; a URL may have a query
+    r"(.*\.pdf(?:\?[^#]*)?)#page=([1-9][0-9]{0,8})", re.IGNORECASE | re.DOTALL
+)
+
+
+class PageOf(NamedTuple):
+    """The path or URL of a file, and the number of a page of it, if one is named."""
+
+    file: str
+    page: int | None
+
+
+def page_of(source: str) -> PageOf:
+    """``scans/a.pdf`` and 3 for ``scans/a.pdf#page=3``."""
+    match = _PAGE.fullmatch(source)
+    return PageOf(source, None) if match is None else PageOf(match[1], int(match[2]))
 
 
 def is_for_fetch(source: str, media: MediaTable) -> bool:
@@ -142,26 +154,6 @@ def check_named(source: str, name: str) -> None:
         raise MediaError(
             f"{name}: the template in prompt.images, videos, audios or texts gave no text; check the row's field"
         )
-
-
-@contextmanager
-def asking(
-    reader: Reader, data: bytes, name: str, media: MediaTable
-) -> Iterator[Callable[..., Any]]:
-    """Gives what asks ``reader`` about the file in ``data``, called ``name``.
-
-    Raises:
-        MediaError: it is broken, or can't be read here.
-    """
-    if (missing := reader.missing) is not None:
-        raise MediaError(f"{name}: {missing}")
-    try:
-        with placed(data) as place:
-            yield partial(reader.ask, place, 2 * media.max_decode_bytes + _SPARE_BYTES)
-    except UnreadableFileError as error:
-        raise MediaError(f"{name}: {error}") from error
-    except FileProcessError as error:
-        raise MediaError(f"{name}: it can't be decoded: {error}") from error
 
 
 def _file_path(source: str, name: str) -> str:

@@ -1,17 +1,54 @@
-"""From the bytes of a clip to samples of sound or frames of video, decoded in a process of its own."""
+"""Files that a process of its own decodes: the pages of PDFs, sound and video."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 from PIL import Image
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
-from batchkit.isolation.files import CLIP_READER
+from batchkit.isolation.files import (
+    CLIP_READER,
+    PDF_READER,
+    FileProcessError,
+    Reader,
+    UnreadableFileError,
+    placed,
+)
 from batchkit.rendering.media.pixels import LARGE_BYTES, Size, one_large_image, target_of
-from batchkit.rendering.media.source import asking
 from batchkit.types import Audio, Video
+
+_POINTS_PER_INCH = 72
+_SPARE_BYTES = 2**30  # for the library of a reader itself, and what it keeps while it decodes
+
+
+def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> Image.Image:
+    """The page at ``media.pdf_dpi``, within ``media``'s limits as any image.
+
+    Raises:
+        MediaError: the PDF is broken or needs a password, has no such page, or has several and none
+            is named; or the page's pictures need more than ``media.max_decode_bytes``.
+    """
+    with _asking(PDF_READER, data, name, media) as asked:
+        if page is None and (n_pages := asked("pages")) > 1:
+            raise MediaError(
+                f"{name}: is a PDF of {n_pages:,} pages; name one, as in a.pdf#page=1 (with"
+                ' input.format = "pdf", each page is a row, and {{ image }} names it)'
+            )
+        wide, high, need_bytes = asked("size", page or 1)
+        if need_bytes > media.max_decode_bytes:
+            raise MediaError(
+                f"{name}: the pictures of the page need {need_bytes} bytes to decode,"
+                f" media.max_decode_bytes is {media.max_decode_bytes}; raise it or store them smaller"
+            )
+        scale = media.pdf_dpi / _POINTS_PER_INCH
+        full = Size(max(1, round(wide * scale)), max(1, round(high * scale)))
+        size = target_of(full, name, media)
+        return Image.frombytes("RGB", size, asked("image", page or 1, *size))
 
 
 def decode_audio(data: bytes, name: str, media: MediaTable) -> Audio:
@@ -23,7 +60,7 @@ def decode_audio(data: bytes, name: str, media: MediaTable) -> Audio:
     import numpy as np
 
     rate, most_s = media.audio_sample_rate, media.max_audio_seconds
-    with asking(CLIP_READER, data, name, media) as asked:
+    with _asking(CLIP_READER, data, name, media) as asked:
         samples = np.frombuffer(bytearray(asked("audio", rate, most_s)), dtype=np.float32)
     return Audio(samples, rate)
 
@@ -38,7 +75,7 @@ def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
     import numpy as np
 
     most_s = media.max_video_seconds
-    with asking(CLIP_READER, data, name, media) as asked:
+    with _asking(CLIP_READER, data, name, media) as asked:
         wide, high, total, seconds = asked("video", most_s)
         size = target_of(Size(wide, high), name, media)
         found = 0
@@ -61,9 +98,29 @@ def decode_still(data: bytes, name: str, side: int, media: MediaTable) -> Image.
     Raises:
         MediaError: none can be decoded.
     """
-    with asking(CLIP_READER, data, name, media) as asked:
+    with _asking(CLIP_READER, data, name, media) as asked:
         wide, high, pixels = asked("still", side)
     return Image.frombytes("RGB", (wide, high), pixels)
+
+
+@contextmanager
+def _asking(
+    reader: Reader, data: bytes, name: str, media: MediaTable
+) -> Iterator[Callable[..., Any]]:
+    """Gives what asks ``reader`` about the file in ``data``, called ``name``.
+
+    Raises:
+        MediaError: it is broken, or can't be read here.
+    """
+    if (missing := reader.missing) is not None:
+        raise MediaError(f"{name}: {missing}")
+    try:
+        with placed(data) as place:
+            yield partial(reader.ask, place, 2 * media.max_decode_bytes + _SPARE_BYTES)
+    except UnreadableFileError as error:
+        raise MediaError(f"{name}: {error}") from error
+    except FileProcessError as error:
+        raise MediaError(f"{name}: it can't be decoded: {error}") from error
 
 
 def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
