@@ -5,12 +5,11 @@ from __future__ import annotations
 from datetime import datetime
 
 
-def number(value: float | None, unit: str = "") -> str:
+def number(value: float | None) -> str:
     """Three digits if it is small, with thousands separators if it is large; None is empty."""
     if value is None:
         return ""
-    text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-    return f"{text} {unit}".rstrip()
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def short_count(value: int) -> str:

@@ -23,7 +23,7 @@ _SHOWN_DIFFERENCES = 12
 _NUMBERING = ("input.format", "input.records", "input.cross")  # keys that say which rows a file has
 
 
-def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) -> Comparison:
+def compare(folders: Sequence[Path]) -> Comparison:
     """Compare every run with the first one, row by row, by the rows' ids; or the values in one run (``compare_values``).
 
     A difference is the mean over the rows that both runs have scored; its interval is the
@@ -40,7 +40,7 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
         JobError: one run, without ``input.cross`` or scores.
         StoreError: one is not a run folder, or its log is damaged.
     """
-    if len(folders) == 1 and (found := compare_values(folders[0], resamples=resamples, seed=seed)):
+    if len(folders) == 1 and (found := compare_values(folders[0])):
         return found
     if len(folders) < 2:
         raise JobError("a comparison needs two runs or more, or one with input.cross")
@@ -59,13 +59,13 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
             side = side.grouped_as(baseline, pairs)
         others[name] = side, pairs
     return replace(
-        _compared(names[0], baseline, others, resamples, seed),
+        _compared(names[0], baseline, others),
         warnings=_warnings(folders, names, manifests, group_by),
         origins=dict(zip(names, map(origin, manifests), strict=True)),
     )
 
 
-def compare_values(folder: Path, *, resamples: int = 1000, seed: int = 0) -> Comparison | None:
+def compare_values(folder: Path) -> Comparison | None:
     """As ``compare``, of the values of ``input.cross`` in one run: each with the first one, over the same rows of the
     input. None if the run has only one, or no scores.
 
@@ -85,7 +85,7 @@ def compare_values(folder: Path, *, resamples: int = 1000, seed: int = 0) -> Com
         name: (side, paired(baseline.snapshot, side.snapshot, by_place=True))
         for name, side in zip(names[1:], sides, strict=True)
     }
-    compared = _compared(names[0], baseline, others, resamples, seed)
+    compared = _compared(names[0], baseline, others)
     of_first = f"/{found[0].label}"
     return replace(
         compared,
@@ -94,20 +94,14 @@ def compare_values(folder: Path, *, resamples: int = 1000, seed: int = 0) -> Com
     )
 
 
-def _compared(
-    name: str,
-    baseline: Side,
-    others: Mapping[str, tuple[Side, Pairing]],
-    resamples: int,
-    seed: int,
-) -> Comparison:
+def _compared(name: str, baseline: Side, others: Mapping[str, tuple[Side, Pairing]]) -> Comparison:
     differences: list[Delta] = []
     flipped: list[Flip] = []
     for run, (side, pairs) in others.items():
         for scorer in baseline.table.names:
             if scorer in side.snapshot.scorers:
                 found = PairedScores(run, scorer, baseline, side, pairs)
-                differences += deltas(found, resamples, seed)
+                differences += deltas(found)
                 flipped += flips(found)
     n_rows = len(baseline.snapshot.newest)
     n_paired = {run: len(pairs.before) for run, (_, pairs) in others.items()}
@@ -119,7 +113,6 @@ def _compared(
         only_in_baseline={run: n_rows - n for run, n in n_paired.items()},
         only_in_run={run: len(others[run][0].snapshot.newest) - n for run, n in n_paired.items()},
         warnings=[],
-        resamples=resamples,
         origins={},
     )
 

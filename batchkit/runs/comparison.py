@@ -10,6 +10,7 @@ from batchkit.config.numbers import when
 from batchkit.scoring.metrics import ALL, ScoreTable, head, markdown
 from batchkit.storage.manifest import Manifest
 
+RESAMPLES = 1000  # of the bootstrap
 GRADED_STEP = 0.5  # of 1: how far a graded score must move for its row to count as flipped
 REWARD_STEP = 2.0  # of 10
 _SHOWN_FLIPS = 10
@@ -66,7 +67,6 @@ class Comparison:
     only_in_baseline: dict[str, int]
     only_in_run: dict[str, int]
     warnings: list[str]
-    resamples: int
     origins: dict[str, list[str]]
 
     def to_json(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Comparison:
             "only_in_baseline": self.only_in_baseline,
             "only_in_run": self.only_in_run,
             "warnings": self.warnings,
-            "resamples": self.resamples,
+            "resamples": RESAMPLES,
             "heads": {delta.scorer: head(delta.scorer) for delta in self.deltas},
             "method": self.method,
         }
@@ -109,7 +109,7 @@ class Comparison:
         """What the numbers mean, shown below a table."""
         return (
             "Means are over each run's own scored rows; n and Δ over the rows scored in both. 95 %:"
-            f" paired bootstrap, {self.resamples:,} resamples; * leaves 0 out. Better and worse:"
+            f" paired bootstrap, {RESAMPLES:,} resamples; * leaves 0 out. Better and worse:"
             f" rows that went from 0 to 1 or back; graded scores by {GRADED_STEP * 100:g} points or"
             f" more (reward: {REWARD_STEP:g})."
         )

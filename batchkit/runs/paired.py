@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Delta, Flip
+from batchkit.runs.comparison import GRADED_STEP, RESAMPLES, REWARD_STEP, Delta, Flip
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring.metrics import ERROR_RATES, OUT_OF_TEN, ScoreTable, group_name
@@ -111,7 +111,7 @@ class PairedScores(NamedTuple):
         return found
 
 
-def deltas(found: PairedScores, resamples: int, seed: int) -> Iterator[Delta]:
+def deltas(found: PairedScores) -> Iterator[Delta]:
     """By group, then over all rows. Each has its own random numbers: another group or scorer does
     not change the intervals of the others."""
     before, after = found.scores
@@ -126,8 +126,8 @@ def deltas(found: PairedScores, resamples: int, seed: int) -> Iterator[Delta]:
         if not chosen.any():
             continue
         change = (after - before)[chosen]
-        rng = np.random.default_rng([seed, *(name or "").encode(), *found.scorer.encode()])
-        low, high = bootstrap_interval(change, resamples=resamples, rng=rng)
+        rng = np.random.default_rng([0, *(name or "").encode(), *found.scorer.encode()])
+        low, high = bootstrap_interval(change, resamples=RESAMPLES, rng=rng)
         yield Delta(
             run=found.run,
             group=name,
