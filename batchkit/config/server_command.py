@@ -41,8 +41,8 @@ _BETWEEN = re.compile(r"""[=,:"'{}\[\]\s]+""")  # NAME=path, adapter.gguf:0.5, a
 _DECIDES = (".gguf", ".sh", ".py")
 
 
-def check_command(command: str) -> None:
-    """Refuse a command whose server batchkit could not reach, or that shows a secret.
+def check_command(command: str) -> str:
+    """``command``, whose server batchkit can reach, and that shows no secret.
 
     Raises:
         ValueError: says what is wrong with it.
@@ -69,6 +69,7 @@ def check_command(command: str) -> None:
                 " the server reads it from the environment (LLAMA_API_KEY, VLLM_API_KEY, HF_TOKEN),"
                 " and has the run's own"
             )
+    return command
 
 
 def _names_a_secret(word: str) -> str | None:

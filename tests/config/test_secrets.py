@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import tomlkit
@@ -87,6 +87,7 @@ def texts_of(table: type[Table], key: str = "") -> Iterator[str]:
         if path in CONTENT or path == "output.dir":  # which is where the run folder is
             continue
         parts = [field.annotation, *get_args(field.annotation)]
+        parts += [get_args(part)[0] for part in parts if get_origin(part) is Annotated]
         tables = [part for part in parts if isinstance(part, type) and issubclass(part, Table)]
         if tables:
             yield from texts_of(tables[0], path)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -36,7 +37,7 @@ class ServerTable(Table):
     `OMP_NUM_THREADS` says, or as there are cores.
     """
 
-    command: Identity[str | None] = None
+    command: Identity[Annotated[str, AfterValidator(check_command)] | None] = None
     """The command that starts it, for example `llama-server -m model.gguf -c 32768 -np 8 --port
     {port}` (8 requests at a time share that context: 4096 tokens each); no shell reads it. `{port}`
     becomes a free port, `{host}` 127.0.0.1. The server has the run's environment: keys belong
@@ -45,13 +46,6 @@ class ServerTable(Table):
     """The path that answers once it is ready; without one, the server is asked for its models."""
     start_timeout_s: Free[PositiveSeconds] = 600.0
     """Seconds until it must be ready; then the run stops and shows the server's last output."""
-
-    @field_validator("command")
-    @classmethod
-    def _can_be_started(cls, command: str | None) -> str | None:
-        if command is not None:
-            check_command(command)
-        return command
 
 
 class EngineTable(Table):

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import PurePath
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PositiveInt, PrivateAttr, field_validator
+from pydantic import AfterValidator, Field, PositiveInt, PrivateAttr, field_validator
 
 from batchkit.config.regular_file import is_file
 from batchkit.config.seams import FormatName
@@ -57,7 +57,9 @@ class InputTable(Table):
     `shard`, `where` and `run.sample` count rows before that."""
     limit: Free[PositiveInt | None] = None
     """Only the first rows, counted after `where` and `empty`."""
-    shard: Identity[str | None] = None
+    shard: Identity[Annotated[str, AfterValidator(lambda text: str(parse_shard(text)))] | None] = (
+        None
+    )
     """Only this share of those rows, `0/4` to `3/4`. It depends only on a hash of the row's id (of
     its index, if there is no `id`). `run --shard` sets it, and the run folder's name with it."""
 
@@ -143,11 +145,6 @@ class InputTable(Table):
                         f" [vars.texts] brief = …, and write {{{{ texts[{name}] }}}}"
                     )
         return cross
-
-    @field_validator("shard")
-    @classmethod
-    def _names_a_shard(cls, text: str | None) -> str | None:
-        return None if text is None else str(parse_shard(text))
 
 
 class Variant(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -189,14 +190,9 @@ class OutputTable(Table):
     export: Free[list[ExportName]] = Field([])
     """Formats that `batchkit run` and `retry-failed` write into the run folder once all rows are done, as `batchkit export`
     names them."""
-    upload: Free[str | None] = None
+    upload: Free[Annotated[str, AfterValidator(check_address)] | None] = None
     """Where these are sent then, each with one PUT: a web address, usually a signed one. `${NAME}` in it is that environment
     variable, `{name}` the file's name, which must be there if several files are sent."""
-
-    @field_validator("upload")
-    @classmethod
-    def _can_be_sent_to(cls, address: str | None) -> str | None:
-        return None if address is None else check_address(address)
 
 
 def words_of(command: str | Sequence[str]) -> list[str]:
