@@ -6,6 +6,7 @@ import json
 import math
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def score() -> Iterator[Score]:
-    with Sandbox() as sandbox:
+    with closing(Sandbox()) as sandbox:
 
         def score_one(
             response: str,

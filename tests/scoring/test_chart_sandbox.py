@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -37,7 +38,7 @@ Refused = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    with Sandbox() as sandbox:
+    with closing(Sandbox()) as sandbox:
         assert score_chart(GOOD, sandbox, "fixed").passed
         yield sandbox
 

@@ -107,12 +107,6 @@ class Sandbox:
         self._is_closed = True
         self._server = None
 
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _started(self) -> Server:
         """The server, of which a fork has been tried: code is confined as it should be."""
         with self._starting:
