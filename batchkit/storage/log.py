@@ -29,7 +29,7 @@ from batchkit.types import Record
 
 RESULTS = "results.jsonl"
 STEPS = "steps.jsonl"
-REQUEUE = ".requeue"  # a folder beside the log: holds what will replace the log
+REQUEUE = ".requeue"  # a folder beside the log: holds what a requeue or a repair replaces it with
 _BLOCK_BYTES = 1 << 20
 _IF_FULL = "; every line before is on disk. Make room, then run the same command again"
 
@@ -109,8 +109,8 @@ def log_of(folder: Path) -> Path:
     path = folder / RESULTS
     if os.path.lexists(folder / REQUEUE):
         raise StoreError(
-            f"{folder}: --on-change requeue was interrupted while it replaced {RESULTS}; run the"
-            " job again to finish it"
+            f"{folder}: a requeue or a repair was interrupted while it replaced {RESULTS};"
+            " run the job again to finish it, or `batchkit verify --repair`"
         )
     if not os.path.lexists(path):
         raise StoreError(_missing(path))
