@@ -62,6 +62,7 @@ _READ_TO_SELECT = {
     *("extract", "pattern", "key", "choices", "reference", "reference_run"),
     *("mode", "tolerance", "default_reward", "rules"),
 }
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 CHANGING = "changing"  # in place of the hash of a file that changed while a run read it
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
 _BLOCKS, _BLOCK_BYTES, _END_BYTES = 64, 2**16, 2**20
@@ -122,7 +123,7 @@ def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
         its["engine.server.command"] = what_decides_answers(command)
     if loras := found.pop("engine.loras"):
         its["engine.loras"] = {
-            name: model_fingerprint(place) or place for name, place in loras.items()
+            name: adapter_fingerprint(place) or place for name, place in loras.items()
         }
     if files := {name: model_fingerprint(name) for name in _files(job)}:
         its["engine.files"] = files
@@ -314,8 +315,20 @@ def known_of(value: Any, other: Any, key: str = "") -> Any:
     return value
 
 
+def adapter_fingerprint(folder: str) -> str | None:
+    """Hash over all bytes of the files that vLLM reads of an adapter; a folder that a trainer wrote has others. None
+    if ``folder`` is a name, or has none of them."""
+    paths = [path for name in ADAPTER_FILES if (path := Path(folder, name)).is_file()]
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with open_regular(path) as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16] if paths else None
+
+
 def model_fingerprint(model: str) -> str | None:
-    """Hash over the file or files of a model or an adapter: small files whole; of large ones both ends, and blocks spread evenly,
+    """Hash over a model's file or files: small files whole; of large ones both ends, and blocks spread evenly,
     since reading all of a large model would take minutes. None if ``model`` is a name."""
     place = Path(model)
     if not model or not (place.is_file() or place.is_dir()):

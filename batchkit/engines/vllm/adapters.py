@@ -19,9 +19,9 @@ import orjson
 from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
-from batchkit.storage.identity import model_fingerprint
+from batchkit.storage.identity import ADAPTER_FILES, adapter_fingerprint
 
-CONFIG, WEIGHTS = ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+CONFIG, WEIGHTS = ADAPTER_FILES
 _MOST_RANK = 512  # of vLLM
 _MOST_SLOTS = 8
 _CPU_CACHE_BYTES = 4 * 2**30
@@ -61,7 +61,7 @@ class Adapter:
         """vLLM's name and number of it come from its files: vLLM and its prefix cache know an adapter by them."""
         from vllm.lora.request import LoRARequest
 
-        digest = model_fingerprint(str(self.folder)) or ""
+        digest = adapter_fingerprint(str(self.folder)) or ""
         return LoRARequest(digest, int(digest[:15], 16) + 1, str(self.folder))
 
 
