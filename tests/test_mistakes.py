@@ -41,7 +41,7 @@ ONE_LINE = f"run --model batchkit-demo --input reviews.csv {DRY}"
 class Mistake:
     """``commands``: a command each, the last of which is judged. ``says``: what it prints, stdout or stderr, in any
     order; ``…`` in it is for what varies. ``never``: what it must not print. ``files``: by name, written before;
-    ``gone``: removed before the last."""
+    ``gone``: removed before the last. ``is_slow``: it starts an engine."""
 
     commands: str
     says: tuple[str, ...]
@@ -49,6 +49,7 @@ class Mistake:
     files: Mapping[str, str] = field(default_factory=dict)
     never: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
+    is_slow: bool = False
 
 
 PROMPTS = [
@@ -258,6 +259,7 @@ KEYS = [
         Mistake(
             f"run job.toml --set engine.kind=transformers --set engine.model={model}",
             ("did you mean 'batchkit-demo'?",),
+            is_slow=True,
         )
         for model in ("batchkit-dmo", "batchkit_demo")
     ),
@@ -480,7 +482,7 @@ TABLES = {"prompts": PROMPTS, "runs": RUNS, "keys": KEYS, "page": PAGE}
 @pytest.mark.parametrize(
     "mistake",
     [
-        pytest.param(mistake, id=f"{table}-{number}")
+        pytest.param(mistake, id=f"{table}-{number}", marks=[pytest.mark.slow] * mistake.is_slow)
         for table, mistakes in TABLES.items()
         for number, mistake in enumerate(mistakes)
     ],

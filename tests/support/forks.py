@@ -134,6 +134,11 @@ def _start(has_vllm: bool) -> socket.socket:
     return ours
 
 
+def vllm_is_used() -> bool:
+    """Whether this process has asked for a fork that has imported vLLM."""
+    return True in _servers
+
+
 def _connected(has_vllm: bool) -> socket.socket:
     """To the fork server. A request is one message, so that several processes may send theirs over one socket."""
     if has_vllm not in _servers:
