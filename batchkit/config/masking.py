@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from batchkit.config.regular_file import exists
@@ -88,11 +89,18 @@ _known: set[str] = set()
 def is_secret(name: str, value: Any = 0) -> bool:
     """Whether a name is a secret's: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``; ``tokens``, if
     its ``value`` is no number."""
-    plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").replace(" ", "_").lower()
-    if _COUNT.search(plain) is not None:
+    is_count, is_named = _said_by(name)
+    if is_count:
         texts = value if isinstance(value, list | tuple) else [value]
         return any(isinstance(text, str) and not text.strip().isdecimal() for text in texts)
-    return _NAME.search(plain) is not None
+    return is_named
+
+
+@lru_cache(4096)  # a start asks for each key of a job and of the environment many times
+def _said_by(name: str) -> tuple[bool, bool]:
+    """Whether a name may be a count of tokens, and whether it is a secret's."""
+    plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").replace(" ", "_").lower()
+    return _COUNT.search(plain) is not None, _NAME.search(plain) is not None
 
 
 def without_user_info(url: str, mask: Mask = lambda _: MASK) -> str:
@@ -101,6 +109,7 @@ def without_user_info(url: str, mask: Mask = lambda _: MASK) -> str:
     return pattern.sub(lambda found: _without_user_info(found, mask), url)
 
 
+@lru_cache(4096)
 def home_of(key: str) -> str:
     """``key``; of a step or of a named engine the key of the table that it is like."""
     if found := _OF_ENGINE.fullmatch(key):

@@ -11,6 +11,7 @@ import platform
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -318,10 +319,13 @@ def _problem(error: ValidationError) -> str:
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """The versions of those that are installed."""
-    found = {}
-    for name in packages:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {name: _version_of(name) for name in packages}
+    return {name: known for name, known in found.items() if known is not None}
+
+
+@cache  # a server starts a run for each batch, and reading one takes a millisecond
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
