@@ -51,6 +51,8 @@ COMMANDS = (
     "batchkit.sources.lines",
     "numpy",
     "psutil",
+    "rouge_score.rouge_scorer",
+    "sacrebleu.metrics.bleu",
 )
 # What an engine of the tests imports beyond ``preload_engine``.
 MODELS = (
