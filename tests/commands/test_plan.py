@@ -210,17 +210,6 @@ def test_a_budget_ends_the_sample() -> None:
     assert not (RUN / "forecast.json").exists()
 
 
-def test_a_run_that_goes_on_has_the_rest_of_its_forecast() -> None:
-    prepare(100, engine=SLOW, run=EIGHT)
-    planned("--rows", "20")
-    part = run("--limit", "60")
-    assert "it took" not in part.stderr
-    ran = run()
-    assert f"forecast for the {100 - part.json['ok']} rows that are left: " in ran.stderr
-    assert "batchkit: it took " in ran.stderr
-    assert "600 completion tokens, forecast 600" in ran.stderr
-
-
 def test_a_row_of_several_steps_has_more_prompts_than_the_first() -> None:
     write_rows(40)
     steps = [
@@ -258,12 +247,16 @@ def test_an_interrupted_sample_keeps_what_was_answered(start: Any) -> None:
     assert verify() | {"lost": 0, "pending": 400 - len(done)} == verify()
 
 
-def test_gpu_hours_are_those_of_all_starts() -> None:
+def test_a_run_that_goes_on_has_the_rest_of_its_forecast_and_gpu_hours_are_of_all_starts() -> None:
     prepare(40, engine=SLOW, run=EIGHT)
     priced = ("--price-per-gpu-hour", "2")
     planned("--rows", "8", *priced)
-    run("--limit", "30")
-    run()
+    part = run("--limit", "30")
+    assert "it took" not in part.stderr
+    ran = run()
+    assert f"forecast for the {40 - part.json['ok']} rows that are left: " in ran.stderr
+    assert "batchkit: it took " in ran.stderr
+    assert "240 completion tokens, forecast 240" in ran.stderr
     held = sum(start["gpu_seconds"] for start in manifest()["starts"]) / 3600
     hours = planned(*priced)["gpu_hours"]
     assert hours == dict.fromkeys(("low", "expected", "high"), pytest.approx(held, abs=1e-6))
