@@ -193,7 +193,7 @@ def bench(
     Raises:
         JobError: the job itself is invalid, or its input has no rows.
     """
-    table, failed = SizeTable(job, say), set[int]()
+    table = SizeTable(job, say)
     if rounds < FEW_ROUNDS:
         say(f"with --rounds {rounds} a difference may be chance; give --rounds {FEW_ROUNDS}")
     with trials_of(job, rows) as trials:
@@ -203,7 +203,7 @@ def bench(
                 say(f"batch size {size:,} is never full: {why}")
         for _ in range(rounds):
             for size in batch_sizes:
-                if size not in failed and table.run(trials, size, seconds).figures is None:
-                    failed.add(size)
+                if all(trial.figures for trial in table.trials.get(size, [])):
+                    table.run(trials, size, seconds)
     table.signum = trials.signum
     return table
