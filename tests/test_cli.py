@@ -146,6 +146,7 @@ def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(
         (["validate", "job.toml", "--set", "input.path=no.jsonl"], "no.jsonl"),
         (["run", "job.toml", "--set", "prompt.user={% if %}"], "prompt.user: line 1"),
         (["run", "job.toml", "--set", "engine.options.speed=9"], "engine.options.speed"),
+        (["validate", "job.toml", "--set", "engine.options.speed=9"], "engine.options.speed"),
         (["status"], "no run under output/"),
         (["status", "job.toml"], "start one with `batchkit run job.toml`"),
         (["merge", "job.toml", "--into", "output/b"], "no run there"),

@@ -134,6 +134,8 @@ def test_scores_are_numbers_unless_a_row_gave_a_list() -> None:
     assert found["order"].to_pylist() == [[1, 0], None]
     assert json.loads(in_csv()[0]["score"]) == [0.5, 2]
     assert "→ document 1: 2, document 0: 0.5" in batchkit("show", str(RUN)).stdout
+    assert batchkit("report", str(RUN)).exit_code == 0
+    assert "document 1: 2, document 0: 0.5" in (RUN / "report.html").read_text()
 
 
 # Parsed answers

@@ -33,16 +33,16 @@ async def solve(row, generate):
 SAID = [f"dry-run: no model answered row {n}" for n in range(3)]
 
 
-def write_job(**tables: Any) -> None:
-    job = {"name": "a", "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}, **tables}
+def write_job(name: str = "a", **tables: Any) -> None:
+    job = {"name": name, "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}, **tables}
     Path("job.toml").write_text(tomlkit.dumps(job))
     Path("solve.py").write_text(SOLVE)
 
 
-def run(**tables: Any) -> Ended:
+def run(name: str = "a", **tables: Any) -> Ended:
     """The answer to row n ends in n; row 1 expects that."""
     write_rows([{"q": f"q{k}", "a": "1", "n": 1 if k else 15} for k in range(3)])
-    write_job(**tables)
+    write_job(name, **tables)
     return batchkit("run", "job.toml")
 
 
@@ -118,6 +118,15 @@ def test_scoring_again_reads_the_rows_answer_and_keeps_its_steps() -> None:
     scored = list(read_scored(RUN))
     assert [record["scores"] for record in scored] == [{"em": 0.0}, {"em": 1.0}, {"em": 0.0}]
     assert {record["index"]: record["steps"] for record in scored} == before
+
+
+def test_two_runs_are_compared_by_their_answers() -> None:
+    run(steps=STEPS, scoring=NUMBER)
+    run("b", prompt={"user": "{{ q }}"}, scoring=NUMBER)
+    found = batchkit("report", "output/a", "output/b", "--json").json
+    assert found["tables"]["a"]["overall"] == found["tables"]["b"]["overall"]
+    assert found["tables"]["a"]["overall"]["n"] == 3
+    assert "more differences" in found["warnings"][-1]
 
 
 @pytest.mark.parametrize(

@@ -116,15 +116,6 @@ def test_rows_are_shown_when_the_input_is_gone_or_came_from_a_program() -> None:
     assert "the rows came from Python" in batchkit("show").stderr
 
 
-def test_a_changed_row_is_not_shown_for_the_one_that_was_answered() -> None:
-    prepare(3)
-    run()
-    write_rows([{"key": f"k{n}", "q": "another question"} for n in range(3)])
-    found = batchkit("show", "-n", "1")
-    assert "another question" not in found.stdout
-    assert "is not the one that was answered" in found.stderr
-
-
 def test_watch_shows_the_state_until_the_run_has_ended() -> None:
     prepare(60, engine={"options": {"latency_s": 0.1, "max_num_seqs": 1}}, run={"max_in_flight": 1})
     with begin("run", "job.toml", cwd=Path.cwd()) as running:
