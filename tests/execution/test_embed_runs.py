@@ -230,22 +230,6 @@ def test_file_that_cannot_be_read_is_no_reason_to_set_records_aside() -> None:
     assert verify()["bad_vectors"] == 0
 
 
-def test_one_changed_byte_of_a_vector_is_found() -> None:
-    prepare(10, pooling={"dimensions": 64})
-    assert run().exit_code == 0
-    segment = segment_path(RUN, 0)
-    content = bytearray(segment.read_bytes())
-    values = content.index(stored()[4].tobytes())
-    content[values + 17] ^= 1
-    segment.write_bytes(content)
-    found = verify()
-    assert found["bad_vector_rows"] == [4]
-    assert "is damaged at that place" in found["vector_fault"]
-    batchkit("verify", "--repair", str(RUN))
-    assert run().json["skipped"] == 9
-    assert check() == list(range(10))
-
-
 def test_repair_keeps_the_older_answer_whose_vector_is_there() -> None:
     prepare(3)
     assert run().exit_code == 0
