@@ -1,4 +1,5 @@
-"""OpenAI batch files whose lines are for several endpoints, on real vLLM: which of them one model answers, and how."""
+"""OpenAI batch files whose lines are for several endpoints, on real vLLM: which of them one model answers, and how;
+and that vLLM's own run-batch answers the same."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.support.own_process import batchkit
 from tests.support.pooling_models import build_classifier, build_embedding_model
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.small_vllm import SMALL, TEXT_ONLY
-from tests.support.vllm_server import serving
+from tests.support.vllm_server import run_batch, serving
 
 pytestmark = pytest.mark.vllm
 
@@ -36,27 +37,46 @@ SCHEMA = {
 
 def run(
     folder: Path, name: str, lines: list[tuple[str, dict[str, Any]]], **job: Any
-) -> tuple[dict[int, Any], dict[int, str]]:
-    """The bodies of the exported answers, and the messages of the failed lines, by their numbers."""
-    write_jsonl(
-        folder / "batch.jsonl",
-        [
-            {"custom_id": f"c{n}", "method": "POST", "url": url, "body": body}
-            for n, (url, body) in enumerate(lines)
-        ],
-    )
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The bodies of the exported answers, and the errors of the failed lines, by their numbers."""
+    write_batch(folder, lines)
     tables = {"name": name, "input": {"path": "batch.jsonl"}, **job}
     (folder / "job.toml").write_text(tomlkit.dumps(tables))
     start = LightFork if job["engine"]["kind"] == "openai-server" else Fork
     done = batchkit("run", "job.toml", cwd=folder, start=start)
     records = list(read_newest(folder / "output" / name / RESULTS))
     assert len(records) == len(lines), done.stderr
-    failed = {r["index"]: r["error"]["message"] for r in records if r["error"]}
-    assert {r["error"]["kind"] for r in records if r["error"]} <= {"invalid_request"}
+    failed = {r["index"]: r["error"] for r in records if r["error"]}
     assert done.returncode == (3 if failed else 0), done.stderr
     assert batchkit("export", "job.toml", "--openai", cwd=folder).returncode == 0
-    answers = read_jsonl(folder / "output" / name / "results.openai.jsonl")
-    return {int(line["custom_id"][1:]): line["response"]["body"] for line in answers}, failed
+    return by_number(read_jsonl(folder / "output" / name / "results.openai.jsonl")), failed
+
+
+def write_batch(folder: Path, lines: list[tuple[str, dict[str, Any]]]) -> Path:
+    return write_jsonl(
+        folder / "batch.jsonl",
+        [
+            {"custom_id": f"c{n}", "method": "POST", "url": url, "body": body}
+            for n, (url, body) in enumerate(lines)
+        ],
+    )
+
+
+def by_number(answers: list[dict[str, Any]]) -> dict[int, Any]:
+    """The bodies of answers that are no error."""
+    return {
+        int(line["custom_id"][1:]): line["response"]["body"]
+        for line in answers
+        if not line.get("error")
+    }
+
+
+def through(url: str, model: Path) -> dict[str, Any]:
+    return {"kind": "openai-server", "model": str(model), "base_url": url}
+
+
+def here(model: Path, **options: Any) -> dict[str, Any]:
+    return {"kind": "vllm", "model": str(model), "options": {**TEXT_ONLY, **options}}
 
 
 # --- generating
@@ -105,10 +125,12 @@ def test_lines_for_chat_completions_and_responses_are_answered_in_one_run(
     Image.effect_noise((96, 64), 1).convert("RGB").save(tmp_path / "a.png")
     common = {"media": {"root": "."}, "sampling": {"max_tokens": 96}}
 
-    def check(bodies: dict[int, Any], failed: dict[int, str]) -> None:
+    def check(bodies: dict[int, Any], failed: dict[int, Any]) -> None:
         assert bodies.keys() == {*range(11)}
         for number, message in REFUSED.items():
-            assert failed.pop(number).startswith(message)
+            error = failed.pop(number)
+            assert error["kind"] == "invalid_request"
+            assert error["message"].startswith(message)
         assert not failed
         for n in ASKED_TWICE:
             chat, response = bodies[n], Response.model_validate(bodies[n + 1])
@@ -128,7 +150,7 @@ def test_lines_for_chat_completions_and_responses_are_answered_in_one_run(
     ours, failed = run(tmp_path, "here", LINES, engine=here, **common)
     check(ours, failed)
     with serving(demo_model, SMALL, tmp_path / "server.log") as url:
-        there = {"kind": "openai-server", "model": str(demo_model), "base_url": url}
+        there = through(url, demo_model)
         served, failed = run(tmp_path, "there", LINES, engine=there, **common)
         check(served, failed)
         body = {"model": str(demo_model), "temperature": 0, "store": False, **LINES[1][1]}
@@ -192,16 +214,104 @@ def test_a_line_that_the_model_can_not_answer_fails_alone(
 ) -> None:
     model = build(tmp_path / "model", text_model)
     convert = {"convert": "embed"} if build is embedding else {}
-    engine = {"kind": "vllm", "model": str(model), "options": {**TEXT_ONLY, **convert}}
-    bodies, failed = run(tmp_path, "a", POOLED, engine=engine, task=task)
+    bodies, failed = run(tmp_path, "a", POOLED, engine=here(model, **convert), task=task)
     assert tuple(bodies) == answered
     assert failed.keys() == {*range(6)} - {*answered}
+    assert {error["kind"] for error in failed.values()} == {"invalid_request"}
     for number, served in by_engine.items():
-        assert failed[number].startswith(f"url: /{POOLED[number][0].rsplit('/', 1)[1]} is for")
-        assert f'with task = "{task}", serves {served} only' in failed[number]
+        message = failed[number]["message"]
+        assert message.startswith(f"url: /{POOLED[number][0].rsplit('/', 1)[1]} is for")
+        assert f'with task = "{task}", serves {served} only' in message
     if task == "token_embed":
         document, query = (np.array(bodies[n]["data"][0]["data"]) for n in VECTORS)
         similar = (query @ document.T).max(axis=1).sum()  # as ColBERT compares
         assert bodies[3]["data"][0]["score"] == pytest.approx(similar, rel=1e-4)
         scores = {item["index"]: item["relevance_score"] for item in bodies[4]["results"]}
         assert scores[0] == pytest.approx(similar, rel=1e-4)
+
+
+# --- as run-batch
+
+SERVED = {**TEXT_ONLY, "runner": "pooling"}
+NEAR = {"rel": 1e-5, "abs": 1e-5}
+TOO_LONG = "word " * 600
+# The parts of an answer that are another's for each program.
+OWN = ("id", "created")
+THREE = [*PASSAGES, "some water"]
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    *(("/v1/embeddings", {"input": "about tea " * n}) for n in range(1, 20)),
+    ("/v1/embeddings", {"input": ["one text in a list"]}),
+    ("/v1/embeddings", {"messages": CHAT}),
+    ("/v1/embeddings", {"input": CHAT}),
+    ("/v1/embeddings", {"input": "fewer numbers", "dimensions": 16}),
+    ("/v1/embeddings", {"input": "as they are", "use_activation": False}),
+    ("/v1/embeddings", {"input": TOO_LONG}),
+    ("/v1/embeddings", {"input": ""}),
+    ("/v1/score", {"text_1": "tea", "text_2": THREE[0]}),
+    ("/v1/score", {"queries": "tea", "documents": THREE}),
+    ("/score", {"data_1": ["tea"], "data_2": THREE}),
+    ("/v1/rerank", {"query": "tea", "documents": THREE}),
+    ("/rerank", {"query": "hot tea", "documents": THREE, "top_n": 2}),
+    ("/v1/rerank", {"query": "tea", "documents": THREE[1]}),
+    ("/v1/rerank", {"query": "tea", "documents": ["fine", TOO_LONG], "max_tokens_per_doc": 9}),
+    ("/v1/score", {"text_1": TOO_LONG, "text_2": THREE, "max_tokens_per_query": 9}),
+    ("/v1/rerank", {"query": "tea", "documents": ["fine", TOO_LONG]}),
+]
+
+
+def assert_alike(ours: Any, theirs: Any, place: str) -> None:
+    """The same keys and values; what is null in theirs may be missing in ours."""
+    if isinstance(theirs, dict):
+        wanted = {key for key, value in theirs.items() if value is not None}
+        assert wanted - {*OWN, "completion_tokens"} <= ours.keys(), place
+        for key in ours.keys() & wanted - {*OWN}:
+            assert_alike(ours[key], theirs[key], f"{place}.{key}")
+    elif isinstance(theirs, list):
+        assert len(ours) == len(theirs), place
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_alike(one, other, f"{place}[{number}]")
+    elif isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, **NEAR), place
+    else:
+        assert ours == theirs, place
+
+
+@pytest.mark.release
+def test_a_batch_file_is_answered_as_run_batch_answers_it_by_a_server_and_by_the_engine(
+    text_model: Path, tmp_path: Path
+) -> None:
+    model = embedding(tmp_path / "model", text_model)
+    lines = [(url, {"model": str(model), **body}) for url, body in BODIES]
+    options = {**SERVED, "convert": "embed"}
+    theirs = by_number(run_batch(model, options, write_batch(tmp_path, lines)))
+    assert len(theirs) == len(lines) - 3
+
+    def answers_of(name: str, engine: dict[str, Any]) -> None:
+        for task in ("embed", "score"):  # the model does both
+            ours, failed = run(tmp_path, f"{name}-{task}", lines, task=task, engine=engine)
+            kinds = [error["kind"] for error in failed.values()]
+            assert kinds == ["prompt_too_long", "invalid_request", "prompt_too_long"]
+            assert_alike(ours, theirs, "")
+
+    with serving(model, options, tmp_path / "server.log") as url:
+        answers_of("served", through(url, model))
+    answers_of("here", here(model, convert="embed"))
+
+
+def test_a_cross_encoder_reads_what_a_line_says_to_its_template(
+    text_model: Path, tmp_path: Path
+) -> None:
+    model = cross_encoder(tmp_path / "cross-encoder", text_model)
+    template = tmp_path / "template.jinja"
+    sides = "{{ messages[0]['content'] }} / {{ messages[1]['content'] }}"
+    template.write_text("{{ instruction | default('compare') }}: " + sides)
+    found = ({}, {"instruction": "find"}, {"chat_template_kwargs": {"instruction": "find"}})
+    lines = [("/v1/rerank", {"query": "tea", "documents": THREE, **more}) for more in found]
+    options = {"chat_template": str(template)}
+    theirs = by_number(run_batch(model, {**SERVED, **options}, write_batch(tmp_path, lines)))
+    ours, failed = run(tmp_path, "a", lines, task="score", engine=here(model, **options))
+    assert not failed
+    assert_alike(ours, theirs, "")
+    plain, *asked = ([r["relevance_score"] for r in ours[n]["results"]] for n in range(3))
+    assert asked[0] == asked[1]
+    assert plain != pytest.approx(asked[0], abs=1e-3)

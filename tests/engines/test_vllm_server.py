@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import tomlkit
@@ -19,9 +20,10 @@ from PIL import Image
 from tests.support import clips
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
+from tests.support.pooling_models import build_classifier
 from tests.support.rows import write_jsonl
-from tests.support.small_vllm import SMALL
-from tests.support.vllm_reference import counts
+from tests.support.small_vllm import SMALL, TEXT_ONLY
+from tests.support.vllm_reference import counts, pooled
 from tests.support.vllm_server import flags, serving
 
 pytestmark = pytest.mark.vllm
@@ -144,3 +146,37 @@ def test_videos_are_sent_as_their_files_and_seen_as_vllm_sees_their_frames(
 
     assert found["served"] == found["here"]
     assert len({text for text, _ in found["here"]}) > 4
+
+
+def test_a_server_classifies_as_vllm_does_and_a_bad_row_fails_alone(
+    text_model: Path, tmp_path: Path
+) -> None:
+    model = build_classifier(tmp_path / "classifier", text_model)
+    texts = [f"question {n} " + "about tea " * (n * 7 % 23) for n in range(12)]
+    write_jsonl(tmp_path / "rows.jsonl", [{"q": text} for text in [*texts, "", "word " * 600]])
+    job: dict[str, Any] = {
+        "name": "a",
+        "task": "classify",
+        "input": {"path": "rows.jsonl"},
+        "prompt": {"user": "{{ q }}"},
+    }
+    options = {**TEXT_ONLY, "runner": "pooling"}
+    with serving(model, options, tmp_path / "server.log") as url:
+        job["engine"] = {"kind": "openai-server", "model": str(model), "base_url": url}
+        (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
+        done = batchkit("run", "job.toml", cwd=tmp_path)
+        other = batchkit("run", "job.toml", "--set", "name=b", "--set", "task=embed", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    records = _records(tmp_path / "output/a")
+    (expected,) = pooled(TEXT_ONLY | {"model": str(model)}, [
+        {"method": "classify", "texts": texts, "params": {}}
+    ])  # fmt: skip
+    for record, probabilities in zip(records, expected, strict=False):
+        assert record["probabilities"] == pytest.approx(probabilities, rel=1e-5, abs=1e-5)
+        assert record["label"] == ("bad", "fair", "good")[int(np.argmax(probabilities))]
+    assert len({record["label"] for record in records[:12]}) > 1
+    kinds = [record["error"]["kind"] for record in records[12:]]
+    assert kinds == ["invalid_request", "prompt_too_long"]
+    assert other.returncode == 1
+    assert "/v1/embeddings" in other.stderr
+    assert "its model does not fit the task" in other.stderr
