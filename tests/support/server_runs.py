@@ -38,12 +38,14 @@ def answering(bodies: list[Any]) -> Callable[[str, dict[str, Any]], None]:
     return before
 
 
-def write_job(server: ChatServer, rows: int | list[dict[str, Any]], **tables: Any) -> None:
-    """A number of rows have a prompt, too: "row " and the number of the row."""
+def write_job(server: ChatServer | str, rows: int | list[dict[str, Any]], **tables: Any) -> None:
+    """``server``, or the command that starts it. A number of rows have a prompt, too: "row " and the
+    number of the row."""
+    where = {"server": {"command": server}} if isinstance(server, str) else {"base_url": server.url}
     job: dict[str, Any] = {
         "name": "a",
         "input": {"path": "rows.jsonl"},
-        "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
+        "engine": {"kind": "openai-server", "model": MODEL, **where},
     }
     if isinstance(rows, int):
         job["prompt"] = {"user": "row {{ n }}"}
