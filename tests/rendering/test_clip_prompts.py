@@ -108,6 +108,7 @@ def test_clips_are_where_the_prompt_says(case: str, root: Path) -> None:
         ({"type": "video", "video": "3.mkv"}, 3),
         ({"type": "audio_url", "audio_url": {"url": "a.wav"}}, Audio),
         ({"type": "audio", "audio": {"bytes": WAV, "path": None}}, Audio),
+        ({"type": "video", "video": {"bytes": None, "path": "2.mkv"}}, 2),
         (
             {
                 "type": "input_audio",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batchkit.config.loading import make_job
 from batchkit.errors import InputError
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.rendering.ordering import LOOK_AHEAD_BYTES, well_ordered
+from batchkit.rendering.ordering import LOOK_AHEAD_BYTES, size_of, well_ordered
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Row, RowHint
 from tests.support.rows import write_jsonl
@@ -95,6 +95,12 @@ def test_large_rows_are_not_all_held(value: Any) -> None:
     for n in range(90):
         assert next(found)[0].index == n
         assert read <= n + 5
+
+
+def test_a_list_that_contains_itself_is_large() -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    assert size_of([circle], 1000) > 1000
 
 
 def test_what_was_read_before_an_error_comes_before_it() -> None:
