@@ -207,11 +207,7 @@ class PromptRenderer:
         if own == "messages":
             return media_sources(row.fields["messages"], *kinds)
         if own == "body":
-            body = self._line(row.fields)["body"]
-            is_generated = self._job.task == "generate"
-            return media_sources(
-                messages_of(body)[0] if is_generated else contents_of(body), *kinds
-            )
+            return media_sources(contents_of(self._line(row.fields)["body"]), *kinds)
         return [found for template in templates for found in sources_of(template, row.fields)]
 
     def hint(self, row: Row) -> RowHint:

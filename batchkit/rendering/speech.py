@@ -75,7 +75,7 @@ class SpeechRenderer:
         )
         self._load, self._speech = load or load_media, job.speech
         self._texts = {
-            name: RowTemplate.of(job, f"speech.{name}", text)
+            name: RowTemplate(job, f"speech.{name}", text)
             for name in ("language", "prompt")
             if (text := getattr(job.speech, name)) is not None
         }

@@ -59,7 +59,7 @@ class StepsRenderer:
                 )
         self._first = self._by_name[job.steps[0].name]
         self._when = {
-            step.name: RowTemplate.of(job, f"steps.{step.name}.when", step.when)
+            step.name: RowTemplate(job, f"steps.{step.name}.when", step.when)
             for step in job.steps
             if step.when is not None
         }

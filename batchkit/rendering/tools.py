@@ -38,7 +38,7 @@ class JobTools:
         self.template: RowTemplate | None = None
         """Gives a row's own definitions; None if all rows have the same, or none."""
         if is_template(tools):
-            self.template = RowTemplate.of(job, "prompt.tools", tools, keeps_type=True)
+            self.template = RowTemplate(job, "prompt.tools", tools, keeps_type=True)
         elif tools is not None:
             tools = tools_in(tools) if isinstance(tools, str) else tools
             choice = _chosen(self._choice, tools, JobError, "prompt.tool_choice")

@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from batchkit.config.loading import make_job
+from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineError, JobError, RenderTimeoutError, RowError, TemplateError
 from batchkit.rendering.templates import RowTemplate
 from tests.support.own_process import batchkit
@@ -62,12 +63,17 @@ HARMLESS = [
 ]
 
 
+def job(timeout_s: float = 60.0) -> JobConfig:
+    tables = {"engine": {"kind": "dry-run"}, "run": {"row_timeout_s": timeout_s}}
+    return make_job(tables, "test")
+
+
 def template(source: str, timeout_s: float = 60.0) -> RowTemplate:
-    return RowTemplate("prompt.user", source, timeout_s=timeout_s)
+    return RowTemplate(job(timeout_s), "prompt.user", source)
 
 
 def images(source: str) -> RowTemplate:
-    return RowTemplate("prompt.images.0", source, timeout_s=60, keeps_type=True)
+    return RowTemplate(job(), "prompt.images.0", source, keeps_type=True)
 
 
 @pytest.mark.parametrize("source", ENDLESS)
@@ -161,7 +167,7 @@ def test_an_error_is_the_same_from_a_process(
 def test_a_field_called_self_is_refused(keeps_type: bool) -> None:
     """Jinja would fill in an object of its own, in every row."""
     with pytest.raises(JobError, match=r"prompt\.user: .*self is a name of Jinja's own"):
-        RowTemplate("prompt.user", "{{ self }}", timeout_s=1, keeps_type=keeps_type)
+        RowTemplate(job(), "prompt.user", "{{ self }}", keeps_type=keeps_type)
 
 
 def test_an_image_expression_from_a_process_keeps_its_type() -> None:
@@ -170,9 +176,8 @@ def test_an_image_expression_from_a_process_keeps_its_type() -> None:
 
 
 def test_a_path_template_without_an_end_is_ended() -> None:
-    job = make_job({"engine": {"kind": "dry-run"}, "run": {"row_timeout_s": 1}}, "test")
     with pytest.raises(RenderTimeoutError, match=r"scoring\.table"):
-        RowTemplate.of(job, "scoring.table", "{{ lipsum(n=10**8) }}").text({})
+        RowTemplate(job(0.2), "scoring.table", "{{ lipsum(n=10**8) }}").text({})
 
 
 @pytest.mark.parametrize("source", ["(" * 5000 + "1" + ")" * 5000, "9" * 5000])
@@ -204,10 +209,12 @@ def test_the_process_of_a_thread_ends_with_it() -> None:
 
 def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
     program = (
+        "from batchkit import JobConfig\n"
         "from batchkit.rendering.templates import RowTemplate\n"
-        "RowTemplate('k', '{{ lipsum() }}', timeout_s=60).text({})\n"
+        "job = JobConfig(engine={'kind': 'dry-run'})\n"
+        "RowTemplate(job, 'k', '{{ lipsum() }}').text({})\n"
         "print('up', flush=True)\n"
-        "RowTemplate('k', '{{ 9**(9**9) }}', timeout_s=600).text({})\n"
+        "RowTemplate(job, 'k', '{{ 9**(9**9) }}').text({})\n"
     )
     run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert run.stdout.readline() == "up\n"

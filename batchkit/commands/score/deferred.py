@@ -58,9 +58,9 @@ def _charts(
     from batchkit.scoring.chart import Chart, score_charts
     from batchkit.scoring.chart.sandbox import SandboxError
 
-    kind = RowTemplate.of(job, "scoring.chart_type", job.scoring.chart_type)
+    kind = RowTemplate(job, "scoring.chart_type", job.scoring.chart_type)
     table = job.scoring.table
-    where = None if table is None else RowTemplate.of(job, "scoring.table", table)
+    where = None if table is None else RowTemplate(job, "scoring.table", table)
     charts: dict[int, Chart] = {}
     for answered in answers:
         try:

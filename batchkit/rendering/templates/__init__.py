@@ -13,7 +13,6 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 from jinja2 import StrictUndefined, UndefinedError
@@ -43,25 +42,18 @@ _CANT_BE_COMPILED = (JinjaError, RecursionError, MemoryError, SyntaxError, Value
 
 
 class RowTemplate:
-    """One template, whose text is ``source``; ``key`` is its name in errors. Several threads may share it.
+    """A template of ``job``, whose text is ``source``; ``key`` is its name in errors. Several threads may share it.
 
     ``keeps_type``: a lone ``{{ expression }}`` gives its value unchanged, for example bytes or a
-    list. ``timeout_s`` is ``run.row_timeout_s``. ``defaults``: ``[vars]``, for names that a row lacks.
+    list.
 
     Raises:
         JobError: it is not a valid template.
     """
 
-    def __init__(
-        self,
-        key: str,
-        source: str,
-        *,
-        timeout_s: float,
-        keeps_type: bool = False,
-        defaults: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        self.key, self.source, self._timeout_s, self._defaults = key, source, timeout_s, defaults
+    def __init__(self, job: JobConfig, key: str, source: str, *, keeps_type: bool = False) -> None:
+        self.key, self.source = key, source
+        self._timeout_s, self._defaults = job.run.row_timeout_s, job.vars
         lone = _LONE_EXPRESSION.match(source) if keeps_type else None
         self._expression = None if lone is None else lone["expression"]
         try:
@@ -77,12 +69,6 @@ class RowTemplate:
             place = shown if lone is not None else f"line {getattr(error, 'lineno', 1)}"
             reason = reason_of(error)
             raise JobError(f"{key}: {place}: {reason}{_how_to_write(reason)}") from error
-
-    @classmethod
-    def of(cls, job: JobConfig, key: str, source: str, *, keeps_type: bool = False) -> RowTemplate:
-        """A template of ``job``."""
-        timeout_s, defaults = job.run.row_timeout_s, job.vars
-        return cls(key, source, timeout_s=timeout_s, keeps_type=keeps_type, defaults=defaults)
 
     def text(self, names: Mapping[str, Any]) -> str:
         """The template filled in with ``names``.

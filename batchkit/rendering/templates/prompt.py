@@ -39,7 +39,7 @@ class FileTemplates:
         }
         """Of each kind that the prompt has."""
         self.texts = {
-            name: RowTemplate.of(job, f"prompt.texts.{name}", source)
+            name: RowTemplate(job, f"prompt.texts.{name}", source)
             for name, source in job.prompt.texts.items()
         }
         self.media = [*self.images, *chain.from_iterable(self.clips.values())]
@@ -47,7 +47,7 @@ class FileTemplates:
 
     def _images(self, key: str, sources: Iterable[str]) -> list[RowTemplate]:
         return [
-            RowTemplate.of(self._job, f"{key}.{n}", source, keeps_type=True)
+            RowTemplate(self._job, f"{key}.{n}", source, keeps_type=True)
             for n, source in enumerate(sources)
         ]
 
@@ -123,7 +123,7 @@ class PromptTemplates:
         return source and self._template(f"pair.{name}", source, keeps_type=keeps_type)
 
     def _template(self, key: str, text: str, *, keeps_type: bool = False) -> RowTemplate:
-        return RowTemplate.of(self._job, key, text, keeps_type=keeps_type)
+        return RowTemplate(self._job, key, text, keeps_type=keeps_type)
 
 
 def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
