@@ -130,11 +130,8 @@ def count_rows(table: InputTable, files: Mapping[str, str] | None = None) -> int
     return total * len(variants(table.cross))
 
 
-def has_ids(table: InputTable, files: Iterable[str] | None = None) -> bool:
+def has_ids(table: InputTable, files: Iterable[str]) -> bool:
     """True if the rows have ids of their own, which do not depend on their position."""
-    if table.id is not None:
-        return True
-    files = input_files(table) if files is None else files
     return any(_id_key(path, table) is not None for path in files)
 
 
