@@ -180,12 +180,6 @@ def test_a_path_template_without_an_end_is_ended() -> None:
         RowTemplate(job(0.2), "scoring.table", "{{ lipsum(n=10**8) }}").text({})
 
 
-@pytest.mark.parametrize("source", ["(" * 5000 + "1" + ")" * 5000, "9" * 5000])
-def test_a_template_that_python_cannot_compile_is_the_jobs_mistake(source: str) -> None:
-    with pytest.raises(JobError, match=r"prompt\.user: line 1: "):
-        template("{{ " + source + " }}")
-
-
 def test_validate_and_dry_run_end_an_endless_row(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"n": 10**10}, {"n": 1}])
     (tmp_path / "job.toml").write_text(
