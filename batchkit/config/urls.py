@@ -13,7 +13,9 @@ _ELSEWHERE = ("file", "local", "http", "https")  # folders, and hosts in media.a
 _IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # what the extra `remote` installs
 
 _QUERY = re.compile(r"\?\S*=\S*")  # some libraries quote a URL without its host
-_MASKED = re.compile(r"([a-z][a-z0-9+.-]*)://?[^/]*" + re.escape(MASK) + "@", re.IGNORECASE)
+_MASKED = re.compile(
+    r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?[^/]*" + re.escape(MASK) + "@", re.IGNORECASE
+)
 
 
 def is_remote(path: str) -> bool:

@@ -14,6 +14,7 @@ from batchkit.errors import JobError
 
 DEEP = 5_000
 HUGE = "9" * 5_000
+LONG = f"s3://{'a' * 800_000}"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,14 @@ def test_option_without_a_value_is_the_same_as_none_given() -> None:
     engine = {"kind": "dry-run", "options": {"latency_s": None}}
     given = JobConfig(engine=engine, sampling={"seed": None}, input={"limit": None})
     assert JobConfig.model_validate(given.model_dump()) == given
+
+
+@pytest.mark.parametrize(
+    "table", [{"media": {"root": LONG}}, {"input": {"path": LONG}}], ids="".join
+)
+@pytest.mark.timeout(20)
+def test_long_text_in_place_of_a_path_is_looked_at_in_linear_time(table: dict[str, Any]) -> None:
+    assert make_job({"engine": {"kind": "dry-run"}, **table}, "job.toml")
 
 
 TOO_MUCH = {  # a job file, and what its one message names
