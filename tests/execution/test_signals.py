@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from batchkit.storage.checkpoint import read_checkpoint
 from tests.support import own_process
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
@@ -51,12 +52,13 @@ def test_second_process_is_refused_and_the_holder_of_the_run_is_named(start: Any
     assert status()["held_by"] is None
 
 
-def test_status_of_a_run_at_work_counts_the_whole_job(start: Any) -> None:
+def test_a_run_at_work_has_a_checkpoint_and_its_status_counts_the_whole_job(start: Any) -> None:
     """Its last start was limited, this one is not."""
-    prepare(24, engine={"options": {"latency_s": 0.5}}, run={"max_in_flight": 4})
+    often = {"max_in_flight": 4, "checkpoint_interval_s": 0.1}
+    prepare(24, engine={"options": {"latency_s": 0.5}}, run=often)
     run("--limit", "4")
     start("run", "job.toml")
-    until(lambda: n_records() >= 8)
+    until(lambda: (known := read_checkpoint(RUN)) is not None and 8 <= known.totals.ok < 24)
     found = status()
     assert found["held_by"] is not None
     assert found["total"] == 24
