@@ -167,7 +167,7 @@ def _only(line: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {key: line.get(key) for key in keys}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "transcripts"])
+@pytest.mark.parametrize("kind", ["records", "vectors", "steps", "rollout"])
 @pytest.mark.timeout(280)
 def test_kills_lose_nothing_and_repeat_nothing(kind: str, tmp_path: Path) -> None:
     n_rows = 3_000 if kind in CALLS else 9_000
@@ -187,9 +187,7 @@ def test_kills_lose_nothing_and_repeat_nothing(kind: str, tmp_path: Path) -> Non
     print(f"{N_KILLS} kills; done after each: {done}")
 
 
-@pytest.mark.parametrize(
-    ("kind", "n_rows"), [("records", 300), ("values", 300), ("steps", 96), ("vectors", 600)]
-)
+@pytest.mark.parametrize(("kind", "n_rows"), [("values", 300), ("steps", 96), ("vectors", 600)])
 def test_kills_on_vllm_change_no_answer(
     kind: str, n_rows: int, tmp_path: Path, text_model: Path, demo_model: Path
 ) -> None:
