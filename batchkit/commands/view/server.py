@@ -46,10 +46,11 @@ from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from batchkit.commands.view.page import ASSETS, html
 from batchkit.config.masking import masked_text
@@ -144,20 +145,14 @@ def _guarded(app: ASGIApp, host: str | None) -> ASGIApp:
     """``app`` with the headers that protect its pages, only for requests to this server by a name
     that is its own: a web page elsewhere could point its own name to this address."""
 
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                own = [(name.encode(), text.encode()) for name, text in _HEADERS.items()]
-                message["headers"] = [*message["headers"], *own]
-            await send(message)
+    async def guarded(request: Request, answered: RequestResponseEndpoint) -> Response:
+        named = request.headers.get("host", "")
+        refusal = "" if host is None else refusal_of(named, host)
+        response = JSONResponse({"error": refusal}, 403) if refusal else await answered(request)
+        response.headers.update(_HEADERS)
+        return response
 
-        named = Request(scope).headers.get("host", "")
-        if host is not None and (refusal := refusal_of(named, host)):
-            await JSONResponse({"error": refusal}, 403)(scope, receive, send_guarded)
-            return
-        await app(scope, receive, send_guarded)
-
-    return guarded
+    return BaseHTTPMiddleware(app, guarded)
 
 
 def refusal_of(named: str, host: str) -> str:
