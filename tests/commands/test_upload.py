@@ -161,6 +161,12 @@ def test_a_server_that_stays_down_is_given_up(store: str, status: int) -> None:
     assert pauses[-1] > pauses[0]
 
 
+def test_a_name_that_no_host_can_have_is_one_message() -> None:
+    Path("a").write_bytes(b"a")
+    with pytest.raises(UploadError, match=r"a: not sent to https://.*/a: Invalid IDNA hostname"):
+        [*send([Path("a")], "https://u\u0308\u0301-.example/a", lambda _: None)]
+
+
 REFUSED = [
     ((403, b"<Error>\n" + b"x" * 500, {}), "answered 403 Forbidden: <Error> " + "x" * 192 + "\n"),
     (

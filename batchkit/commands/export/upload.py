@@ -176,8 +176,11 @@ def _put(file: Path, url: str) -> _Answer:
     import httpx
 
     headers = {"User-Agent": "batchkit", "Accept-Encoding": "identity"}
-    if {"sv", "sig"} <= {*httpx.URL(url).params}:
-        headers |= _AZURE
+    try:
+        if {"sv", "sig"} <= {*httpx.URL(url).params}:
+            headers |= _AZURE
+    except httpx.InvalidURL as error:
+        raise UploadError(f"{file}: not sent to {shown(url)}: {masked_text(str(error))}") from error
     timeout = httpx.Timeout(_CONNECT_S, read=_ANSWER_S)
     how: dict[str, Any] = {
         "headers": headers,
@@ -187,8 +190,6 @@ def _put(file: Path, url: str) -> _Answer:
     try:
         with file.open("rb") as content:
             return _read(httpx.put(url, content=content, **how))
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
-        raise UploadError(f"{file}: not sent to {shown(url)}: {masked_text(str(error))}") from error
     except (ValueError, ImportError) as error:
         raise UploadError(
             f"{file}: not sent: the proxy that the environment names can't be used: {masked_text(str(error))}"
