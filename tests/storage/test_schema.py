@@ -209,6 +209,14 @@ def test_deeply_nested_value_does_not_stop_the_run(tmp_path: Path) -> None:
     assert indexes(tmp_path) == [0, 1]
 
 
+@pytest.mark.parametrize("text", ["a\ud800b", "\0", "\u2028\n", "é🙂", ""])
+def test_any_text_is_one_line(text: str) -> None:
+    made, kept = structs.replace(record(1, text), id=text), text.replace("\ud800", "?")
+    assert line_of(made).raw.count(b"\n") == 1
+    found = read_back(made)
+    assert (found["text"], found["id"]) == (kept, kept)
+
+
 WHOLE = orjson.loads(line_of(record(3)).raw)
 FAULTS = {
     "status": "XX",

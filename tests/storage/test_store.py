@@ -297,6 +297,7 @@ LINES: dict[str, Callable[[int], RecordLine | GenerationLine]] = {
     "records": lambda index: line_of(record(index, "x" * 50)),
     "generations": lambda index: generation(index, "x" * 50),
     "vectors": with_vector,
+    "long vectors": lambda index: with_vector(index, 400),
 }
 
 
@@ -309,6 +310,7 @@ LINES: dict[str, Callable[[int], RecordLine | GenerationLine]] = {
         ("vectors", RESULTS, 4000),
         ("vectors", RESULTS, 6001),
         ("vectors", RESULTS, 20_000),
+        ("long vectors", RESULTS, 20_001),
     ],
 )
 def test_full_disk_leaves_whole_lines_and_the_ledger_outlives_it(
@@ -343,8 +345,9 @@ def test_full_disk_leaves_whole_lines_and_the_ledger_outlives_it(
     assert (again.steps.spent.generations or again.totals.ok) == 1000
     again.close()
     vectors = Vectors(tmp_path)
-    for one in read_newest(tmp_path / RESULTS) if what == "vectors" else ():
-        assert vectors.of(one).tolist() == vector(one["index"]).tolist()
+    for one in read_newest(tmp_path / RESULTS) if "vectors" in what else ():
+        found_vector = vectors.of(one)
+        assert found_vector.tolist() == vector(one["index"], len(found_vector)).tolist()
 
 
 def test_checkpoint_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
