@@ -132,20 +132,6 @@ def test_counts_are_those_of_the_shard() -> None:
     assert status(shard(0, 3))["total"] == len(mine), "counted anew"
 
 
-@pytest.mark.parametrize("with_ids", [False, True])
-def test_shard_carries_on_where_it_stopped(with_ids: bool) -> None:
-    prepare(100, input={"id": "key"} if with_ids else {})
-    run("--shard", "1/2")
-    log = shard(1, 2) / "results.jsonl"
-    whole = settled(log)
-    lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(b"".join(lines[:5]) + lines[5][:40])
-    (shard(1, 2) / "checkpoint.json").unlink()  # a killed run has none that is ahead of its log
-    found = run("--shard", "1/2")
-    assert (found.exit_code, found.json["skipped"], found.json["total"]) == (0, 5, len(whole))
-    assert settled(log) == whole
-
-
 def test_retry_failed_stays_within_the_shard() -> None:
     write_rows([{"q": "x"} if n % 4 else {"other": "x"} for n in range(80)])
     write_job(prompt={"user": "{{ q }}"})
