@@ -199,49 +199,40 @@ def test_matrix_is_whole_or_refused(tmp_path: Path) -> None:
         Vectors(tmp_path).of({**records[1], "embedding": {**places[1], "row": 3}})
 
 
-def test_missing_segment_is_named(tmp_path: Path) -> None:
-    written(tmp_path, 0)
-    shutil.rmtree(tmp_path / "vectors")
-    (missing,) = read_newest(tmp_path / RESULTS)
+def swap(run: Path, *rows: int, dimensions: int = 4) -> None:
+    written(run / "other", *rows, dimensions=dimensions)
+    shutil.copy(segment_path(run / "other", 0), segment_path(run, 0))
+
+
+def put(run: Path, content: bytes) -> None:
+    segment_path(run, 0).write_bytes(content)
+
+
+SCHEMA = pa.schema([("a", pa.int64())]).serialize().to_pybytes()
+UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (lambda run: shutil.rmtree(run / "vectors"), "is missing"),
+    "another run's": (lambda run: swap(run, 1, 0), "has the vector of row 1, with 4 dimensions, at that place"),
+    "longer": (lambda run: swap(run, 0, 1, dimensions=8), "has the vector of row 0, with 8 dimensions, at that place"),
+    "empty": (lambda run: put(run, b""), "has 0 whole vectors"),
+    "noise": (lambda run: put(run, b"PK\x03\x04 not Arrow"), "has 0 whole vectors"),
+    "NULs": (lambda run: put(run, bytes(4096)), "has 0 whole vectors"),
+    "another schema": (lambda run: put(run, SCHEMA), "has 0 whole vectors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "fault"), UNUSABLE.values(), ids=UNUSABLE)
+def test_segment_without_the_vector_is_named(
+    spoil: Callable[[Path], object], fault: str, tmp_path: Path
+) -> None:
+    written(tmp_path, 0, 1)
+    spoil(tmp_path)
     with pytest.raises(StoreError) as raised:
-        Vectors(tmp_path).of(missing)
+        Vectors(tmp_path).of(next(read_newest(tmp_path / RESULTS)))
     assert str(raised.value) == (
-        f"{segment_path(tmp_path, 0)}: is missing; the record of row 0 names vector 0 of this file, with 4"
+        f"{segment_path(tmp_path, 0)}: {fault}; the record of row 0 names vector 0 of this file, with 4"
         " dimensions. A start runs the rows again whose vector is gone; put a copy of the file back before, if"
         " there is one"
     )
-
-
-def test_segment_of_another_run_is_refused(tmp_path: Path) -> None:
-    """Also one that has a vector at that place."""
-    written(tmp_path, 0, 1)
-    written(tmp_path / "other", 1, 0)
-    written(tmp_path / "longer", 0, 1, dimensions=8)
-    found = list(read_newest(tmp_path / RESULTS))
-    for other, named in (("other", "row 1, with 4"), ("longer", "row 0, with 8")):
-        shutil.copy(segment_path(tmp_path / other, 0), segment_path(tmp_path, 0))
-        with pytest.raises(
-            StoreError, match=f"has the vector of {named} dimensions, at that place"
-        ):
-            Vectors(tmp_path).of(found[0])
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"PK\x03\x04 not Arrow",
-        bytes(4096),
-        pa.schema([("a", pa.int64())]).serialize().to_pybytes(),
-    ],
-    ids=["empty", "noise", "NULs", "another schema"],
-)
-def test_foreign_file_in_place_of_a_segment_has_no_vectors(tmp_path: Path, content: bytes) -> None:
-    written(tmp_path, 0)
-    segment_path(tmp_path, 0).write_bytes(content)
-    (found,) = read_newest(tmp_path / RESULTS)
-    with pytest.raises(StoreError, match=r"000000\.arrow: has 0 whole vectors"):
-        Vectors(tmp_path).of(found)
 
 
 def test_reader_finds_vectors_that_are_written_after_it_began(tmp_path: Path) -> None:
