@@ -6,12 +6,15 @@ import json
 import os
 import random
 import shutil
+from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomlkit
+from safetensors.numpy import load_file, save_file
 
 from batchkit.config.loading import make_job
 from batchkit.engines.registry import open_preflight
@@ -172,12 +175,22 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: (at / WEIGHTS).write_bytes(b"x" * 99),
         "is damaged: Error while deserializing header: header too large",
     ),
-    "another model's": (lambda at: _of_other_model(at, hidden_size=32), "for another base model"),
+    "another model's": (
+        lambda at: _of_other_model(at, lambda name, of: {name: of[..., :32].copy()}),
+        "for another base model",
+    ),
     "a narrow model's": (
-        lambda at: _of_other_model(at, head_dim=16),
+        lambda at: _of_other_model(
+            at, lambda name, of: {name: of[:16] if "k_proj" in name else of}
+        ),
         "k_proj.lora_B.weight has a side of 16, and the model's weights have 32",
     ),
-    "a larger model's": (lambda at: _of_other_model(at, num_hidden_layers=3), "has 2 layers"),
+    "a larger model's": (
+        lambda at: _of_other_model(
+            at, lambda name, of: {name: of, name.replace("layers.1.", "layers.2."): of}
+        ),
+        "has 2 layers",
+    ),
 }
 
 
@@ -297,9 +310,13 @@ def _change(folder: Path, **keys: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
 
 
-def _of_other_model(folder: Path, **keys: Any) -> None:
+def _of_other_model(
+    folder: Path, weights_of: Callable[[str, np.ndarray], dict[str, np.ndarray]]
+) -> None:
+    """Of one that has these weights in place of each of ours."""
     model = folder / "other"
-    shutil.copytree(folder / "model", model, symlinks=False)
-    path = model / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+    model.mkdir()
+    weights = load_file(folder / "model" / "model.safetensors")
+    others = [weights_of(name, one) for name, one in weights.items() if "self_attn" in name]
+    save_file(dict(ChainMap(*others)), model / "model.safetensors")
     write_adapter(folder, model)
