@@ -216,16 +216,8 @@ def test_a_row_of_several_steps_has_more_prompts_than_the_first() -> None:
         {"name": "draft", "prompt": {"user": "{{ q }}"}},
         {"name": "short", "prompt": {"user": "Shorten: {{ steps.draft.text }}"}},
     ]
-    Path("job.toml").write_text(
-        tomlkit.dumps(
-            {
-                "name": "a",
-                "input": {"path": "in.jsonl"},
-                "engine": {"kind": "dry-run"},
-                "steps": steps,
-            }
-        )
-    )
+    job = {"name": "a", "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}}
+    Path("job.toml").write_text(tomlkit.dumps(job | {"steps": steps}))
     found = planned("--rows", "8")
     assert not found["prompts"]["exact"]
     assert run().exit_code == 0
@@ -324,10 +316,8 @@ def test_recordings_are_judged_by_their_seconds() -> None:
     for n, seconds in enumerate(lengths):
         write_wav(Path(f"{n}.wav"), make_recording(Random(n), seconds).samples)
     write_rows([{"file": f"{n}.wav"} for n in range(len(lengths))])
-    job = {"task": "transcribe", "input": {"path": "in.jsonl"}, "name": "a"}
-    job |= {"prompt": {"audios": ["{{ file }}"]}, "speech": {"part_seconds": 8}}
-    job |= {"engine": {"kind": "dry-run"}, "run": {"price_per_million_tokens": [0.0, 1e6]}}
-    Path("job.toml").write_text(tomlkit.dumps(job))
+    tables = {"prompt": {"user": "", "audios": ["{{ file }}"]}, "speech": {"part_seconds": 8}}
+    write_job(task="transcribe", **tables, run={"price_per_million_tokens": [0.0, 1e6]})
     found = planned("--rows", "6")
     assert found["prompts"]["unit"] == "seconds"
 

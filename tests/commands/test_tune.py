@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 
 from batchkit.commands.trial import Trial
 from batchkit.commands.trial.measurement import Figures, Idle
@@ -25,6 +26,7 @@ from tests.support.dry_runs import TRIED
 from tests.support.forks import Fork
 from tests.support.ray_head import RayHead
 from tests.support.rows import write_jsonl
+from tests.support.small_vllm import TEXT_ONLY
 
 pytestmark = pytest.mark.slow
 
@@ -238,21 +240,11 @@ def test_a_run_says_what_was_found_as_long_as_the_job_lacks_it() -> None:
     assert (ended.exit_code, "tune found" in ended.stderr) == (0, False)
 
 
-VLLM = (
-    JOB.partition("[engine]")[0]
-    + """
-[sampling]
-max_tokens = 4
-[engine]
-model = "MODEL"
-[engine.options]
-dtype = "float32"
-enforce_eager = true
-max_model_len = 256
-max_num_seqs = 4
-kv_cache_memory_bytes = 67108864
-"""
-)
+def write_vllm_job(model: Path) -> None:
+    options = TEXT_ONLY | {"max_model_len": 256, "max_num_seqs": 4}
+    job = {"name": "tried", "input": {"path": "rows.jsonl"}, "prompt": {"user": "{{ q }}"}}
+    job |= {"engine": {"model": str(model), "options": options}, "sampling": {"max_tokens": 4}}
+    Path("job.toml").write_text(tomlkit.dumps(job))
 
 
 @pytest.mark.release
@@ -267,7 +259,7 @@ def test_of_options_that_change_answers_the_changed_ones_are_counted(
             return Trial("error: this device has none", "", 1.0)
         return ok(150 if job.engine.options["dtype"] == "bfloat16" else 100)
 
-    Path("job.toml").write_text(VLLM.replace("MODEL", str(text_model)))
+    write_vllm_job(text_model)
     assert searched(trial).best == {}
     tuned = searched(trial, allow_changes=True)
     assert tuned.best == {"dtype": "bfloat16"}
@@ -281,7 +273,7 @@ def test_of_options_that_change_answers_the_changed_ones_are_counted(
 
 @pytest.mark.vllm
 def test_without_time_to_search_the_default_is_measured_alone(text_model: Path) -> None:
-    Path("job.toml").write_text(VLLM.replace("MODEL", str(text_model)))
+    write_vllm_job(text_model)
     args = ("tune", "job.toml", "--json", "--seconds", "1", "--minutes", "0.01")
     ended = own_process.batchkit(*args, cwd=Path.cwd(), start=Fork)
     assert ended.returncode == 0, ended.stderr
