@@ -9,43 +9,29 @@ from typing import Any
 
 import psutil
 import pytest
+import tomlkit
 from PIL import Image
 
 from tests.support.forks import Fork
+from tests.support.jobs import with_tables
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
+from tests.support.small_vllm import TEXT_ONLY
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.vllm
 
-JOB = """
-name = "tried"
-[input]
-path = "rows.jsonl"
-[prompt]
-user = "{{ q }}"
-[engine]
-model = "MODEL"
-[engine.options]  # for this machine
-dtype = "float32"
-enforce_eager = true
-max_model_len = 512
-max_num_seqs = 16  # a guess
-kv_cache_memory_bytes = 134217728
-worker_cls = "tests.support.failing_worker.FailingWorker"
-[sampling]
-max_tokens = 12
-"""
-IMAGES = """
-[media]
-root = "."
-max_pixels = 65536
-"""
+
+def write_job(folder: Path, model: Path, **tables: dict[str, Any]) -> None:
+    options = TEXT_ONLY | {"worker_cls": "tests.support.failing_worker.FailingWorker"}
+    job = {"name": "tried", "input": {"path": "rows.jsonl"}, "prompt": {"user": "{{ q }}"}}
+    job |= {"engine": {"model": str(model), "options": options}, "sampling": {"max_tokens": 12}}
+    (folder / "job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, text_model: Path) -> Path:
-    (tmp_path / "job.toml").write_text(JOB.replace("MODEL", str(text_model)))
+    write_job(tmp_path, text_model)
     write_jsonl(tmp_path / "rows.jsonl", ({"q": f"tell me of {n}"} for n in range(36)))
     return tmp_path
 
@@ -122,9 +108,8 @@ def test_bench_with_images_goes_on_past_a_size_that_does_not_fit(
         Image.new("RGB", (160 + 32 * n, 128), (40 * n, 90, 120)).save(folder / f"{n}.png")
     rows = [{"q": f"what is it {n}", "i": n % 6} for n in range(300)]
     write_jsonl(folder / "rows.jsonl", rows)
-    job = JOB.replace("MODEL", str(demo_model)) + IMAGES
-    job = job.replace('"{{ q }}"', '"{{ q }}"\nimages = ["{{ i }}.png"]')
-    (folder / "job.toml").write_text(job)
+    images, media = ["{{ i }}.png"], {"root": ".", "max_pixels": 65536}
+    write_job(folder, demo_model, prompt={"images": images}, media=media)
     args = ("bench", "job.toml", "--batch-sizes", "8,2", "--rounds", "2", "--seconds", "1")
     ended, found = tune(folder, *args, over=4)
     assert ended.returncode == 0, ended.stderr
