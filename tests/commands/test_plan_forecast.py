@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchkit.commands.plan.forecast import replicates
-from batchkit.commands.plan.throughput import StepTime, Wave, fit, points_of, steps_of
+from batchkit.commands.plan.throughput import (
+    StepTime,
+    Wave,
+    fit,
+    points_of,
+    points_of_batches,
+    steps_of,
+)
 from batchkit.commands.trial.measurement import Answer
 
 
@@ -49,6 +56,12 @@ def test_the_time_of_a_step_at_a_large_batch_is_found_from_two_smaller_ones(
     n_steps = steps_of(job, 128)
     forecast = found.seconds(n_steps, sum(job), 50 * len(job), len(job), 128)
     assert forecast == pytest.approx(wave(job, 128, steps).seconds, rel=0.1)
+
+
+def test_batches_that_end_together_are_fitted_as_wholes() -> None:
+    steps = StepTime(0, 0.02, 0.001, 0)
+    found = fit(points_of_batches([wave([3, 9, 40], 3, steps), wave([5, 5], 2, steps)]))
+    assert (found.step_s, found.sequence_s) == pytest.approx((steps.step_s, steps.sequence_s))
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 20))
