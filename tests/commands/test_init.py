@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,53 +15,31 @@ from batchkit.config.loading import load_job, parse_job
 from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 DRY = ["--set", "engine.kind=dry-run"]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def write_images() -> None:
-    Image.new("RGB", (64, 48), "red").save("a.png")
+def write_inputs() -> None:
+    """Two rows for each kind."""
+    page = Image.new("RGB", (64, 48), "red")
+    page.save("a.png")
+    Path("scans").mkdir()
+    page.save("scans/a.pdf", save_all=True, append_images=[page])
     Path("photos.csv").write_text("photo\na.png\na.png\n")
-
-
-def write_batch() -> None:
+    Path("rows.csv").write_text("text,label\ngood,1\nbad,0\n")
+    Path("questions.csv").write_text("question\nwhy?\nhow?\n")
+    searches = [{"query": q, "documents": ["tea", "soup"]} for q in ("a", "b")]
+    write_jsonl(Path("searches.jsonl"), searches)
     body = {"model": "x", "messages": [{"role": "user", "content": "hi"}]}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     write_jsonl(Path("batch.jsonl"), [line, {**line, "custom_id": "b"}])
-
-
-def write_pdf() -> None:
-    Path("scans").mkdir()
-    page = Image.new("RGB", (64, 48), "white")
-    page.save("scans/a.pdf", save_all=True, append_images=[page])
-
-
-INPUTS: dict[str, Callable[[], object]] = {
-    "text": lambda: Path("rows.csv").write_text("text,label\ngood,1\nbad,0\n"),
-    "images": write_images,
-    "pdf": write_pdf,
-    "json": lambda: Path("rows.csv").write_text("text\nnow!\nsome day\n"),
-    "embed": lambda: Path("rows.csv").write_text("text\ngood\nbad\n"),
-    "classify": lambda: Path("rows.csv").write_text("text\ngood\nbad\n"),
-    "rerank": lambda: write_jsonl(
-        Path("searches.jsonl"), [{"query": q, "documents": ["tea", "soup"]} for q in ("a", "b")]
-    ),
-    "openai": write_batch,
-    "steps": lambda: Path("rows.csv").write_text("text\nnow!\nsome day\n"),
-    "judge": lambda: Path("questions.csv").write_text("question\nwhy?\nhow?\n"),
-}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_job_file_of_each_kind_runs_as_it_is_written(kind: str) -> None:
     assert batchkit("init", kind).stdout.startswith(f"{kind}.toml: ")
-    INPUTS[kind]()
+    write_inputs()
 
     judge = ["--set", "scoring.judge.engine.kind=dry-run"] if kind == "judge" else []
     assert batchkit("validate", f"{kind}.toml", *DRY).exit_code == 0
