@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -96,12 +97,10 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
             first = row
         if prompt is not None and prompt.prompt_tokens is not None:
             tokens.append(prompt.prompt_tokens)
-        kind, message = (error.kind, masked_text(str(error))) if error is not None else (None, "")
-        if kind is not None:
-            by_kind[kind] += 1
-            problems.append(Problem(row.index, row.id, kind, message))
-            if len(problems) > 10 * SHOWN:
-                problems = sorted(problems)[:SHOWN]
+        if error is not None:
+            by_kind[error.kind] += 1
+            insort(problems, Problem(row.index, row.id, error.kind, masked_text(str(error))))
+            del problems[SHOWN:]
     if not count:
         raise JobError(why_empty(job.input))
     failed = by_kind.total()
@@ -113,8 +112,8 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         rows=count,
         ok=count - failed,
         failed=failed,
-        failed_by_kind={kind: count for kind, count in by_kind.items() if count},
-        problems=sorted(problems)[:SHOWN],
+        failed_by_kind=dict(by_kind),
+        problems=problems,
         prompt_tokens=_spread(tokens),
         hints=[
             *([] if first is None else map(masked_text, hints(job, first.fields))),
