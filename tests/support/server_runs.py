@@ -10,9 +10,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import tomlkit
 
+from batchkit.storage.log import RESULTS
 from tests.support.chat_server import MODEL, ChatServer, Refused
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import LOG, RUN
+from tests.support.dry_runs import RUN
 from tests.support.jobs import with_tables
 from tests.support.rows import read_jsonl, write_jsonl
 
@@ -54,8 +55,9 @@ def write_job(server: ChatServer | str, rows: int | list[dict[str, Any]], **tabl
     Path("job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
 
 
-def records() -> list[dict[str, Any]]:
-    return sorted(read_jsonl(LOG), key=lambda record: int(record["index"]))
+def records(folder: Path = RUN) -> list[dict[str, Any]]:
+    """In the order of the rows."""
+    return sorted(read_jsonl(folder / RESULTS), key=lambda record: int(record["index"]))
 
 
 def assert_settled(server: ChatServer) -> None:
