@@ -22,6 +22,7 @@ from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
 from tests.support.pooling_models import build_classifier
 from tests.support.rows import write_jsonl
+from tests.support.server_runs import records, write_job
 from tests.support.small_vllm import SMALL, TEXT_ONLY
 from tests.support.vllm_reference import counts, pooled
 from tests.support.vllm_server import flags, serving
@@ -37,35 +38,21 @@ def _command(model: Path) -> str:
     return shlex.join([sys.executable, *module, *flags(SMALL), "--port", "{port}"])
 
 
-def _write(folder: Path, model: Path) -> None:
+def _write(model: Path) -> None:
     """Each row has an image, and every fourth must choose."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for n in range(ROWS):
-        row: dict[str, Any] = {"id": f"q{n}", "text": f"tell me about number {n}", "params": {}}
-        Image.effect_noise((96, 64), n + 1).convert("RGB").save(folder / f"q{n}.png")
-        if n % 4 == 0:
-            row["params"] = {"structured_outputs": {"choice": CHOICES}}
-        rows.append(row)
-    write_jsonl(folder / "rows.jsonl", rows)
-    job = {
-        "name": "a",
-        "input": {"path": "rows.jsonl", "id": "id"},
-        "prompt": {"user": "{{ text }}", "images": ["{{ id }}.png"]},
-        "media": {"root": "."},
-        "engine": {
-            "kind": "openai-server",
-            "model": str(model),
-            "server": {"command": _command(model)},
-            "options": {"max_num_seqs": 16},
-        },
-        "sampling": {"max_tokens": 32, "sampling_column": "params"},
-    }
-    (folder / "job.toml").write_text(tomlkit.dumps(job))
-
-
-def _records(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "results.jsonl").read_text().splitlines()
-    return sorted(map(json.loads, lines), key=lambda record: record["index"])
+        Image.effect_noise((96, 64), n + 1).convert("RGB").save(f"{n}.png")
+        params = {"structured_outputs": {"choice": CHOICES}} if n % 4 == 0 else {}
+        rows.append({"n": n, "text": f"tell me about number {n}", "params": params})
+    write_job(
+        _command(model),
+        rows,
+        prompt={"user": "{{ text }}", "images": ["{{ n }}.png"]},
+        media={"root": "."},
+        engine={"model": str(model), "options": {"max_num_seqs": 16}},
+        sampling={"max_tokens": 32, "sampling_column": "params"},
+    )
 
 
 def _kill_server(run: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -79,11 +66,12 @@ def _kill_server(run: subprocess.Popen[str]) -> list[psutil.Process]:
     raise AssertionError("no server")
 
 
+@pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.release
 def test_a_server_killed_in_the_middle_is_replaced_and_all_answer_as_the_engine_does(
     demo_model: Path, tmp_path: Path
 ) -> None:
-    _write(tmp_path, demo_model)
+    _write(demo_model)
     folder = tmp_path / "output" / "a"
     log = folder / "results.jsonl"
     # For vLLM this is still true, but it leaves the worker in the engine's process: fewer imports.
@@ -96,7 +84,7 @@ def test_a_server_killed_in_the_middle_is_replaced_and_all_answer_as_the_engine_
     assert run.returncode == 0, err
     assert left
     assert not any(process.is_running() for process in left)
-    found = _records(folder)
+    found = records(folder)
     assert [r["index"] for r in found] == list(range(ROWS))
     assert {r["status"] for r in found} == {"ok"}
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -108,7 +96,7 @@ def test_a_server_killed_in_the_middle_is_replaced_and_all_answer_as_the_engine_
     (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
     ran = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
     assert ran.returncode == 0, ran.stderr
-    expected = _records(folder.with_name("b"))
+    expected = records(folder.with_name("b"))
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine["text"], counts(mine["usage"])) == (theirs["text"], counts(theirs["usage"]))
         assert mine["finish_reason"] == theirs["finish_reason"]
@@ -141,8 +129,8 @@ def test_videos_are_sent_as_their_files_and_seen_as_vllm_sees_their_frames(
             )
             ran = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
             assert ran.returncode == 0, ran.stderr
-            records = _records(tmp_path / "output" / name)
-            found[name] = [(record["text"], counts(record["usage"])) for record in records]
+            its = records(tmp_path / "output" / name)
+            found[name] = [(record["text"], counts(record["usage"])) for record in its]
 
     assert found["served"] == found["here"]
     assert len({text for text, _ in found["here"]}) > 4
@@ -167,15 +155,15 @@ def test_a_server_classifies_as_vllm_does_and_a_bad_row_fails_alone(
         done = batchkit("run", "job.toml", cwd=tmp_path)
         other = batchkit("run", "job.toml", "--set", "name=b", "--set", "task=embed", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
-    records = _records(tmp_path / "output/a")
+    found = records(tmp_path / "output/a")
     (expected,) = pooled(TEXT_ONLY | {"model": str(model)}, [
         {"method": "classify", "texts": texts, "params": {}}
     ])  # fmt: skip
-    for record, probabilities in zip(records, expected, strict=False):
+    for record, probabilities in zip(found, expected, strict=False):
         assert record["probabilities"] == pytest.approx(probabilities, rel=1e-5, abs=1e-5)
         assert record["label"] == ("bad", "fair", "good")[int(np.argmax(probabilities))]
-    assert len({record["label"] for record in records[:12]}) > 1
-    kinds = [record["error"]["kind"] for record in records[12:]]
+    assert len({record["label"] for record in found[:12]}) > 1
+    kinds = [record["error"]["kind"] for record in found[12:]]
     assert kinds == ["invalid_request", "prompt_too_long"]
     assert other.returncode == 1
     assert "/v1/embeddings" in other.stderr
