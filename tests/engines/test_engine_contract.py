@@ -167,6 +167,7 @@ REFUSED: list[tuple[Request, str, str, set[str]]] = [
     (request(1, structured_outputs={"choise": ["a"]}), "invalid_request", "structured", BOTH),
     (request(1, logit_bias={"99999999": 1.0}), "invalid_request", "", BOTH),
     (request(1, logit_bias={"tea": 1.0}), "invalid_request", "logit_bias", BOTH),
+    (request(1, logit_bias={"70": "x"}), "invalid_request", "logit_bias", BOTH),
     (request(1, allowed_token_ids=[99999999]), "invalid_request", "token", BOTH),
     (request(1, allowed_token_ids=[]), "invalid_request", "allowed_token_ids", BOTH),
     (request(1, bad_words=[""]), "invalid_request", "", BOTH),

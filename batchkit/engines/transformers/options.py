@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Strict,
     model_validator,
 )
 
@@ -23,16 +23,6 @@ from batchkit.engines.vllm.parsing import unknown_parsers
 from batchkit.errors import JobError, RequestError
 
 GREEDY_BELOW = 1e-5  # as in vLLM
-
-
-def _by_number(bias: Any) -> Any:
-    """Token ids as numbers: JSON's and TOML's keys are text."""
-    if not isinstance(bias, Mapping):
-        return bias
-    return {
-        int(key) if isinstance(key, str) and key.isdigit() else key: value
-        for key, value in bias.items()
-    }
 
 
 TokenIds = list[NonNegativeInt]
@@ -92,7 +82,9 @@ class Sampling(Table):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: PositiveFloat = 1.0
-    logit_bias: Annotated[dict[NonNegativeInt, float], BeforeValidator(_by_number)] | None = None
+    logit_bias: dict[Annotated[NonNegativeInt, Strict(False)], float] | None = (
+        None  # keys may be text
+    )
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: PositiveInt | None = 16  # None: all that fit
