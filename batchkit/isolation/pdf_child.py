@@ -61,10 +61,6 @@ def _document(place: str) -> pdfium.PdfDocument:
     return document
 
 
-def _pages(document: pdfium.PdfDocument) -> int:
-    return len(document)
-
-
 def _page(document: pdfium.PdfDocument, number: int) -> pdfium.PdfPage:
     if number > len(document):
         pages = "1 page" if len(document) == 1 else f"{len(document):,} pages"
@@ -99,7 +95,7 @@ def _image(document: pdfium.PdfDocument, page: int, width: int, height: int) -> 
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
-    "pages": _pages,
+    "pages": len,
     "text": _text,
     "size": _size,
     "image": _image,

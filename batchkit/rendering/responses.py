@@ -49,7 +49,8 @@ def as_chat(body: Any) -> dict[str, Any]:
     if (form := (body.get("text") or {}).get("format")) is not None:
         chat["response_format"] = _response_format(form)
     if tools := body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in tools]
+        functions = [{n: v for n, v in tool.items() if n != "type"} for tool in tools]
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
     if (choice := body.get("tool_choice")) is not None:
         chat["tool_choice"] = _choice(choice)
     if (effort := (body.get("reasoning") or {}).get("effort")) is not None:
@@ -152,10 +153,6 @@ def _response_format(form: Any) -> dict[str, Any]:
             f"body.text.format: found {shown(form)}; known types: text, json_object, json_schema with a schema"
         )
     return {"type": kind, "json_schema": {n: v for n, v in form.items() if n != "type"}}
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {n: v for n, v in tool.items() if n != "type"}}
 
 
 def _choice(choice: Any) -> Any:

@@ -67,13 +67,11 @@ def _of_shard(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterat
         return
     shard = parse_shard(table.shard)
     if has_ids(table, files):
-        yield from (row for row in _rows(table, skip, files) if shard.holds(_shared_out_by(row)))
+        for row in _rows(table, skip, files):
+            if shard.holds(str(row.index) if is_fallback(row.id) else row.id):
+                yield row
     else:  # depends on the index alone, so the rows of other shards need not be parsed
         yield from _rows(table, lambda index: skip(index) or not shard.holds(str(index)), files)
-
-
-def _shared_out_by(row: Row) -> str:
-    return str(row.index) if is_fallback(row.id) else row.id
 
 
 def _rows(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterator[Row]:
