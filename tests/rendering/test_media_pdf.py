@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from batchkit.rendering.media import load_image, load_text
+from batchkit.rendering.media import load_image
 from tests.support.images import media_table, refused
 from tests.support.pdfs import LETTER, encrypted, of_objects, of_streams, pdf, write_pdfs
 
@@ -132,11 +132,6 @@ def test_a_pdf_is_limited_as_any_file(tmp_path: Path) -> None:
     problem = refused("picture.pdf", media_table(tmp_path))
     assert "the pictures of the page need 1600000000 bytes to decode" in problem
     assert "media.max_decode_bytes is 1073741824" in problem
-
-
-def test_a_constant_page_is_no_text(tmp_path: Path) -> None:
-    write_pdfs(tmp_path, a=pdf("one"))
-    assert load_text("a.pdf", media_table(tmp_path)).startswith("%PDF-1.4")
 
 
 def test_an_image_whose_name_has_a_number_sign_is_a_file(tmp_path: Path) -> None:

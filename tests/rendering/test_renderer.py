@@ -408,24 +408,7 @@ def test_an_adjustment_in_place_stays_with_its_row() -> None:
         assert (found["max_tokens"], found["stop"]) == (16, [".", "x"])
 
 
-def test_temperature_follows_the_attempt() -> None:
-    tables = {"prompt": {"user": "u"}, "retry": {"temperatures": [0.1, 0.7]}}
-    found = [render({}, attempt, **tables) for attempt in (1, 2, 3)]
-    assert [request.sampling["temperature"] for request in found] == [0.1, 0.7, 0.7]
-    assert [request.attempt for request in found] == [1, 2, 3]
-    assert render({}, 3, prompt={"user": "u"}).sampling["temperature"] == 0.0
-
-
-# Failures and threads
-
-
-def test_row_that_could_not_be_read_fails_with_its_own_error() -> None:
-    error = RequestError("rows.jsonl line 3: not valid JSON")
-    found = render_or_fail(renderer(prompt={"user": "u"}), Row(2, "2", {}, error), 4)
-    assert isinstance(found, Completion)
-    assert found.error is error
-    assert (found.request.row.index, found.request.attempt) == (2, 4)
-    assert (found.request.messages, found.request.prompt) == (None, None)
+# Threads
 
 
 def test_threads_may_share_a_renderer(media: dict[str, Any]) -> None:

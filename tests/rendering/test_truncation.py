@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -232,13 +231,6 @@ def test_a_count_of_cut_tokens_below_zero_is_none(tmp_path: Path) -> None:
     (record,) = summary.records()
     assert record["usage"]["prompt_tokens"] > 30
     assert record.get("truncated_tokens") is None
-
-
-def test_error_keeps_its_counts_between_processes() -> None:
-    there = pickle.loads(pickle.dumps(too_long(1000, 512)))
-    assert type(there) is PromptTooLongError
-    assert str(there) == "too long"
-    assert (there.prompt_tokens, there.max_model_len) == (1000, 512)
 
 
 # A request with its text cut
