@@ -25,9 +25,7 @@ _NO_FIELDS = Raw(b"{}")
 
 def resolved(start: Start, completion: Completion) -> Completion:
     """The completion with the choice that counts and its JSON value, or with an error if that is no
-    whole answer. The outcome of a row whose generations were resolved stays as it is."""
-    if completion.generations is not None:
-        return completion
+    whole answer."""
     parses = completion.request.step in start.parsing
     chosen = start.selection.chosen(completion, parses=parses)
     whole = failed_unless_whole(chosen, start.job.output.vector_dtype)
