@@ -188,11 +188,14 @@ def test_rows_left_to_another_run_are_pending_again_once_a_run_takes_them(start:
     assert verify()["pending_rows"] == left
 
 
-def test_a_row_that_was_answered_since_a_retry_looked_for_it_stays() -> None:
-    prepare(2)
+@pytest.mark.parametrize(("field", "n"), [("q", 2), ("other", 4)], ids=["answered", "failed again"])
+def test_a_row_that_was_tried_since_a_retry_looked_for_it_stays(field: str, n: int) -> None:
+    write_rows([{field: "x"}] * 2)
+    write_job(run={"check_rows": 0})
     run()
-    outcome = start_run(load_job(Path("job.toml")), options=Options(attempts={0: 1}))
-    assert (outcome.summary.ok, n_records()) == (2, 2)
+    batchkit("retry-failed")
+    start_run(load_job(Path("job.toml")), options=Options(attempts={0: 1}))
+    assert n_records() == n
 
 
 def test_retry_takes_only_the_kinds_it_was_given() -> None:

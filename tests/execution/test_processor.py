@@ -106,6 +106,7 @@ def test_rows_from_python_are_retried_by_the_program() -> None:
     ):
         retry_failed(Path(summary.folder))
     again = processor().retry({1: 1}, rows=rows)
+    assert (again.skipped, again.ok, again.failed) == (1, 1, 1)
     assert [record["attempt"] for record in again.records()] == [1, 2]
 
 
