@@ -22,6 +22,7 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG, Launcher
 from tests.support.forks import Fork, LightFork, offer, vllm_is_used
+from tests.support.jobs import with_tables
 from tests.support.own_process import batchkit
 from tests.support.small_vllm import SMALL
 
@@ -143,9 +144,7 @@ def vllm_job(demo_model: Path, tmp_path: Path) -> Callable[..., JobConfig]:
             "media": {"root": str(tmp_path), "max_pixels": 65536},
             "output": {"dir": str(tmp_path / "output")},
         }
-        for name, value in tables.items():
-            table[name] = {**table[name], **value} if isinstance(table.get(name), dict) else value
-        return make_job(table, "test")
+        return make_job(with_tables(table, tables), "test")
 
     return make
 

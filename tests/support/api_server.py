@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import tomlkit
 from openai import OpenAI
 from openai.types import Batch
 
@@ -105,12 +106,6 @@ def texts_of(lines: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def job_file(folder: Path, model: Path, **more: Any) -> str:
-    options = ", ".join(f"{name} = {_toml(value)}" for name, value in {**SMALL, **more}.items())
-    (folder / "job.toml").write_text(f'[engine]\nmodel = "{model}"\noptions = {{ {options} }}\n')
+    engine = {"model": str(model), "options": {**SMALL, **more}}
+    (folder / "job.toml").write_text(tomlkit.dumps({"engine": engine}))
     return "job.toml"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{name} = {inner}" for name, inner in value.items()) + " }"
-    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomlkit
 
 from batchkit.config.loading import load_job
 from batchkit.engines.dry_run import open_engine
@@ -15,22 +14,17 @@ from batchkit.sources.rowhash import input_hash
 from batchkit.storage.newest import read_newest
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Request, Row
+from tests.support import dry_runs
 from tests.support.dry_runs import RUN
 from tests.support.jobs import with_tables
-from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.rows import read_jsonl
 
 Vector = np.ndarray[Any, Any]
 
 
 def write_job(**tables: Any) -> None:
-    job: dict[str, Any] = {
-        "name": "a",
-        "task": "embed",
-        "input": {"path": "in.jsonl", "id": "key"},
-        "prompt": {"user": "{{ q }}"},
-        "engine": {"kind": "dry-run"},
-    }
-    Path("job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
+    embed = {"task": "embed", "input": {"path": "in.jsonl", "id": "key"}}
+    dry_runs.write_job(**with_tables(embed, tables))
 
 
 def prepare(n: int = 10, failing: tuple[int, ...] = (), **tables: Any) -> None:
@@ -38,7 +32,7 @@ def prepare(n: int = 10, failing: tuple[int, ...] = (), **tables: Any) -> None:
     rows = [{"key": f"k{row}", "q": f"question {row}"} for row in range(n)]
     for row in failing:
         del rows[row]["q"]
-    write_jsonl(Path("in.jsonl"), rows)
+    dry_runs.write_rows(rows)
     write_job(**tables)
 
 

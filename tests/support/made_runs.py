@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw
 from batchkit.config.loading import load_job
 from batchkit.scoring import Scoring
 from tests.support.command_line import batchkit
+from tests.support.jobs import with_tables
 
 GROUPS = ("Data Analysis", "Fact Checking", "Numerical Reasoning")
 KEEP = ["QuestionType", "Question", "FinalAnswer", "FileName"]
@@ -77,10 +78,8 @@ def make_run(
             "group_by": "QuestionType",
         },
     }
-    for key, value in tables.items():
-        job[key] = {**job[key], **value} if isinstance(job.get(key), dict) else value
     path = place / f"{name}.toml"
-    path.write_text(tomlkit.dumps(job), encoding="utf-8")
+    path.write_text(tomlkit.dumps(with_tables(job, tables)), encoding="utf-8")
     done = batchkit("run", path)
     assert done.exit_code in (0, 3), done.stderr
     folder = place / "output" / name
