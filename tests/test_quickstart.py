@@ -1,20 +1,14 @@
-"""The quickstart: its model reads the pictures, whichever engine runs it, also shifted or scaled."""
+"""The quickstart: its model reads the pictures, whichever engine runs it."""
 
 from __future__ import annotations
 
 import hashlib
-import tomllib
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 import pytest
-from PIL import Image, ImageOps
 
-from batchkit.config.loading import load_job, make_job
-from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.config.loading import load_job
 from batchkit.storage.identity import identity
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
@@ -87,50 +81,3 @@ def test_transformers_gives_the_same_answers(on_vllm: Run, tmp_path: Path) -> No
     )
     assert by_transformers.answers == on_vllm.answers
     assert by_transformers.exact == on_vllm.exact
-
-
-@pytest.mark.release
-def test_answers_follow_the_picture_wherever_its_table_is(tmp_path: Path) -> None:
-    """All in one run, which asks each question in each way."""
-    shuffled = [asked["image"] for asked in QUESTIONS]
-    Random(0).shuffle(shuffled)
-    rows = []
-    for asked, other in zip(QUESTIONS, shuffled, strict=True):
-        ways = {way: [write(tmp_path, way, asked["image"])] for way in CHANGES}
-        ways |= {"shuffled": [write(tmp_path, "same", other)], "missing": []}
-        for way, pictures in ways.items():
-            content = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
-            content.append({"type": "text", "text": asked["question"]})
-            messages = [{"role": "user", "content": content}]
-            rows.append({**asked, "id": f"{way} {asked['id']}", "messages": messages})
-    job = tomllib.loads(JOB.read_text(encoding="utf-8"))
-    del job["prompt"]
-    job |= {"media": {"root": str(tmp_path)}, "output": {"dir": str(tmp_path / "output")}}
-    done = ProductionBatchProcessor(make_job(job, "quickstart", base=JOB.parent)).process(rows)
-
-    by_way = defaultdict(list)
-    for record in done.records():
-        by_way[record["id"].split()[0]].append(record)
-    exact = {way: share_of_exact(records) for way, records in by_way.items()}
-    assert min(exact[way] for way in CHANGES) >= 0.85, exact
-    assert max(exact[way] for way in ("shuffled", "missing")) <= 0.5, exact
-
-
-def scaled(image: Image.Image, factor: float) -> Image.Image:
-    return image.resize((round(image.width * factor), round(image.height * factor)))
-
-
-CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
-    "same": lambda image: image,
-    "smaller": lambda image: scaled(image, 0.75),
-    "larger": lambda image: scaled(image, 1.5),
-    "margins": lambda image: ImageOps.expand(image, (21, 9, 2, 13), fill=255),
-    "blue": lambda image: ImageOps.colorize(image, "navy", "lightyellow"),
-}
-
-
-def write(folder: Path, way: str, name: str) -> str:
-    path = folder / f"{way} {Path(name).name}"
-    with Image.open(DATA / name) as image:
-        CHANGES[way](image).save(path)
-    return path.name
