@@ -21,10 +21,8 @@ def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: 
     Raises:
         InputError: as ``read_rows``.
     """
-    indexes, n = indexes_of(source, table), len(variants(table.cross))
-    rows = indexes if n == 1 else [*dict.fromkeys(index // n for index in indexes)]
-    drawn = in_random_order(rows, seed=seed, most=size)
-    chosen = IndexSet(index for row in drawn for index in range(row * n, row * n + n))
+    indexes = indexes_of(source, table)
+    chosen = IndexSet(drawn(indexes, table, size, seed=seed))
     return only(source, chosen, of=len(indexes), settled=settled)
 
 
@@ -43,6 +41,14 @@ def indexes_of(source: Input, table: InputTable) -> Sequence[int]:
     if table.is_filtered:
         return array("L", (row.index for row in source.read(lambda index: False)))
     return range(source.size() or 0)
+
+
+def drawn(indexes: Sequence[int], table: InputTable, size: int, *, seed: int) -> Iterator[int]:
+    """Those of ``sampled``, in random order."""
+    n = len(variants(table.cross))
+    rows = indexes if n == 1 else [*dict.fromkeys(index // n for index in indexes)]
+    for row in in_random_order(rows, seed=seed, most=size):
+        yield from range(row * n, row * n + n)
 
 
 def in_random_order(indexes: Sequence[int], *, seed: int, most: int | None = None) -> Iterator[int]:

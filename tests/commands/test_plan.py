@@ -151,14 +151,17 @@ def test_prompts_of_some_rows_stand_for_all() -> None:
     assert "of 200 rows that were left" in plan("--set", "name=b", "--lengths", "200").stdout
 
 
-def test_a_sample_of_the_job_is_forecast_as_what_it_is() -> None:
+@pytest.mark.parametrize("values", [["a"], ["a", "b", "c"]])
+def test_a_sample_of_the_job_is_forecast_as_what_it_is(values: list[str]) -> None:
     prepare(500, run={"sample": 100, "max_in_flight": 50})
-    found = planned("--rows", "20")
+    crossed = ("--set", f"input.cross={{tone={values}}}")
+    found = planned("--rows", "20", *crossed)
     assert job_of_run(RUN).run == load_job(Path("job.toml")).run
-    assert (found["rows"], found["left"]) == (100, 80)
-    ran = run()
-    assert (ran.json["total"], ran.json["skipped"]) == (100, 20)
-    assert status()["completion_tokens"] == found["completion_tokens"]["expected"] == 600
+    n_rows = 100 * len(values)
+    assert (found["rows"], found["left"]) == (n_rows, n_rows - 20)
+    ran = run(*crossed)
+    assert (ran.json["total"], ran.json["skipped"]) == (n_rows, 20)
+    assert status()["completion_tokens"] == found["completion_tokens"]["expected"] == 6 * n_rows
 
 
 def test_limit_and_seed_choose_the_rows() -> None:

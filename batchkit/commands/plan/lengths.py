@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from batchkit.commands.validate import checked
 from batchkit.config.tables import JobConfig
 from batchkit.runs.status import counts_of
 from batchkit.sources.input import Input
-from batchkit.sources.sample import in_random_order, indexes_of
+from batchkit.sources.sample import drawn, in_random_order, indexes_of
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.runfolder import is_run
@@ -56,15 +57,15 @@ def count_lengths(job: JobConfig, source: Input, most: int | None, say: Say) -> 
         JobError: the job itself is invalid.
     """
     indexes = indexes_of(source, job.input)
-    rows = len(indexes) if job.run.sample is None else min(job.run.sample, len(indexes))
     done = counts_of(job.folder).totals if is_run(job.folder) else Totals()
-    order = in_random_order(indexes, seed=job.run.seed, most=rows)
+    order: Iterable[int] = in_random_order(indexes, seed=job.run.seed)
+    if job.run.sample is not None:
+        order = indexes = [*drawn(indexes, job.input, job.run.sample, seed=job.run.seed)]
     most = most or (MOST_WITH_IMAGES if job.prompt.has_media else MOST_COUNTED)
     chosen = IndexSet(islice((index for index in order if not done.is_settled(index)), most))
-    left = rows
+    rows = left = len(indexes)
     if done.records:
-        drawn = in_random_order(indexes, seed=job.run.seed, most=rows)
-        left = sum(not done.is_settled(index) for index in (drawn if job.run.sample else indexes))
+        left = sum(not done.is_settled(index) for index in indexes)
     return _counted(job, source, chosen, rows, left, say)
 
 
