@@ -235,11 +235,8 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
                 for name in unknown
             )
         )
-    values = dict(sampling)
-    if isinstance(values.get("logit_bias"), Mapping):  # JSON and TOML keys are text
-        values["logit_bias"] = {_token_id(key): v for key, v in values["logit_bias"].items()}
-    try:
-        params = msgspec.convert(values, SamplingParams, strict=True)
+    try:  # of logit_bias, keys in JSON and TOML are text
+        params = msgspec.convert(dict(sampling), SamplingParams, strict=True, str_keys=True)
     except (msgspec.ValidationError, VLLMValidationError, ValueError, TypeError) as error:
         raise RequestError(f"sampling: {error}") from error
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
@@ -248,10 +245,6 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
         raise RequestError("sampling.prompt_logprobs: batchkit does not store them; leave it out")
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
-
-
-def _token_id(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.lstrip("-").isdigit() else key
 
 
 def limits_of(vllm_config: Any) -> dict[str, Any]:
