@@ -414,3 +414,18 @@ def test_what_vllm_refuses_fails_its_row_alone(text_model: Path) -> None:
     assert texts["caught"] == "Completion PromptTooLongError"
     assert json.loads(texts["several"])["n"] == 2
     assert set(calls(RUN).values()) == {1}
+
+
+def test_a_generation_is_in_the_log_before_its_row_goes_on() -> None:
+    solve = """
+from pathlib import Path
+
+async def solve(row, generate):
+    for n in range(3):
+        answer = await generate(f"{row['q']} {n}")
+        assert answer.text in Path("output/a/steps.jsonl").read_text()
+    return {"answer": answer.text}
+"""
+    with serving() as server:
+        write(solve, 40, server)
+        assert run().exit_code == 0, errors()
