@@ -11,7 +11,7 @@ import pytest
 
 from batchkit import JobConfig, ProductionBatchProcessor
 from batchkit.commands.retry import retry_failed
-from batchkit.errors import BatchkitError, ChangedError, FailedRowsError, JobError
+from batchkit.errors import BatchkitError, BrokenInputError, ChangedError, FailedRowsError, JobError
 
 DRY = {"kind": "dry-run"}
 
@@ -108,6 +108,8 @@ def test_rows_from_python_are_retried_by_the_program() -> None:
     again = processor().retry({1: 1}, rows=rows)
     assert (again.skipped, again.ok, again.failed) == (1, 1, 1)
     assert [record["attempt"] for record in again.records()] == [1, 2]
+    with pytest.raises(BrokenInputError, match="1 rows have no record at the end"):
+        processor().retry({7: 1}, rows=rows)
 
 
 def test_the_signature_is_what_the_docstring_describes() -> None:
