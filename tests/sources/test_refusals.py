@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ ZSTD = bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'  # one raw block, w
                 "can't be read: ",
             )
             for suffix, pack in (
-                ("gz", gzip.compress),
+                ("gz", partial(gzip.compress, mtime=0)),
                 ("bz2", bz2.compress),
                 ("xz", lzma.compress),
             )
