@@ -65,9 +65,9 @@ QWEN3_VL_2B: Shape = {
 
 
 def build_shape(path: Path, shape: Shape, *, text_only: bool) -> Path:
-    build_demo_model(path, text_only=text_only, dtype="bfloat16")
+    build_demo_model(path, text_only=text_only)
     (path / "model.safetensors").unlink()
-    config = json.loads((path / "config.json").read_text())
+    config = json.loads((path / "config.json").read_text().replace("float32", "bfloat16"))
     for key, value in shape.items():
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
     config["transformers_version"] = (

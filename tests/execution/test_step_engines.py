@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
@@ -362,9 +364,10 @@ def answers_of(run: Path) -> list[Any]:
 def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_together(
     tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchkit.commands.demo_model import build_demo_model
-
-    build_demo_model(tmp_path / "other", text_only=True, seed=1)
+    shutil.copytree(text_model, tmp_path / "other")
+    weights = load_file(text_model / "model.safetensors")
+    others = {name: one[::-1].copy() if "mlp" in name else one for name, one in weights.items()}
+    save_file(others, tmp_path / "other" / "model.safetensors", {"format": "pt"})
     monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"folder": str(tmp_path)}))
     write(
         engine={"kind": "vllm", "model": str(text_model), "options": OPTIONS},
