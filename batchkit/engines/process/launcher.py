@@ -114,7 +114,8 @@ class EngineLog:
         with contextlib.suppress(OSError):  # removed, or the disk is full: then less is kept
             with open_regular(self.path) as file:
                 file.seek(size - KEPT_BYTES)
-                kept = file.read(KEPT_BYTES).partition(b"\n")[2]
+                kept = file.readall().partition(b"\n")[2]  # also what is printed meanwhile
+                size = file.tell()
             os.truncate(self.path, 0)
             cut = size - len(kept) - len(_NOTICE)  # everything moved by this much
             self._start = max(0, self._start - cut)
