@@ -279,6 +279,7 @@ def _settle_changes(
     rows = _of_trusted_files(rows, manifest.input)
     check_log(folder)
     renewed = manifest.renewed(new, has_records=holds)
+    renewed.skipped_elsewhere = 0  # those rows may have changed, too
     if (folder / SCORES).exists():  # they belong to the old indexes: score all rows again
         renewed.scoring = None
     keeps = holds and is_answered

@@ -113,19 +113,19 @@ def test_an_edit_is_refused_with_the_difference_or_is_none(
 
 @pytest.mark.parametrize("number", ["inf", "-inf", "nan"])
 @pytest.mark.parametrize(
-    "key",
+    ("key", "expected"),
     [
-        "vars.limits.most",
-        "sampling.logit_bias.5",
-        "engine.options.extra_body.logit_bias.5",
-        "prompt.chat_template_kwargs.most",
-        "input.where.n",
+        ("vars.limits.most", "a finite number, or a text"),
+        ("sampling.logit_bias.5", "a finite number"),
+        ("engine.options.extra_body.logit_bias.5", "a finite number"),
+        ("prompt.chat_template_kwargs.most", "a finite number"),
+        ("input.where.n", "a finite number"),
     ],
 )
 def test_numbers_that_json_makes_one_are_refused_where_they_decide_answers(
-    key: str, number: str
+    key: str, expected: str, number: str
 ) -> None:
-    with pytest.raises(JobError, match=f"{key}: found {number}, expected a finite number"):
+    with pytest.raises(JobError, match=f"{key}: found {number}, expected {expected}"):
         make_job({"engine": {"kind": "dry-run"}}, "the test", [f"{key}={number}"])
 
 

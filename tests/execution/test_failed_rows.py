@@ -188,6 +188,20 @@ def test_rows_left_to_another_run_are_pending_again_once_a_run_takes_them(start:
     assert verify()["pending_rows"] == left
 
 
+def test_rows_left_to_another_run_are_pending_again_once_they_changed(start: Any) -> None:
+    write_rows([{"key": n, "q": "x"} for n in range(4)])
+    write_job(input={"id": "key"}, engine={"options": {"latency_s": 1.0}})
+    run("--limit", "3", "--set", "name=b")
+    run("--skip-from", "output/b")
+    write_rows([{"key": n, "q": "new" if n < 3 else "x"} for n in range(4)])
+    killed = start("run", "job.toml", "--on-change", "requeue")
+    until(lambda: len(manifest()["starts"]) == 2)
+    killed.kill()
+    killed.wait()
+    assert sorted(settled()) == [3]
+    assert (status()["pending"], verify()["pending"]) == (3, 3)
+
+
 @pytest.mark.parametrize(("field", "n"), [("q", 2), ("other", 4)], ids=["answered", "failed again"])
 def test_a_row_that_was_tried_since_a_retry_looked_for_it_stays(field: str, n: int) -> None:
     write_rows([{field: "x"}] * 2)
