@@ -1,9 +1,9 @@
 """``--on-change requeue``: move the records whose row is unchanged to a new log.
 
-Log, generations, checkpoint and manifest are replaced in one step, as those of a repair are. Vectors stay where they
-are; one whose row has another index now is copied. The new ones are made in a folder beside the
-old ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are
-not read, and the next process that opens the run moves the new ones into place, retrying if needed.
+Log, generations, checkpoint and manifest are replaced in one step; a repair replaces the logs in the same way. Vectors
+stay where they are; one whose row has another index now is copied. The new files are made in a folder beside the old
+ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are not read, and the next
+process that opens the run moves the new ones into place, retrying if needed.
 """
 
 from __future__ import annotations

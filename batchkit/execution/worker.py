@@ -38,8 +38,8 @@ class EngineFacts(NamedTuple):
 
 class Worker:
     """Makes lines for the logs of rows: every row comes back once, as its record or paused, and before that
-    each of its generations, if it has several. One thread calls ``fill`` and ``poll`` in turn until ``is_done``. The models of its ``engines``, by name, are loaded in
-    the constructor.
+    each of its generations, if it has several. One thread calls ``fill`` and ``poll`` in turn until
+    ``is_done``. The models of its ``engines``, by name, are loaded in the constructor.
 
     Raises:
         JobError, EngineError: the model can't be loaded.

@@ -19,7 +19,8 @@ def encoded(value: Any) -> bytes:
     """``value`` as one line of JSON, newline included.
 
     Bytes become base64, a set a list, NaN and infinities null. An integer past 64 bits and any
-    other type that JSON lacks become text, a lone surrogate ``?``. What is nested past 100 levels is replaced if orjson can't write the value as it is.
+    other type that JSON lacks become text, a lone surrogate ``?``. What is nested past 100 levels
+    is replaced if orjson can't write the value as it is.
     """
     try:
         return orjson.dumps(value, option=_OPTIONS | orjson.OPT_APPEND_NEWLINE)

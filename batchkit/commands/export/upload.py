@@ -182,14 +182,12 @@ def _put(file: Path, url: str) -> _Answer:
     except httpx.InvalidURL as error:
         raise UploadError(f"{file}: not sent to {shown(url)}: {masked_text(str(error))}") from error
     timeout = httpx.Timeout(_CONNECT_S, read=_ANSWER_S)
-    how: dict[str, Any] = {
-        "headers": headers,
-        "timeout": timeout,
-        "trust_env": not is_local(url),
-    }
+    trusts = not is_local(url)
     try:
         with file.open("rb") as content:
-            return _read(httpx.put(url, content=content, **how))
+            return _read(
+                httpx.put(url, content=content, headers=headers, timeout=timeout, trust_env=trusts)
+            )
     except (ValueError, ImportError) as error:
         raise UploadError(
             f"{file}: not sent: the proxy that the environment names can't be used: {masked_text(str(error))}"

@@ -21,6 +21,7 @@ CLIP_SUFFIXES = (
     *(".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac", ".aiff", ".aif", ".amr", ".wma"),
     *(".mp4", ".mov", ".mkv", ".webm", ".avi", ".mpeg", ".mpg", ".flv"),
 )
+ShardText = Annotated[str, AfterValidator(lambda text: str(parse_shard(text)))]
 _LONGEST_VALUE = 64  # characters
 
 
@@ -57,9 +58,7 @@ class InputTable(Table):
     `shard`, `where` and `run.sample` count rows before that."""
     limit: Free[PositiveInt | None] = None
     """Only the first rows, counted after `where` and `empty`."""
-    shard: Identity[Annotated[str, AfterValidator(lambda text: str(parse_shard(text)))] | None] = (
-        None
-    )
+    shard: Identity[ShardText | None] = None
     """Only this share of those rows, `0/4` to `3/4`. It depends only on a hash of the row's id (of
     its index, if there is no `id`). `run --shard` sets it, and the run folder's name with it."""
 

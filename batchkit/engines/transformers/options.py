@@ -26,6 +26,7 @@ GREEDY_BELOW = 1e-5  # as in vLLM
 
 
 TokenIds = list[NonNegativeInt]
+TokenKey = Annotated[NonNegativeInt, Strict(False)]  # text in JSON and TOML
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -82,9 +83,7 @@ class Sampling(Table):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: PositiveFloat = 1.0
-    logit_bias: dict[Annotated[NonNegativeInt, Strict(False)], float] | None = (
-        None  # keys may be text
-    )
+    logit_bias: dict[TokenKey, float] | None = None
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: PositiveInt | None = 16  # None: all that fit
