@@ -145,6 +145,32 @@ def test_a_row_that_kills_workers_is_found_and_fails_alone(
     assert 2 <= len(deaths) <= 6
 
 
+def test_a_slow_worker_answers_its_share_and_no_more(
+    ray_head: RayHead, two: list[str], tmp_path: Path
+) -> None:
+    rows = [{"q": f"tell me of {n}"} for n in range(3 * N_ROWS)]
+    askers: list[int] = []
+    both = threading.Event()
+
+    def slowly_to_one(text: str, body: dict[str, Any]) -> str:
+        asker = ray_head.worker_that_asks(server).pid
+        with server.lock:
+            askers.extend([asker] if asker not in askers else [])
+        if len(askers) == 2:
+            both.set()
+        both.wait()
+        time.sleep(2.0 if asker == askers[0] else 0.05)
+        return f"answered: {text}"
+
+    with serving(slowly_to_one) as server:
+        settings = [*two, *at(server, max_num_seqs=4)]
+        ended = start(tmp_path, tmp_path, rows, {}, settings, job=ASKS)
+    assert_only_failed(ended, [f"answered: {row['q']}" for row in rows], {})
+    few, many = sorted(worker["rows"] for worker in status(tmp_path / "output/faulty").workers)
+    assert few + many == len(rows)
+    assert few <= len(rows) / 4, "half of them with static halves"
+
+
 def test_sigint_stops_all_workers_and_keeps_what_is_finished(
     ray_head: RayHead, two: list[str], tmp_path: Path
 ) -> None:
