@@ -11,6 +11,7 @@ import ast
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from batchkit.config.problems import in_words
+from batchkit.config.speed_options import SPEED_OPTIONS
 from batchkit.config.tables import (
     JobConfig,
     JudgeTable,
@@ -121,6 +123,11 @@ docs/scoring.md says what either means.
 )
 
 
+SPEED = f"""
+These options change speed and memory use, not answers. A run may be resumed with other values of them:
+{textwrap.fill(", ".join(f"`{name}`" for name in SPEED_OPTIONS), 115)}.
+"""
+
 STEPS = """
 `prompt` and `sampling` are tables with the keys that they have at top level: `[steps.prompt]` and
 `[steps.sampling]` below their `[[steps]]`. Only the first step may have no `user`, `user_file` or
@@ -147,7 +154,7 @@ def document() -> str:
     of_top = {name: plain[name] for name in plain if name not in _OF_THEIR_OWN}
     sections = [
         _section(name, field.annotation)
-        + (_section("engine.server", ServerTable) * (name == "engine"))
+        + (SPEED + _section("engine.server", ServerTable)) * (name == "engine")
         for name, field in fields.items()
         if _is_table(field)
     ]

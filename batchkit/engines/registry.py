@@ -10,6 +10,7 @@ from typing import Any
 
 from batchkit.config.installation import how_to_install
 from batchkit.config.seams import ENGINES
+from batchkit.config.speed_options import SPEED_OPTIONS
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, Preflight
 from batchkit.engines.process.launcher import Launcher
@@ -63,8 +64,8 @@ def max_num_seqs_of(kind: str) -> int | None:
 
 
 def speed_options(job: JobConfig) -> Mapping[str, Any]:
-    """The options of the job's engine that decide its speed and not its answers: the value in force, from which
-    others follow, or other values in a list.
+    """Return the ``SPEED_OPTIONS`` that ``tune`` may try on the job's engine: for each, the value in force or a list of
+    other values.
 
     Raises:
         JobError: the job can't be run.
@@ -72,8 +73,7 @@ def speed_options(job: JobConfig) -> Mapping[str, Any]:
     kind = job.engine.kind
     with _importing(job):
         if (found := getattr(ENGINES.load(kind), "speed_options", None)) is not None:
-            known: Mapping[str, Any] = found(job)
-            return known
+            return {name: v for name, v in found(job).items() if name in SPEED_OPTIONS}
     size = job.engine.options.get("max_num_seqs", max_num_seqs_of(kind) or 1)
     return {"max_num_seqs": size}
 

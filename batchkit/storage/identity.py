@@ -19,6 +19,7 @@ import orjson
 from batchkit.config.masking import FINGERPRINT, MASK, home_of, masked, secrets_in
 from batchkit.config.regular_file import exists, is_file, open_regular, read_bytes, read_text
 from batchkit.config.server_command import files_named, what_decides_answers
+from batchkit.config.speed_options import SPEED_OPTIONS
 from batchkit.config.tables import EngineTable, JobConfig, StepTable, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
@@ -27,18 +28,6 @@ from batchkit.errors import EngineError, JobError
 
 _MOST_SHOWN, _SHOWN_BEFORE = 100, 30  # characters of a value that changed
 _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
-# Options that change speed and memory, not answers.
-_SPEED_ONLY = frozenset(
-    [
-        *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
-        *("kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size", "swap_space"),
-        *("cpu_offload_gb", "mm_processor_cache_gb", "enable_prefix_caching"),
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "device_map"),
-        *("distributed_executor_backend", "worker_cls", "enforce_eager", "compilation_config"),
-        *("async_scheduling", "enable_chunked_prefill", "max_parallel_loading_workers"),
-        *("disable_log_stats", "download_dir", "hf_token", "give_up_s", "shrink_on_oom"),
-    ]
-)
 # Options that may name a file or folder which decides the answers. Others name folders that change
 # as an engine works (download_dir), or are compared as text (chat_template).
 _FILE_OPTIONS = ("tokenizer", "generation_config", "hf_config_path")
@@ -112,7 +101,7 @@ def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
     its = {
         f"engine.options.{name}": value
         for name, value in options.items()
-        if name not in _SPEED_ONLY and (name != "load_format" or value in _LOAD_FORMATS)
+        if name not in SPEED_OPTIONS and (name != "load_format" or value in _LOAD_FORMATS)
     }
     its |= {
         "engine.model_files": model_fingerprint(job.engine.model_source),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
+from batchkit.config.speed_options import SPEED_OPTIONS
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
 from batchkit.errors import EngineError
@@ -45,6 +46,15 @@ def marks(field: FieldInfo) -> list[Mark]:
 )
 def test_every_key_is_marked_once(key: str, field: FieldInfo) -> None:
     assert len(marks(field)) == 1, f"{key}: mark it Identity[…] or Free[…]"
+
+
+@pytest.mark.parametrize("name", SPEED_OPTIONS)
+def test_options_of_speed_decide_no_answers(name: str) -> None:
+    plain, other = (
+        identity(JobConfig.model_validate({"engine": {"model": "m", "options": options}}))
+        for options in ({}, {name: "1"})
+    )
+    assert plain == other
 
 
 @pytest.mark.parametrize(

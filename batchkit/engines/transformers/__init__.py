@@ -25,12 +25,12 @@ SAMPLING = Sampling.model_fields
 MAX_NUM_SEQS: int = Options.model_fields["max_num_seqs"].default
 
 
-def speed_options(job: JobConfig) -> dict[str, Any]:
-    """See ``registry.speed_options``. Raises JobError if the job can't be run."""
+def changing_options(job: JobConfig) -> dict[str, Any]:
+    """See ``registry.changing_options``. Raises JobError if the job can't be run."""
     options = options_of(job)
     attentions = ["sdpa", "flash_attention_2"] if find_spec("flash_attn") else ["sdpa"]
     others = [name for name in attentions if name != (options.attn_implementation or "sdpa")]
-    return {"max_num_seqs": options.max_num_seqs, "attn_implementation": others}
+    return {"attn_implementation": others}
 
 
 def preload() -> None:

@@ -1,0 +1,30 @@
+"""Engine options that change speed and memory use, not answers."""
+
+SPEED_OPTIONS = (
+    *(
+        "async_scheduling",
+        "block_size",
+        "compilation_config",
+        "cpu_offload_gb",
+        "data_parallel_size",
+    ),
+    *("device_map", "disable_log_stats", "distributed_executor_backend", "download_dir"),
+    *("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "give_up_s"),
+    *(
+        "gpu_memory_utilization",
+        "hf_token",
+        "kv_cache_memory_bytes",
+        "long_prefill_token_threshold",
+    ),
+    *("max_cudagraph_capture_size", "max_num_batched_tokens", "max_num_seqs"),
+    *("max_parallel_loading_workers", "mm_processor_cache_gb", "num_gpu_blocks_override"),
+    *(
+        "pipeline_parallel_size",
+        "shrink_on_oom",
+        "swap_space",
+        "tensor_parallel_size",
+        "worker_cls",
+    ),
+)
+"""A run may be resumed with other values of these options, and only they are tried by
+``tune`` without ``--allow-changes``."""
