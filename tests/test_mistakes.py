@@ -118,6 +118,10 @@ prompt.user = "{{ reviw }}"
 )
 STOPPED = "run job.toml --set run.max_in_flight=1 --set run.max_completion_tokens=6"
 RUNS = [
+    *(
+        Mistake(f"{command} job.toml", ('engine.kind = "dry-run" answers at once',))
+        for command in ("tune", "find-bs", "bench")
+    ),
     Mistake(f"{STOPPED} --output a.csv", ("a.csv: not written, as the run has not ended",), 1),
     Mistake(f"{STOPPED}\nexport output/mood --csv", ("1 of 3 rows; 2 have no answer yet",), 0),
     Mistake(

@@ -211,7 +211,10 @@ class Loop:
         job, why = self._start.job, self._tasks.input.source.if_empty
         if is_empty and job.input.path is not None and job.input.shard is None:
             return Outcome(self._summary(JobError.exit_code), JobError(why))
-        self._screen.say(why if is_empty else "nothing left to run: every row has a record")
+        left = "nothing left to run: every row has a record"
+        if (limit := job.input.limit) is not None:
+            left = f"nothing left to run: the first {limit:,} rows have records; start without input.limit (--limit) to run the rest"
+        self._screen.say(why if is_empty else left)
         return Outcome(self._summary())
 
     def _stopped(self) -> Outcome:

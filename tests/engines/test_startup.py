@@ -89,6 +89,10 @@ def test_a_broken_model_is_named_in_one_paragraph(
     [
         ("You are trying to access a gated repo.", "HF_TOKEN"),
         ("We couldn't connect to the hub", "give its folder"),
+        (
+            "files in the disk cache and outgoing traffic has been disabled",
+            "HF_HUB_OFFLINE forbids",
+        ),
         ("operator torchvision::nms does not exist", "batchkit doctor"),
         ("The NVIDIA driver on your system is too old", "batchkit doctor"),
         ("Free memory on device is less than desired GPU memory utilization", "free it"),

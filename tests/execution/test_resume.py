@@ -102,6 +102,7 @@ def test_limit_smaller_than_what_is_done_runs_nothing() -> None:
     run()
     found = run("--limit", "3")
     assert (found.exit_code, len(records())) == (0, 10)
+    assert "the first 3 rows have records; start without input.limit" in found.stderr
     assert found.json["total"] >= found.json["ok"]
 
 

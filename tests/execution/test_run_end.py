@@ -268,7 +268,7 @@ def test_what_it_prints_is_no_result(start: Any) -> None:
     assert "told" in Path("stderr-0").read_text().splitlines()
 
 
-@pytest.mark.parametrize("command", ["echo 'half", "", " ", []])
+@pytest.mark.parametrize("command", ["echo 'half", "", " ", [], "cat > x", "a && b", "a | b"])
 def test_a_command_without_words_is_refused(command: Any) -> None:
     prepare(2, run={"on_end": command})
     found = run()

@@ -119,11 +119,16 @@ def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
     A signal ends the ``with`` block early; ``signum`` of the trials is that signal's.
 
     Raises:
-        JobError: the job itself is invalid, or has several engines.
+        JobError: the job itself is invalid, has several engines, or its engine answers at once.
         InputError: its input has no rows.
     """
     if len(job.engine_names) > 1:
         raise JobError("[engines]: one engine is measured; try a job with the steps of one of them")
+    if job.engine.kind == "dry-run" and not job.engine.options.get("latency_s"):
+        raise JobError(
+            'engine.kind = "dry-run" answers at once, so there is no speed to measure: name the engine that'
+            " will run the job (engine.options.latency_s simulates one)"
+        )
     with (
         StopRequest().installed() as stop,
         scratch_folder("trial") as folder,

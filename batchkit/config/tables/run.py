@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -23,6 +24,7 @@ from batchkit.config.upload import check_address
 from batchkit.types import Usage
 
 _HOUR_S = 3600.0
+_SHELL = re.compile(r"[<>|&;]+")
 _InAndOut = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
 
 
@@ -199,9 +201,14 @@ def words_of(command: str | Sequence[str]) -> list[str]:
     """The words of ``command``, separated as a shell would.
 
     Raises:
-        ValueError: a quotation has no end, or there is no word.
+        ValueError: a quotation has no end, there is no word, or a word is an operator of a shell.
     """
     words = shlex.split(command) if isinstance(command, str) else [*command]
     if not words or not words[0]:
         raise ValueError("names no command")
+    if isinstance(command, str) and (operator := next(filter(_SHELL.fullmatch, words), None)):
+        raise ValueError(
+            f"no shell reads the command, so {operator!r} would be an argument of {words[0]}; write"
+            f' ["sh", "-c", "…"] in the job file, or sh -c \'…\' after --notify'
+        )
     return words

@@ -19,7 +19,10 @@ _REMEDIES = {
     r"RepositoryNotFoundError|is not a valid model identifier|Repo id must be":
         "No such folder here and no such name on the hub: check the spelling; a private model needs"
         " HF_TOKEN.",
-    r"LocalEntryNotFoundError|ConnectError|ConnectionError|couldn't connect|OfflineModeIsEnabled":
+    r"outgoing traffic has been disabled|OfflineModeIsEnabled":
+        "The model is not in the hub's cache, and HF_HUB_OFFLINE forbids downloading it: unset that"
+        " variable, or give a folder as engine.model.",
+    r"LocalEntryNotFoundError|ConnectError|ConnectionError|couldn't connect":
         "The hub can't be reached and the model is not in its cache: download it where there is a"
         " network and give its folder as engine.model.",
     r"does not recognize this architecture|are not supported for now|has no vLLM implementation":
