@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ from batchkit.storage.newest import last_of_each
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Record
 
+Numbers = np.ndarray[Any, Any]
+
 
 def key_of(row_id: str, input_hash: str) -> int:
-    """Equal for records of the same row, within one process."""
-    return hash((row_id, input_hash))
+    """Return a 32-bit key that is equal for records of the same row, within one process."""
+    return hash((row_id, input_hash)) & 0xFFFF_FFFF
 
 
 @dataclass
@@ -40,8 +42,8 @@ class Records:
     torn_bytes: int = 0
     vector_fault: str | None = None
     rows: array[int] = field(default_factory=lambda: array("I"))
-    keys: array[int] = field(default_factory=lambda: array("q"))
-    generations: array[int] = field(default_factory=lambda: array("q"))
+    keys: array[int] = field(default_factory=lambda: array("I"))
+    generations: array[int] = field(default_factory=lambda: array("I"))
     is_answer: array[int] = field(default_factory=lambda: array("b"))
     has_vector: array[int] = field(default_factory=lambda: array("b"))
 
@@ -60,27 +62,30 @@ class Records:
             found.at_checkpoint = found.totals
         return found
 
-    def newest(self) -> tuple[list[int], list[int]]:
-        """The rows that have records, ascending, and how many generations the newest one of each counts."""
-        rows = np.frombuffer(self.rows, np.uint32)
-        places = last_of_each(rows)
-        return rows[places].tolist(), np.frombuffer(self.generations, np.int64)[places].tolist()
+    @cached_property
+    def newest(self) -> Numbers:
+        """The places of the newest record of each row, in the order of the rows."""
+        return last_of_each(np.frombuffer(self.rows, np.uint32))
+
+    @cached_property
+    def newest_rows(self) -> Numbers:
+        """The rows that have records, ascending."""
+        found: Numbers = np.frombuffer(self.rows, np.uint32)[self.newest]
+        return found
 
     def others(self, rows: array[int], keys: array[int]) -> dict[int, int]:
-        """The rows whose newest record has another key than that in ``keys``, with that key; the keys are of
-        ``rows``, ascending."""
-        ours, theirs = np.frombuffer(self.rows, np.uint32), np.frombuffer(rows, np.uint32)
-        newest = last_of_each(ours)
-        both, a, b = np.intersect1d(ours[newest], theirs, assume_unique=True, return_indices=True)
-        wanted = np.frombuffer(keys, np.int64)[b]
-        is_other = np.frombuffer(self.keys, np.int64)[newest[a]] != wanted
-        return dict(zip(both[is_other].tolist(), wanted[is_other].tolist(), strict=True))
+        """Return the rows whose newest record has another key than that in ``keys``, with that key; ``keys`` are of
+        ``rows``, which all have records."""
+        wanted = np.frombuffer(keys, np.uint32)
+        theirs = np.frombuffer(rows, np.uint32)
+        newest = self.newest[self.newest_rows.searchsorted(theirs)]
+        is_other = np.frombuffer(self.keys, np.uint32)[newest] != wanted
+        return dict(zip(theirs[is_other].tolist(), wanted[is_other].tolist(), strict=True))
 
     def answered_again(self) -> list[int]:
         """The rows with several answers."""
         answers = np.frombuffer(self.rows, np.uint32)[np.frombuffer(self.is_answer, np.bool_)]
-        rows, counts = np.unique(answers, return_counts=True)
-        again: list[int] = rows[counts > 1].tolist()
+        again: list[int] = np.unique(np.delete(answers, last_of_each(answers))).tolist()
         return again
 
     def without_vector(self) -> list[int]:
@@ -108,7 +113,8 @@ class Records:
         self.totals.add(record)
         self.rows.append(record.index)
         self.keys.append(key_of(record.id, record.input_hash))
-        self.generations.append((record.generations or 0) - (record.generations_lost or 0))
+        lost = record.generations_lost or 0
+        self.generations.append(max(0, (record.generations or 0) - lost))
         self.is_answer.append(
             bool(text and text.strip()) or failure_kind(orjson.loads(raw)) is None
         )
@@ -140,7 +146,7 @@ class Calls:
             calls.at_checkpoint += line.end <= checkpoint_end
         return calls
 
-    def is_again(self) -> np.ndarray[Any, Any]:
+    def is_again(self) -> Numbers:
         """Which lines have the key of a line before."""
         _, firsts = np.unique(np.frombuffer(self.keys, np.int64), return_index=True)
         again = np.ones(len(self.keys), np.bool_)
@@ -153,7 +159,12 @@ class Calls:
         return rows
 
     def too_few(self, records: Records) -> dict[int, tuple[int, int]]:
-        """Rows whose newest record counts more generations than there are: both numbers."""
-        there = Counter(np.frombuffer(self.rows, np.uint32)[~self.is_again()].tolist())
-        pairs = zip(*records.newest(), strict=True)
-        return {row: (counted, there[row]) for row, counted in pairs if counted > there[row]}
+        """Return the rows whose newest record counts more generations than there are, with both numbers."""
+        counted = np.frombuffer(records.generations, np.uint32)[records.newest]
+        places = np.flatnonzero(counted)
+        rows, n_there = np.unique(
+            np.frombuffer(self.rows, np.uint32)[~self.is_again()], return_counts=True
+        )
+        there = dict(zip(rows.tolist(), n_there.tolist(), strict=True))
+        pairs = zip(records.newest_rows[places].tolist(), counted[places].tolist(), strict=True)
+        return {row: (n, there.get(row, 0)) for row, n in pairs if n > there.get(row, 0)}

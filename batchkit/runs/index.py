@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -40,8 +41,6 @@ ENTRY = np.dtype(
     [
         ("start", "<i8"),  # of the line in the log
         ("length", "<u4"),
-        ("scored_at", "<i8"),  # where its line of scores.jsonl begins; -1: it has its own scores
-        ("scored_length", "<u4"),
         ("row", "<u4"),
         ("id", "<u8"),  # a hash, as are ``made`` and ``answer``
         ("made", "<u4"),  # equal to that of the line of scores.jsonl that was made from the record
@@ -126,12 +125,10 @@ class Index:
         Raises:
             StoreError: the log was changed.
         """
-        start, scored_at = int(entry["start"]), int(entry["scored_at"])
+        start = int(entry["start"])
         record = whole_record(self.raw(start, int(entry["length"])), self.path, start)
-        if scored_at >= 0 and self._scored is not None:
-            line = orjson.loads(
-                os.pread(self._scored.fileno(), int(entry["scored_length"]), scored_at)
-            )
+        line = self._score_line(int(entry["row"]))
+        if all(line.get(name) == record.get(name) for name in ("input_hash", "finished_at")):
             record |= {name: line.get(name) for name in ("prediction", "scores", "unscored")}
         return record
 
@@ -139,12 +136,23 @@ class Index:
         """Bytes of the log, as it was when this was made."""
         return os.pread(self._log.fileno(), length, start)
 
+    def _score_line(self, row: int) -> dict[str, Any]:
+        """Return the row's line of scores.jsonl, or an empty dict if it has none."""
+        place = bisect_left(self._scored_rows, row)
+        if self._scored is None or self._scored_rows[place : place + 1] != array("I", [row]):
+            return {}
+        start, end = self._scored_bounds[place : place + 2]
+        line: dict[str, Any] = orjson.loads(os.pread(self._scored.fileno(), end - start, start))
+        return line
+
     def _clear(self) -> None:
-        self._entries, self._end = np.empty(0, ENTRY), 0  # where the line of the last one ends
+        # The first ``_n`` entries are set. Memory of the others is not touched, so it costs nothing.
+        self._buffer, self._n, self._end = np.empty(0, ENTRY), 0, 0  # _end: of the last one's line
         self._scores: dict[str, array[float]] = {}  # by scorer; not scored: nan, or past its end
         self._kinds: dict[str, int] = {"": 0}
         self._groups: dict[str, int] = {}
         self._scored: BufferedReader | None = None
+        self._scored_rows, self._scored_bounds = array("I"), array("q", [0])
         self._scored_by: tuple[int, ...] | None = (
             None  # the stamp of the scores.jsonl that was read
         )
@@ -166,7 +174,7 @@ class Index:
             self._snapshot = self._now(share)
 
     def _now(self, share: float) -> Snapshot:
-        entries = self._entries
+        entries = self._buffer[: self._n]
         scores = np.full((len(entries), len(self._scores)), np.nan)
         for place, column in enumerate(self._scores.values()):
             scores[: len(column), place] = column
@@ -182,21 +190,29 @@ class Index:
 
     def _read_log(self, deadline: float) -> bool:
         """True at the end. Broken lines there are read again the next time: a run may cut them off."""
-        start, blocks, n = self._log.seek(self._end), [self._entries], len(self._entries)
+        start = self._log.seek(self._end)
         while True:
             lines, found = [*islice(self._log, _AT_ONCE)], list[tuple[Any, ...]]()
             for raw in lines:
                 if (record := record_in(raw)) is not None:
-                    self._put(n + len(found), record.scores or {})
+                    self._put(self._n + len(found), record.scores or {})
                     found.append(self._entry(record, raw, start))
                     self._end = start + len(raw)
                 start += len(raw)
             with np.errstate(over="ignore"):  # a latency may be larger than a float32
-                blocks.append(np.array(found, ENTRY))
-            n += len(found)
+                self._append(np.array(found, ENTRY))
             if len(lines) < _AT_ONCE or time.monotonic() >= deadline:
-                self._entries = np.concatenate(blocks)
                 return len(lines) < _AT_ONCE
+
+    def _append(self, entries: Table) -> None:
+        """Add ``entries`` behind those of earlier snapshots, which stay as they are."""
+        n = self._n + len(entries)
+        if n > len(self._buffer):
+            size = os.fstat(self._log.fileno()).st_size
+            buffer = np.empty(n + int(n * size / max(1, self._end)), ENTRY)
+            buffer[: self._n] = self._buffer[: self._n]
+            self._buffer = buffer
+        self._buffer[self._n : n], self._n = entries, n
 
     def _entry(self, record: Record, raw: bytes, start: int) -> tuple[Any, ...]:
         if (
@@ -215,7 +231,7 @@ class Index:
             name = group_name(record.fields.get(self.group_by))
             group = self._groups.setdefault(name, len(self._groups))
         return (
-            *(start, len(raw), -1, 0, record.index, hash_of(record.id)),
+            *(start, len(raw), record.index, hash_of(record.id)),
             _made(record.input_hash, record.finished_at),
             *(crc32(answer.encode()), len(answer)),
             record.usage.completion_tokens if record.usage else 0,
@@ -232,23 +248,20 @@ class Index:
             column[number] = nan if score is None else score
 
     def _read_scores(self, stamp: tuple[int, ...] | None) -> None:
-        """A line counts for the newest record of its row, if it was made from that."""
-        path, start, entries = self.folder / SCORES, 0, self._entries.copy()
-        newest, self._scored_by, self._entries = last_of_each(entries["row"]), stamp, entries
-        rows = entries["row"][newest].astype(
-            np.int64
-        )  # a search for an int would copy it each time
+        """Take over each line that was made from the newest record of its row."""
+        path, entries = self.folder / SCORES, self._buffer[: self._n]
+        newest, self._scored_by = last_of_each(entries["row"]), stamp
+        rows = entries["row"][newest]
         try:
             self._scored = BufferedReader(open_regular(path))
             for raw, line in zip(self._scored, score_lines(path), strict=True):
-                place = int(rows.searchsorted(line.index))
+                place = int(rows.searchsorted(np.uint32(line.index)))
                 if place < len(rows) and rows[place] == line.index:
                     number = int(newest[place])
                     if entries["made"][number] == _made(line.input_hash, line.finished_at):
-                        entries["scored_at"][number] = start
-                        entries["scored_length"][number] = len(raw)
                         self._put(number, {**dict.fromkeys(self._scores), **line.scores})
-                start += len(raw)
+                self._scored_rows.append(line.index)
+                self._scored_bounds.append(self._scored_bounds[-1] + len(raw))
         except (StoreError, OSError, ValueError) as error:
             self._scores_problem = str(error)
 

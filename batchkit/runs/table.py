@@ -65,8 +65,10 @@ def read_batches(
     scores = Scores(folder)
     with closing(NewestLog(path)) as newest:
         for part in _parts(newest):
-            places = zip(newest.starts[part].tolist(), newest.ends[part].tolist(), strict=True)
-            found = [sound_record(newest.view[start:end], path, start) for start, end in places]
+            found = [
+                sound_record(newest.view[line.start : line.end], path, line.start)
+                for line in newest.lines(part)
+            ]
             for records in _portions(found, layout.embedding):
                 _complete(records, scores, inputs)
                 arrays = [
@@ -159,7 +161,7 @@ def _arrow_type(kind: str, embedding: VectorType | None) -> pa.DataType:
 
 def _parts(newest: NewestLog) -> Iterator[slice]:
     """Which rows are read at once."""
-    n_bytes = np.cumsum(newest.ends - newest.starts)
+    n_bytes = np.cumsum(newest.sizes, dtype=np.int64)
     start = done = 0
     while start < len(n_bytes):
         fitting = int(np.searchsorted(n_bytes, done + _BATCH_BYTES, "right"))

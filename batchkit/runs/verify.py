@@ -22,6 +22,7 @@ from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.vectors import Vectors
 
 NAMED = 5  # rows named of each kind of finding
+_AT_ONCE = 10_000  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +163,7 @@ def verify(folder: Path, media: Sequence[Path] = ()) -> Verification:
 def compare(
     folder: Path, manifest: Manifest, records: Records, media: Sequence[Path] = ()
 ) -> Compared:
-    """Compare the records with the rows of the input that the filter and the shard leave, whatever the limit.
-    Holds 12 bytes for each row."""
+    """Compare the records with the rows of the input that the filter and the shard leave, whatever the limit."""
     totals = records.totals
     try:
         reach = Reach.of(folder, media)
@@ -174,18 +174,20 @@ def compare(
         source = from_job(job)
         if changes := input_changes(manifest.input, source.files or []):
             return Compared(not_compared=f"the input has changed since: {'; '.join(changes)}")
-        rows, keys = array("I"), array("q")
-        for row in source.everything(lambda index: not totals.is_settled(index)):
-            rows.append(row.index)
-            keys.append(key_of(row.id, input_hash(row.fields)))
-        unknown = (totals.completed | totals.failed_rows) - IndexSet(rows)
+        unknown, mixed = totals.completed | totals.failed_rows, dict[int, int]()
+        settled = iter(source.everything(lambda index: not totals.is_settled(index)))
+        while part := [*islice(settled, _AT_ONCE)]:
+            rows = array("I", (row.index for row in part))
+            keys = array("I", (key_of(row.id, input_hash(row.fields)) for row in part))
+            unknown -= IndexSet(rows)
+            mixed |= records.others(rows, keys)
         n_pending, pending = 0, list[int]()
         for row in source.read(totals.is_settled):
             n_pending += 1
             pending += [row.index][: NAMED - len(pending)]
     except BatchkitError as error:
         return Compared(not_compared=f"the input can't be read: {error}")
-    return Compared(n_pending, pending, unknown, records.others(rows, keys))
+    return Compared(n_pending, pending, unknown, mixed)
 
 
 def _compare_indexes(manifest: Manifest, totals: Totals) -> Compared:

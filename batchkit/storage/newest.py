@@ -14,7 +14,7 @@ import orjson
 
 from batchkit.storage.lines import generation_in, whole_record
 from batchkit.storage.log import STEPS, opened_log
-from batchkit.types import Count
+from batchkit.types import COUNT_LIMIT, Count
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     Numbers = np.ndarray[Any, Any]
 
 _AT_ONCE = 4096  # rows
+_PLACES_AT_ONCE = 2**20  # numpy makes an int64 of each
+_DENSE = 4  # how many numbers there may be for each row
 
 
 class NewestLine(NamedTuple):
@@ -33,36 +35,49 @@ class NewestLine(NamedTuple):
 
 
 class NewestLog:
-    """The newest line of each row of a log, or with ``every`` all of them, in the order of the rows. A missing log
-    has none; what is not a line of a row is left out, and so is a torn end.
+    """The newest line of each row of a log, or all lines of each row if ``every``, in the order of the rows.
 
-    ``view`` is the log as it was when this was made, even if a requeue replaces it meanwhile; only
-    the parts that are read are in memory. ``rows``, ``starts`` and ``ends`` (bytes) have an entry for each
-    line: int64 arrays.
+    A missing log has no lines. Lines that are not a row's, and a torn end, are left out. Holds 20 bytes for each line.
+
+    ``view`` is the log as it was when this object was made, even if a requeue replaces it meanwhile; only the parts
+    that are read are in memory. ``rows`` (uint32) has the row of each line.
     """
 
     def __init__(self, path: Path, *, every: bool = False) -> None:
         with opened_log(path) as file:
-            bounds, rows = _lines(file)
+            rows, self._starts, self._sizes = _lines(file)
             self.view: mmap.mmap | bytes = (
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if len(rows) else b""
             )
-        lines = rows.argsort(kind="stable") if every else last_of_each(rows)
-        lines = lines[rows[lines] >= 0]
-        self.rows, self.starts, self.ends = rows[lines], bounds[lines], bounds[lines + 1]
+        self._lines = rows.argsort(kind="stable") if every else last_of_each(rows)
+        self.rows = rows[self._lines]
 
     def __iter__(self) -> Iterator[NewestLine]:
         for at in range(0, len(self.rows), _AT_ONCE):
-            columns = (
-                of[at : at + _AT_ONCE].tolist() for of in (self.rows, self.starts, self.ends)
-            )
-            yield from map(NewestLine, *columns)
+            yield from self.lines(slice(at, at + _AT_ONCE))
             self.release()
 
+    @property
+    def sizes(self) -> Numbers:
+        """The bytes of each line (uint32)."""
+        return self._sizes[self._lines]
+
+    def lines(self, part: slice) -> list[NewestLine]:
+        """Return the lines in ``part`` of this log."""
+        lines = self._lines[part]
+        starts = self._starts[lines]
+        ends = starts + self._sizes[lines]
+        return [*map(NewestLine, self.rows[part].tolist(), starts.tolist(), ends.tolist())]
+
     def of(self, row: int) -> list[bytes]:
-        """The row's lines, in the order of the log."""
-        here = slice(*self.rows.searchsorted([row, row + 1]))
-        return [self.view[a:b] for a, b in zip(self.starts[here], self.ends[here], strict=True)]
+        """Return the lines of ``row``, in the order of the log."""
+        import numpy as np
+
+        if not 0 <= row < COUNT_LIMIT:
+            return []
+        wanted = np.uint32(row)  # a search for an int would copy all rows
+        here = slice(*(int(self.rows.searchsorted(wanted, side)) for side in ("left", "right")))
+        return [self.view[line.start : line.end] for line in self.lines(here)]
 
     def release(self) -> None:
         """Let the kernel drop the pages that were read."""
@@ -75,10 +90,9 @@ class NewestLog:
 
 
 def read_newest(path: Path) -> Iterator[dict[str, Any]]:
-    """The newest record of each row, in the order of the input.
+    """Yield the newest record of each row, in the order of the input.
 
-    Makes two passes over one open file. Between them it holds 24 bytes per record, never the
-    records.
+    Makes two passes over one open file. Between them it holds 20 bytes for each record, never the records.
     """
     with closing(NewestLog(path)) as log:
         for line in log:
@@ -88,7 +102,7 @@ def read_newest(path: Path) -> Iterator[dict[str, Any]]:
 class Generations:
     """What the ``steps.jsonl`` of ``folder`` has of each row; nothing, if there is none.
 
-    From the first question on it holds 24 bytes for each line, and it reads only lines that are asked
+    From the first question on it holds 20 bytes for each line, and it reads only lines that are asked
     for. A line that is not a generation is left out.
     """
 
@@ -117,13 +131,23 @@ class Generations:
 
 
 def last_of_each(rows: Numbers) -> Numbers:
-    """The places of the last of equal ``rows``, in the order of the rows."""
+    """Return the places of the last of equal ``rows`` (not negative), in the order of the rows."""
     import numpy as np
 
-    order = np.argsort(rows, kind="stable")  # stable: the newest of a row stays the last
-    in_order = rows[order]
-    last: Numbers = order[np.append(in_order[1:] != in_order[:-1], True)[: len(rows)]]
-    return last
+    if not len(rows):
+        return np.empty(0, np.int32)
+    n_numbers = int(rows.max()) + 1
+    if n_numbers > _DENSE * len(rows):
+        order = np.argsort(rows, kind="stable")  # stable: the newest of a row stays the last
+        in_order = rows[order]
+        last: Numbers = order[np.append(in_order[1:] != in_order[:-1], True)]
+        return last
+    # A table of all numbers takes a quarter of the memory of a sort.
+    last = np.full(n_numbers, -1, np.int32 if len(rows) < 2**31 else np.int64)
+    for at in range(0, len(rows), _PLACES_AT_ONCE):
+        part = rows[at : at + _PLACES_AT_ONCE]
+        last[part] = np.arange(at, at + len(part))
+    return last[last >= 0]
 
 
 class _Line(msgspec.Struct):
@@ -133,21 +157,27 @@ class _Line(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Line)
 
 
-def _lines(log: BinaryIO) -> tuple[Numbers, Numbers]:
-    """The byte positions at which lines begin, and the last one's end; and the row of each line, -1 if it is
-    broken."""
+def _lines(log: BinaryIO) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the row (uint32), the first byte (int64) and the size (uint32) of each line that is a row's."""
     import numpy as np
 
-    bounds, rows = array("q", [0]), array("q")
+    rows, starts, sizes = array("I"), array("q"), array("I")
+    start = 0
     for raw in log:
-        if raw.endswith(b"\n"):
-            bounds.append(bounds[-1] + len(raw))
-            rows.append(_row_of(raw))
-    return np.frombuffer(bounds, np.int64), np.frombuffer(rows, np.int64)
+        if raw.endswith(b"\n") and (row := _row_of(raw)) is not None:
+            rows.append(row)
+            starts.append(start)
+            sizes.append(len(raw))
+        start += len(raw)
+    return (
+        np.frombuffer(rows, np.uint32),
+        np.frombuffer(starts, np.int64),
+        np.frombuffer(sizes, np.uint32),
+    )
 
 
-def _row_of(raw: bytes) -> int:
+def _row_of(raw: bytes) -> int | None:
     try:
         return _decoder.decode(raw).index
     except msgspec.MsgspecError:
-        return -1
+        return None

@@ -147,7 +147,9 @@ def test_parity_refuses_rows_with_several_answers(tables: dict[str, Any], messag
 
 def test_batch_sizes_are_measured_with_all_steps_of_one_engine() -> None:
     write_rows(60)
-    write_job(steps=[STEPS[0], STEPS[2]])
+    write_job(
+        steps=[STEPS[0], STEPS[2]], engine={"kind": "dry-run", "options": {"latency_s": 0.01}}
+    )
     options = ("--batch-sizes", "4", "--rounds", "1", "--seconds", "1", "--json")
     ended = batchkit("bench", "job.toml", *options)
     assert ended.exit_code == 0, ended.stderr

@@ -182,11 +182,10 @@ def newest_point(lines: Sequence[Metrics]) -> dict[str, Any] | None:
 def spreads(snapshot: Snapshot) -> list[dict[str, Any]]:
     """Those of the rows that reached the engine; none of a column that is 0 in all of them."""
     rows = snapshot.newest[snapshot.entries["prompt_tokens"][snapshot.newest] > 0]
-    values = {name: snapshot.entries[name][rows] for name in _COLUMNS}
     return [
-        {"title": title, "unit": unit, **histogram(values[name].astype(np.float64))}
+        {"title": title, "unit": unit, **histogram(values)}
         for name, (title, unit) in _COLUMNS.items()
-        if values[name].any()
+        if (values := snapshot.entries[name][rows].astype(np.float64)).any()
     ]
 
 
