@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from itertools import product
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, product
 from pathlib import PurePath
+from textwrap import shorten
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, PositiveInt, PrivateAttr, field_validator
@@ -22,7 +24,7 @@ CLIP_SUFFIXES = (
     *(".mp4", ".mov", ".mkv", ".webm", ".avi", ".mpeg", ".mpg", ".flv"),
 )
 ShardText = Annotated[str, AfterValidator(lambda text: str(parse_shard(text)))]
-_LONGEST_VALUE = 64  # characters
+_LONGEST_LABEL = 20  # characters
 
 
 class InputTable(Table):
@@ -54,7 +56,8 @@ class InputTable(Table):
     makes them failed rows. How many there are among the first 10,000 is said before the run."""
     cross: Identity[dict[str, list[str | bool | int | float]]] = Field({})
     """Each row once for each value: `cross = { adapter = ["a", "b", ""] }` adds a column `adapter`,
-    and the row `7` becomes `7/a`, `7/b` and `7/`. Several keys: all their combinations. `limit`,
+    and the row `7` becomes `7/a`, `7/b` and `7/`. Of a value with more than 20 characters, the id has the first words:
+    `7/answer-in-one-word`. Several keys: all their combinations. `limit`,
     `shard`, `where` and `run.sample` count rows before that."""
     limit: Free[PositiveInt | None] = None
     """Only the first rows, counted after `where` and `empty`."""
@@ -136,13 +139,6 @@ class InputTable(Table):
                 raise ValueError(f"{name}: has no values" if name else "a column needs a name")
             if twice := {text for text in texts if texts.count(text) > 1}:
                 raise ValueError(f"{name}: {min(twice)!r} is given twice")
-            for text in texts:
-                if len(text) > _LONGEST_VALUE or "\n" in text:
-                    raise ValueError(
-                        f"{name}: {text[:20]!r}… is part of the rows' ids, and they are one line: at most"
-                        f' {_LONGEST_VALUE} characters. Name the text: {name} = ["brief", …], put it into'
-                        f" [vars.texts] brief = …, and write {{{{ texts[{name}] }}}}"
-                    )
         return cross
 
 
@@ -160,8 +156,26 @@ class Variant(NamedTuple):
 
 
 def variants(cross: Mapping[str, Sequence[Any]]) -> list[Variant]:
-    """In the order of the rows; one that adds nothing if ``cross`` is empty."""
+    """Return the variants in the order of the rows; one that adds nothing if ``cross`` is empty."""
+    labeled = [[*zip(values, _labels(values), strict=True)] for values in cross.values()]
     return [
-        Variant(dict(zip(cross, values, strict=True)), "/".join(map(str, values)))
-        for values in product(*cross.values())
+        Variant(
+            {name: value for name, (value, _) in zip(cross, chosen, strict=True)},
+            "/".join(label for _, label in chosen),
+        )
+        for chosen in product(*labeled)
     ]
+
+
+def _labels(values: Sequence[Any]) -> Iterator[str]:
+    """Yield the part of a row's id for each value: a short value itself, else its first words."""
+    taken = set[str]()
+    for text in map(str, values):
+        label = text
+        if len(text) > _LONGEST_LABEL or not text.isprintable():
+            words = " ".join(re.findall(r"\w+", text.lower()))
+            label = shorten(words, _LONGEST_LABEL, placeholder="").replace(" ", "-")
+        if label in taken:
+            label = next(name for n in count(2) if (name := f"{label}-{n}") not in taken)
+        taken.add(label)
+        yield label
