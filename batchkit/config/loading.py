@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 import tomllib
@@ -32,6 +33,7 @@ from batchkit.config.urls import bare, check_user_info, is_remote
 from batchkit.config.values import check_values, reason_of
 from batchkit.errors import JobError
 
+_SCHEMA = "sampling.structured_outputs.json"
 _ESCAPED = re.compile(r"\[([*?[])\]")  # by glob.escape
 
 
@@ -122,8 +124,32 @@ def make_job(
         _override(table, override)
     for key, value in given.items():
         _put(table, key.split("."), value, key)
-    job = resolve_paths(parse_job(table, origin), base or Path.cwd())
+    base = base or Path.cwd()
+    _read_schemas(table, base)
+    job = resolve_paths(parse_job(table, origin), base)
     return job.as_trial() if any(made_dry) else job
+
+
+def _read_schemas(table: Mapping[str, Any], base: Path) -> None:
+    """Replace each name of a file in ``structured_outputs.json`` by the schema in that file."""
+    steps, scoring = table.get("steps"), table.get("scoring")
+    judge = scoring.get("judge") if isinstance(scoring, Mapping) else None
+    for place in (table, judge, *(steps if isinstance(steps, list) else ())):
+        match place:
+            case {"sampling": {"structured_outputs": {"json": str(text)} as wanted}}:
+                if not text.lstrip().startswith("{"):
+                    wanted["json"] = _schema_in(_find(text, base, _SCHEMA))
+
+
+def _schema_in(path: Path) -> Any:
+    try:
+        return json.loads(read_text(str(path)))
+    except OSError as error:
+        raise JobError(
+            f"{_SCHEMA}: {path}: {error.strerror}; give a table, JSON, or the name of a file with a JSON schema"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise JobError(f"{_SCHEMA}: {path}: is not JSON: {reason_of(error)}") from error
 
 
 def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:

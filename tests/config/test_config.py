@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -516,6 +517,29 @@ def test_line_that_is_no_toml_is_shown_without_its_secrets(
     message = refusal(lambda: load_job(path))
     assert message.startswith(f"{path}: not valid TOML: line 2: {words}")
     assert message.endswith(f"\n  {line.replace('hf_abcdefgh12345678', '***')}")
+
+
+SCHEMA_FILE = {"structured_outputs": {"json": "schema.json"}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sampling": SCHEMA_FILE},
+        {"steps": [{"name": "a", "prompt": {"user": "{{ q }}"}, "sampling": SCHEMA_FILE}]},
+    ],
+    ids=["job", "step"],
+)
+def test_a_schema_is_read_from_its_file(given: dict[str, Any], tmp_path: Path) -> None:
+    def wanted() -> Any:
+        made = make_job(tables(**deepcopy(given)), "job.toml", base=tmp_path)
+        return (made.steps[0] if made.steps else made).sampling.params()["structured_outputs"]
+
+    assert f"{tmp_path}/schema.json: No such file" in refusal(wanted)
+    (tmp_path / "schema.json").write_text("{'type'")
+    assert "schema.json: is not JSON" in refusal(wanted)
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    assert wanted() == {"json": {"type": "object"}}
 
 
 def test_file_is_utf8_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:

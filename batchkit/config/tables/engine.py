@@ -157,7 +157,7 @@ class EngineTable(Table):
 
 class SamplingTable(Table):
     """Given to `vllm.SamplingParams` as they are: any of its names may be used here. A number may be a
-    column: `temperature = "{{ t }}"`.
+    column: `temperature = "{{ t }}"`. `structured_outputs = { json = "schema.json" }` reads a JSON schema from that file.
 
     `transformers` knows those that choose and end tokens, and refuses the others.
     """
