@@ -165,7 +165,11 @@ class ProductionBatchProcessor:
         job = self.job if name is None else _named(self.job, name)
         if rows is None and job.input.path is None:
             raise JobError("no rows: give some to process(), or set the job's input.path")
-        source: Input | None = None if rows is None else from_python(rows, job.input)
+        source: Input | None = None
+        if rows is not None:
+            source = from_python(rows, job.input)
+            named = job.input.model_copy(update={"id": source.id})
+            job = job.model_copy(update={"input": named})
         for line in lines_of(doing for doing in doings(job) if doing.keys[0] != UPLOAD):
             self._say(line)
         if job.output.export or job.output.upload is not None:

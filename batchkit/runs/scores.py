@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +16,19 @@ from batchkit.runs.index import Snapshot, Table
 from batchkit.runs.inputs import with_fields
 from batchkit.runs.reach import Reach
 from batchkit.scoring.metrics import OUT_OF_TEN, Group, ScoreTable, in_order, tabulate
+from batchkit.scoring.values import chosen
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
 
+_OTHER = "(other)"  # a text that is none of the choices
+
 
 def table_of(folder: Path, job: JobConfig | None = None, media: Sequence[Path] = ()) -> ScoreTable:
-    """By group, as ``job`` says, else the run's own, with what a reader may open.
+    """Return the scores by group, and the confusion table if answers are one of several choices.
+
+    Groups and choices are those of ``job``, by default of the run's own job, with what a reader may open.
 
     Raises:
         InputError: the table needs fields that the run did not keep, and the input changed.
@@ -29,10 +37,28 @@ def table_of(folder: Path, job: JobConfig | None = None, media: Sequence[Path] =
     check_log(folder)
     reach = Reach.of(folder, media) if job is None else None
     job = job or job_of_run(folder)
-    group_by = job.scoring.group_by
-    names = set() if group_by is None else {group_by}
-    pairs = with_fields(read_scored(folder), job, names, reach)
-    return tabulate(({**record, "fields": fields} for record, fields in pairs), group_by)
+    scoring, choices = job.scoring, _choices_of(job)
+    names = {scoring.group_by or "", str(scoring.reference) if choices else ""} - {""}
+    confusion = defaultdict[str, Counter[str]](Counter)
+
+    def records() -> Iterator[dict[str, Any]]:
+        for record, fields in with_fields(read_scored(folder), job, names, reach):
+            if choices and record["status"] == "ok":
+                right = chosen(str(fields.get(str(scoring.reference))), choices)
+                found = chosen(record.get("prediction") or "", choices)
+                confusion[right or _OTHER][found or _OTHER] += 1
+            yield {**record, "fields": fields}
+
+    return replace(tabulate(records(), scoring.group_by), confusion=confusion)
+
+
+def _choices_of(job: JobConfig) -> Sequence[str]:
+    """Return the answers to choose from, if each row has one reference among them."""
+    if job.scoring.reference is None or job.scoring.rules:
+        return ()
+    wanted = job.sampling.params().get("structured_outputs")
+    constrained = wanted.get("choice") if isinstance(wanted, Mapping) and not job.steps else None
+    return job.scoring.choices or constrained or ()
 
 
 def table_of_index(snapshot: Snapshot, group_by: str | None) -> ScoreTable:

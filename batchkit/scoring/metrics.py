@@ -92,6 +92,8 @@ class ScoreTable:
     groups: dict[str, Group]
     overall: Group
     names: list[str]
+    confusion: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Number of answers by reference, then by prediction, if answers are one of several choices."""
 
     @property
     def total(self) -> int:
@@ -105,6 +107,7 @@ class ScoreTable:
             "failed": self.overall.failed,
             "metrics": {name: group.to_json(self.names) for name, group in self.groups.items()},
             "overall": self.overall.to_json(self.names),
+            **({"confusion": self.confusion} if self.confusion else {}),
             **self._extremes(),
         }
 
@@ -115,6 +118,7 @@ class ScoreTable:
         rows.append(self._line(ALL, self.overall))
         lines = [markdown(heads, rows)]
         lines += [self._spread_text(name) for name in OUT_OF_TEN if name in self.overall.scores]
+        lines += [self._confusion_text()] * bool(self.confusion)
         because = self.overall.unscored_because.items()
         lines += [f"unscored, {count:,} rows: {reason}" for reason, count in because]
         if not self.names and self.overall.unscored and not because:
@@ -127,6 +131,16 @@ class ScoreTable:
     def _line(self, name: str, group: Group) -> list[str]:
         means = [_shown(group.mean(score)) for score in self.names]
         return [name, str(group.scored), *means, str(group.unscored), str(group.failed)]
+
+    def _confusion_text(self) -> str:
+        """A table with a line for each reference and a column for each prediction."""
+        predictions = sorted({name for counts in self.confusion.values() for name in counts})
+        heads = ["right answer \\ prediction", *predictions]
+        rows = [
+            [name, *(str(counts.get(prediction, 0)) for prediction in predictions)]
+            for name, counts in sorted(self.confusion.items())
+        ]
+        return f"\n{markdown(heads, rows)}"
 
     def _spread_text(self, name: str) -> str:
         groups = {**self.groups, ALL: self.overall}

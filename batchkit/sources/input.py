@@ -47,7 +47,7 @@ class Input(NamedTuple):
     rows to run in all, or None if it is not known. ``has_ids``: the rows have ids that do not
     depend on their position. ``changes`` says, by path, how the input now differs from ``files``;
     if its argument is true, by a thorough check that may take as long as making ``files``.
-    ``labels``: pandas' index of the rows, if they have one.
+    ``labels``: pandas' index of the rows, if they have one. ``id``: the field that names rows from Python, or None.
     ``left_out`` says what the input's folder has besides them; ``if_empty`` why there are none, if
     there are none. ``sample_of``: the rows of the whole input, if only a sample of them is read.
     """
@@ -59,6 +59,7 @@ class Input(NamedTuple):
     has_ids: bool
     changes: Callable[[bool], Mapping[str, str]] = lambda thorough: {}
     labels: Any = None
+    id: str | None = None
     left_out: str = ""
     if_empty: str = "there are no rows"
     sample_of: int | None = None
@@ -91,10 +92,11 @@ def from_python(rows: Any, table: InputTable) -> Input:
         raise JobError(
             'input.where, input.limit, input.shard and input.empty = "skip" are for files: give the rows that you want'
         )
-    found, has_ids = python_rows(rows, table.id), table.id is not None
+    found = python_rows(rows, table.id)
+    has_ids = found.id is not None
     if found.size is None:
         once = partial(crossed, table.cross, lambda skip: found.read())
-        return Input(None, once, once, lambda: None, has_ids)
+        return Input(None, once, once, lambda: None, has_ids, id=found.id)
     n_rows = found.size
     size = n_rows()
     hashes, columns = bytearray(), tuple[str, ...]()
@@ -123,7 +125,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
     file = FileFingerprint(PLACE, size, 0, digest, columns=columns)
     each, n_values = partial(crossed, table.cross, read), len(variants(table.cross))
     labels = None if found.labels is None else found.labels.repeat(n_values)
-    return Input([file], each, each, lambda: size * n_values, has_ids, changes, labels)
+    return Input([file], each, each, lambda: size * n_values, has_ids, changes, labels, found.id)
 
 
 def watched(

@@ -26,16 +26,18 @@ _NO_ROWS = bytes | bytearray | memoryview | io.IOBase
 
 class Values(NamedTuple):
     """``read`` yields them from the first one; it works only once if ``size`` is None. ``labels``: the
-    index of a DataFrame or Series of pandas."""
+    index of a DataFrame or Series of pandas. ``id``: the field that names the rows, or None."""
 
     read: Callable[[], Iterator[Any]]
     size: Callable[[], int] | None
     labels: Any = None
+    id: str | None = None
 
 
 def python_rows(rows: Any, key: str | None) -> Values:
-    """``rows`` as ``Row``s with their ids under ``key``; a single str or dict is one row. Their dicts and
-    lists are copies: what the caller later does to the originals does not matter.
+    """Return ``rows`` as ``Row``s whose ids are the values of the field ``key``, or of ``id`` if ``key`` is None and the
+    first row has an ``id``. A single str or dict is one row. Dicts and lists are copies, so the caller may change the
+    originals.
 
     Tables are DataFrames of pandas, datasets of ``datasets``, and all that gives an Arrow stream, as
     polars and pyarrow do; they are recognised by their methods, since none of these packages need be
@@ -62,7 +64,10 @@ def python_rows(rows: Any, key: str | None) -> Values:
         values = values._replace(read=lambda: chain(begun, left))
     first_kind = ""
     for value in looked_at:
-        if isinstance(value, RequestError) or isinstance(_fields(0, value), dict):
+        fields = _fields(0, value)
+        if isinstance(value, RequestError) or isinstance(fields, dict):
+            if key is None and isinstance(fields, dict) and fields.get("id") is not None:
+                key = "id"
             first_kind = ""
             break
         first_kind = first_kind or _kind(value)
@@ -70,7 +75,7 @@ def python_rows(rows: Any, key: str | None) -> Values:
         raise _refused(f"{type(rows).__name__} of {first_kind}")
     read = values.read
     return values._replace(
-        read=lambda: (_row(index, value, key) for index, value in enumerate(read()))
+        read=lambda: (_row(index, value, key) for index, value in enumerate(read())), id=key
     )
 
 

@@ -58,6 +58,25 @@ def answered(tmp_path: Path) -> Path:
 # At the end of a run
 
 
+def test_a_confusion_table_counts_choices_by_the_right_answer(tmp_path: Path) -> None:
+    rows = [
+        {"id": "1", "say": "yes", "a": "Yes"},
+        {"id": "2", "say": "It is no.", "a": "Yes"},
+        {"id": "3", "say": "perhaps", "a": "no"},
+        {"id": "4", "a": "no"},
+    ]
+    choices = {"reference": "a", "scorers": ["choice"], "choices": ["yes", "no"]}
+    with serving(echo) as server:
+        made = job(tmp_path, rows, engine=engine(server), scoring=choices, output={"keep": ["a"]})
+        folder = run(made)
+    found = table_of(folder)
+    assert found.to_json()["confusion"] == {"yes": {"yes": 1, "no": 1}, "no": {"(other)": 1}}
+    assert found.to_text().splitlines()[-2:] == [
+        "| no                        |       1 |   0 |   0 |",
+        "| yes                       |       0 |   1 |   1 |",
+    ]
+
+
 def test_a_run_scores_its_answers_and_ends_with_the_table(tmp_path: Path) -> None:
     with serving(echo) as server:
         made = table(tmp_path, ROWS, engine=engine(server))

@@ -56,10 +56,10 @@ def test_long_numbers_stay_what_they_are_where_others_are_missing() -> None:
 def test_columns_with_the_name_of_a_record_s_get_a_prefix() -> None:
     rows = [{"text": "tea", "id": "a", "status": 1}, {"text": "coffee", "id": "b", "status": 2}]
     table = process(rows, prompt={"user": "{{ text }}"}).to_arrow()
-    assert table.column_names[:3] == ["fields.text", "fields.id", "fields.status"]
+    assert table.column_names[:3] == ["fields.text", "id", "fields.status"]
     assert table["fields.text"].to_pylist() == ["tea", "coffee"]
     assert table["text"].to_pylist() == [answer(0), answer(1)]
-    assert table["id"].to_pylist() == ["0", "1"]
+    assert table["id"].to_pylist() == ["a", "b"]
 
 
 def test_the_column_that_names_the_rows_is_there_once_and_as_it_was() -> None:

@@ -85,6 +85,12 @@ TABLES = {
 }
 
 
+@pytest.mark.parametrize("rows", [list, iter], ids=["list", "iterator"])
+def test_a_column_called_id_names_the_rows(rows: Any) -> None:
+    summary = process(rows([{"id": 7, "q": "tea"}, {"q": "coffee"}]), prompt={"user": "{{ q }}"})
+    assert [record["id"] for record in summary.records()] == ["7", "no-id:1"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_rows_of_a_table_are_rows_and_resume(name: str) -> None:
