@@ -62,7 +62,7 @@ def test_a_text_has_its_vector_from_base64_and_from_numbers(in_numbers: bool) ->
     assert numbers(done) == vector("how are you")
     assert done.usage is not None
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 0)
-    assert 0.02 <= done.latency_s < 5
+    assert done.latency_s >= 0.02
     assert server.bodies == [{"model": MODEL, "input": "how are you", "encoding_format": "base64"}]
 
 

@@ -43,7 +43,7 @@ def test_a_chat_is_answered_with_its_text_reason_usage_and_time() -> None:
     assert done.choices[0].finish_reason == "length"
     assert done.usage is not None
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 3)
-    assert 0.02 <= done.latency_s < 5
+    assert done.latency_s >= 0.02
     assert server.bodies == [
         {
             "model": MODEL,

@@ -126,11 +126,10 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()
     media = media_table(tmp_path)
-    began = time.monotonic()
+    # Opening a pipe that nobody writes to would never return.
     assert "it is a named pipe" in refused("pipe.png", media)
     assert "Is a directory" in refused("folder.png", media)
     assert "it is a device" in refused("/dev/zero", media_table(Path("/")))
-    assert time.monotonic() - began < 2
 
 
 def test_the_byte_limit_holds_for_every_source(tmp_path: Path) -> None:

@@ -196,19 +196,17 @@ def test_a_failed_download_says_why(server: Server) -> None:
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
 def test_a_server_that_drips_is_cut_off(server: Server, start: bytes) -> None:
     def drip(handler: Page) -> None:
+        """Never ends by itself."""
         handler.wfile.write(start)
-        for _ in range(100):
-            try:
+        with suppress(OSError):
+            while True:
                 handler.wfile.write(b"x")
-            except OSError:
-                return
-            time.sleep(0.05)
+                time.sleep(0.05)
 
     server.pages["/slow"] = drip
-    url, began = server.url("/slow"), time.monotonic()
+    url = server.url("/slow")
     with pytest.raises(MediaError, match=r"not complete after 0\.4 s"):
         fetch(url, url, server.media(), timeout_s=0.4)
-    assert time.monotonic() - began < 2
 
 
 def test_what_a_url_carries_in_its_query_stays_out_of_messages(server: Server) -> None:
