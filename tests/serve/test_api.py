@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -499,6 +500,14 @@ def test_a_full_disk_makes_batches_wait(tmp_path: Path) -> None:
         assert (
             batchkit("serve", "--check", "--folder", disk / "serve", cwd=tmp_path).returncode == 0
         )
+
+
+def test_a_head_without_an_end_is_refused(served: Served) -> None:
+    """Its limits are in tests/commands/test_connections.py."""
+    url = httpx.URL(served.url)
+    with socket.create_connection((url.host, url.port), timeout=60) as client:
+        client.sendall(b"GET / HTTP/1.1\r\na: " + b"b" * 20_000)
+        assert client.recv(12)[9:] == b"400"
 
 
 def test_others_need_a_key(tmp_path: Path) -> None:

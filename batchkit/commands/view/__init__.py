@@ -7,6 +7,7 @@ import socket
 import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def view(
 
     runs = _runs(target, tuple(media))
     with bound(host, port) as listening:
-        server = quiet_server(make_app(runs, host), ends_in_s=1, http="h11", loop="asyncio")
+        server = quiet_server(make_app(runs, host), ends_in_s=1, loop="asyncio")
         address = address_of(host, listening.getsockname()[1])
         ready(address)
         if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
@@ -63,13 +64,23 @@ def _runs(target: str | None, media: tuple[Path, ...]) -> Runs:
     return Runs(folder.resolve(), is_run(folder), media)
 
 
-def quiet_server(app: ASGIApp, *, ends_in_s: int, **options: Any) -> uvicorn.Server:
-    """A server without logs. When it is stopped, the answers under way have so many seconds."""
+def quiet_server(
+    app: ASGIApp, *, ends_in_s: int, head_timeout_s: float = 10.0, **options: Any
+) -> uvicorn.Server:
+    """Return a server that logs nothing. When it is stopped, running answers may take ``ends_in_s`` to finish.
+
+    Request heads are bounded in size and number of headers, and have to arrive within ``head_timeout_s``.
+    """
     import uvicorn
 
+    from batchkit.commands.view import connections
+
+    http: Any = partial(connections.BoundedConnection, head_timeout_s=head_timeout_s)
     return uvicorn.Server(
         uvicorn.Config(
-            app,
+            connections.with_bounded_heads(app),
+            http=http,
+            h11_max_incomplete_event_size=connections.MAX_HEAD_BYTES,
             ws="none",
             lifespan="off",
             log_config=None,
