@@ -24,6 +24,7 @@ class RowRequests:
             ahead=AHEAD,
             max_bytes=job.media.max_memory_bytes,
             at_once=1 if may_wait or renderer.takes_long else READ_AT_ONCE,
+            holders=start.options.media_holders,
         )
         self.release, self.close = self._ahead.release, self._ahead.close
 

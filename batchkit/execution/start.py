@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from batchkit.config.tables import JobConfig
 from batchkit.execution.selection import Selection
+from batchkit.rendering.held_media import Holders
 from batchkit.rendering.renderer import AdjustSampling
 from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.rendering.templates.prompt import constant_files
@@ -31,7 +32,8 @@ class Options:
     row's index to the number of its last attempt, 0 if it has no record. Those ``quarantined``
     killed the engine, and are run alone. ``begun_with``: the job that the run folder was made for,
     if ``overrides`` make the start's job differ from it on purpose. ``rollout`` is used in place of the
-    function that the job names.
+    function that the job names. Runs of this process with the same ``media_holders`` share
+    ``media.max_memory_bytes``.
     """
 
     command: str = "python"
@@ -45,6 +47,7 @@ class Options:
     overrides: Sequence[str] = ()
     adjust_sampling: AdjustSampling | None = None
     rollout: Function | None = None
+    media_holders: Holders | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
+from batchkit.rendering.held_media import HeldMedia, Holders
 from batchkit.types import Request, Task
 
 AHEAD = 256  # requests that wait to be submitted
@@ -50,7 +51,8 @@ class Prefetch(Generic[Given, Made]):
     """An out-of-order queue of rendered rows; a slow image delays no other row.
 
     No row is begun while ``ahead`` rendered rows wait here, or while ``max_bytes`` of decoded
-    pixels are held by requests that wait or were handed out and not yet released. So each limit
+    pixels are held by requests that wait or were handed out and not yet released; runs with the same
+    ``holders`` share the second limit (``HeldMedia``). So each limit
     is exceeded by at most one row per thread; the first by ``at_once`` if rows have no images.
 
     Threads: ``threads`` render threads read a few rows at a time under ``_reading`` and render them
@@ -68,17 +70,17 @@ class Prefetch(Generic[Given, Made]):
         max_bytes: int,
         at_once: int = 1,
         weigh: Callable[[Made], int] = _pixel_bytes,
+        holders: Holders | None = None,
     ) -> None:
         self._rows = rows
         self._render = render
         self._ahead = ahead
-        self._max_bytes = max_bytes
         self._at_once = at_once
         self._weigh = weigh
         self._reading = threading.Lock()
         self._changed = threading.Condition()
         self._ready: deque[Made] = deque()
-        self._held_bytes = 0
+        self._held = HeldMedia(max_bytes, holders)
         self._working = threads
         self._stopped = False
         self._error: BaseException | None = None
@@ -127,13 +129,14 @@ class Prefetch(Generic[Given, Made]):
         """Its row is settled: its bytes no longer count."""
         if n_bytes := self._weigh(made):
             with self._changed:
-                self._held_bytes -= n_bytes
+                self._held.free(n_bytes)
                 self._changed.notify_all()
 
     def close(self) -> None:
         """Stop the threads; the rows that they hold are dropped."""
         with self._changed:
             self._stopped = True
+            self._held.close()
             self._changed.notify_all()
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
@@ -144,6 +147,7 @@ class Prefetch(Generic[Given, Made]):
             wanted = 1
             while self._may_begin():
                 if not (rows := self._read(wanted)):
+                    self._hand_out([])
                     return
                 rendered, began = list[Made](), time.monotonic()
                 for row in rows:
@@ -165,7 +169,8 @@ class Prefetch(Generic[Given, Made]):
         """Make them ready; returns the bytes of pixels that they hold."""
         n_bytes = sum(map(self._weigh, rendered))
         with self._changed:
-            self._held_bytes += n_bytes
+            if not self._stopped:
+                self._held.end(n_bytes)
             self._ready.extend(rendered)
             self._changed.notify_all()
         return n_bytes
@@ -187,7 +192,8 @@ class Prefetch(Generic[Given, Made]):
                 lambda: (
                     self._stopped
                     or self._error is not None
-                    or (len(self._ready) < self._ahead and self._held_bytes < self._max_bytes)
+                    or (len(self._ready) < self._ahead and not self._held.is_full)
                 )
             )
+            self._held.begin()
             return not self._stopped and self._error is None

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from batchkit.commands import Say
 from batchkit.errors import BatchkitError
+from batchkit.rendering.held_media import Holders
 from batchkit.serve.batch import UNFINISHED, errors_of, moved, problem
 from batchkit.serve.checks import Checked, check_file
 from batchkit.serve.clock import wall_s
@@ -33,7 +34,10 @@ class Lifecycle:
 
     def __init__(self, settings: Settings, store: Store, say: Say) -> None:
         self._settings, self._store, self._say = settings, store, say
-        self._runners = [Runner(settings, store, say, place) for place in places_of(settings, say)]
+        holders = Holders()  # the runs of all places are in this process
+        self._runners = [
+            Runner(settings, store, say, place, holders) for place in places_of(settings, say)
+        ]
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="lifecycle")
         self._doing: dict[str, Future[None]] = {}
         self._closing, self._next_expiry = threading.Event(), 0.0

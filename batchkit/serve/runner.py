@@ -22,6 +22,7 @@ from batchkit.execution.shared import Claim, SharedEngines
 from batchkit.execution.start import Options
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary
+from batchkit.rendering.held_media import Holders
 from batchkit.serve.batch import errors_of, moved, problem, rows_left
 from batchkit.serve.clock import wall_s
 from batchkit.serve.order import MOST, Order, Turn
@@ -45,9 +46,11 @@ class Runner:
     """``look`` starts and stops runs; each works in one of the pool's threads, which live as long as the engine: the
     kernel ends what a thread has started when that ends."""
 
-    def __init__(self, settings: Settings, store: Store, say: Say, place: Place) -> None:
+    def __init__(
+        self, settings: Settings, store: Store, say: Say, place: Place, media_holders: Holders
+    ) -> None:
         self._settings, self._store, self._say = settings, store, say
-        self._place = place
+        self._place, self._media_holders = place, media_holders
         self._most = 1 if place.has_workers else MOST
         self._order = Order()
         log = log_of(settings.folder / LOG, place.name)
@@ -157,7 +160,7 @@ class Runner:
         error: BatchkitError | None = None
         try:
             job = self._settings.job_of(running.stored)
-            options = Options(command="serve", quiet=True)
+            options = Options(command="serve", quiet=True, media_holders=self._media_holders)
             engines = self._engines.of(running.claim)
             summary, error = start_run(job, options=options, kept=engines, stop=running.stop)
             if summary.stopped_by is not None:

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from batchkit.errors import InputError, TemplateError
+from batchkit.rendering.held_media import Holders
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.types import Completion, Request, Row
 
@@ -40,9 +41,16 @@ def prefetch(
     ahead: int = 8,
     max_bytes: int = 2**30,
     at_once: int = 1,
+    holders: Holders | None = None,
 ) -> closing[Prefetch]:
     found = Prefetch(
-        rows, render, threads=threads, ahead=ahead, max_bytes=max_bytes, at_once=at_once
+        rows,
+        render,
+        threads=threads,
+        ahead=ahead,
+        max_bytes=max_bytes,
+        at_once=at_once,
+        holders=holders,
     )
     return closing(found)
 
@@ -124,6 +132,40 @@ def test_each_thread_passes_the_bound_by_one_row_at_most() -> None:
         assert queue.get(SHORT_S) is None, "the one that is left reaches the bound alone"
         queue.release(held[0])
         assert take(queue).row.index == threads
+
+
+def test_all_threads_find_the_end_of_rows_with_pixels() -> None:
+    """Those that found it first begin no row, whose pixels the others would wait for."""
+    with prefetch(some_rows(9), lambda row: rendered(row, 60), threads=4, max_bytes=100) as queue:
+        for _ in range(9):
+            queue.release(take(queue))
+        assert queue.get(5) is None
+        assert queue.exhausted
+
+
+def test_runs_of_one_process_share_the_bound() -> None:
+    """As the batches of ``batchkit serve`` do. A run that has no images, or is over, takes no part of it."""
+    holders, rows = Holders(), [Counted(1000), Counted(1000)]
+
+    def queue_of(rows: Counted) -> closing[Prefetch]:
+        return prefetch(rows, lambda row: rendered(row, 10), max_bytes=100, holders=holders)
+
+    def reads(number: int, count: int) -> bool:
+        return rows[number].reach(count) and not rows[number].reach(count + 1, SHORT_S)
+
+    with prefetch(some_rows(9), holders=holders) as of_texts:
+        take(of_texts)
+        with queue_of(rows[0]) as first:
+            assert take(first)
+            assert reads(0, 9), "one is taken, and eight wait"
+            with queue_of(rows[1]) as second:
+                assert reads(1, 5), "half of the bound, although the first holds 90"
+                first.release(take(first))
+                assert not rows[0].reach(10, SHORT_S)
+                assert take(second)
+            for _ in range(4):
+                first.release(take(first))
+            assert reads(0, 14)
 
 
 def test_what_was_handed_out_is_let_go_of() -> None:

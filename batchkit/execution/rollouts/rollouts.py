@@ -17,6 +17,7 @@ from batchkit.execution.rollouts.row_loop import RenderRoom, RowLoop
 from batchkit.execution.rollouts.steps import Steps
 from batchkit.execution.rollouts.transcription import Transcription
 from batchkit.execution.start import Start
+from batchkit.rendering.held_media import HeldMedia
 from batchkit.rendering.prefetch import AHEAD, read_ahead
 from batchkit.types import Completion, Request, Task
 
@@ -82,7 +83,8 @@ class Rollouts:
         self._n_busy = 0  # open rows that wait for no generation
         self._stirred_at = 0.0
         self._error: BaseException | None = None
-        self.renders = RenderRoom(start.job.run.render_threads, start.job.media.max_memory_bytes)
+        held = HeldMedia(start.job.media.max_memory_bytes, start.options.media_holders)
+        self.renders = RenderRoom(start.job.run.render_threads, held)
         self._loop = RowLoop(self._fail, self._end_late_rows)
 
     def get(self, engine: str, timeout_s: float) -> Request | Completion | None:

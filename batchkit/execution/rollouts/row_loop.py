@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from batchkit.execution.rollouts.open_row import OpenRow
+from batchkit.rendering.held_media import HeldMedia
 from batchkit.types import Request
 
 _LOOK_S = 1.0
@@ -133,35 +134,40 @@ Render = Callable[[], Request | None]
 
 
 class RenderRoom:
-    """No request is begun while ``most_bytes`` of pixels are held by those that were not freed, so the
-    limit is exceeded by at most one request for each thread. Used on the event loop's thread, but for ``is_full``.
+    """No request is begun while ``held`` is full of the pixels of those that were not freed.
+    Used on the event loop's thread, but for ``is_full``.
     """
 
-    def __init__(self, threads: int, most_bytes: int) -> None:
+    def __init__(self, threads: int, held: HeldMedia) -> None:
         self._threads = DaemonThreads(threads, "render")
         self._turn, self._freed = asyncio.Semaphore(threads), asyncio.Event()
-        self._held_bytes, self._most_bytes = 0, most_bytes
+        self._held = held
 
     async def rendered(self, render: Render) -> Request | None:
         async with self._turn:
             while self.is_full:
                 self._freed.clear()
                 await self._freed.wait()
-            request = await asyncio.get_running_loop().run_in_executor(self._threads, render)
-            self._held_bytes += 0 if request is None else request.media_bytes
+            self._held.begin()
+            request = None
+            try:
+                request = await asyncio.get_running_loop().run_in_executor(self._threads, render)
+            finally:
+                self._held.end(0 if request is None else request.media_bytes)
             return request
 
     def free(self, request: Request) -> None:
         """Its pixels are held no longer."""
-        self._held_bytes -= request.media_bytes
+        self._held.free(request.media_bytes)
         self._freed.set()
 
     @property
     def is_full(self) -> bool:
-        return self._held_bytes >= self._most_bytes
+        return self._held.is_full
 
     def close(self) -> None:
         self._threads.shutdown()
+        self._held.close()
 
 
 class DaemonThreads(ThreadPoolExecutor):

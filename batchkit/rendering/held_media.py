@@ -1,0 +1,45 @@
+"""The limit on decoded media that a run holds, which the runs of one process share."""
+
+from __future__ import annotations
+
+Holders = set[object]
+"""The runs of one process that hold decoded media now."""
+
+
+class HeldMedia:
+    """Bytes of decoded media that one run holds, from rendering a row to writing its record.
+
+    ``max_bytes`` is divided equally among the ``holders``. A row that is being rendered counts with the bytes of the
+    row before it, since its own are not known yet. A run that holds nothing may always begin one row, so none waits
+    for another. The caller guards against use by two threads at once.
+    """
+
+    def __init__(self, max_bytes: int, holders: Holders | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._holders = Holders() if holders is None else holders
+        self._held_bytes = self._newest_bytes = self._n_begun = 0
+
+    @property
+    def is_full(self) -> bool:
+        n_runs = len(self._holders) + (self not in self._holders)
+        expected = self._held_bytes + self._newest_bytes * self._n_begun
+        return expected > 0 and expected >= self._max_bytes // n_runs
+
+    def begin(self) -> None:
+        """Count a row that is about to be rendered."""
+        self._n_begun += 1
+
+    def end(self, n_bytes: int) -> None:
+        """Count ``n_bytes`` in place of a row that was begun."""
+        self._n_begun -= 1
+        self._newest_bytes = n_bytes
+        self.free(-n_bytes)
+
+    def free(self, n_bytes: int) -> None:
+        self._held_bytes -= n_bytes
+        (self._holders.add if self._held_bytes else self._holders.discard)(self)
+
+    def close(self) -> None:
+        """Leave the limit to the other runs."""
+        self._holders.discard(self)
+        self._holders = Holders()
