@@ -10,6 +10,8 @@ from pathlib import Path
 
 from batchkit.config.masking import MASK, is_secret, masked, masked_text
 from batchkit.config.regular_file import exists, is_file
+from batchkit.config.terminal import shortened
+from batchkit.config.values import split_command
 
 HOST = "127.0.0.1"
 _PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")  # not JSON, and not Jinja
@@ -48,10 +50,10 @@ def check_command(command: str) -> str:
         ValueError: says what is wrong with it.
     """
     try:
-        words = shlex.split(command)
+        words = split_command(command)
     except ValueError as error:
         raise ValueError(
-            f"command can't be split into words ({error}): {masked_text(command)}"
+            f"command can't be split into words ({error}): {shortened(masked_text(command))}"
         ) from None
     if not words:
         raise ValueError("command is empty: give what starts the server")

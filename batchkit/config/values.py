@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from math import isfinite
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import orjson
 
 MAX_DEPTH = 100  # nested tables and lists; the writers fail at about 250
+_MAX_COMMAND = 16_384  # characters; shlex needs seconds for a million of them
 _BITS = 64  # the limit of TOML's integers, and of the JSON writer
 # Tables that take any key, at least in a part of them. TOML lacks null: a key without a value is left
 # out, which is the same only for an option.
@@ -47,6 +49,19 @@ def from_json(value: Any) -> Any:
         return orjson.loads(value) if isinstance(value, str) else value
     except orjson.JSONDecodeError:
         return None
+
+
+def split_command(command: str) -> list[str]:
+    """Return the words of ``command``, separated as a shell would.
+
+    Raises:
+        ValueError: a quotation has no end, or the command is too long.
+    """
+    if len(command) > _MAX_COMMAND:
+        raise ValueError(
+            f"found {len(command):,} characters, at most {_MAX_COMMAND:,}; write a script and name it"
+        )
+    return shlex.split(command)
 
 
 def reason_of(error: Exception) -> str:

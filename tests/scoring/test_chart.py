@@ -298,6 +298,13 @@ def test_fixed_mode_finds_code_in_an_answer() -> None:
         assert textwrap.dedent(found).strip().removesuffix("\nplt.show()") == code
 
 
+@pytest.mark.parametrize("repeated", [":~~~", "```a", "~~~ ", "```\n", "`", ": ", "a"])
+def test_an_answer_that_repeats_itself_takes_no_longer_than_its_length(repeated: str) -> None:
+    """Of a million characters; in quadratic time, each would take hours."""
+    answer = "```" + repeated * (1_000_000 // len(repeated)) + "`"
+    assert chart_code(answer, "fixed") is None
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -21,6 +20,7 @@ from pydantic import (
 from batchkit.config.seams import ExportName
 from batchkit.config.tables.base import Free, Identity, PositiveSeconds, Seconds, Table
 from batchkit.config.upload import check_address
+from batchkit.config.values import split_command
 from batchkit.types import Usage
 
 _HOUR_S = 3600.0
@@ -201,9 +201,10 @@ def words_of(command: str | Sequence[str]) -> list[str]:
     """The words of ``command``, separated as a shell would.
 
     Raises:
-        ValueError: a quotation has no end, there is no word, or a word is an operator of a shell.
+        ValueError: a quotation has no end, the command is too long, there is no word, or a word is an operator
+            of a shell.
     """
-    words = shlex.split(command) if isinstance(command, str) else [*command]
+    words = split_command(command) if isinstance(command, str) else [*command]
     if not words or not words[0]:
         raise ValueError("names no command")
     if isinstance(command, str) and (operator := next(filter(_SHELL.fullmatch, words), None)):

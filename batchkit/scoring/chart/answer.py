@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from io import StringIO
 
 from batchkit.scoring.overlap import Mode
 
@@ -17,10 +18,8 @@ TABLE_PATH = f"/batchkit/{TABLE_NAME}"  # replaced by the real path when the cod
 
 _SHOW = "plt.show()"
 _STARTS = (re.compile(r"import pandas as pd"), re.compile(r"import matplotlib.pyplot as plt"))
-_FENCED = re.compile(  # the last block may be unclosed
-    r"(?:^|:)[ \t]*(?:```|~~~)[ \t]*(\w*)[^`\n]*\n(.*?)(?:^[ \t]*(?:```|~~~)[^\n]*$|\Z)",
-    re.MULTILINE | re.DOTALL,
-)
+_OPENS = re.compile(r"(?:^|:)[ \t]*(?:```|~~~)[ \t]*(\w*)")
+_CLOSES = re.compile(r"[ \t]*(?:```|~~~)")
 _PYTHON = ("", "python", "py", "python3")
 _IMPORT = re.compile(r"^[ \t]*(?:import[ \t]+\w|from[ \t]+[\w.]+[ \t]+import\b)", re.MULTILINE)
 _DRAWS = re.compile(r"\bplt\b|\bpyplot\b|\.plot\b")
@@ -70,8 +69,7 @@ def _spans(response: str, start: re.Pattern[str]) -> Iterator[str]:
 
 def _fixed_code(response: str) -> str | None:
     response = response.replace("\r\n", "\n")
-    fenced = [str(block) for of, block in _FENCED.findall(response) if of.lower() in _PYTHON]
-    blocks = [block for block in fenced if _DRAWS.search(block)]
+    blocks = [block for block in _fenced(response) if _DRAWS.search(block)]
     if blocks:
         return [*blocks, *filter(_IMPORT.search, blocks)][-1]
     for start in _STARTS:
@@ -82,6 +80,30 @@ def _fixed_code(response: str) -> str | None:
     if begin is None or not _DRAWS.search(response, begin.start()):
         return None
     return response[begin.start() :]
+
+
+def _fenced(response: str) -> Iterator[str]:
+    """The contents of the fenced blocks of Python, in linear time; the last one may be unclosed."""
+    language: str | None = None
+    lines: list[str] = []
+    for line in StringIO(response):
+        if language is None:
+            language, lines = _language(line), []
+        elif _CLOSES.match(line) is None:
+            lines.append(line)
+        else:
+            if language in _PYTHON:
+                yield "".join(lines)
+            language = None
+    if language in _PYTHON:
+        yield "".join(lines)
+
+
+def _language(line: str) -> str | None:
+    """The language of the block that ``line`` opens, "" if it has none; None if it opens no block."""
+    after = line.rfind("`")  # none may follow the fence
+    opening = (found for found in _OPENS.finditer(line) if found.start(1) > after)
+    return next((found[1].lower() for found in opening), None)
 
 
 def fixed(code: str) -> str:
