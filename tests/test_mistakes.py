@@ -431,6 +431,27 @@ KEYS = [
 ]
 
 EMBEDDINGS = '{"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "tea"}}\n'
+LIMITS = [
+    Mistake(
+        "run job.toml --set input.path=wide.csv --set 'output.keep=[\"none\"]'",
+        ("the rows have no field 'none'", "characters left out …]", "c9999"),
+        files={
+            "wide.csv": "id,review,"
+            + ",".join(f"c{n}" for n in range(10_000))
+            + "\n1,Fine"
+            + ",1" * 10_000
+        },
+        never=("c5000",),
+    ),
+    *(
+        Mistake(
+            f"run job.toml {key}={'x' * 20_000}",
+            ("run.on_end: found 20,000 characters, at most 16,384; write a script and name it",),
+        )
+        for key in ("--notify", "--set run.on_end")
+    ),
+]
+
 PAGE = [
     Mistake("run", ("give a job file (… or --model and --input…",)),
     Mistake(
@@ -480,7 +501,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-TABLES = {"prompts": PROMPTS, "runs": RUNS, "keys": KEYS, "page": PAGE}
+TABLES = {"prompts": PROMPTS, "runs": RUNS, "keys": KEYS, "limits": LIMITS, "page": PAGE}
 
 
 @pytest.mark.parametrize(

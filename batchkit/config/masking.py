@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from batchkit.config.regular_file import exists
+from batchkit.config.terminal import bounded
 
 MASK = "***"
 Mask = Callable[[str], str]
@@ -182,7 +183,11 @@ def learn_secret(secret: str) -> None:
 
 
 def masked_text(text: str) -> str:
-    """A message or a line of a log, without anything that is, or looks like, a secret."""
+    """A message or a line of a log, without anything that is, or looks like, a secret, and of bounded length."""
+    return bounded(_without_secrets(text))  # in this order: half of a secret is not recognized
+
+
+def _without_secrets(text: str) -> str:
     for secret in sorted([one for one in [*_known] if one in text], key=len, reverse=True):
         text = text.replace(secret, MASK)
     if ":" not in text and "=" not in text and "Bearer" not in text:

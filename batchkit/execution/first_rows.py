@@ -30,6 +30,7 @@ from batchkit.rendering.templates.prompt import PromptTemplates, names_in
 from batchkit.scoring import fields_of
 from batchkit.scoring.values import numbers_in
 from batchkit.sources.where import is_blank
+from batchkit.storage.schema import error_of
 from batchkit.types import Completion, Counted, ErrorInfo, Row
 
 _LOOKED_AT, _LOOK_S = 10_000, 2.0  # rows, for empty cells, and seconds
@@ -66,8 +67,7 @@ def check_first_rows(
     is_elsewhere = job.run.workers is not None and isinstance(first, MediaError)
     is_enough = len(failed) >= min(_FEWEST, job.run.check_rows) or is_for_another
     if is_enough and not is_elsewhere:
-        info = ErrorInfo(first.kind, type(first).__name__, str(first), first.retryable)
-        raise _all_fail(row.index, row.id, info, len(failed), "the model was not loaded")
+        raise _all_fail(row.index, row.id, error_of(first), len(failed), "the model was not loaded")
 
 
 def _has_line_for(job: JobConfig, rows: Iterable[Row]) -> bool:

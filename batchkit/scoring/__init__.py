@@ -17,6 +17,7 @@ import orjson
 
 from batchkit.config.seams import SCORERS
 from batchkit.config.tables import JobConfig, ScoringTable
+from batchkit.config.terminal import bounded
 from batchkit.scoring.extract import Unscorable, extracted
 from batchkit.scoring.metrics import ERROR_RATES
 from batchkit.scoring.overlap import preload
@@ -112,7 +113,8 @@ class Scoring:
             else:
                 score = partial(score_by, name, prediction, reference, table)
                 scores[name] = self._tried(f"the scorer {name}", row_id, score, reasons)
-        return Scored(prediction, scores, "; ".join(dict.fromkeys(reasons)) or None)
+        why_not = bounded("; ".join(dict.fromkeys(reasons)))
+        return Scored(prediction, scores, why_not or None)
 
     def finds_nothing(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> bool:
         """True if the answer lacks what its extractor looks for."""

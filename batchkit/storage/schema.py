@@ -13,6 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from batchkit.config.masking import masked_text
+from batchkit.config.terminal import bounded
 from batchkit.errors import RowError
 from batchkit.storage.plain_json import encoded, valid
 from batchkit.types import COUNT_LIMIT, Choice, ErrorInfo, Usage
@@ -46,7 +47,7 @@ def choice_of(
 
     They may be any JSON; what does not have the right shape is None, or left out of a list.
     """
-    reason = valid(finish_reason) if isinstance(finish_reason, str) else None
+    reason = bounded(valid(finish_reason)) if isinstance(finish_reason, str) else None
     thought = valid(reasoning) if isinstance(reasoning, str) and reasoning else None
     calls = [*map(_tool_call, tool_calls)] if isinstance(tool_calls, list) else []
     known = [call for call in calls if call is not None]

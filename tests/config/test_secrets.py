@@ -12,7 +12,8 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 import tomlkit
 
-from batchkit.config.masking import CONTENT, is_secret, masked, masked_text
+from batchkit.config.masking import CONTENT, is_secret, learn_secret, masked, masked_text
+from batchkit.config.terminal import MAX_LINE, MAX_MESSAGE, bounded
 from batchkit.config.tables import JobConfig, Table
 from tests.support.chat_server import MODEL, Refused, error, serving
 from tests.support.command_line import batchkit
@@ -183,7 +184,8 @@ def test_the_key_is_hidden_whatever_its_variable_is_called(
 @pytest.mark.timeout(20)
 def test_long_white_space_is_masked_in_linear_time(name: str) -> None:
     text = f"{name}:" + " " * 1_000_000
-    assert masked(text) == masked_text(text) == text
+    assert masked(text) == text
+    assert masked_text(text) == bounded(text)
 
 
 def test_url_of_a_row_is_reported_without_its_secrets() -> None:
@@ -404,4 +406,14 @@ def test_masking_twice_is_masking_once() -> None:
     }
     assert masked(masked(table)) == masked(table)
     assert CANARY not in str(masked(table))
-    assert masked_text(masked_text(URL)) == masked_text(URL)
+    for text in (URL, "x" * 2_000, "\n".join(["x" * 2_000] * 50)):
+        assert masked_text(masked_text(text)) == masked_text(text)
+
+
+def test_no_message_is_longer_than_its_limit_and_no_part_of_a_secret_is_left() -> None:
+    secret = "k3" * 300
+    learn_secret(secret)
+    text = masked_text(f"{'a' * 400}{secret}{'b' * 800}\n" * 100)
+    assert len(text) <= MAX_MESSAGE
+    assert max(map(len, text.split("\n"))) <= MAX_LINE
+    assert "k3" not in text

@@ -18,16 +18,27 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from batchkit.config.tables import JobConfig
+from batchkit.config.terminal import MAX_LINE
 from batchkit.engines.openai.api import ShapeError
 from batchkit.engines.openai.chat import Chat
+from batchkit.errors import ServerError
 from batchkit.execution.settle import to_record
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.ledger import line_of
 from batchkit.storage.lines import record_in, record_of, whole_record
 from batchkit.storage.log import RESULTS
 from batchkit.storage.plain_json import parsed
+from batchkit.storage.schema import choice_of, error_of
 from batchkit.types import Completion, Record, Request, Row, Usage
 from tests.support.records import indexes, record, write
+
+
+def test_what_a_server_says_has_a_limit_in_a_record() -> None:
+    """Of a whole message, the limit is in tests/config/test_secrets.py."""
+    error = ServerError("500 " + "no " * 10_000)
+    assert len(error_of(error).message) <= MAX_LINE
+    assert len(choice_of("", "stop" * 1_000, None).finish_reason or "") <= MAX_LINE
+
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates, too
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
