@@ -72,6 +72,10 @@ _HEADER = re.compile(r"(([\w-]+):\s*+(?:(?:Bearer|Basic)\s++)?)(\S.*)")
 _BEARER = re.compile(r"(\bBearer\s+)([\w.~+/=-]{8,})")
 
 _URL = re.compile(rf"{_SCHEME}[^\s\"'<>]*", re.IGNORECASE)
+_BAD_HOST = re.compile(  # a text in the place of a port or of an IPv6 address may be a key
+    r"(^https?://(?:\[(?=[^/?#@]*[g-z])|(?:[^/:@?#\[]*|\[[\da-f:.]*\]):(?=\d*[a-z])))[^/?#@{]{8,}(?=[/?#]|$)",
+    re.IGNORECASE,
+)
 _SAID = re.compile(
     rf"((?<![\w.-])([\"']?)([\w.-]{{0,64}}?{_WORDS})\2(\s?[=:]\s*)(?:Bearer\s+|Basic\s+)?)"
     r"(\"[^\"]*\"|'[^']*'|[^\s,;&\"')\]}]+)",
@@ -201,6 +205,7 @@ def _without_secrets(text: str) -> str:
 
 
 def _without_query(url: str) -> str:
+    url = _BAD_HOST.sub(rf"\1{MASK}", url)
     path, mark, query = url.partition("?")
     return f"{path}?…" if mark and "=" in query else url
 

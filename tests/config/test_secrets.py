@@ -13,8 +13,8 @@ import pytest
 import tomlkit
 
 from batchkit.config.masking import CONTENT, is_secret, learn_secret, masked, masked_text
-from batchkit.config.terminal import MAX_LINE, MAX_MESSAGE, bounded
 from batchkit.config.tables import JobConfig, Table
+from batchkit.config.terminal import MAX_LINE, MAX_MESSAGE, bounded
 from tests.support.chat_server import MODEL, Refused, error, serving
 from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
@@ -202,6 +202,20 @@ def test_url_of_a_row_is_reported_without_its_secrets() -> None:
     assert leaks(*commands, ("run", "job.toml", "--fresh")) == []
 
 
+@pytest.mark.parametrize("host", [f"[{CANARY}", f"[{CANARY}]", f"h:{CANARY}", f"h:80{CANARY}"])
+def test_a_key_in_the_place_of_a_host_or_a_port_is_in_no_message(host: str) -> None:
+    url = f"http://{host}/a.png?v=1"
+    write_jsonl(Path("in.jsonl"), [{"q": "a", "url": url}])
+    write_job(
+        prompt={"user": "{{ q }}", "images": ["{{ url }}"]},
+        media={"allow_urls": ["h"]},
+        run={"check_rows": 0},
+        output={"keep": []},
+    )
+    assert leaks(("run", "job.toml"), ("verify", "job.toml")) == []
+    assert CANARY not in masked_text(f"can't open {url}, since {url}")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -348,6 +362,9 @@ TEXTS = [
     "https://host/@user/a",
 ]
 MESSAGES = [
+    "http://127.0.0.1:8000/v1: no answer; http://localhost:8000; https://[::1]:8080/",
+    "found by Prometheus at http://127.0.0.1:PORT/metrics; http://{host}:{port_of_it}/v1",
+    "zip://a.zip::s3://bucket/x, s3://bucket:directory/x",
     "expected token 'end of print statement', got 'b'",
     "line 3: unexpected token: x",
     "pattern '(?=a)b' is no regular expression",

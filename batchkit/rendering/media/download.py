@@ -61,7 +61,7 @@ def fetch(url: str, name: str, media: MediaTable, *, timeout_s: float = TIMEOUT_
         raise MediaError(
             f"{name}: not complete after {timeout_s:g} s; download the image beforehand"
         ) from error
-    except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+    except (OSError, httpx.HTTPError, ValueError) as error:
         raise MediaError(
             f"{name}: the download failed ({type(error).__name__}: {error});"
             " check the URL, or download the image beforehand"
@@ -91,7 +91,10 @@ def _tls() -> ssl.SSLContext:
 def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
     """``url``, if ``media.allow_urls`` and the addresses of its host allow it."""
     at = name if shown(url) == name else f"{name}: redirected to {shown(url)}"
-    parsed = httpx.URL(url)
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:  # it quotes what may be a key
+        raise MediaError(f"{at}: its host or port is not valid; write https://host/path") from None
     if parsed.scheme not in ("http", "https"):
         raise MediaError(
             f"{at}: images can't be read from {parsed.scheme}://;"
@@ -99,9 +102,9 @@ def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
         )
     host = parsed.host.rstrip(".")
     port = parsed.port or (443 if parsed.scheme == "https" else 80)
-    if parsed.userinfo or not host or port >= 2**16:
+    if parsed.userinfo or not host or "%" in host or port >= 2**16:
         raise MediaError(
-            f"{at}: has a user name, no host, or a port out of range; write https://host/path"
+            f"{at}: has a user name, no valid host, or a port out of range; write https://host/path"
         )
     bare = f"[{host}]" if ":" in host else host
     listed = {entry.lower() for entry in media.allow_urls}
