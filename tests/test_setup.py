@@ -17,7 +17,7 @@ import pip
 import pytest
 
 from batchkit.commands.doctor import VLLM_RANGE, Diagnosis, Finding, diagnose, torchvision_fix
-from batchkit.commands.doctor.machine import Facts, Folder, Probe
+from batchkit.commands.doctor.machine import Facts, Folder, Probe, look
 from batchkit.engines.memory import Gpu
 
 pytestmark = pytest.mark.release
@@ -88,6 +88,25 @@ def test_a_sound_machine_has_nothing_to_remedy(facts: Facts) -> None:
     assert [(f.name, f.remedy) for f in diagnose(facts).findings if not f.ok or f.remedy] == []
     way = "fixed" if facts is CPU else "compiled ops load"
     assert way in finding(facts, "torchvision").found
+
+
+@pytest.mark.parametrize("package", ["vllm", "torch", "torchvision", "transformers"])
+def test_an_import_that_takes_too_long_is_neither_well_nor_ill(package: str) -> None:
+    facts = replace(CPU, probes={**CPU.probes, package: Probe(is_slow=True)})
+    found = finding(facts, package)
+    assert (found.ok, found.checked) == (True, False)
+    assert f"took too long to be checked; on an idle machine: python -c 'import {package}'" in (
+        found.found
+    )
+    assert "\n?    " in "\n" + Diagnosis([found]).to_text()
+
+
+def test_the_doctor_names_each_check_and_waits_for_none() -> None:
+    said: list[str] = []
+    facts = look(said.append, limit_s=0.001)
+    assert all(probe.is_slow for probe in facts.probes.values())
+    names = [f"importing {name}, for at most 0.001 s" for name in facts.probes]
+    assert said == [*names, "asking the GPUs"]
 
 
 NMS = "RuntimeError: operator torchvision::nms does not exist"

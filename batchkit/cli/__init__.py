@@ -554,7 +554,7 @@ def doctor() -> Result:
     """Check that this machine has all a run needs; exit 1 if not."""
     from batchkit.commands.doctor import diagnose
 
-    return diagnose()
+    return diagnose(say=say)
 
 
 for command in (status, list_runs, show_rows, view, serve, plan, tune, find_bs, bench, parity):

