@@ -219,6 +219,13 @@ RUNS = [
         ),
         files={"steps.toml": STEPS},
     ),
+    *(
+        Mistake("run job.toml\nverify", says, 0, never=("None",), gone=gone)
+        for says, gone in {
+            ("rows: 3", "pending: 0", "sound"): (),
+            ("not_compared: the input can't be read",): ("reviews.csv",),
+        }.items()
+    ),
     # 5 is not 50 by default, and a table of predictions needs no engine.
     Mistake(
         "score scored.toml --predictions made.csv",

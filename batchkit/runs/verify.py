@@ -83,15 +83,16 @@ class Verification:
         return asdict(self)
 
     def to_text(self) -> str:
-        """A line for each key, with its value and the rows named for it."""
+        """A line for each key, with its value and the rows named for it; no line for a fault that was not found."""
         found, lines = self.to_json(), []
         for name, value in found.items():
-            if name.endswith("_rows"):
+            is_fault = name in ("damage", "vector_fault", "not_compared")
+            if name.endswith("_rows") or (is_fault and value is None):
                 continue
             named = found.get(f"{name}_rows") or found.get(f"{name.rstrip('s')}_rows") or ()
             more = ", …" if named and value is not None and value > len(named) else ""
             rows = f" (rows {', '.join(map(str, named))}{more})" if named else ""
-            lines.append(f"{name}: {value}{rows}")
+            lines.append(f"{name}: {'not known' if value is None else value}{rows}")
         return "\n".join([*lines, "sound" if self.is_sound else "NOT SOUND"])
 
 
