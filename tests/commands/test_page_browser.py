@@ -107,6 +107,10 @@ def test_numbers_at_the_top(opened: Opened, output: Path) -> None:
     assert (facts["answered"], facts["failed"], facts["unscored"]) == (str(status["ok"]), "3", "1")
     assert opened.page.locator("#progress").get_attribute("aria-valuenow") == "100"
     opened.sees("#starts tr", "start 1.*ended, some rows failed")
+    opened.sees("#facts", r"in \d+(\.\d)? s|in \d+ min")  # under ten seconds, with a tenth
+    ticks = opened.page.evaluate("[0, 1.3, 75, 3725].map(clock)")
+    assert ticks == ["0", "1.3 s", "1:15", "1:02:05"]
+    assert opened.page.evaluate("timecode(75.25)") == "1:15.3"
     opened.sees("#notes li", r"^1 answers \(0.8 %\) ended at max_tokens")
     opened.sees("#origin div", "Sampling.*max_tokens 256")
     assert sections(opened) == ["scores", "failures", "rows", "charts", "engine"]

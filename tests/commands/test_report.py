@@ -20,6 +20,7 @@ import pytest
 from batchkit.commands.report import MAX_FAILED, MAX_ROWS, report
 from batchkit.commands.view.media import MAX_PICTURE_BYTES
 from batchkit.commands.view.overview import histogram
+from batchkit.commands.view.page import script
 from batchkit.errors import StoreError
 from tests.support.command_line import batchkit
 from tests.support.made_runs import draw_tables, failure, make_run, rows
@@ -82,6 +83,12 @@ def test_policy_allows_exactly_the_page_s_own_script_and_style(page: Path) -> No
         assert f"{tag}-src 'sha256-{digest}'" in html.unescape(policy[1])
     assert "default-src" in policy[1]
     assert "unsafe" not in policy[1]
+
+
+def test_no_two_functions_of_the_page_have_the_same_name() -> None:
+    """Its files are one script, in which the last of them would be called by all."""
+    names = re.findall(r"^(?:async )?(?:function|const|let) (\w+)", script(), re.MULTILINE)
+    assert [name for name in {*names} if names.count(name) > 1] == []
 
 
 def test_model_output_is_in_the_page_as_data_only(page: Path, data: Any) -> None:

@@ -93,13 +93,13 @@ function playerOf({ kind, src, problem, name, poster }, { segments = [], coverag
   player.addEventListener("error", () => player.replaceWith(...(still ? [picture()] : []), missing(src)));
   box.append(player);
   if (coverage) {
-    const where = coverage.gaps.map(([start, end]) => `${clock(start)} to ${clock(end)}`).join(", ");
+    const where = coverage.gaps.map(([start, end]) => `${timecode(start)} to ${timecode(end)}`).join(", ");
     box.append(make("p", "error", `${coverage.missing_s} s of sound have no text: ${where}`));
   }
   if (segments.length) {
     const list = make("ol", "segments");
     list.append(...segments.map((segment) => {
-      const line = make("li"), at = button(clock(segment.start), () => { player.currentTime = segment.start; player.play(); }, "");
+      const line = make("li"), at = button(timecode(segment.start), () => { player.currentTime = segment.start; player.play(); }, "");
       line.append(at, make("span", "", segment.text));
       return line;
     }));
@@ -108,7 +108,7 @@ function playerOf({ kind, src, problem, name, poster }, { segments = [], coverag
   return box;
 }
 
-function clock(seconds) {
+function timecode(seconds) {
   const minutes = Math.floor(seconds / 60);
   return `${minutes}:${(seconds - 60 * minutes).toFixed(1).padStart(4, "0")}`;
 }
