@@ -88,7 +88,10 @@ def _on_problem(request: Request, error: Any) -> JSONResponse:
 
 def _on_invalid(request: Request, error: Any) -> JSONResponse:
     """The first thing that is wrong with the parameters or the body."""
-    first = error.errors()[0]
+    first, content_type = error.errors()[0], request.headers.get("content-type", "")
+    if first["loc"] == ("body",) and "json" not in content_type:
+        text = f"the body's content type is {content_type or 'missing'}; send it with the header content-type: application/json"
+        return _answer(Problem(400, text))
     param = ".".join(str(part) for part in first["loc"][1:])
     text = first["msg"].removeprefix("Value error, ")
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
@@ -98,8 +101,11 @@ def _on_invalid(request: Request, error: Any) -> JSONResponse:
 
 
 def _on_http(request: Request, error: Any) -> JSONResponse:
-    where = f"{request.method} {request.url.path}"
-    return _answer(Problem(error.status_code, f"{error.detail}: {where}"))
+    path = request.url.path
+    text = f"{error.detail}: {request.method} {path}"
+    if error.status_code == 404 and not path.startswith("/v1/"):
+        text += "; the API is below /v1: add /v1 to base_url"
+    return _answer(Problem(error.status_code, text))
 
 
 def _on_trouble(request: Request, error: Any) -> JSONResponse:

@@ -12,7 +12,7 @@ import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from batchkit.errors import BatchkitError
 from batchkit.runs.status import counts_of
@@ -131,6 +131,15 @@ class FlexRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     service_tier: Literal["flex"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_wait(cls, asked: Any) -> Any:
+        if isinstance(asked, dict) and asked.get("service_tier") != "flex":
+            raise ValueError(
+                'this server answers batches: use /v1/batches, or set service_tier = "flex" and wait'
+            )
+        return asked
 
 
 def flex_routes(settings: Settings, store: Store) -> APIRouter:

@@ -15,6 +15,10 @@ from batchkit.serve.store import Object
 from batchkit.sources.lines import parse_object
 
 _MOST_ERRORS = 100
+_ARRAY = (
+    "The file is a JSON array. Expected JSONL: a request on each line, without brackets around them and"
+    " commas between them."
+)
 
 
 class Checked(NamedTuple):
@@ -34,6 +38,8 @@ def check_file(path: Path, endpoint: str, models: Mapping[str, Model], most_rows
             if line.isspace():
                 continue
             rows += 1
+            if rows == 1 and line.lstrip().startswith(b"["):
+                return Checked(rows, [{**problem("invalid_json_line", _ARRAY), "line": number}])
             if rows > most_rows:
                 text = f"The file has more than {most_rows:,} requests, which is the limit of your key."
                 return Checked(rows, [problem("row_limit_exceeded", text)])

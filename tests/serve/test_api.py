@@ -135,6 +135,7 @@ def test_the_example_of_openais_guide(tmp_path: Path) -> None:
         (b"\n\n", "empty_file", None, None),
         (b"{broken\n", "invalid_json_line", 1, None),
         (b"[1]\n", "invalid_json_line", 1, None),
+        (b"\n[\n{},\n{}\n]\n", "invalid_json_line", 2, None),
         (lines_of([ask("a"), ask("a")]), "duplicate_custom_id", 2, "custom_id"),
         (lines_of([ask("a"), ask("")]), "missing_required_parameter", 2, "custom_id"),
         (lines_of([ask("a") | {"method": "GET"}]), "invalid_method", 1, "method"),
@@ -155,6 +156,29 @@ def test_a_file_with_a_wrong_line_fails_with_its_number(
     (found,) = batch.errors.data
     assert (found.code, found.line, found.param) == (code, line, param)
     assert batch.output_file_id is batch.error_file_id is None
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type", "status", "words"),
+    [
+        ("/files", "application/json", 404, "add /v1 to base_url"),
+        ("/chat/completions", "application/json", 404, "add /v1 to base_url"),
+        ("/v1/nothing", "application/json", 404, "Not Found: POST /v1/nothing"),
+        (CHAT, "application/json", 400, 'use /v1/batches, or set service_tier = "flex" and wait'),
+        *(
+            (path, "application/x-www-form-urlencoded", 400, "content-type: application/json")
+            for path in ("/v1/batches", "/v1/uploads", CHAT)
+        ),
+    ],
+)
+def test_a_request_as_for_another_server_is_told_what_to_change(
+    served: Served, path: str, content_type: str, status: int, words: str
+) -> None:
+    with served.http() as http:
+        body = json.dumps(ask("a")["body"])
+        answer = http.post(path, content=body, headers={"content-type": content_type})
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
 
 
 def test_a_million_wrong_lines_give_a_hundred_errors(client: OpenAI) -> None:
