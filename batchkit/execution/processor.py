@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, Never, get_args
 
 from batchkit.config.doings import doings, lines_of
 from batchkit.config.loading import load_job, parse_job, resolve_paths
@@ -25,13 +26,12 @@ from batchkit.runs.failures import lines_of as lines_of_failures
 from batchkit.sources.input import Input, from_python
 from batchkit.storage.job_toml import check_secrets
 
-# How messages, which name the flags of the command line, name them to a program.
-_ARGUMENTS = {
-    "--on-change requeue": 'on_change="requeue"',
-    "--on-change new": 'on_change="new"',
+_IN_PYTHON = {  # patterns of command-line words in messages, and the words of a program
+    r"--on-change (requeue|new)": r'on_change="\1"',
     "--fresh": "fresh=True",
     "--skip-from ": "skip_from=",
-    " (--set name=…)": "",
+    r" \(--set name=…\)": "",
+    r"--set (?=[\w.]+ ?=)": "",  # a key of the job and its value
 }
 
 
@@ -126,7 +126,9 @@ class ProductionBatchProcessor:
             self._kept.close()
             self._kept = None
 
-    def process(self, rows: Iterable[Any] | None = None, *, name: str | None = None) -> RunSummary:
+    def process(
+        self, rows: Iterable[Any] | None = None, *, name: str | None = None, **others: Never
+    ) -> RunSummary:
         """Run the job's input, or ``rows``: prompts, chat messages, dicts of template fields, or a
         table (pandas, polars, ``datasets``, whatever gives an Arrow stream), whose NaN is None.
 
@@ -137,6 +139,10 @@ class ProductionBatchProcessor:
         Raises:
             BatchkitError: the run stopped; everything finished is on disk. See ``errors``.
         """
+        if others:
+            raise TypeError(
+                f"process() takes rows and name; {next(iter(others))} is for ProductionBatchProcessor(job, …)"
+            )
         return self.start(rows, name=name).checked()
 
     def retry(
@@ -192,17 +198,23 @@ class ProductionBatchProcessor:
                     f"{summary.failed:,} of {summary.total:,} rows failed\n" + "\n".join(reasons)
                 )
                 return Outcome(summary, error)
+            if outcome.error is not None:
+                outcome.error.args = (in_python(str(outcome.error)),)
             return outcome
         except BatchkitError as error:
-            message = str(error)
-            for flag, argument in _ARGUMENTS.items():
-                message = message.replace(flag, argument)
-            error.args = (message,)
+            error.args = (in_python(str(error)),)
             raise
 
     def _say(self, text: str) -> None:
         if not self._options.quiet:
-            print(f"batchkit: {text}", file=sys.stderr)
+            print(f"batchkit: {in_python(text)}", file=sys.stderr)
+
+
+def in_python(message: str) -> str:
+    """Return ``message`` with Python's arguments in place of the command line's options."""
+    for pattern, words in _IN_PYTHON.items():
+        message = re.sub(pattern, words, message)
+    return message
 
 
 def _named(job: JobConfig, name: str) -> JobConfig:

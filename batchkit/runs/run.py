@@ -14,6 +14,7 @@ import msgspec
 import orjson
 
 from batchkit.config.masking import masked_text
+from batchkit.config.tables.task import FOR_VECTORS, OF_TOKENS
 from batchkit.errors import JobError
 from batchkit.runs.compare import compare
 from batchkit.runs.comparison import Comparison
@@ -94,7 +95,8 @@ class Run:
             records = map(orjson.loads, lines)
             found = [record for record in records if row in (record["id"], record["index"])]
         if not found:
-            raise KeyError(row)
+            named = "index" if isinstance(row, int) else "id"
+            raise KeyError(f"{self.folder}: no record has the {named} {row!r}")
         if len(found) > 1:
             rows = ", ".join(str(record["index"]) for record in found[:5])
             raise JobError(
@@ -108,7 +110,15 @@ class Run:
         return Generations(self.folder).of(self.record(row)["index"])
 
     def vectors(self) -> Iterator[RowVector]:
-        """Those of an embed run's rows, in the order of the input; failed rows have none."""
+        """The vectors of the rows, in the order of the input; failed rows have none.
+
+        Raises:
+            JobError: the run has a task that makes no vectors.
+        """
+        if (task := job_of_run(self.folder).task) not in ("embed", *OF_TOKENS):
+            raise JobError(
+                f'{self.folder}: its task is "{task}"; vectors are made with {FOR_VECTORS}'
+            )
         vectors = Vectors(self.folder)
         for record in self.rows():
             if record.get("embedding") is not None:

@@ -125,7 +125,18 @@ def from_python(rows: Any, table: InputTable) -> Input:
     file = FileFingerprint(PLACE, size, 0, digest, columns=columns)
     each, n_values = partial(crossed, table.cross, read), len(variants(table.cross))
     labels = None if found.labels is None else found.labels.repeat(n_values)
-    return Input([file], each, each, lambda: size * n_values, has_ids, changes, labels, found.id)
+    empty = f"process() was given no rows: an empty {type(rows).__name__}"
+    return Input(
+        [file],
+        each,
+        each,
+        lambda: size * n_values,
+        has_ids,
+        changes,
+        labels,
+        found.id,
+        if_empty=empty,
+    )
 
 
 def watched(

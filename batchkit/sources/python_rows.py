@@ -56,6 +56,11 @@ def python_rows(rows: Any, key: str | None) -> Values:
             f"{PLACE}: {rows!r} is the name of a file, which belongs in input.path; the text itself is sent as"
             f" [{rows!r}]"
         )
+    if type(rows) is list and rows and all(map(_is_message, rows)):
+        raise JobError(
+            f"{PLACE}: found one conversation, whose messages would be rows; give [rows], a list of"
+            " conversations. Rows with the fields role and content can be given as a DataFrame"
+        )
     values = _values([rows] if isinstance(rows, str | Mapping) else rows)
     looked_at: Iterable[Any] = values.read()
     if values.size is None:
@@ -225,6 +230,10 @@ def _are_columns(rows: Mapping[Any, Any]) -> bool:
         _is_column(it) or (_is_list(it) and not isinstance(it, str)) for it in rows.values()
     )
     return are_lists and "messages" not in rows and len({*map(len, rows.values())}) == 1
+
+
+def _is_message(row: Any) -> bool:
+    return isinstance(row, dict) and row.keys() == {"role", "content"}
 
 
 def _kind(value: Any) -> str:

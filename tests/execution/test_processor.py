@@ -43,6 +43,14 @@ def test_a_mistyped_key_of_a_job_is_a_job_error_in_plain_words() -> None:
         (lambda: processor(skip_from="no").process(["a"]), "skip_from=no: not a run folder"),
         (lambda: processor().process(), "no rows: give some to process()"),
         (
+            lambda: processor().process([{"role": "user", "content": "Hi"}]),
+            "found one conversation, whose messages would be rows; give [rows]",
+        ),
+        (
+            lambda: processor().process([{"x": 1}] * 4),
+            "if other rows are good, run.check_rows=0 runs them",
+        ),
+        (
             lambda: processor().process("job.toml"),
             "'job.toml' is the name of a file, which belongs",
         ),
@@ -53,6 +61,17 @@ def test_wrong_argument_is_named(call: Callable[[], object], words: str) -> None
     with pytest.raises(BatchkitError) as refused:
         call()
     assert words in str(refused.value)
+    assert "--" not in str(refused.value)
+
+
+def test_an_argument_of_the_processor_is_refused_where_rows_are_given() -> None:
+    with pytest.raises(TypeError, match=r"raise_on_failure is for ProductionBatchProcessor\(job, "):
+        processor().process(["a"], raise_on_failure=True)  # type: ignore[arg-type]
+
+
+def test_no_rows_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    ProductionBatchProcessor(JobConfig(engine=DRY)).process([])
+    assert "process() was given no rows: an empty list" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

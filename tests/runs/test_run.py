@@ -91,8 +91,16 @@ def test_rows_are_the_newest_records_in_the_order_of_the_input() -> None:
 def test_a_row_that_is_not_there() -> None:
     run = make_run()
     for row in ("r20", 20, -1, 2**40, ""):
-        with pytest.raises(KeyError):
+        named = "index" if isinstance(row, int) else "id"
+        with pytest.raises(KeyError, match=f"reviews: no record has the {named} {row!r}"):
             run.record(row)
+
+
+def test_a_run_of_texts_has_no_vectors() -> None:
+    with pytest.raises(
+        JobError, match=r'reviews: its task is "generate"; vectors are made with task = "embed", '
+    ):
+        next(make_run().vectors())
 
 
 def test_a_record_has_its_newest_scores_and_follows_the_log() -> None:
