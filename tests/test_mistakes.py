@@ -499,6 +499,49 @@ PAGE = [
     ),
 ]
 
+COMMANDS = [
+    # A run folder that was moved is continued where it is, never begun again where it was.
+    Mistake(
+        "run moved/mv/job.toml",
+        (
+            "moved/mv/job.toml: is of a run folder that was moved here from …/output/mood",
+            "--set name=mv",
+        ),
+        files={"moved/mv/job.toml": JOB, "moved/mv/manifest.json": "{}"},
+    ),
+    Mistake("run job.toml\nrun output/mood", ("of a run folder, name output/mood/job.toml",)),
+    Mistake("run job.toml\nrun output/mood/job.toml", ('"skipped": 3',), 0),
+    # An option that counts once is given once.
+    Mistake(
+        f"{ONE_LINE} --input more.csv --prompt A",
+        ("--input is given twice, and only one counts", "a quoted glob reads several files"),
+    ),
+    *(
+        Mistake(command, (f"{flag} is given twice, and only one counts: keep one",))
+        for command, flag in (
+            (f"{ONE_LINE} --prompt A --prompt 'Mood? {{{{ review }}}}'", "--prompt"),
+            ("show output/mood -n 3 -n 4", "-n"),
+            ("export output/mood --csv a.csv --csv b.csv", "--csv"),
+            ("bench job.toml --batch-sizes 1 --batch-sizes=2", "--batch-sizes"),
+        )
+    ),
+    # A suffix and a format that contradict each other.
+    *(
+        Mistake(f"run job.toml\nexport output/mood {given}", (said,))
+        for given, said in {
+            "--csv ans.parquet": "ans.parquet: --csv writes .csv; name the file so, or give --parquet",
+            "--jsonl ans.json": "ans.json: --jsonl writes .jsonl; name the file so",
+            "--csv ans.csv.gz": "ans.csv.gz: --csv writes .csv; name the file so",
+            "--parquet ans.xlsx": "ans.xlsx: --parquet writes .parquet; name the file so",
+        }.items()
+    ),
+    Mistake(
+        "validate steps.toml --set 'steps.b.when=stars == 5'",
+        ("steps.b: when: 'stars == 5' is the same text for all rows; write {{ stars == 5 }}",),
+        files={"steps.toml": STEPS.replace("reviw", "review")},
+    ),
+]
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -508,7 +551,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-TABLES = {"prompts": PROMPTS, "runs": RUNS, "keys": KEYS, "limits": LIMITS, "page": PAGE}
+TABLES = {
+    "prompts": PROMPTS,
+    "runs": RUNS,
+    "keys": KEYS,
+    "limits": LIMITS,
+    "page": PAGE,
+    "commands": COMMANDS,
+}
 
 
 @pytest.mark.parametrize(
@@ -521,6 +571,7 @@ TABLES = {"prompts": PROMPTS, "runs": RUNS, "keys": KEYS, "limits": LIMITS, "pag
 )
 def test_a_mistake_is_named_with_what_to_do(mistake: Mistake, folder: Path) -> None:
     for name, text in mistake.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     *before, last = mistake.commands.splitlines()
     for command in before:
@@ -532,6 +583,17 @@ def test_a_mistake_is_named_with_what_to_do(mistake: Mistake, folder: Path) -> N
     assert [said for said in mistake.says if not matches(said, printed)] == [], printed
     assert [said for said in mistake.never if said in printed] == [], printed
     assert ended.exit_code == mistake.exit_code, printed
+
+
+def test_a_moved_run_is_continued_where_it_is(folder: Path) -> None:
+    batchkit("run", "job.toml")
+    (folder / "output/mood").rename(folder / "output/archive")
+    refused = batchkit("run", "output/archive/job.toml")
+    *_, setting = refused.stderr.split()
+    assert (refused.exit_code, setting) == (2, "name=archive")
+    again = batchkit("run", "output/archive/job.toml", "--set", setting)
+    assert (again.exit_code, again.json["skipped"]) == (0, 3)
+    assert not (folder / "output/mood").exists()
 
 
 def matches(message: str, printed: str) -> bool:

@@ -28,7 +28,9 @@ class Cli(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         from batchkit.config.suggest import ELSEWHERE
 
-        name, *_ = args
+        name, *rest = args
+        if name in self.commands and not ctx.resilient_parsing:
+            _check_given_once(click.Context(self.commands[name], ctx, name), rest)
         here = f"run {name}" if name.endswith(".toml") else ELSEWHERE.get(name)
         if name in self.commands or here is None:
             return super().resolve_command(ctx, args)
@@ -66,6 +68,18 @@ class Cli(click.Group):
         except (RecursionError, MemoryError) as error:  # the last resort: a traceback does not help
             echo(f"batchkit: error: {limit_reached(error)}", err=True)
             ctx.exit(1)
+
+
+def _check_given_once(ctx: click.Context, args: list[str]) -> None:
+    """Raises UsageError if an option that takes one value is given twice: click would use the last one."""
+    _, _, given = ctx.command.make_parser(ctx).parse_args([*args])
+    for option in given:
+        is_single = isinstance(option, click.Option) and not (option.multiple or option.is_flag)
+        if is_single and given.count(option) > 1:
+            several = "; a quoted glob reads several files" * (option.opts[0] == "--input")
+            raise click.UsageError(
+                f"{option.opts[0]} is given twice, and only one counts: keep one{several}", ctx
+            )
 
 
 def _in_our_words(error: click.UsageError) -> str:

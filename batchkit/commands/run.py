@@ -82,7 +82,9 @@ def _with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) 
     except Interrupted as interrupt:
         return Outcome(replace(summary, exit=128 + interrupt.signum))
     if table is not None:
-        say(Scores.of(table, Path(summary.folder)).to_text())
+        scores = Scores.of(table, Path(summary.folder))
+        say(scores.to_text())
+        return Outcome(replace(summary, exit=scores.exit_code or summary.exit))
     return outcome
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
 from batchkit.config.problems import annotation_of, homes_of, shown
-from batchkit.config.regular_file import is_dir, read_bytes, read_text
+from batchkit.config.regular_file import is_dir, is_file, read_bytes, read_text
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import (
     EngineTable,
@@ -56,7 +56,21 @@ def load_job(
     if (rows := given.get("input.path")) is not None:
         given = {**given, "input.path": _find_input(rows, Path.cwd())}
     job = make_job(table, str(path), overrides, given, base=path.parent)
+    if not any(override.startswith(("name=", "output.dir=")) for override in overrides):
+        _check_not_moved(path, job)
     return job.as_made_in(str(path.resolve()))
+
+
+def _check_not_moved(path: Path, job: JobConfig) -> None:
+    """Raises JobError if ``path`` is in a run folder that is no longer where the job has its own."""
+    here = path.resolve().parent
+    if is_file(str(here / "manifest.json")) and here != job.folder.resolve():
+        is_beside = here.parent == Path(job.output.dir).resolve()
+        place = "" if is_beside else f" --set output.dir={here.parent}"
+        raise JobError(
+            f"{path}: is of a run folder that was moved here from {job.folder}; to continue it here: --set"
+            f" name={here.name}{place}"
+        )
 
 
 def resolved_job(path: Path) -> JobConfig:
@@ -75,7 +89,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise JobError(f"{path}: no such job file{near}") from None
     except IsADirectoryError:
         raise JobError(
-            f"{path}: is a folder; give a job file (of a run folder: its job.toml)"
+            f"{path}: is a folder; give a job file (of a run folder, name {path}/job.toml)"
         ) from None
     except OSError as error:
         raise JobError(f"{path}: can't be read: {error.strerror}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.config.tables.input import variants
-from batchkit.errors import JobError
+from batchkit.errors import FailedRowsError, JobError
 from batchkit.runs.comparison import Comparison, Delta, Flip, origin
 from batchkit.runs.paired import PairedScores, Pairing, Side, deltas, flips, paired
 from batchkit.scoring import kept_fields
@@ -174,6 +174,10 @@ class Scores(NamedTuple):
     @classmethod
     def of(cls, table: ScoreTable, folder: Path) -> Scores:
         return cls(table, compare_values(folder))
+
+    @property
+    def exit_code(self) -> int:
+        return FailedRowsError.exit_code if self.table.is_unjudged else 0
 
     def to_json(self) -> dict[str, Any]:
         values = {} if self.comparison is None else {"values": self.comparison.to_json()}

@@ -161,6 +161,16 @@ def test_a_judgement_that_failed_is_tried_again_by_the_next_score(tmp_path: Path
     assert judge.asked == {"q0": 1, "q1": 2, "q2": 1}
 
 
+def test_judgements_that_all_fail_end_in_exit_code_3(tmp_path: Path) -> None:
+    refused: list[str | Exception] = [Refused(400, error("no"))]
+    with serving(Judge(dict.fromkeys(("q0", "q1", "q2"), refused))) as server:
+        write_job(tmp_path, judged_job(tmp_path, server))
+        codes = [
+            batchkit(command, "job.toml", cwd=tmp_path).returncode for command in ("run", "score")
+        ]
+    assert codes == [3, 3]
+
+
 def test_judgements_outlive_whatever_is_tried_in_between(tmp_path: Path) -> None:
     """Another model, another prompt, another reference; and back."""
     judge, said = Judge({}), list[str]()

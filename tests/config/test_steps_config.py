@@ -359,7 +359,7 @@ def test_secrets_of_named_engines_are_masked_and_come_back() -> None:
         name="a",
         steps=[
             step("b", engine="auth", prompt={"user": f"Bearer {CANARY} is shown"}),
-            step("c", engine="auth", when=f"token={CANARY} is a text"),
+            step("c", engine="auth", when=f"{{{{ token={CANARY} }}}}"),
         ],
         engines={"auth": {"kind": "vllm", "model": "m", "options": {"hf_token": CANARY}}},
     )

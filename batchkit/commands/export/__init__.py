@@ -25,6 +25,8 @@ from batchkit.errors import JobError
 from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import EMBEDDING, Layout, vector_type
 from batchkit.runs.status import status
+from batchkit.sources.files import COMPRESSIONS
+from batchkit.sources.formats import format_with
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import disk_errors
 from batchkit.storage.job_toml import job_of_run
@@ -112,9 +114,10 @@ def export(
     """
     log, found = folder / RESULTS, status(folder)
     check_log(folder)
-    path = path or folder / _NAMES.get(format_name, f"results.{format_name}")
+    path = path or folder / _name_of(format_name)
+    refuse_own_file(path, folder)
+    _check_suffix(path, format_name)
     if not force and is_foreign(path):
-        refuse_own_file(path, folder)
         raise JobError(
             f"{path}: exists, and is no export of batchkit; name another file, or replace it with --force"
         )
@@ -132,6 +135,19 @@ def export(
         Exported(file, format_name, rows, file.stat().st_size, source_bytes)
         for file, rows in written.items()
     ]
+
+
+def _name_of(format_name: str) -> str:
+    return _NAMES.get(format_name, f"results.{format_name}")
+
+
+def _check_suffix(path: Path, format_name: str) -> None:
+    """Raises JobError if the suffix of ``path`` says another format."""
+    usual, suffix = Path(_name_of(format_name)).suffix, path.suffix.lower()
+    if not usual or suffix in (usual, "") or not (format_with(suffix) or suffix in COMPRESSIONS):
+        return
+    other = f", or give --{suffix[1:]}" * (suffix[1:] in EXPORTS)
+    raise JobError(f"{path}: --{format_name} writes {usual}; name the file so{other}")
 
 
 def write_parquet(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:

@@ -18,6 +18,8 @@ from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.tables.scoring import Reading, ScoringTable
 
+_CONSTANTS = ("", "0", "1", "no", "yes", "none", "false", "true")  # which turn a step off and on
+
 
 class StepTable(Reading):
     """One generation of a row, in the order of the file; the last one that runs gives the row's answer.
@@ -56,6 +58,11 @@ class StepTable(Reading):
     @model_validator(mode="after")
     def _coherent(self) -> StepTable:
         _ = self.scoring  # raises what does not fit
+        when = self.when or ""
+        if "{" not in when and when.strip().lower() not in _CONSTANTS:
+            raise ValueError(
+                f"when: {when!r} is the same text for all rows; write {{{{ {when} }}}}"
+            )
         return self
 
     @model_serializer(mode="wrap")
