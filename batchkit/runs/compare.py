@@ -166,18 +166,18 @@ def _files(manifest: Manifest) -> list[str]:
 
 
 class Scores(NamedTuple):
-    """``comparison`` is None if the run has no two values, or no scores."""
+    """``comparison`` is None if the run has no two values, or no scores. ``exit_code``: 3 if no judgement succeeded."""
 
     table: ScoreTable
     comparison: Comparison | None
+    exit_code: int = 0
 
     @classmethod
     def of(cls, table: ScoreTable, folder: Path) -> Scores:
-        return cls(table, compare_values(folder))
-
-    @property
-    def exit_code(self) -> int:
-        return FailedRowsError.exit_code if self.table.is_unjudged else 0
+        judge = job_of_run(folder).scoring.judge
+        is_trial = judge is not None and judge.engine is not None and judge.engine.kind == "dry-run"
+        is_failure = table.is_unjudged and not is_trial
+        return cls(table, compare_values(folder), FailedRowsError.exit_code * is_failure)
 
     def to_json(self) -> dict[str, Any]:
         values = {} if self.comparison is None else {"values": self.comparison.to_json()}

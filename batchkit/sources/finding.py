@@ -17,8 +17,7 @@ from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
 from batchkit.sources.files import is_folder, name_of, remote_error
-from batchkit.sources.formats import ROWS_ARE_FILES, format_with, suffix_of
-from batchkit.sources.run import files_of, left_out
+from batchkit.sources.formats import ROWS_ARE_FILES, format_with, load_format, suffix_of
 
 _NAMES = {"files": "image", "clips": "clip", "pdf": "PDF"}
 _List = Callable[[str], Iterable[dict[str, Any]]]
@@ -51,8 +50,8 @@ def listing(table: InputTable) -> Listing:
     if table.path is None:
         raise InputError("input.path is not set; give the file that holds the rows")
     path = table.path.removeprefix("file://").removeprefix("local://")
-    if table.is_run:
-        return Listing(files_of(Path(path)), left_out(Path(path), table))
+    if table.is_run and (find := load_format("run").find) is not None:
+        return Listing(*find(table))
     if cache := _CACHE.search(path):
         raise InputError(f"{path}: {cache[0]} may keep an old copy of a file; leave it out")
     is_in_folder = _is_folder(path, table)

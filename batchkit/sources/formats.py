@@ -21,7 +21,7 @@ FORMATS = {
     "files": "batchkit.sources.whole_files:FILES",
     "clips": "batchkit.sources.whole_files:CLIPS",
     "pdf": "batchkit.sources.whole_files:PDF",
-    "run": "batchkit.sources.run:FORMAT",
+    "run": "batchkit.runs.as_input:FORMAT",
     "xlsx": "batchkit.sources.workbook:FORMAT",
     "parquet": "batchkit.sources.parquet:FORMAT",  # last: it imports pyarrow
 }

@@ -49,12 +49,14 @@ class Reader(Protocol):
 @dataclass(frozen=True)
 class Format:
     """A format of files. ``id``: the field that names a row, unless the job says. ``is_table``: every
-    row of a file has the same fields."""
+    row of a file has the same fields. ``find``: returns the files of an input that is found otherwise than by the names
+    of its files, and what was left out, in words."""
 
     read: Reader
     suffixes: Sequence[str] = ()
     id: str | None = None
     is_table: bool = False
+    find: Callable[[InputTable], tuple[list[str], str]] | None = None
 
 
 def check_columns(place: str, names: Sequence[Any]) -> None:

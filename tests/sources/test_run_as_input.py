@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,45 @@ def test_row_has_the_kept_fields_and_the_answer() -> None:
         "scores": record["scores"],
         "fields": kept,
     }
+
+
+def test_row_has_the_columns_of_the_input_that_were_not_kept() -> None:
+    write_draft([row(n) for n in range(3)], output={"keep": []})
+    first, *_ = read_rows(InputTable(path=FOLDER))
+    answered = read_jsonl(dry_runs.LOG)[0]["text"]
+    assert [first.fields[name] for name in ("key", "q", "text")] == ["k0", "question 0", answered]
+    assert first.fields["fields"] == {"text": "of the input"}  # whose name the answer takes
+    assert check().exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "ids_with_columns"),
+    [
+        (lambda rows: rows.unlink(), "in.jsonl: no file matches", []),
+        (
+            lambda rows: rows.write_text(rows.read_text().replace("question 1", "other")),
+            "in.jsonl has changed (",
+            ["k0", "k2"],
+        ),
+    ],
+)
+def test_input_that_is_gone_or_changed_is_reported(
+    change: Callable[[Path], Any], said: str, ids_with_columns: list[str]
+) -> None:
+    write_draft([row(n) for n in range(3)], output={"keep": []})
+    change(Path("in.jsonl"))
+    table = InputTable(path=FOLDER)
+    assert said in listing(table).left_out
+    assert "only the columns in" in listing(table).left_out
+    assert [found.id for found in read_rows(table) if "q" in found.fields] == ids_with_columns
+
+
+def test_input_that_only_a_run_folder_of_others_names_is_not_opened() -> None:
+    write_draft([row(0)], output={"keep": []})
+    Path("job.toml").unlink()
+    (found,) = read_rows(InputTable(path=FOLDER))
+    assert "q" not in found.fields
+    assert "the job file of this run is not here" in listing(InputTable(path=FOLDER)).left_out
 
 
 def test_newest_record_of_each_row_in_the_order_of_the_input() -> None:

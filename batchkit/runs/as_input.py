@@ -1,4 +1,4 @@
-"""The rows of another run: each row's newest record, with the fields that it kept."""
+"""A run as an input: the newest record of each row, with the columns of the run's own input."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, StoreError
+from batchkit.runs.inputs import InputRows
+from batchkit.runs.reach import Reach
+from batchkit.sources.fingerprint import changed_files
 from batchkit.sources.reader import Format, Found, Skip
 from batchkit.storage.checkpoint import check_log, read_checkpoint
 from batchkit.storage.log import RESULTS
@@ -32,29 +35,31 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     folder = Path(path).parent
     try:
         check_log(folder)
+        inputs = _inputs(folder)
         for record in read_scored(folder):
             if record["status"] == "ok" or "status" in table.where:
-                yield None if skip(index) else _fields(record)
+                yield None if skip(index) else _fields(record, inputs)
                 index += 1
     except StoreError as error:
         raise InputError(str(error)) from error
 
 
-def files_of(folder: Path) -> list[str]:
-    """The files that decide the rows of the run in ``folder``.
+def found(table: InputTable) -> tuple[list[str], str]:
+    """The files that decide the rows of the run in ``input.path``, and which of its rows or columns are left out.
 
     Raises:
         InputError: there is no run with answers.
     """
+    folder = Path(table.path or "")
     if not is_run(folder):
         raise InputError(f"{folder}: no run there; give the folder of a run, as output/NAME")
     files = [str(folder / name) for name in (RESULTS, SCORES) if (folder / name).exists()]
     if not files:
         raise InputError(f"{folder}: the run has no answers; run it first")
-    return files
+    return files, "; ".join(filter(None, (_left_out(folder, table), _lacking(folder))))
 
 
-def left_out(folder: Path, table: InputTable) -> str:
+def _left_out(folder: Path, table: InputTable) -> str:
     """Which rows of the run are not rows of this input, as of its last checkpoint."""
     try:
         total = read_manifest(folder).total
@@ -75,14 +80,33 @@ def left_out(folder: Path, table: InputTable) -> str:
     return found and f"{folder}: {found}"
 
 
-def _fields(record: dict[str, Any]) -> dict[str, Any]:
-    """The row's kept fields by name, beneath what was answered."""
-    kept = record.get("fields") or {}
-    return {
-        **kept,
-        **{name: record.get(name) for name in _ALWAYS},
-        **{name: record[name] for name in _IF_SET if record.get(name) is not None},
-    }
+def _inputs(folder: Path) -> InputRows:
+    """The rows of the run's own input, as far as a reader of the run may open it."""
+    reach = Reach.of(folder)
+    return InputRows(reach.job, reach=reach)
 
 
-FORMAT = Format(read, id="id")
+def _lacking(folder: Path) -> str:
+    """Why rows lack columns of the run's own input; empty if none does."""
+    rows, first = _inputs(folder), next(read_scored(folder), None)
+    if first is not None and rows.row(first) is None:
+        return f"its rows have only the columns in its output.keep, because {rows.problem}"
+    for path, how in changed_files(
+        InputTable(), read_manifest(folder).input, thorough=False
+    ).items():
+        return f"{path} has changed ({how}): rows that are others now have only the columns in output.keep"
+    return ""
+
+
+def _fields(record: dict[str, Any], inputs: InputRows) -> dict[str, Any]:
+    """The columns of the row by name, beneath what was answered; ``fields`` has the kept ones, and those whose names
+    the answer takes."""
+    row = inputs.row(record)
+    columns = {**({} if row is None else row.fields), **(record.get("fields") or {})}
+    answer = {name: record.get(name) for name in _ALWAYS}
+    answer |= {name: record[name] for name in _IF_SET if record.get(name) is not None}
+    hidden = {name: columns[name] for name in columns.keys() & answer.keys()}
+    return {**columns, **answer, "fields": {**hidden, **(record.get("fields") or {})}}
+
+
+FORMAT = Format(read, id="id", find=found)
