@@ -175,8 +175,8 @@ class Scores(NamedTuple):
     @classmethod
     def of(cls, table: ScoreTable, folder: Path) -> Scores:
         judge = job_of_run(folder).scoring.judge
-        is_trial = judge is not None and judge.engine is not None and judge.engine.kind == "dry-run"
-        is_failure = table.is_unjudged and not is_trial
+        has_model = judge is not None and (judge.engine is None or judge.engine.kind != "dry-run")
+        is_failure = table.is_unjudged and has_model
         return cls(table, compare_values(folder), FailedRowsError.exit_code * is_failure)
 
     def to_json(self) -> dict[str, Any]:
