@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from batchkit.config.problems import in_words
 from batchkit.config.speed_options import SPEED_OPTIONS
+from batchkit.config.suggest import NAMES
 from batchkit.config.tables import (
     JobConfig,
     JudgeTable,
@@ -143,6 +144,15 @@ Its keys are those of `[engine]`, with `[engines.NAME.options]` and `[engines.NA
 engines.NAME.kind=dry-run` tries the job without it.
 """
 
+ELSEWHERE = """
+## Names in other tools
+
+A job file or a command with one of the names on the right is refused, and the message has the name on the left.
+
+| here | elsewhere |
+|---|---|
+"""
+
 
 _OF_THEIR_OWN = ("vars", "steps", "rollout", "engines")  # sections
 
@@ -168,7 +178,13 @@ def document() -> str:
         + ENGINES
         + JUDGE
         + _section("[scoring.rules]", ScoringRule)
+        + ELSEWHERE
+        + "".join(f"| `{here}` | {_listed(names)} |\n" for here, names in NAMES.items())
     )
+
+
+def _listed(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
 
 
 def _section(name: str, table: Any, leave_out: Collection[str] = ()) -> str:

@@ -8,49 +8,15 @@ other test makes.
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-
 import pytest
 
-from tests.support.command_line import batchkit
+from tests.support.mistakes import JOB, ONE_LINE, REVIEWS, Mistake, check, params
 from tests.support.paths import ROOT
 
-REVIEWS = "id,review,label,stars\nr1,Good soup,positive,5\nr2,Late and cracked,negative,1\nr3,As usual,neutral,3\n"
-JOB = """\
-name = "mood"
-[input]
-path = "reviews.csv"
-id = "id"
-[prompt]
-user = "Mood? {{ review }}"
-[engine]
-kind = "dry-run"
-[output]
-keep = ["label"]
-"""
 LOG, MANIFEST = "output/mood/results.jsonl", "output/mood/manifest.json"
-DRY = "--set engine.kind=dry-run --set 'engine.options={}'"
-ONE_LINE = f"run --model batchkit-demo --input reviews.csv {DRY}"
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """``commands``: a command each, the last of which is judged. ``says``: what it prints, stdout or stderr, in any
-    order; ``…`` in it is for what varies. ``never``: what it must not print. ``files``: by name, written before;
-    ``gone``: removed before the last. ``is_slow``: it starts an engine."""
-
-    commands: str
-    says: tuple[str, ...]
-    exit_code: int = 2
-    files: Mapping[str, str] = field(default_factory=dict)
-    never: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
-    is_slow: bool = False
-
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 PROMPTS = [
     Mistake(f"{ONE_LINE} --prompt 'Mood? {{review}}'", ("write {{ review }} for {review}",)),
@@ -333,8 +299,8 @@ KEYS = [
         ("--skip-from output/mod: not a run folder; did you mean 'output/mood'?",),
     ),
     Mistake(
-        "validate job.toml --set sampling.topp=1",
-        ('sampling: topp not checked, as engine.kind is "dry-run"',),
+        "validate job.toml --set sampling.top_z=1",
+        ('sampling: top_z not checked, as engine.kind is "dry-run"',),
         0,
     ),
     Mistake(
@@ -499,105 +465,12 @@ PAGE = [
     ),
 ]
 
-COMMANDS = [
-    # A run folder that was moved is continued where it is, never begun again where it was.
-    Mistake(
-        "run moved/mv/job.toml",
-        (
-            "moved/mv/job.toml: is of a run folder that was moved here from …/output/mood",
-            "--set name=mv",
-        ),
-        files={"moved/mv/job.toml": JOB, "moved/mv/manifest.json": "{}"},
-    ),
-    Mistake("run job.toml\nrun output/mood", ("of a run folder, name output/mood/job.toml",)),
-    Mistake("run job.toml\nrun output/mood/job.toml", ('"skipped": 3',), 0),
-    # An option that counts once is given once.
-    Mistake(
-        f"{ONE_LINE} --input more.csv --prompt A",
-        ("--input is given twice, and only one counts", "a quoted glob reads several files"),
-    ),
-    *(
-        Mistake(command, (f"{flag} is given twice, and only one counts: keep one",))
-        for command, flag in (
-            (f"{ONE_LINE} --prompt A --prompt 'Mood? {{{{ review }}}}'", "--prompt"),
-            ("show output/mood -n 3 -n 4", "-n"),
-            ("export output/mood --csv a.csv --csv b.csv", "--csv"),
-            ("bench job.toml --batch-sizes 1 --batch-sizes=2", "--batch-sizes"),
-        )
-    ),
-    # A suffix and a format that contradict each other.
-    *(
-        Mistake(f"run job.toml\nexport output/mood {given}", (said,))
-        for given, said in {
-            "--csv ans.parquet": "ans.parquet: --csv writes .csv; name the file so, or give --parquet",
-            "--jsonl ans.json": "ans.json: --jsonl writes .jsonl; name the file so",
-            "--csv ans.csv.gz": "ans.csv.gz: --csv writes .csv; name the file so",
-            "--parquet ans.xlsx": "ans.xlsx: --parquet writes .parquet; name the file so",
-        }.items()
-    ),
-    Mistake(
-        "validate steps.toml --set 'steps.b.when=stars == 5'",
-        ("steps.b: when: 'stars == 5' is the same text for all rows; write {{ stars == 5 }}",),
-        files={"steps.toml": STEPS.replace("reviw", "review")},
-    ),
-]
+TABLES = {"prompts": PROMPTS, "runs": RUNS, "keys": KEYS, "limits": LIMITS, "page": PAGE}
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "reviews.csv").write_text(REVIEWS, encoding="utf-8")
-    (tmp_path / "job.toml").write_text(JOB, encoding="utf-8")
-    return tmp_path
-
-
-TABLES = {
-    "prompts": PROMPTS,
-    "runs": RUNS,
-    "keys": KEYS,
-    "limits": LIMITS,
-    "page": PAGE,
-    "commands": COMMANDS,
-}
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        pytest.param(mistake, id=f"{table}-{number}", marks=[pytest.mark.slow] * mistake.is_slow)
-        for table, mistakes in TABLES.items()
-        for number, mistake in enumerate(mistakes)
-    ],
-)
-def test_a_mistake_is_named_with_what_to_do(mistake: Mistake, folder: Path) -> None:
-    for name, text in mistake.files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-    *before, last = mistake.commands.splitlines()
-    for command in before:
-        batchkit(*shlex.split(command))
-    for name in mistake.gone:
-        Path(name).unlink()
-    ended = batchkit(*shlex.split(last))
-    printed = " ".join((ended.stdout + ended.stderr).split())
-    assert [said for said in mistake.says if not matches(said, printed)] == [], printed
-    assert [said for said in mistake.never if said in printed] == [], printed
-    assert ended.exit_code == mistake.exit_code, printed
-
-
-def test_a_moved_run_is_continued_where_it_is(folder: Path) -> None:
-    batchkit("run", "job.toml")
-    (folder / "output/mood").rename(folder / "output/archive")
-    refused = batchkit("run", "output/archive/job.toml")
-    *_, setting = refused.stderr.split()
-    assert (refused.exit_code, setting) == (2, "name=archive")
-    again = batchkit("run", "output/archive/job.toml", "--set", setting)
-    assert (again.exit_code, again.json["skipped"]) == (0, 3)
-    assert not (folder / "output/mood").exists()
-
-
-def matches(message: str, printed: str) -> bool:
-    return bool(re.search(".*".join(map(re.escape, message.split("…"))), printed))
+@pytest.mark.parametrize("mistake", params(TABLES))
+def test_a_mistake_is_named_with_what_to_do(mistake: Mistake) -> None:
+    check(mistake)
 
 
 def test_messages_of_the_page_are_on_it() -> None:

@@ -26,18 +26,16 @@ class Cli(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        from batchkit.config.suggest import ELSEWHERE
+        from batchkit.config.suggest import called_here
 
         name, *rest = args
         if name in self.commands and not ctx.resilient_parsing:
             _check_given_once(click.Context(self.commands[name], ctx, name), rest)
-        here = f"run {name}" if name.endswith(".toml") else ELSEWHERE.get(name)
-        if name in self.commands or here is None:
+        here = f"batchkit run {name}" if name.endswith(".toml") else called_here(name) or ""
+        if name in self.commands or not here.startswith("batchkit "):
             return super().resolve_command(ctx, args)
-        resumes = ", which resumes what it began" * here.startswith("run")
-        raise click.UsageError(
-            f"No such command {name!r}. Did you mean 'batchkit {here}'{resumes}?", ctx
-        )
+        resumes = ", which resumes what it began" * here.startswith("batchkit run")
+        raise click.UsageError(f"No such command {name!r}. Did you mean {here!r}{resumes}?", ctx)
 
     def invoke(self, ctx: click.Context) -> Any:
         from batchkit.errors import Interrupted
@@ -84,15 +82,24 @@ def _check_given_once(ctx: click.Context, args: list[str]) -> None:
 
 def _in_our_words(error: click.UsageError) -> str:
     """Its message; for an option of other tools, with the name that it has here."""
-    from batchkit.config.suggest import ELSEWHERE
-
-    if isinstance(error, click.NoSuchOption):
-        here = ELSEWHERE.get(error.option_name.lstrip("-"))
-        if here is not None:
-            return f"No such option {error.option_name!r}. Did you mean '--{here}'?"
+    if isinstance(error, click.NoSuchOption) and (here := _option_for(error)) is not None:
+        return f"No such option {error.option_name!r}. Did you mean {here!r}?"
     message = error.format_message()
     is_show = error.ctx is not None and error.ctx.command.name == "show"
     return message + "; a row is named by --id ID" * (is_show and "extra argument" in message)
+
+
+def _option_for(error: click.NoSuchOption) -> str | None:
+    """The option of the command that does what ``error`` names, or the key that ``--set`` sets."""
+    from batchkit.config.suggest import called_here
+
+    name = error.option_name
+    here = called_here(name) or called_here(name.lstrip("-").replace("-", "_"))
+    options = {} if error.ctx is None else {p.name: p.opts[0] for p in error.ctx.command.params}
+    if here is None or here in options.values():
+        return here
+    flag = options.get(here.replace(".", "__"))
+    return flag or (f"--set {here}=…" if "." in here and "overrides" in options else None)
 
 
 def show(result: Result, as_json: bool) -> None:

@@ -11,10 +11,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from batchkit.config.seams import Seam
-from batchkit.config.suggest import did_you_mean
+from batchkit.config.suggest import called_here, did_you_mean
 from batchkit.config.terminal import shortened
 
 Model = type[BaseModel]
+AT_THE_TOP = "at the top of the file, above the first [table]"
 _PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "of letters, digits, dots, _ and -, beginning with a letter or digit",
     r"^\s*\{\{.*\}\}\s*$": "like {{ column }}",
@@ -174,7 +175,15 @@ def _problem(detail: Mapping[str, Any], place: _Place, table: Model, unknown: st
 
 def _hint(place: _Place, found: Any, table: Model) -> str:
     """What an unknown key with the value ``found`` probably should have been."""
-    key = str(place.location[-1])
+    *tables, key = map(str, place.location)
+    if (here := called_here(key, ".".join(tables))) is not None:
+        return f"; did you mean {here!r}?"
+    if (
+        tables
+        and key in table.model_fields
+        and _table_in(table.model_fields[key].annotation) is None
+    ):
+        return f"; did you mean {key!r}, {AT_THE_TOP}?"
     is_list_of_tables = isinstance(found, list) and found and isinstance(found[0], Mapping)
     homes = [] if is_list_of_tables else homes_of(table, key)
     if homes and f"{key}s" not in place.known:

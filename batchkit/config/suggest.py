@@ -1,35 +1,71 @@
-"""What a mistyped name probably should have been."""
+"""What a mistyped name, or the name that another tool has for a thing, probably should have been."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-ELSEWHERE = {
-    **dict.fromkeys(
-        ("tokens", "max_token", "max_new_tokens", "max_length", "max_output_tokens",
-         "max_completion_tokens"), "max_tokens",
-    ),
-    **dict.fromkeys(
-        ("guided_choice", "guided_json", "guided_regex", "guided_grammar", "guided_decoding",
-         "response_format", "json_schema"), "structured_outputs",
-    ),
-    "stop_sequences": "stop",
-    "num_return_sequences": "n",
-    "compare": "report",
-    "resume": "run",
-    "continue": "run",
-    "xlsx": "csv",
-    "excel": "csv",
-}  # fmt: skip
-"""What other tools call a thing, and what it is called here."""
+NAMES = {
+    "engine.model": "model_name model_name_or_path model_path model_id pretrained checkpoint",
+    "engine.base_url": "api_base api_url openai_api_base endpoint server_url",
+    "engine.kind": "backend provider",
+    "engine.options.data_parallel_size": "dp dp_size num_replicas",
+    "engine.options.gpu_memory_utilization": "mem_fraction_static",
+    "engine.options.max_model_len": "max_seq_len max_seq_length context_length ctx_len n_ctx max_context",
+    "engine.options.max_num_seqs": "batch_size max_batch_size per_device_eval_batch_size",
+    "engine.options.tensor_parallel_size": "tp gpus num_gpus n_gpus",
+    "input.path": "input_file input_path input_files dataset dataset_path data_path data_file",
+    "input.limit": "max_rows max_samples num_samples",
+    "output.dir": "output_dir output_folder out_dir save_dir result_dir",
+    "output.export": "output.path output.file output.format output_file output_path output_format",
+    "prompt.images": "image_column image_field",
+    "prompt.system": "system_prompt system_message",
+    "prompt.user": "user_prompt prompt_template user_message instruction messages",
+    "run.max_in_flight": "concurrency max_concurrency max_concurrent_requests",
+    "run.workers": "num_workers n_workers",
+    "sampling.max_tokens": "tokens max_token max_new_tokens max_length max_output_tokens max_completion_tokens",
+    "sampling.n": "num_return_sequences n_samples",
+    "sampling.repetition_penalty": "repeat_penalty",
+    "sampling.stop": "stop_sequences stop_words",
+    "sampling.structured_outputs": "guided_choice guided_json guided_regex guided_grammar guided_decoding"
+    " response_format json_schema",
+    "sampling.top_k": "topk",
+    "sampling.top_p": "topp",
+    "scoring.scorers": "metrics metric",
+    "--csv": "--xlsx --excel",
+    "--limit": "-n --max-rows --max-samples --num-samples",
+    "batchkit bench": "benchmark",
+    "batchkit export": "convert download results",
+    "batchkit init": "new create",
+    "batchkit ls": "list runs",
+    "batchkit plan": "estimate cost",
+    "batchkit report": "compare",
+    "batchkit retry-failed": "retry",
+    "batchkit run": "resume continue start infer batch",
+    "batchkit score": "evaluate eval",
+    "batchkit validate": "check test",
+    "batchkit view": "ui dashboard",
+}
+"""What batchkit calls a thing (a dotted key of the job file, an option or a command), and what other tools call it. A
+dotted key is also found by its last part alone. docs/job-file.md prints this table."""
+ELSEWHERE = {key.rpartition(".")[2]: key for key in NAMES if "." in key} | {
+    name: here for here, names in NAMES.items() for name in names.split()
+}
+
+
+def called_here(name: str, table: str = "") -> str | None:
+    """What batchkit calls the thing that another tool, or a user, calls ``name``; None if that is unknown. A key in
+    ``table`` is named from there."""
+    below = f"{table}." if table else ""
+    here = ELSEWHERE.get(f"{below}{name}") or ELSEWHERE.get(name)
+    return None if here in (None, f"{below}{name}") else here.removeprefix(below)
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The name in ``known`` that another tool's ``name`` is here, or that is most like it; None if none is alike
     (``cutoff``: 1 is equal)."""
     known = [*known]
-    if (here := ELSEWHERE.get(name)) in known:
+    if (here := ELSEWHERE.get(name, "").rpartition(".")[2]) in known:
         return here
     by_small = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), by_small, n=1, cutoff=cutoff)

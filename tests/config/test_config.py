@@ -141,7 +141,7 @@ def test_problem_says_key_found_and_expected_and_what_is_near(
     assert problems(**given) == [line]
 
 
-@pytest.mark.parametrize("given", ["max_model_len=5", "engine.enforce_eager=true"])
+@pytest.mark.parametrize("given", ["max_num_partial_prefills=5", "engine.enforce_eager=true"])
 def test_option_of_vllm_is_sent_to_its_table(given: str) -> None:
     assert "vLLM's options belong in [engine.options]" in problems(given)[0]
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from batchkit.config.answer_schema import faults_in
+from batchkit.config.problems import AT_THE_TOP
 from batchkit.config.seams import SCORERS, ScorerName
-from batchkit.config.suggest import ELSEWHERE, did_you_mean
+from batchkit.config.suggest import called_here, did_you_mean
 from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.tables.scoring import ScoringTable
@@ -303,5 +304,7 @@ def names_of_other_tools(tables: Any, place: str = "") -> Iterator[str]:
     """A line for each parameter in the table ``sampling`` that no engine has, and another tool calls so."""
     sampling = tables.get("sampling") if isinstance(tables, Mapping) else None
     for name in sampling if isinstance(sampling, Mapping) else ():
-        if name in ELSEWHERE:
-            yield f"{place}sampling.{name}: no such parameter; did you mean {ELSEWHERE[name]!r}?"
+        if name in ("name", "task"):
+            yield f"{place}sampling.{name}: belongs {AT_THE_TOP}"
+        elif (here := called_here(name, "sampling")) is not None:
+            yield f"{place}sampling.{name}: no such parameter; did you mean {here!r}?"

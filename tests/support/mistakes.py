@@ -1,0 +1,86 @@
+"""A mistake that people make on the command line, and what they are told.
+
+Each is made in a folder with ``reviews.csv`` (id, review, label, stars; three rows) and ``job.toml``, a job for it with
+the engine "dry-run".
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command_line import batchkit
+
+REVIEWS = "id,review,label,stars\nr1,Good soup,positive,5\nr2,Late and cracked,negative,1\nr3,As usual,neutral,3\n"
+JOB = """\
+name = "mood"
+[input]
+path = "reviews.csv"
+id = "id"
+[prompt]
+user = "Mood? {{ review }}"
+[engine]
+kind = "dry-run"
+[output]
+keep = ["label"]
+"""
+DRY = "--set engine.kind=dry-run --set 'engine.options={}'"
+ONE_LINE = f"run --model batchkit-demo --input reviews.csv {DRY}"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """``commands``: a command each, the last of which is judged. ``says``: what it prints, stdout or stderr, in any
+    order; ``…`` in it is for what varies. ``never``: what it must not print. ``files``: by name, written before;
+    ``gone``: removed before the last. ``is_slow``: it starts an engine."""
+
+    commands: str
+    says: tuple[str, ...]
+    exit_code: int = 2
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    never: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    is_slow: bool = False
+
+
+def params(tables: Mapping[str, Sequence[Mistake]]) -> list[Any]:
+    """For ``pytest.mark.parametrize``."""
+    return [
+        pytest.param(mistake, id=f"{table}-{number}", marks=[pytest.mark.slow] * mistake.is_slow)
+        for table, mistakes in tables.items()
+        for number, mistake in enumerate(mistakes)
+    ]
+
+
+def check(mistake: Mistake) -> None:
+    """Make it in the working directory."""
+    folder = Path.cwd()
+    write_example(folder)
+    for name, text in mistake.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    *before, last = mistake.commands.splitlines()
+    for command in before:
+        batchkit(*shlex.split(command))
+    for name in mistake.gone:
+        Path(name).unlink()
+    ended = batchkit(*shlex.split(last))
+    printed = " ".join((ended.stdout + ended.stderr).split())
+    assert [said for said in mistake.says if not matches(said, printed)] == [], printed
+    assert [said for said in mistake.never if said in printed] == [], printed
+    assert ended.exit_code == mistake.exit_code, printed
+
+
+def write_example(folder: Path) -> None:
+    (folder / "reviews.csv").write_text(REVIEWS, encoding="utf-8")
+    (folder / "job.toml").write_text(JOB, encoding="utf-8")
+
+
+def matches(message: str, printed: str) -> bool:
+    return bool(re.search(".*".join(map(re.escape, message.split("…"))), printed))

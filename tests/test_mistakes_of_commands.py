@@ -1,0 +1,125 @@
+"""Mistakes in options, names and the job file. tests/test_mistakes.py has more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import batchkit
+from tests.support.mistakes import JOB, ONE_LINE, Mistake, check, params, write_example
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+STEPS = (
+    JOB.replace('[prompt]\nuser = "Mood? {{ review }}"\n', "")
+    + """\
+[[steps]]
+name = "a"
+prompt.user = "{{ review }}"
+answer = false
+[[steps]]
+name = "b"
+prompt.user = "{{ review }}"
+"""
+)
+
+COMMANDS = [
+    # A run folder that was moved is continued where it is, never begun again where it was.
+    Mistake(
+        "run moved/mv/job.toml",
+        (
+            "moved/mv/job.toml: is of a run folder that was moved here from …/output/mood",
+            "--set name=mv",
+        ),
+        files={"moved/mv/job.toml": JOB, "moved/mv/manifest.json": "{}"},
+    ),
+    Mistake("run job.toml\nrun output/mood", ("of a run folder, name output/mood/job.toml",)),
+    Mistake("run job.toml\nrun output/mood/job.toml", ('"skipped": 3',), 0),
+    # An option that counts once is given once.
+    Mistake(
+        f"{ONE_LINE} --input more.csv --prompt A",
+        ("--input is given twice, and only one counts", "a quoted glob reads several files"),
+    ),
+    *(
+        Mistake(command, (f"{flag} is given twice, and only one counts: keep one",))
+        for command, flag in (
+            (f"{ONE_LINE} --prompt A --prompt 'Mood? {{{{ review }}}}'", "--prompt"),
+            ("show output/mood -n 3 -n 4", "-n"),
+            ("export output/mood --csv a.csv --csv b.csv", "--csv"),
+            ("bench job.toml --batch-sizes 1 --batch-sizes=2", "--batch-sizes"),
+        )
+    ),
+    # A suffix and a format that contradict each other.
+    *(
+        Mistake(f"run job.toml\nexport output/mood {given}", (said,))
+        for given, said in {
+            "--csv ans.parquet": "ans.parquet: --csv writes .csv; name the file so, or give --parquet",
+            "--jsonl ans.json": "ans.json: --jsonl writes .jsonl; name the file so",
+            "--csv ans.csv.gz": "ans.csv.gz: --csv writes .csv; name the file so",
+            "--parquet ans.xlsx": "ans.xlsx: --parquet writes .parquet; name the file so",
+        }.items()
+    ),
+    Mistake(
+        "validate steps.toml --set 'steps.b.when=stars == 5'",
+        ("steps.b: when: 'stars == 5' is the same text for all rows; write {{ stars == 5 }}",),
+        files={"steps.toml": STEPS},
+    ),
+]
+
+NAMES = [
+    *(
+        Mistake(f"validate job.toml --set {key}=1", (said,))
+        for key, said in {
+            "model_name": "model_name: unknown key; did you mean 'engine.model'?",
+            "input_file": "input_file: unknown key; did you mean 'input.path'?",
+            "system_prompt": "system_prompt: unknown key; did you mean 'prompt.system'?",
+            "batch_size": "did you mean 'engine.options.max_num_seqs'?",
+            "max_model_len": "did you mean 'engine.options.max_model_len'?",
+            "prompt.messages": "prompt.messages: unknown key; did you mean 'user'?",
+            "engine.model_name": "engine.model_name: unknown key; did you mean 'model'?",
+            "output.path": "output.path: unknown key; did you mean 'export'?",
+            "output.format": "output.format: unknown key; did you mean 'export'?",
+            "engine.tensor_parallel_size": "did you mean 'options.tensor_parallel_size'?",
+            "prompt.name": "did you mean 'name', at the top of the file, above the first [table]?",
+            "sampling.name": "sampling.name: belongs at the top of the file, above the first [table]",
+            "sampling.task": "sampling.task: belongs at the top of the file, above the first [table]",
+            "sampling.max_seq_len": "no such parameter; did you mean 'engine.options.max_model_len'?",
+        }.items()
+    ),
+    *(
+        Mistake(command, (f"Did you mean '{here}'?",))
+        for command, here in {
+            "run job.toml -n 5": "--limit",
+            "run job.toml --gpus 2": "--set engine.options.tensor_parallel_size=…",
+            "run job.toml --tensor-parallel-size 2": "--set engine.options.tensor_parallel_size=…",
+            "run job.toml --output-dir x": "--set output.dir=…",
+            "run --model_name m": "--model",
+            "run --system-prompt m": "--system",
+            "run job.toml --top-p 1": "--set sampling.top_p=…",
+            "retry output/mood": "batchkit retry-failed",
+            "evaluate output/mood": "batchkit score",
+        }.items()
+    ),
+    Mistake("start job.toml", ("Did you mean 'batchkit run', which resumes what it began?",)),
+]
+
+TABLES = {"commands": COMMANDS, "names": NAMES}
+
+
+@pytest.mark.parametrize("mistake", params(TABLES))
+def test_a_mistake_is_named_with_what_to_do(mistake: Mistake) -> None:
+    check(mistake)
+
+
+def test_a_moved_run_is_continued_where_it_is() -> None:
+    folder = Path.cwd()
+    write_example(folder)
+    batchkit("run", "job.toml")
+    (folder / "output/mood").rename(folder / "output/archive")
+    refused = batchkit("run", "output/archive/job.toml")
+    *_, setting = refused.stderr.split()
+    assert (refused.exit_code, setting) == (2, "name=archive")
+    again = batchkit("run", "output/archive/job.toml", "--set", setting)
+    assert (again.exit_code, again.json["skipped"]) == (0, 3)
+    assert not (folder / "output/mood").exists()
