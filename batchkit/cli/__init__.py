@@ -77,7 +77,12 @@ def cli() -> None:
 @of_key("sampling.temperature", "--temperature", "0 is greedy", type=float)
 @of_key("input.id", "--id", "The column that names a row", metavar="COLUMN")
 @of_key(
-    "output.keep", "--keep", "Export only this column of the input", metavar="COLUMN", multiple=True
+    "output.keep",
+    "--keep",
+    "Export only these columns of the input: A,B",
+    metavar="COLUMN",
+    multiple=True,
+    callback=lambda context, option, given: tuple(",".join(given).split(",")) if given else (),
 )
 @of_key("name", "--name", "The name of the run's folder below output/")
 @click.option(

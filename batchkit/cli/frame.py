@@ -31,8 +31,10 @@ class Cli(click.Group):
         name, *rest = args
         if name in self.commands and not ctx.resilient_parsing:
             _check_given_once(click.Context(self.commands[name], ctx, name), rest)
-        here = f"batchkit run {name}" if name.endswith(".toml") else called_here(name) or ""
-        if name in self.commands or not here.startswith("batchkit "):
+        here = (
+            f"batchkit run {name}" if name.endswith(".toml") else called_here(name, kind="batchkit")
+        )
+        if name in self.commands or here is None:
             return super().resolve_command(ctx, args)
         resumes = ", which resumes what it began" * here.startswith("batchkit run")
         raise click.UsageError(f"No such command {name!r}. Did you mean {here!r}{resumes}?", ctx)
@@ -82,11 +84,19 @@ def _check_given_once(ctx: click.Context, args: list[str]) -> None:
 
 def _in_our_words(error: click.UsageError) -> str:
     """Its message; for an option of other tools, with the name that it has here."""
+    from batchkit.config.suggest import QUOTE
+
     if isinstance(error, click.NoSuchOption) and (here := _option_for(error)) is not None:
         return f"No such option {error.option_name!r}. Did you mean {here!r}?"
     message = error.format_message()
-    is_show = error.ctx is not None and error.ctx.command.name == "show"
-    return message + "; a row is named by --id ID" * (is_show and "extra argument" in message)
+    remedies = {
+        "show": "a row is named by --id ID",
+        "bench": "the sizes are one option: --batch-sizes 4,16,64",
+        "run": QUOTE,
+    }
+    if error.ctx is None or "extra argument" not in message:
+        return message
+    return "; ".join([message, *filter(None, [remedies.get(error.ctx.command.name or "")])])
 
 
 def _option_for(error: click.NoSuchOption) -> str | None:
@@ -94,7 +104,7 @@ def _option_for(error: click.NoSuchOption) -> str | None:
     from batchkit.config.suggest import called_here
 
     name = error.option_name
-    here = called_here(name) or called_here(name.lstrip("-").replace("-", "_"))
+    here = called_here(name, kind="--") or called_here(name.lstrip("-").replace("-", "_"))
     options = {} if error.ctx is None else {p.name: p.opts[0] for p in error.ctx.command.params}
     if here is None or here in options.values():
         return here

@@ -17,7 +17,7 @@ from typing import Any
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
 from batchkit.config.problems import annotation_of, homes_of, shown
 from batchkit.config.regular_file import is_dir, is_file, read_bytes, read_text
-from batchkit.config.suggest import did_you_mean
+from batchkit.config.suggest import QUOTE, did_you_mean
 from batchkit.config.tables import (
     EngineTable,
     InputTable,
@@ -35,6 +35,12 @@ from batchkit.errors import JobError
 
 _SCHEMA = "sampling.structured_outputs.json"
 _ESCAPED = re.compile(r"\[([*?[])\]")  # by glob.escape
+_REMEDIES = {  # by the beginning of what tomllib says
+    "Invalid value": '; a text needs straight quotes ("text"), and true and false small letters',
+    "Invalid hex value": "; \\ begins an escape in \"…\": write '…', or / for it",
+    "Unescaped '\\'": "; \\ begins an escape in \"…\": write '…', or / for it",
+    "Illegal character '\\n'": '; a text of several lines needs three quotes: """…"""',
+}
 
 
 def load_job(
@@ -85,6 +91,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = read_bytes(path)
     except FileNotFoundError:
+        if is_file(str(path.with_name("manifest.json"))):
+            raise JobError(
+                f"{path}: is missing; `batchkit run` with the job file that made the run writes it again, and"
+                " `status` and `verify` work without it"
+            ) from None
+        if "{" in path.name:
+            raise JobError(f"{path}: no such job file; {QUOTE}") from None
         near = did_you_mean(path.name, (file.name for file in path.parent.glob("*.toml")))
         raise JobError(f"{path}: no such job file{near}") from None
     except IsADirectoryError:
@@ -104,8 +117,10 @@ def _read(path: Path) -> dict[str, Any]:
             raise JobError(
                 f"{path}: is no job file, which is TOML. If it holds the rows: batchkit run --model MODEL"
                 f" --input {path} --prompt '… {{{{ column }}}}', or name it in a job file (`batchkit init`"
-                " writes one)"
+                f" writes one); {QUOTE}"
             ) from None
+        if isinstance(error, UnicodeDecodeError):
+            raise JobError(f"{path}: is not UTF-8 text; save it as UTF-8") from None
         if isinstance(error, tomllib.TOMLDecodeError):
             problem = _problem_in(data.decode("utf-8-sig"), error)
             raise JobError(f"{path}: not valid TOML: {problem}") from None
@@ -118,8 +133,7 @@ def _problem_in(text: str, error: tomllib.TOMLDecodeError) -> str:
     lines = text.rstrip().splitlines() or [""]
     found = re.match(r"line (\d+)", place)  # otherwise it is the end of the document
     number = min(int(found[1]) if found else len(lines), len(lines))
-    if reason == "Invalid value":
-        reason += '; a text needs straight quotes ("text"), and true and false small letters'
+    reason += next((fix for start, fix in _REMEDIES.items() if reason.startswith(start)), "")
     line = shortened(masked_text(lines[number - 1].strip()), 120)
     return f"line {number}: {reason}\n  {line}"
 
@@ -273,7 +287,9 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     update: dict[str, Any] = {
         "prompt": _with_files_found(job.prompt, base, "prompt"),
         "scoring": _scoring_resolved(job.scoring, base),
-        "output": job.output.model_copy(update={"dir": str(Path(job.output.dir).resolve())}),
+        "output": job.output.model_copy(
+            update={"dir": str(Path(at_home(job.output.dir)).resolve())}
+        ),
         "steps": [
             step.model_copy(
                 update={"prompt": _with_files_found(step.prompt, base, f"steps.{step.name}.prompt")}
@@ -404,6 +420,7 @@ def _fill(template: str, job: JobConfig, key: str) -> str:
 
 def _find(path: str, base: Path, key: str) -> Path:
     """``path`` beside the job file if something exists there, else in the working directory."""
+    path = at_home(path)
     beside, here = base.resolve() / path, Path.cwd() / path
     try:
         return here if not beside.exists() and here.exists() else beside
@@ -414,6 +431,11 @@ def _find(path: str, base: Path, key: str) -> Path:
 def _find_input(path: str, base: Path) -> str:
     """As ``_find``, or a URL; of ``zip://*.jsonl::rows.zip``, the archive is found so. Where ``path`` may be
     a glob, the folder before it is none: in a folder ``a[1]`` it finds no files of ``a1``."""
+    if path == "-":
+        raise JobError(
+            "input.path: -: standard input can't be read again by a resume; save it as a file first"
+        )
+    path = at_home(path)
     if "://" in path:
         chain, _, last = path.rpartition("::")
         is_archive = chain and "://" not in last
@@ -425,6 +447,13 @@ def _find_input(path: str, base: Path) -> str:
         str(Path(glob.escape(str(folder)), path)) for folder in (base.resolve(), Path.cwd())
     )
     return here if _matches(here) and not _matches(beside) else beside
+
+
+def at_home(path: str) -> str:
+    """``path`` with the home folder for ``~`` or ``$HOME`` at its start, as a shell reads it."""
+    return (
+        str(Path(path.replace("$HOME", "~", 1)).expanduser()) if path[:2] in ("~/", "$H") else path
+    )
 
 
 def _matches(pattern: str) -> bool:

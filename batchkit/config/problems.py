@@ -170,7 +170,10 @@ def _problem(detail: Mapping[str, Any], place: _Place, table: Model, unknown: st
     if isinstance(found, str) and (inner := _table_in(place.annotation)) is not None:
         names = inner.model_fields
         hint = f"; set one of its keys, as {place.location[-1]}.{'user' if 'user' in names else next(iter(names))}"
-    return f"found {shown(found)}, expected {in_words(place.annotation, place.limits)}{hint}"
+    expected = in_words(place.annotation, place.limits)
+    if expected == "list of tables" and isinstance(found, Mapping):
+        hint = "; write [[{0}]] for [{0}]".format(".".join(map(str, place.location)))
+    return f"found {shown(found)}, expected {expected}{hint}"
 
 
 def _hint(place: _Place, found: Any, table: Model) -> str:

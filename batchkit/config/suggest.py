@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+QUOTE = "quote a prompt and a glob, which the shell splits: --prompt '… {{ column }}' --input 'data/*.csv'"
 NAMES = {
     "engine.model": "model_name model_name_or_path model_path model_id pretrained checkpoint",
     "engine.base_url": "api_base api_url openai_api_base endpoint server_url",
@@ -34,6 +35,10 @@ NAMES = {
     "scoring.scorers": "metrics metric",
     "--csv": "--xlsx --excel",
     "--limit": "-n --max-rows --max-samples --num-samples",
+    "| length": "len",
+    "| sort": "sorted",
+    "| string": "str",
+    "| tojson": "json to_json",
     "batchkit bench": "benchmark",
     "batchkit export": "convert download results",
     "batchkit init": "new create",
@@ -46,26 +51,26 @@ NAMES = {
     "batchkit validate": "check test",
     "batchkit view": "ui dashboard",
 }
-"""What batchkit calls a thing (a dotted key of the job file, an option or a command), and what other tools call it. A
+"""What batchkit calls a thing (a dotted key of the job file, an option, a filter of templates or a command), and what other tools call it. A
 dotted key is also found by its last part alone. docs/job-file.md prints this table."""
 ELSEWHERE = {key.rpartition(".")[2]: key for key in NAMES if "." in key} | {
     name: here for here, names in NAMES.items() for name in names.split()
 }
 
 
-def called_here(name: str, table: str = "") -> str | None:
-    """What batchkit calls the thing that another tool, or a user, calls ``name``; None if that is unknown. A key in
-    ``table`` is named from there."""
+def called_here(name: str, table: str = "", kind: str = ".") -> str | None:
+    """What batchkit calls the thing that another tool, or a user, calls ``name``; None if that is unknown, or of
+    another ``kind`` ("--", "|", "batchkit"; by default a key). A key in ``table`` is named from there."""
     below = f"{table}." if table else ""
-    here = ELSEWHERE.get(f"{below}{name}") or ELSEWHERE.get(name)
-    return None if here in (None, f"{below}{name}") else here.removeprefix(below)
+    here = ELSEWHERE.get(f"{below}{name}") or ELSEWHERE.get(name) or ""
+    return here.removeprefix(below) if kind in here and here != f"{below}{name}" else None
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The name in ``known`` that another tool's ``name`` is here, or that is most like it; None if none is alike
     (``cutoff``: 1 is equal)."""
     known = [*known]
-    if (here := ELSEWHERE.get(name, "").rpartition(".")[2]) in known:
+    if (here := ELSEWHERE.get(name, "").rpartition(".")[2].removeprefix("| ")) in known:
         return here
     by_small = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), by_small, n=1, cutoff=cutoff)

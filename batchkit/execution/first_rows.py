@@ -27,6 +27,7 @@ from batchkit.rendering.body import endpoint_of
 from batchkit.rendering.steps import CANDIDATES, Renderer, render_or_fail
 from batchkit.rendering.templates import ROW
 from batchkit.rendering.templates.prompt import PromptTemplates, names_in
+from batchkit.rendering.templates.sandbox import fields_read, names_printed
 from batchkit.scoring import fields_of
 from batchkit.scoring.values import numbers_in
 from batchkit.sources.where import is_blank
@@ -140,7 +141,10 @@ def check_uses_a_column(job: JobConfig, row: Row) -> None:
                     raise JobError(
                         f"{place}prompt.{kind}: {name} is a column: write {{{{ {name} }}}}"
                     )
-    if job.prompt.allow_constant or job.rollout is not None or row.error is not None:
+    if job.rollout is not None or row.error is not None:
+        return
+    _check_names(job, row.fields)
+    if job.prompt.allow_constant:
         return
     texts, names = list[str](), set[str]()
     for _, its in job.of_each_step():
@@ -156,6 +160,26 @@ def check_uses_a_column(job: JobConfig, row: Row) -> None:
         f"prompt: no column is used, so the prompts of all rows are equal{_meant(texts, row.fields)};"
         " prompt.allow_constant = true sends it all the same"
     )
+
+
+def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
+    """Raises JobError if a template reads a step as if it were a column, or none reads a key of ``input.cross``."""
+    read, steps = {job.sampling.sampling_column}, {step.name for step in job.steps}
+    for place, its in job.of_each_step():
+        made = PromptTemplates(its)
+        parts = [*made.all, *made.sampling.values(), *filter(None, [made.lora])]
+        names = {name for part in parts for name in part.names}
+        if wrong := sorted(names & steps - fields.keys() - job.vars.keys()):
+            raise JobError(
+                f"{place[:-1]}: {wrong[0]} is a step and no column: write {{{{ steps.{wrong[0]}.text }}}}"
+            )
+        read |= names
+    read |= {name for step in job.steps if step.when for name in fields_read(step.when)}
+    for name in job.input.cross.keys() - read if ROW not in read else ():
+        raise JobError(
+            f"input.cross.{name}: no template reads it, so rows would only repeat: write {{{{ {name} }}}} in the"
+            " prompt or in [sampling]; several answers to one prompt are sampling.n"
+        )
 
 
 def _meant(texts: Sequence[str], fields: Mapping[str, Any]) -> str:
@@ -264,8 +288,26 @@ def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
             f"sampling.max_tokens: {wanted} leaves no room for a prompt, as engine.options.max_model_len"
             f" is {most}, for prompt and answer together; an answer ends where they reach it"
         )
+    yield from _of_texts(job, first)
     if (column := job.sampling.sampling_column) is not None:
         yield from _absent("sampling.sampling_column", [column], first)
+
+
+def _of_texts(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
+    """What a model would read otherwise than it was meant."""
+    made = PromptTemplates(job)
+    for part in filter(None, (made.system, made.user)):
+        if "\\n" in part.source and "\n" not in part.source:
+            yield f"{part.key}: holds \\n as two characters; for a line break write $'…\\n…' in the shell"
+        for name in dict.fromkeys(names_printed(part.source)):
+            if isinstance(value := first.get(name), dict | list | bytes):
+                kind = type(value).__name__
+                fix = f"write {{{{ {name} | tojson }}}}" if kind != "bytes" else "store it as text"
+                yield f"{name} of the first row is {kind}, sent as Python writes it; {fix}"
+    answers = (job.params().get("structured_outputs") or {}).get("choice") or job.scoring.choices
+    right = first.get(job.scoring.reference or "")
+    if answers and right is not None and str(right) not in answers:
+        yield f"scoring.reference: is {str(right)[:40]!r} in the first row, and answers are {', '.join(answers)}"
 
 
 def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
@@ -288,6 +330,8 @@ def scoring_hints(
             f"{key}: numeric compares numbers, and {name} of the first row is {value[:40]!r}: rows without a number"
             " there are unscored; em or choice compare words"
         )
+    if table.judge is None and any("judge" in (part.scorers or ()) for part in table.parts):
+        yield f"{key}: judge has no model, so nothing is judged: set [scoring.judge.engine]"
     if lost := _without_reference(table):
         need = "needs" if len(lost) == 1 else "need"
         or_run = " or scoring.reference_run" * (key == "scoring")

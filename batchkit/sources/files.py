@@ -7,7 +7,7 @@ import lzma
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -94,6 +94,12 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     if isinstance(packed, io.BytesIO):  # memory:// gives all who open a file one object
         packed = io.BytesIO(packed.getvalue())
     suffix = PurePath(name_of(path)).suffix.lower()
+    if "://" not in path and (begins := packed.read(2)) is not None:
+        packed.seek(0)
+        if begins and not any(
+            magic.startswith(begins) and suffix in text for magic, text in NOT_TEXT.items()
+        ):
+            raise InputError(f"{path}: is not compressed, as {suffix} says; rename it")
     unpacked = _unpacked(packed, suffix) if suffix in COMPRESSIONS else packed
     if text or _can_seek(unpacked):
         return unpacked
@@ -198,8 +204,11 @@ def _begin_text(path: str, file: io.BufferedReader[Any]) -> None:
 
 
 def is_folder(path: str) -> InputError:
+    first = next(
+        (file.suffix for file in sorted(Path(path).glob("*.*")) if file.is_file()), ".jsonl"
+    )
     return InputError(
-        f"{path}: is a folder; name its files, as in {path.rstrip('/')}/*.jsonl, or set input.format ="
+        f"{path}: is a folder; name its files, as in {path.rstrip('/')}/*{first}, or set input.format ="
         ' "files" (a row for each file)'
     )
 

@@ -40,6 +40,10 @@ def format_of(path: str, table: InputTable) -> str:
         return "run"
     suffix = suffix_of(path)
     name = format_with(suffix)
+    if suffix in (".zip", ".tar"):
+        raise InputError(
+            f"{path}: is an archive; unpack it, or name its files: {suffix[1:]}://*.csv::{path}"
+        )
     if not name:
         suffixes = (suffix for name in READERS.names() for suffix in load_format(name).suffixes)
         raise InputError(

@@ -58,6 +58,10 @@ def _list(path: str, value: Any, records: str | None) -> list[Any]:
             raise InputError(
                 f"{path}: expected a JSON list, found {shown(value)}; check input.format"
             )
+        if any(isinstance(part, dict) and "0" in part for part in value.values()):
+            raise InputError(
+                f'{path}: is what pandas writes by default; write it with df.to_json(…, orient="records")'
+            )
         keys = shown(", ".join(value), 200)[1:-1]
         raise InputError(
             f"{path}: is a JSON object; set input.records to the key of its list; keys: {keys}"

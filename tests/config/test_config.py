@@ -547,7 +547,7 @@ def test_file_is_utf8_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfname = 'bom'\n[engine]\nkind = 'dry-run'\n")
     assert load_job(path).name == "bom"
     path.write_bytes("name = 'caf\u00e9'".encode("latin-1"))
-    assert refusal(lambda: load_job(path)).startswith(f"{path}: can't be read: ")
+    assert refusal(lambda: load_job(path)) == f"{path}: is not UTF-8 text; save it as UTF-8"
 
 
 def test_problems_name_the_file(tmp_path: Path) -> None:

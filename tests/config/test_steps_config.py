@@ -107,7 +107,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "steps.items: a template can't read steps.items; name it otherwise",
     ),
     ({"steps": [3]}, "steps.0: found 3, expected table"),
-    ({"steps": {}}, "steps: found {}, expected list of tables"),
+    ({"steps": {}}, "steps: found {}, expected list of tables; write [[steps]] for [steps]"),
     ({"step": [step()]}, "step: unknown key; did you mean 'steps'?"),
     (
         {"steps": [step(extract="regex")]},

@@ -120,7 +120,7 @@ def test_rows_of_a_frame_come_back_with_its_index() -> None:
     frame = pd.DataFrame({"q": ["x", "y"]}, index=["first", "second"])
     job = JobConfig(
         input={"cross": {"adapter": VALUES}},
-        prompt={"user": "{{ q }}"},
+        prompt={"user": "{{ q }} {{ adapter }}"},
         engine={"kind": "dry-run"},
     )
     done = ProductionBatchProcessor(job, quiet=True).process(frame)

@@ -85,7 +85,6 @@ def test_templates_are_filled_from_the_row_and_from_vars() -> None:
         "{{ cycler.__init__.__globals__ }}",
         "{% for i in range(10 ** 12) %}{% endfor %}",
         "{{ range(10 ** 12) | list }}",
-        "{% include '/etc/passwd' %}",
         "{{ 1 // 0 }}",
         "{{ x.missing() }}",
     ],

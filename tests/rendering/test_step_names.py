@@ -68,7 +68,7 @@ def write_job(second: dict[str, Any], first: dict[str, Any] | None = None, **tab
             {"prompt": {"user": "{{ steps.draft.text"}},
             (
                 "steps.revise.prompt.user: line 1: unexpected end of template, expected 'end of print"
-                " statement'."
+                " statement'"
             ),
         ),
         (

@@ -81,7 +81,7 @@ def test_the_format_files_takes_every_file_that_is_not_hidden() -> None:
             "in/*",
             "matches images and also .*/in/b.csv, which holds rows of its own",
         ),
-        (["a.txt", "b.md"], "in", r'is a folder; name its files, .*/in/\*.jsonl, .*"files"'),
+        (["a.txt", "b.md"], "in", r'is a folder; name its files, .*/in/\*.txt, .*"files"'),
         (["a.heic"], "in/*.png", "no file matches; check input.path"),
     ],
 )

@@ -144,6 +144,8 @@ def _name_of(format_name: str) -> str:
 def _check_suffix(path: Path, format_name: str) -> None:
     """Raises JobError if the suffix of ``path`` says another format."""
     usual, suffix = Path(_name_of(format_name)).suffix, path.suffix.lower()
+    if usual and path.is_dir():
+        raise JobError(f"{path}: is a folder; name a file in it")
     if not usual or suffix in (usual, "") or not (format_with(suffix) or suffix in COMPRESSIONS):
         return
     other = f", or give --{suffix[1:]}" * (suffix[1:] in EXPORTS)

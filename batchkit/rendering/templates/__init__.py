@@ -11,14 +11,14 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import StrictUndefined, UndefinedError
+from jinja2 import StrictUndefined, UndefinedError, nodes
 from jinja2 import TemplateError as JinjaError
 
-from batchkit.config.suggest import did_you_mean
+from batchkit.config.suggest import called_here, did_you_mean, nearest
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import shortened
 from batchkit.config.values import reason_of
@@ -36,6 +36,10 @@ _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s
 ROW = "row"  # what a template calls all of the row's fields
 _HANDLER = "batchkit.rendering.templates.child"
 _CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))  # more would only be slower
+_UNKNOWN_FILTER = re.compile(r"No filter named '(\w+)'")
+_NO_NUMBER = re.compile(
+    r"'[<>]=?' not supported between instances of '(?:str' and 'int|int' and 'str)'"
+)
 _UNKNOWN_NAME = re.compile(r"'(?:\{\{[-+]?\s*)?([^'{}]+?)(?:\s*[-+]?\}\})?' is undefined")
 # What Jinja and Python raise for a template that can't be compiled.
 _CANT_BE_COMPILED = (JinjaError, RecursionError, MemoryError, SyntaxError, ValueError)
@@ -60,6 +64,10 @@ class RowTemplate:
             self._check()
             tree = reading().parse(source)
             self.is_apart = not is_plain(tree)
+            if any(tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends))):
+                raise JinjaError(
+                    "include: prompt.user_file reads the prompt from a file, prompt.texts a text of each row"
+                )
             self.names = fields_read(source)
             if "self" in names_in_order(source):  # Jinja fills in an object that lists its blocks
                 raise JinjaError("self is a name of Jinja's own; rename the row's field")
@@ -67,7 +75,7 @@ class RowTemplate:
         except _CANT_BE_COMPILED as error:
             shown = repr(shortened(source))
             place = shown if lone is not None else f"line {getattr(error, 'lineno', 1)}"
-            reason = reason_of(error)
+            reason = reason_of(error).removesuffix(".")
             raise JobError(f"{key}: {place}: {reason}{_how_to_write(reason)}") from error
 
     def text(self, names: Mapping[str, Any]) -> str:
@@ -95,7 +103,7 @@ class RowTemplate:
         except UndefinedError as error:
             raise _undefined(str(error), names) from error
         except Exception as error:  # a template may call any code on the row's values
-            raise TemplateError(_named(error)) from error
+            raise TemplateError(_with_remedy(_named(error))) from error
         if isinstance(found, StrictUndefined):
             raise _undefined(self._is_undefined, names)
         return found
@@ -123,7 +131,7 @@ class RowTemplate:
         if kind == "undefined":
             raise _undefined(value or self._is_undefined, names)
         if kind != "value":
-            raise TemplateError(value)
+            raise TemplateError(_with_remedy(value))
         return value
 
     @property
@@ -156,6 +164,8 @@ def _how_to_write(reason: str) -> str:
         return "; write {{ name }}, with two braces on both sides"
     if "'end of print statement'" in reason:
         return '; a column whose name is no plain word is written {{ row["my column"] }}'
+    if (unknown := _UNKNOWN_FILTER.search(reason)) is not None:
+        return did_you_mean(unknown[1], reading().filters)
     return ""
 
 
@@ -166,12 +176,29 @@ def _undefined(message: str, names: Mapping[str, Any]) -> TemplateError:
 @lru_cache(maxsize=256)  # all rows that lack the same field
 def _of_unknown_name(message: str, known: tuple[str, ...]) -> str:
     name = _UNKNOWN_NAME.search(message)
-    hint = "" if name is None else did_you_mean(name[1], known)
-    if name is not None and (
-        longer := [k for k in known if re.match(rf"{re.escape(name[1])}\W", k)]
-    ):
-        hint = f'; write {{{{ row["{longer[0]}"] }}}}'
+    hint = "" if name is None else _hint(name[1], known)
     return f"{message}; the row has {', '.join(known) or 'no fields'}{hint}"
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    """What the name that the row lacks probably should have been."""
+    longer = [k for k in known if re.match(rf"{re.escape(name)}\W", k)]
+    if near := next(iter(longer), nearest(name, known)):
+        return (
+            f"; did you mean {near!r}?"
+            if near.isidentifier()
+            else f'; write {{{{ row["{near}"] }}}}'
+        )
+    if here := called_here(name, kind="|"):
+        return f"; a function of Python is a filter here: {{{{ … {here} }}}}"
+    if any(k[:1].isdigit() or " " in k for k in known):
+        return "; line 1 of a CSV is read as its header: add one if that is a row"
+    return ""
+
+
+def _with_remedy(error: str) -> str:
+    is_text = _NO_NUMBER.search(error) is not None
+    return error + "; a column of text is no number: write … | int > 3" * is_text
 
 
 def _named(error: Exception) -> str:

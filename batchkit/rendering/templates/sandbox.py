@@ -116,6 +116,12 @@ def functions_called(source: str) -> set[str]:
     return {name for name in DEFAULT_NAMESPACE if called[name] == named[name]}
 
 
+def names_printed(source: str) -> Iterator[str]:
+    """The names whose values a template writes as they are: ``{{ name }}``."""
+    for output in reading().parse(source).find_all(nodes.Output):
+        yield from (part.name for part in output.nodes if isinstance(part, nodes.Name))
+
+
 def keys_read(source: str, table: str) -> Iterator[tuple[str | None, str | None]]:
     """The key and the part of each ``table.key.part``; None for what is left out or computed."""
     tree = reading().parse(source)

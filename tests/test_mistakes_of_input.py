@@ -1,0 +1,214 @@
+"""Mistakes in the rows, in templates and in the syntax of the job file. tests/test_mistakes.py has more."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from io import BytesIO
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.mistakes import DRY, JOB, ONE_LINE, REVIEWS, Mistake, check, params
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+STEPS = (
+    JOB.replace('[prompt]\nuser = "Mood? {{ review }}"\n', "")
+    + """\
+[[steps]]
+name = "draft"
+prompt.user = "{{ review }}"
+[[steps]]
+name = "revise"
+prompt.user = "{{ steps.draft.text }}"
+"""
+)
+SYNTAX = [
+    *(
+        Mistake("validate bad.toml", (said,), files={"bad.toml": bad})
+        for bad, said in {
+            JOB.replace('"reviews.csv"', r'"C:\Users\me\reviews.csv"'): (
+                r"line 3: Invalid hex value; \ begins an escape in \"…\": write '…', or / for it"
+            ).replace(r"\"", '"'),
+            JOB.replace('"reviews.csv"', r'"C:\data\reviews.csv"'): "write '…', or / for it",
+            JOB.replace("Mood? ", "Mood?\n"): 'a text of several lines needs three quotes: """…"""',
+            JOB + '[steps]\nname = "a"\n': "expected list of tables; write [[steps]] for [steps]",
+        }.items()
+    ),
+    Mistake(
+        "validate bad.toml",
+        ("bad.toml: is not UTF-8 text; save it as UTF-8",),
+        files={"bad.toml": JOB.encode("utf-16")},
+    ),
+    Mistake(
+        "run job.toml\nexport output/mood --csv",
+        (
+            "output/mood/job.toml: is missing; `batchkit run` with the job file that made the run writes",
+            "`status` and `verify` work without it",
+        ),
+        gone=("output/mood/job.toml",),
+    ),
+    Mistake("run job.toml\nrun job.toml", ('"skipped": 3',), 0, gone=("output/mood/job.toml",)),
+    Mistake(
+        "run steps.toml --set 'steps.revise.prompt.user={{ draft.text }}'",
+        ("steps.revise: draft is a step and no column: write {{ steps.draft.text }}",),
+        files={"steps.toml": STEPS},
+    ),
+    *(
+        Mistake(
+            f"{command} job.toml --set 'input.cross={{t=[0,0.7]}}'",
+            ("input.cross.t: no template reads it, so", "write {{ t }}", "sampling.n"),
+        )
+        for command in ("run", "validate")
+    ),
+    Mistake(
+        "run job.toml --set 'input.cross={t=[0,0.7]}' --set 'sampling.temperature={{ t }}'",
+        ('"ok": 6',),
+        0,
+    ),
+    Mistake(
+        "validate job.toml --set scoring.reference=stars --set 'scoring.scorers=[\"em\"]'"
+        ' --set \'sampling.structured_outputs={choice=["good","bad"]}\'',
+        ("scoring.reference: is '5' in the first row, and answers are good, bad",),
+        0,
+    ),
+    Mistake(
+        "validate job.toml --set scoring.reference=label --set 'scoring.scorers=[\"judge\"]'",
+        ("scoring: judge has no model, so nothing is judged: set [scoring.judge.engine]",),
+        0,
+    ),
+]
+
+
+def parquet(**columns: list[object]) -> bytes:
+    file = BytesIO()
+    pq.write_table(pa.table(columns), file)
+    return file.getvalue()
+
+
+CELLS = parquet(s=[{"a": 1}], l=[["x", "y"]], b=[b"ab"])
+ROWS = [
+    *(
+        Mistake(
+            f"run --model m --input {given} {DRY} --prompt '{{{{ review }}}}'", (said,), code, files
+        )
+        for given, said, code, files in [
+            ("- ", "-: standard input can't be read again by a resume; save it as a file", 2, {}),
+            (
+                "r.zip",
+                "r.zip: is an archive; unpack it, or name its files: zip://*.csv::",
+                2,
+                {"r.zip": "PK"},
+            ),
+            (
+                "csvs",
+                "csvs: is a folder; name its files, as in …csvs/*.csv",
+                2,
+                {"csvs/a.csv": REVIEWS},
+            ),
+            (
+                "a.csv.gz",
+                "a.csv.gz: is not compressed, as .gz says; rename it",
+                2,
+                {"a.csv.gz": REVIEWS},
+            ),
+            ("b.csv.gz", '"ok": 3', 0, {"b.csv.gz": gzip.compress(REVIEWS.encode())}),
+            (
+                "pd.json",
+                'orient="records"',
+                2,
+                {"pd.json": json.dumps({"review": {"0": "a", "1": "b"}, "label": {"0": "x"}})},
+            ),
+            ("s.csv", 'write {{ row[" review"] }}', 2, {"s.csv": "id, review\n1,a\n2,b\n3,c\n"}),
+            (
+                "h.csv",
+                "line 1 of a CSV is read as its header",
+                2,
+                {"h.csv": "r1,Good soup,5\nr2,Late,1\nr3,As usual,3\nr4,Fine,4\n"},
+            ),
+        ]
+    ),
+    *(
+        Mistake(
+            f"run --model m --input s.parquet {DRY} --prompt 'P {{{{ {column} }}}}'",
+            (said,),
+            0,
+            {"s.parquet": CELLS},
+        )
+        for column, said in {
+            "s": "s of the first row is dict, sent as Python writes it; write {{ s | tojson }}",
+            "l": "l of the first row is list, sent as Python writes it; write {{ l | tojson }}",
+            "b": "b of the first row is bytes, sent as Python writes it; store it as text",
+        }.items()
+    ),
+    Mistake(
+        f"run --model m --input s.parquet {DRY} --prompt 'P {{{{ s.a }}}} {{{{ l | join }}}}'",
+        ('"ok": 1',),
+        0,
+        {"s.parquet": CELLS},
+        never=("as Python writes it",),
+    ),
+    *(
+        Mistake(command, (said,), code)
+        for command, said, code in [
+            (
+                f"{ONE_LINE} a.csv b.csv --prompt A",
+                "quote a prompt and a glob, which the shell splits",
+                2,
+            ),
+            (f"{ONE_LINE} --prompt Mood? {{{{ review }}}}", "quote a prompt and a glob, which", 2),
+            (
+                f"{ONE_LINE} reviews.csv --prompt A",
+                "quote a prompt and a glob, which the shell splits",
+                2,
+            ),
+            (
+                f"{ONE_LINE} --prompt Mood? {{{{review}}}}",
+                "quote a prompt and a glob, which the shell",
+                2,
+            ),
+            ("bench job.toml 4 16 64", "the sizes are one option: --batch-sizes 4,16,64", 2),
+            (f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --keep label,stars", '"ok": 3', 0),
+            (f"{ONE_LINE} --prompt 'M\\n{{{{ review }}}}'", r"holds \n as two characters", 0),
+            (
+                "run job.toml\nexport output/mood --csv output",
+                "output: is a folder; name a file in it",
+                2,
+            ),
+        ]
+    ),
+]
+TEMPLATES = [
+    Mistake(f"validate job.toml --set 'prompt.user={prompt}'", (said,), code)
+    for prompt, said, code in [
+        ("{{ review | toJson }}", "No filter named 'toJson'; did you mean 'tojson'?", 2),
+        ("{{ review | upper_case }}", "No filter named 'upper_case'; did you mean 'upper'?", 2),
+        ("{{ review | json }}", "No filter named 'json'; did you mean 'tojson'?", 2),
+        ("{{ len(review) }}", "'len' is undefined", 3),
+        ("{{ len(review) }}", "a function of Python is a filter here: {{ … | length }}", 3),
+        ('{% include "a.txt" %}{{ review }}', "include: prompt.user_file reads", 2),
+        (
+            "{% if stars > 3 %}{{ review }}{% endif %}",
+            "a column of text is no number: write … | int > 3",
+            3,
+        ),
+    ]
+]
+TABLES = {"syntax": SYNTAX, "rows": ROWS, "templates": TEMPLATES}
+
+
+@pytest.mark.parametrize("mistake", params(TABLES))
+def test_a_mistake_is_named_with_what_to_do(mistake: Mistake) -> None:
+    check(mistake)
+
+
+@pytest.mark.parametrize("home", ["~", "$HOME"])
+def test_the_home_folder_may_be_named(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(Path("home").resolve()))
+    files = {"home/rows.csv": REVIEWS}
+    settings = f"--set 'input.path={home}/rows.csv' --set 'output.dir={home}/output'"
+    check(Mistake(f"run job.toml {settings}", ('"ok": 3',), 0, files))
+    assert Path("home/output/mood").is_dir()
