@@ -181,6 +181,20 @@ ROWS = [
         ]
     ),
 ]
+GONE = "columns of the input are missing or empty: …rows.csv: no file matches"
+ROWS += [
+    Mistake(
+        f"run job.toml --set input.path=rows.csv --set 'output.keep=\"*\"'\nexport output/mood --csv{more}",
+        (said,),
+        code,
+        {"rows.csv": REVIEWS},
+        gone=("rows.csv",),
+    )
+    for more, said, code in [
+        ("", f"{GONE}…; bring the input back, or give --without-input", 2),
+        (" --without-input", GONE, 0),
+    ]
+]
 TEMPLATES = [
     Mistake(f"validate job.toml --set 'prompt.user={prompt}'", (said,), code)
     for prompt, said, code in [

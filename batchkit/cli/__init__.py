@@ -305,6 +305,9 @@ def retry_failed(
 @options.TRUST
 @click.option("--only-finished", is_flag=True, help="Refuse a run with rows that have no record.")
 @click.option("--force", is_flag=True, help="Replace a file that is no export of batchkit, too.")
+@click.option(
+    "--without-input", is_flag=True, help="Leave out columns of an input that was moved or changed."
+)
 @JSON
 def export(
     run: str | None,
@@ -315,6 +318,7 @@ def export(
     trust: bool,
     only_finished: bool,
     force: bool,
+    without_input: bool,
     as_json: bool,
     **formats: str | None,
 ) -> None:
@@ -327,6 +331,9 @@ def export(
     from batchkit.commands.export.hub import check_hub, push
     from batchkit.commands.export.upload import send, to_send
     from batchkit.config.seams import EXPORTS
+
+    def refuse(text: str) -> NoReturn:
+        raise JobError(f"{text}; bring the input back, or give --without-input")
 
     wanted = {name: path for name, path in formats.items() if path is not None}
     if safe_csv:
@@ -343,7 +350,8 @@ def export(
     files: list[Path] = []
     for name, path in wanted.items():
         target = Path(path) if path else None
-        for file in write(folder, name, target, say, only_finished=only_finished, force=force):
+        how = {"only_finished": only_finished, "force": force}
+        for file in write(folder, name, target, say, lacks=say if without_input else refuse, **how):
             show(file, as_json)
             files += [file.path] * (name in due)
             if hub is not None and name == "parquet":

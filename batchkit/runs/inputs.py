@@ -119,10 +119,11 @@ class InputRows:
 
 class InputColumns:
     """The columns of the input of the run in ``folder`` that an export has: ``names``, of ``output.keep`` and of what
-    ``[scoring]`` reads. ``problem``: why the rows could not be read, if some were needed."""
+    ``[scoring]`` reads. ``problem``: why the rows could not be read, if some were needed; ``is_local``: they are on this machine, or were."""
 
     def __init__(self, folder: Path) -> None:
         reach = Reach.of(folder)
+        self.is_local = bool(reach.roots) and "://" not in (reach.job.input.path or "://")
         self._rows = InputRows(reach.job, reach=reach)
         self.names = kept_fields(reach.job)
         if reach.job.output.keep == "*":

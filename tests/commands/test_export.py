@@ -110,7 +110,7 @@ def test_each_format_has_the_newest_records_in_the_order_of_the_input() -> None:
     with LOG.open("ab") as log:
         log.write(b'{"index":7,"id":"h","status":"o')  # the run was interrupted
     (RUN / "checkpoint.json").unlink()
-    export("job.toml", "--parquet", "--csv", "--jsonl")
+    export("job.toml", "--parquet", "--csv", "--jsonl", "--without-input")
     table = pq.read_table(RUN / "results.parquet")
     assert table.column_names == columns(*[*NEWEST][9:])
     assert {name: table[name].to_pylist() for name in NEWEST} == NEWEST
@@ -137,7 +137,7 @@ def test_pandas_reads_parquet_and_csv_back_equal() -> None:
         for n, text in enumerate(NASTY)
     ]
     run_of(*answers, replace(FAILED, index=99, id="last"), keep=["kind", "q"])
-    export("job.toml", "--parquet", "--csv")
+    export("job.toml", "--parquet", "--csv", "--without-input")
     table = pd.read_parquet(RUN / "results.parquet")
     assert table["text"][:-1].tolist() == table["kind"][:-1].tolist() == NASTY
     assert table["text"].isna().tolist() == [False] * len(NASTY) + [True]

@@ -93,6 +93,7 @@ def export(
     *,
     only_finished: bool = False,
     force: bool = False,
+    lacks: Say | None = None,
 ) -> list[Exported]:
     """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``npy``, ``openai``,
     ``realhit``, ``srt``, ``vtt`` or what another package adds.
@@ -105,7 +106,8 @@ def export(
     two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
     folder ``path`` or as the file ``path``; ``srt`` and ``vtt`` write a file for each transcript into the folder
     ``path``. ``force``: a file that no export has written is replaced, too. ``say``
-    is called if rows have no answer yet, and if a spreadsheet would run a cell of ``csv``.
+    is called if rows have no answer yet, and if a spreadsheet would run a cell of ``csv``; ``lacks``, by default
+    ``say``, if the input was removed or changed. No file is written if that raises.
 
     Raises:
         JobError: ``path`` is a file that no export has written; ``npy``, and the run has no vectors, or they have
@@ -129,7 +131,9 @@ def export(
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write = SEAM.load(format_name)
-        written: dict[Path, int] = write(folder, path, *[say] * (format_name in _SAYING))
+        written: dict[Path, int] = write(
+            folder, path, *[say, lacks or say] * (format_name in _SAYING)
+        )
     source_bytes = log.stat().st_size
     return [
         Exported(file, format_name, rows, file.stat().st_size, source_bytes)
@@ -152,7 +156,9 @@ def _check_suffix(path: Path, format_name: str) -> None:
     raise JobError(f"{path}: --{format_name} writes {usual}; name the file so{other}")
 
 
-def write_parquet(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
+def write_parquet(
+    folder: Path, path: Path, say: Say = print, lacks: Say = print
+) -> dict[Path, int]:
     """The job fixes the schema, so a column may be null for any number of rows."""
     import pyarrow.parquet as pq
 
@@ -176,7 +182,7 @@ def write_parquet(folder: Path, path: Path, say: Say = print) -> dict[Path, int]
             coming = pool.submit(next, batches, None)
             writer.write_table(batch)
             rows += batch.num_rows
-    _say_what_lacks(inputs, path, say)
+        _say_what_lacks(inputs, path, say, lacks)
     return {path: rows}
 
 
@@ -189,12 +195,13 @@ def _about(folder: Path) -> dict[str, str]:
     return {f"batchkit.{name}": str(value) for name, value in about.items()}
 
 
-def _say_what_lacks(inputs: InputColumns, path: Path, say: Say) -> None:
+def _say_what_lacks(inputs: InputColumns, path: Path, say: Say, lacks: Say) -> None:
     if inputs.problem is not None:
-        say(f"{path}: columns of the input are missing or empty: {inputs.problem}")
+        note = lacks if inputs.is_local else say
+        note(f"{path}: columns of the input are missing or empty: {inputs.problem}")
 
 
-def write_jsonl(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
+def write_jsonl(folder: Path, path: Path, say: Say = print, lacks: Say = print) -> dict[Path, int]:
     """A vector is written as numbers: what its record names is in the run folder."""
     vectors, inputs, rows = Vectors(folder), InputColumns(folder), 0
     with exporting(path, folder) as temporary, temporary.open("wb") as file:
@@ -204,12 +211,12 @@ def write_jsonl(folder: Path, path: Path, say: Say = print) -> dict[Path, int]:
                 record[EMBEDDING] = vectors.of(record)
             file.write(orjson.dumps(record, option=_OPTIONS))
             rows += 1
-    _say_what_lacks(inputs, path, say)
+        _say_what_lacks(inputs, path, say, lacks)
     return {path: rows}
 
 
 def write_csv(
-    folder: Path, path: Path, say: Say = print, *, is_safe: bool = False
+    folder: Path, path: Path, say: Say = print, lacks: Say = print, *, is_safe: bool = False
 ) -> dict[Path, int]:
     """A safe one: a text that begins like a formula gets a ``'`` in front; numbers stay.
 
@@ -239,7 +246,7 @@ def write_csv(
             columns = (map(cell, column.to_pylist()) for column in batch.columns)
             writer.writerows(zip(*columns, strict=True))
             rows += batch.num_rows
-    _say_what_lacks(inputs, path, say)
+        _say_what_lacks(inputs, path, say, lacks)
     if formulas and not is_safe:
         say(
             f"{path}: a spreadsheet would run {formulas:,} of its texts as formulas; --safe-csv keeps it from that"
