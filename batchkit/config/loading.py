@@ -71,11 +71,9 @@ def _check_not_moved(path: Path, job: JobConfig) -> None:
     """Raises JobError if ``path`` is in a run folder that is no longer where the job has its own."""
     here = path.resolve().parent
     if is_file(str(here / "manifest.json")) and here != job.folder.resolve():
-        is_beside = here.parent == Path(job.output.dir).resolve()
-        place = "" if is_beside else f" --set output.dir={here.parent}"
         raise JobError(
-            f"{path}: is of a run folder that was moved here from {job.folder}; to continue it here: --set"
-            f" name={here.name}{place}"
+            f"{path}: is of a run folder that was moved here from {job.folder}; to continue it here:"
+            f" --set output.dir={here.parent} --set name={here.name}"
         )
 
 
@@ -96,9 +94,8 @@ def _read(path: Path) -> dict[str, Any]:
                 f"{path}: is missing; `batchkit run` with the job file that made the run writes it again, and"
                 " `status` and `verify` work without it"
             ) from None
-        if "{" in path.name:
-            raise JobError(f"{path}: no such job file; {QUOTE}") from None
         near = did_you_mean(path.name, (file.name for file in path.parent.glob("*.toml")))
+        near = f"; {QUOTE}" if "{" in path.name else near
         raise JobError(f"{path}: no such job file{near}") from None
     except IsADirectoryError:
         raise JobError(
@@ -287,9 +284,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     update: dict[str, Any] = {
         "prompt": _with_files_found(job.prompt, base, "prompt"),
         "scoring": _scoring_resolved(job.scoring, base),
-        "output": job.output.model_copy(
-            update={"dir": str(Path(at_home(job.output.dir)).resolve())}
-        ),
+        "output": job.output.model_copy(update={"dir": os.path.realpath(at_home(job.output.dir))}),
         "steps": [
             step.model_copy(
                 update={"prompt": _with_files_found(step.prompt, base, f"steps.{step.name}.prompt")}
@@ -451,9 +446,8 @@ def _find_input(path: str, base: Path) -> str:
 
 def at_home(path: str) -> str:
     """``path`` with the home folder for ``~`` or ``$HOME`` at its start, as a shell reads it."""
-    return (
-        str(Path(path.replace("$HOME", "~", 1)).expanduser()) if path[:2] in ("~/", "$H") else path
-    )
+    is_there = path.startswith(("~/", "$HOME/"))
+    return str(Path(path.replace("$HOME", "~", 1)).expanduser()) if is_there else path
 
 
 def _matches(pattern: str) -> bool:

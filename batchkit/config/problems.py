@@ -181,11 +181,8 @@ def _hint(place: _Place, found: Any, table: Model) -> str:
     *tables, key = map(str, place.location)
     if (here := called_here(key, ".".join(tables))) is not None:
         return f"; did you mean {here!r}?"
-    if (
-        tables
-        and key in table.model_fields
-        and _table_in(table.model_fields[key].annotation) is None
-    ):
+    top = table.model_fields.get(key) if tables else None
+    if top is not None and _table_in(top.annotation) is None:
         return f"; did you mean {key!r}, {AT_THE_TOP}?"
     is_list_of_tables = isinstance(found, list) and found and isinstance(found[0], Mapping)
     homes = [] if is_list_of_tables else homes_of(table, key)

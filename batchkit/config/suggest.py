@@ -9,9 +9,6 @@ QUOTE = "quote a prompt and a glob, which the shell splits: --prompt '… {{ col
 NAMES = {
     "engine.model": "model_name model_name_or_path model_path model_id pretrained checkpoint",
     "engine.base_url": "api_base api_url openai_api_base endpoint server_url",
-    "engine.kind": "backend provider",
-    "engine.options.data_parallel_size": "dp dp_size num_replicas",
-    "engine.options.gpu_memory_utilization": "mem_fraction_static",
     "engine.options.max_model_len": "max_seq_len max_seq_length context_length ctx_len n_ctx max_context",
     "engine.options.max_num_seqs": "batch_size max_batch_size per_device_eval_batch_size",
     "engine.options.tensor_parallel_size": "tp gpus num_gpus n_gpus",
@@ -19,31 +16,24 @@ NAMES = {
     "input.limit": "max_rows max_samples num_samples",
     "output.dir": "output_dir output_folder out_dir save_dir result_dir",
     "output.export": "output.path output.file output.format output_file output_path output_format",
-    "prompt.images": "image_column image_field",
     "prompt.system": "system_prompt system_message",
     "prompt.user": "user_prompt prompt_template user_message instruction messages",
     "run.max_in_flight": "concurrency max_concurrency max_concurrent_requests",
-    "run.workers": "num_workers n_workers",
     "sampling.max_tokens": "tokens max_token max_new_tokens max_length max_output_tokens max_completion_tokens",
     "sampling.n": "num_return_sequences n_samples",
-    "sampling.repetition_penalty": "repeat_penalty",
     "sampling.stop": "stop_sequences stop_words",
     "sampling.structured_outputs": "guided_choice guided_json guided_regex guided_grammar guided_decoding"
     " response_format json_schema",
     "sampling.top_k": "topk",
     "sampling.top_p": "topp",
-    "scoring.scorers": "metrics metric",
     "--csv": "--xlsx --excel",
     "--limit": "-n --max-rows --max-samples --num-samples",
     "| length": "len",
     "| sort": "sorted",
     "| string": "str",
     "| tojson": "json to_json",
-    "batchkit bench": "benchmark",
     "batchkit export": "convert download results",
     "batchkit init": "new create",
-    "batchkit ls": "list runs",
-    "batchkit plan": "estimate cost",
     "batchkit report": "compare",
     "batchkit retry-failed": "retry",
     "batchkit run": "resume continue start infer batch",
@@ -51,8 +41,8 @@ NAMES = {
     "batchkit validate": "check test",
     "batchkit view": "ui dashboard",
 }
-"""What batchkit calls a thing (a dotted key of the job file, an option, a filter of templates or a command), and what other tools call it. A
-dotted key is also found by its last part alone. docs/job-file.md prints this table."""
+"""What batchkit calls a thing (a dotted key of the job file, an option, a filter of templates, a command), and what
+other tools call it. A dotted key is also found by its last part alone. docs/job-file.md prints this table."""
 ELSEWHERE = {key.rpartition(".")[2]: key for key in NAMES if "." in key} | {
     name: here for here, names in NAMES.items() for name in names.split()
 }

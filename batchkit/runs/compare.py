@@ -176,7 +176,7 @@ class Scores(NamedTuple):
     def of(cls, table: ScoreTable, folder: Path) -> Scores:
         judge = job_of_run(folder).scoring.judge
         has_model = judge is not None and (judge.engine is None or judge.engine.kind != "dry-run")
-        is_failure = table.is_unjudged and has_model
+        is_failure = has_model and not table.overall.scores.get("judge", True)
         return cls(table, compare_values(folder), FailedRowsError.exit_code * is_failure)
 
     def to_json(self) -> dict[str, Any]:

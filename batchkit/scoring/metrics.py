@@ -99,11 +99,6 @@ class ScoreTable:
     def total(self) -> int:
         return self.overall.scored + self.overall.unscored + self.overall.failed
 
-    @property
-    def is_unjudged(self) -> bool:
-        """Whether answers were judged, and no judgement gave a score."""
-        return self.overall.scores.get("judge") == array("d")
-
     def to_json(self) -> dict[str, Any]:
         return {
             "total": self.total,

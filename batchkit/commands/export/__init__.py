@@ -116,9 +116,10 @@ def export(
     """
     log, found = folder / RESULTS, status(folder)
     check_log(folder)
-    path = path or folder / _name_of(format_name)
+    own = folder / _NAMES.get(format_name, f"results.{format_name}")
+    path = path or own
     refuse_own_file(path, folder)
-    _check_suffix(path, format_name)
+    _check_suffix(path, format_name, own.suffix)
     if not force and is_foreign(path):
         raise JobError(
             f"{path}: exists, and is no export of batchkit; name another file, or replace it with --force"
@@ -141,13 +142,9 @@ def export(
     ]
 
 
-def _name_of(format_name: str) -> str:
-    return _NAMES.get(format_name, f"results.{format_name}")
-
-
-def _check_suffix(path: Path, format_name: str) -> None:
-    """Raises JobError if the suffix of ``path`` says another format."""
-    usual, suffix = Path(_name_of(format_name)).suffix, path.suffix.lower()
+def _check_suffix(path: Path, format_name: str, usual: str) -> None:
+    """Raises JobError if the suffix of ``path`` says another format than the ``usual`` one."""
+    suffix = path.suffix.lower()
     if usual and path.is_dir():
         raise JobError(f"{path}: is a folder; name a file in it")
     if not usual or suffix in (usual, "") or not (format_with(suffix) or suffix in COMPRESSIONS):

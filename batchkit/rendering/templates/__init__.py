@@ -36,10 +36,6 @@ _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s
 ROW = "row"  # what a template calls all of the row's fields
 _HANDLER = "batchkit.rendering.templates.child"
 _CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))  # more would only be slower
-_UNKNOWN_FILTER = re.compile(r"No filter named '(\w+)'")
-_NO_NUMBER = re.compile(
-    r"'[<>]=?' not supported between instances of '(?:str' and 'int|int' and 'str)'"
-)
 _UNKNOWN_NAME = re.compile(r"'(?:\{\{[-+]?\s*)?([^'{}]+?)(?:\s*[-+]?\}\})?' is undefined")
 # What Jinja and Python raise for a template that can't be compiled.
 _CANT_BE_COMPILED = (JinjaError, RecursionError, MemoryError, SyntaxError, ValueError)
@@ -164,8 +160,8 @@ def _how_to_write(reason: str) -> str:
         return "; write {{ name }}, with two braces on both sides"
     if "'end of print statement'" in reason:
         return '; a column whose name is no plain word is written {{ row["my column"] }}'
-    if (unknown := _UNKNOWN_FILTER.search(reason)) is not None:
-        return did_you_mean(unknown[1], reading().filters)
+    if reason.startswith("No filter named"):
+        return did_you_mean(reason.split("'")[1], reading().filters)
     return ""
 
 
@@ -184,11 +180,8 @@ def _hint(name: str, known: Sequence[str]) -> str:
     """What the name that the row lacks probably should have been."""
     longer = [k for k in known if re.match(rf"{re.escape(name)}\W", k)]
     if near := next(iter(longer), nearest(name, known)):
-        return (
-            f"; did you mean {near!r}?"
-            if near.isidentifier()
-            else f'; write {{{{ row["{near}"] }}}}'
-        )
+        is_word = near.isidentifier()
+        return f"; did you mean {near!r}?" if is_word else f'; write {{{{ row["{near}"] }}}}'
     if here := called_here(name, kind="|"):
         return f"; a function of Python is a filter here: {{{{ … {here} }}}}"
     if any(k[:1].isdigit() or " " in k for k in known):
@@ -197,7 +190,7 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def _with_remedy(error: str) -> str:
-    is_text = _NO_NUMBER.search(error) is not None
+    is_text = "not supported between" in error and "'str'" in error
     return error + "; a column of text is no number: write … | int > 3" * is_text
 
 
