@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from io import BytesIO
 from pathlib import Path
 
@@ -26,6 +25,8 @@ name = "revise"
 prompt.user = "{{ steps.draft.text }}"
 """
 )
+OWN = 'name = "mood"\n[input]\npath = "own.jsonl"\n[engine]\nkind = "dry-run"\n'
+PROMPTS = '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n'
 SYNTAX = [
     *(
         Mistake("validate bad.toml", (said,), files={"bad.toml": bad})
@@ -64,10 +65,18 @@ SYNTAX = [
         )
         for command in ("run", "validate")
     ),
-    Mistake(
-        "run job.toml --set 'input.cross={t=[0,0.7]}' --set 'sampling.temperature={{ t }}'",
-        ('"ok": 6',),
-        0,
+    *(
+        Mistake(
+            f"run {job} --set 'input.cross={{t=[0,0.7]}}' {reads}",
+            ('"ok": 6',),
+            0,
+            {"own.toml": OWN, "own.jsonl": PROMPTS},
+        )
+        for job, reads in (
+            ("job.toml", "--set 'sampling.temperature={{ t }}'"),
+            ("job.toml", "--set 'prompt.user={{ row }}'"),
+            ("own.toml", "--set input.path=own.jsonl"),
+        )
     ),
     Mistake(
         "validate job.toml --set scoring.reference=stars --set 'scoring.scorers=[\"em\"]'"
@@ -90,46 +99,39 @@ def parquet(**columns: list[object]) -> bytes:
 
 
 CELLS = parquet(s=[{"a": 1}], l=[["x", "y"]], b=[b"ab"])
+FILES: dict[str, tuple[str | bytes, str]] = {
+    "r.zip": ("PK", "r.zip: is an archive; unpack it, or name its files: zip://*.csv::"),
+    "a.csv.gz": (REVIEWS, "a.csv.gz: is not compressed, as .gz says; rename it"),
+    "pd.json": ('{"review": {"0": "a", "1": "b"}, "label": {"0": "x"}}', 'orient="records"'),
+    "s.csv": ("id, review\n1,a\n2,b\n3,c\n", 'write {{ row[" review"] }}'),
+    "h.csv": (
+        "r1,Good soup,5\nr2,Late,1\nr3,Usual,3\nr4,Fine,4\n",
+        "line 1 of a CSV is read as its header",
+    ),
+}
 ROWS = [
     *(
         Mistake(
-            f"run --model m --input {given} {DRY} --prompt '{{{{ review }}}}'", (said,), code, files
+            f"run --model m --input {name} {DRY} --prompt '{{{{ review }}}}'",
+            (said,),
+            files={name: content},
         )
-        for given, said, code, files in [
-            ("- ", "-: standard input can't be read again by a resume; save it as a file", 2, {}),
-            (
-                "r.zip",
-                "r.zip: is an archive; unpack it, or name its files: zip://*.csv::",
-                2,
-                {"r.zip": "PK"},
-            ),
-            (
-                "csvs",
-                "csvs: is a folder; name its files, as in …csvs/*.csv",
-                2,
-                {"csvs/a.csv": REVIEWS},
-            ),
-            (
-                "a.csv.gz",
-                "a.csv.gz: is not compressed, as .gz says; rename it",
-                2,
-                {"a.csv.gz": REVIEWS},
-            ),
-            ("b.csv.gz", '"ok": 3', 0, {"b.csv.gz": gzip.compress(REVIEWS.encode())}),
-            (
-                "pd.json",
-                'orient="records"',
-                2,
-                {"pd.json": json.dumps({"review": {"0": "a", "1": "b"}, "label": {"0": "x"}})},
-            ),
-            ("s.csv", 'write {{ row[" review"] }}', 2, {"s.csv": "id, review\n1,a\n2,b\n3,c\n"}),
-            (
-                "h.csv",
-                "line 1 of a CSV is read as its header",
-                2,
-                {"h.csv": "r1,Good soup,5\nr2,Late,1\nr3,As usual,3\nr4,Fine,4\n"},
-            ),
-        ]
+        for name, (content, said) in FILES.items()
+    ),
+    Mistake(
+        "validate job.toml --set input.path=csvs",
+        ("csvs: is a folder; name its files, as in …csvs/*.csv",),
+        files={"csvs/a.csv": REVIEWS},
+    ),
+    Mistake(
+        "run job.toml --set input.path=b.csv.gz",
+        ('"ok": 3',),
+        0,
+        {"b.csv.gz": gzip.compress(REVIEWS.encode())},
+    ),
+    Mistake(
+        "run job.toml --input -",
+        ("-: standard input can't be read again by a resume; save it as a file",),
     ),
     *(
         Mistake(

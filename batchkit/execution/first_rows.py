@@ -163,8 +163,9 @@ def check_uses_a_column(job: JobConfig, row: Row) -> None:
 
 
 def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
-    """Raises JobError if a template reads a step as if it were a column, or none reads a key of ``input.cross``."""
-    read, steps = {job.sampling.sampling_column}, {step.name for step in job.steps}
+    """Raises JobError if a template reads a step as if it were a column, or no template reads a key of
+    ``input.cross``. A row's own prompt may be such a key."""
+    read, steps = set[str | None](), {step.name for step in job.steps}
     for place, its in job.of_each_step():
         made = PromptTemplates(its)
         parts = [*made.all, *made.sampling.values(), *filter(None, [made.lora])]
@@ -173,7 +174,7 @@ def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
             raise JobError(
                 f"{place[:-1]}: {wrong[0]} is a step and no column: write {{{{ steps.{wrong[0]}.text }}}}"
             )
-        read |= names
+        read |= {*names, its.sampling.sampling_column, ROW if made.user is None else None}
     read |= {name for step in job.steps if step.when for name in fields_read(step.when)}
     for name in job.input.cross.keys() - read if ROW not in read else ():
         raise JobError(

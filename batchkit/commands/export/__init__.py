@@ -147,7 +147,8 @@ def _check_suffix(path: Path, format_name: str, usual: str) -> None:
     suffix = path.suffix.lower()
     if usual and path.is_dir():
         raise JobError(f"{path}: is a folder; name a file in it")
-    if not usual or suffix in (usual, "") or not (format_with(suffix) or suffix in COMPRESSIONS):
+    is_known = format_name in EXPORTS and (format_with(suffix) or suffix in COMPRESSIONS)
+    if not usual or suffix in (usual, "") or not is_known:
         return
     other = f", or give --{suffix[1:]}" * (suffix[1:] in EXPORTS)
     raise JobError(f"{path}: --{format_name} writes {usual}; name the file so{other}")
