@@ -179,7 +179,10 @@ def document() -> str:
         + JUDGE
         + _section("[scoring.rules]", ScoringRule)
         + ELSEWHERE
-        + "".join(f"| `{here}` | {_listed(names)} |\n" for here, names in NAMES.items())
+        + "".join(
+            f"| `{here.replace('|', chr(92) + '|')}` | {_listed(names)} |\n"
+            for here, names in NAMES.items()
+        )
     )
 
 

@@ -24,9 +24,12 @@ NAMES = {
     "sampling.stop": "stop_sequences stop_words",
     "sampling.structured_outputs": "guided_choice guided_json guided_regex guided_grammar guided_decoding"
     " response_format json_schema",
+    "sampling.temperature": "temp",
     "sampling.top_k": "topk",
     "sampling.top_p": "topp",
-    "--csv": "--xlsx --excel",
+    "--csv": "--xlsx --excel --output --format",
+    "--model": "-m",
+    "--output": "-o --out --output-file",
     "--limit": "-n --max-rows --max-samples --num-samples",
     "| length": "len",
     "| sort": "sorted",
