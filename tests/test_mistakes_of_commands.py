@@ -62,7 +62,9 @@ COMMANDS = [
     ),
     Mistake(
         "validate steps.toml --set 'steps.b.when=stars == 5'",
-        ("steps.b: when: 'stars == 5' is the same text for all rows; write {{ stars == 5 }}",),
+        (
+            "steps.b: when: 'stars == 5' is the same text for all rows; write {{ stars == 5 }}, with | int behind a CSV's number",
+        ),
         files={"steps.toml": STEPS},
     ),
 ]

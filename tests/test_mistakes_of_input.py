@@ -53,10 +53,13 @@ SYNTAX = [
         gone=("output/mood/job.toml",),
     ),
     Mistake("run job.toml\nrun job.toml", ('"skipped": 3',), 0, gone=("output/mood/job.toml",)),
-    Mistake(
-        "run steps.toml --set 'steps.revise.prompt.user={{ draft.text }}'",
-        ("steps.revise: draft is a step and no column: write {{ steps.draft.text }}",),
-        files={"steps.toml": STEPS},
+    *(
+        Mistake(
+            f"run steps.toml --set 'steps.revise.{key}={{{{ draft.text }}}}'",
+            ("steps.revise: draft is a step and no column: write {{ steps.draft.text }}",),
+            files={"steps.toml": STEPS},
+        )
+        for key in ("prompt.user", "when")
     ),
     *(
         Mistake(

@@ -90,13 +90,12 @@ def _in_our_words(error: click.UsageError) -> str:
         return f"No such option {error.option_name!r}. Did you mean {here!r}?"
     message = error.format_message()
     remedies = {
-        "show": "a row is named by --id ID",
-        "bench": "the sizes are one option: --batch-sizes 4,16,64",
-        "run": QUOTE,
+        "show": "; a row is named by --id ID",
+        "bench": "; the sizes are one option: --batch-sizes 4,16,64",
+        "run": f"; {QUOTE}",
     }
-    if error.ctx is None or "extra argument" not in message:
-        return message
-    return "; ".join([message, *filter(None, [remedies.get(error.ctx.command.name or "")])])
+    command = error.ctx.command.name if error.ctx and "extra argument" in message else None
+    return message + remedies.get(command or "", "")
 
 
 def _option_for(error: click.NoSuchOption) -> str | None:

@@ -166,16 +166,17 @@ def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
     """Raises JobError if a template reads a step as if it were a column, or no template reads a key of
     ``input.cross``. A row's own prompt may be such a key."""
     read, steps = set[str | None](), {step.name for step in job.steps}
+    whens = {f"steps.{step.name}.": step.when or "" for step in job.steps}
     for place, its in job.of_each_step():
         made = PromptTemplates(its)
         parts = [*made.all, *made.sampling.values(), *filter(None, [made.lora])]
         names = {name for part in parts for name in part.names}
+        names |= fields_read(whens.get(place, ""))
         if wrong := sorted(names & steps - fields.keys() - job.vars.keys()):
             raise JobError(
                 f"{place[:-1]}: {wrong[0]} is a step and no column: write {{{{ steps.{wrong[0]}.text }}}}"
             )
         read |= {*names, its.sampling.sampling_column, ROW if made.user is None else None}
-    read |= {name for step in job.steps if step.when for name in fields_read(step.when)}
     for name in job.input.cross.keys() - read if ROW not in read else ():
         raise JobError(
             f"input.cross.{name}: no template reads it, so rows would only repeat: write {{{{ {name} }}}} in the"

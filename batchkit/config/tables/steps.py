@@ -61,7 +61,7 @@ class StepTable(Reading):
         when = self.when or ""
         if "{" not in when and when.strip().lower() not in _CONSTANTS:
             raise ValueError(
-                f"when: {when!r} is the same text for all rows; write {{{{ {when} }}}}"
+                f"when: {when!r} is the same text for all rows; write {{{{ {when} }}}}, with | int behind a CSV's number"
             )
         return self
 
