@@ -36,7 +36,12 @@ LAYERS: list[set[str]] = [
 DOORS = {"__init__", "__main__"}
 FOREIGN_HOMES = {  # the modules or folders that alone import it; never when they are imported
     "vllm": {"engines.vllm"},
-    "torch": {"commands.demo_model", "commands.doctor.torchvision_fix", "engines.transformers"},
+    "torch": {
+        "commands.demo_model",
+        "commands.doctor.torchvision_fix",
+        "engines.transformers",
+        "engines.vllm.timestamps",
+    },
     "transformers": {"commands.demo_model", "engines.transformers", "scoring.scorers"},
     "torchvision": set(),
     "httpx": {

@@ -137,6 +137,31 @@ def test_sound_without_text_is_named_with_its_seconds() -> None:
     assert found["gaps"][1] == pytest.approx((last.start, last.end), abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("text", "is_covered"),
+    [
+        (".", False),
+        (".com", False),
+        ("♪♪", False),
+        ("Thank you.", False),
+        ("The old lighthouse stood above the sea.", True),
+        ("一二三四五六七八九十一二三四五六七八九十", True),
+    ],
+)
+def test_a_few_letters_do_not_cover_28_seconds_of_speech(text: str, is_covered: bool) -> None:
+    sound = _sound(np.sin(np.arange(28 * SAMPLE_RATE)))
+    found = coverage_of([_segment(0, 28, text)], sound)
+    assert (found is None) == is_covered
+    assert found is None or found["missing_s"] == 28
+
+
+def test_one_letter_covers_a_short_sound_in_a_long_silence() -> None:
+    samples = np.zeros(28 * SAMPLE_RATE)
+    samples[:SAMPLE_RATE] = np.sin(np.arange(SAMPLE_RATE))
+    assert coverage_of([_segment(0, 28, "A")], _sound(samples)) is None
+    assert coverage_of([_segment(0, 28, ".")], _sound(samples)) is not None
+
+
 def test_words_for_what_is_only_noise_are_no_segment_and_quiet_speech_is() -> None:
     made = make_recording(Random(4), 40)
     samples = made.samples.copy()

@@ -28,6 +28,7 @@ from batchkit.engines.vllm.loras import Loras
 from batchkit.engines.vllm.options import check_task, limits_of, llm_options
 from batchkit.engines.vllm.pooling import PoolingRenderer
 from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusal
+from batchkit.engines.vllm.speech import timestamp_options
 from batchkit.engines.vllm.stepper import Stepper
 from batchkit.errors import EngineError, JobError, RequestError, RowError, RowTimeoutError
 from batchkit.types import Completion, Request
@@ -67,7 +68,7 @@ class VllmEngine:
         self._next_token_look = 0.0
         self._unfinished_tokens = 0
         self.versions = {"vllm": vllm.__version__}
-        self._watch, self._llm = _load(job, limits_of(vllm_config))
+        self._watch, self._llm = _load(job, vllm_config)
         self._engine = self._llm.llm_engine
         self._loras = _loras_of(job, self._llm, self._watch)
         self.limits = limits_of(self._engine.vllm_config)
@@ -363,16 +364,18 @@ class _Running:
     took_s: float = 0.0
 
 
-def _load(job: JobConfig, limits: Mapping[str, Any]) -> tuple[CoreWatch, Any]:
+def _load(job: JobConfig, vllm_config: Any) -> tuple[CoreWatch, Any]:
     import vllm
 
     from batchkit.engines.vllm.core import CoreWatch
 
     if SCRATCH in os.environ:  # deleted with this process: vLLM leaves files behind
         tempfile.tempdir = os.environ[SCRATCH]
+    limits = limits_of(vllm_config)
     watch = CoreWatch(limits["max_num_seqs"])
+    options = llm_options(job) | timestamp_options(job, vllm_config.model_config)
     try:
-        llm = vllm.LLM(**llm_options(job))
+        llm = vllm.LLM(**options)
     except Exception as error:
         # Loading runs the model's code and the device's drivers, which may raise any type.
         fault = watch.fault_of(error)

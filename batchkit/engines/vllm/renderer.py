@@ -67,7 +67,7 @@ class VllmRenderer:
         self._job = job
         self._speech: SpeechPrompts | None = None
         if job.task == "transcribe":
-            self._speech = SpeechPrompts(self._model_config, renderer.get_tokenizer())
+            self._speech = SpeechPrompts(job, self._model_config, renderer.get_tokenizer())
         self._chat_params = ChatParams(
             chat_template=chat_template(job.engine.options), chat_template_kwargs={}
         )

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, MediaError, RequestError
 from batchkit.types import Audio, Request, Speech
 
+_RULES = "batchkit.engines.vllm.timestamps:TimestampRules"
+_NEW_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # takes other logits processors
+_ENGLISH_ONLY = 51864  # tokens of Whisper's vocabulary; a multilingual one has at least one more
+_START, _END, _FIRST_STAMP = "<|startoftranscript|>", "<|endoftext|>", "<|0.00|>"
 _NO_STAMPS = "<|notimestamps|>"
 _WRONG_MARK, _MARK = "<|prev|>", "<|startofprev|>"  # vLLM's name for it, and Whisper's
+
+
+def timestamp_options(job: JobConfig, model_config: Any) -> dict[str, Any]:
+    """Return the options with which vLLM applies Whisper's rules for timestamps; none if it can't, or need not."""
+    if not _follows_rules(job, model_config):
+        return {}
+    os.environ[_NEW_RUNNER] = "0"
+    return {"logits_processors": [*job.engine.options.get("logits_processors", ()), _RULES]}
+
+
+def _follows_rules(job: JobConfig, model_config: Any) -> bool:
+    is_whisper = job.task == "transcribe" and model_config.hf_config.model_type == "whisper"
+    can = "speculative_config" not in job.engine.options and os.environ.get(_NEW_RUNNER) != "1"
+    return is_whisper and job.speech.timestamps and can
 
 
 class SpeechPrompts:
@@ -18,7 +38,7 @@ class SpeechPrompts:
         JobError: vLLM can't transcribe with it.
     """
 
-    def __init__(self, model_config: Any, tokenizer: Any) -> None:
+    def __init__(self, job: JobConfig, model_config: Any, tokenizer: Any) -> None:
         from vllm.model_executor.model_loader import get_model_cls
         from vllm.model_executor.models import supports_transcription
 
@@ -35,6 +55,12 @@ class SpeechPrompts:
         if getattr(self._model, "supports_explicit_language_detection", False):
             marks = (f"<|{language}|>" for language in self._model.supported_languages)
             self._languages = [self._marks[mark] for mark in marks if mark in self._marks]
+        self._is_english_only = _is_english_only(model_config)
+        if self._is_english_only:
+            self._languages = [self._marks["<|en|>"]] if "<|en|>" in self._marks else []
+        self._rule_ids = list[int]()
+        if _follows_rules(job, model_config) and {_END, _FIRST_STAMP} <= self._marks.keys():
+            self._rule_ids = [self._marks[_END], self._marks[_FIRST_STAMP]]
 
     def limit(self, params: Any, speech: Speech) -> None:
         """Let ``params`` allow what may be said about the sound."""
@@ -42,6 +68,8 @@ class SpeechPrompts:
             params.skip_special_tokens = False  # they may count as special
         if speech.asks_language and self._languages:
             params.allowed_token_ids = self._languages
+        elif speech.timestamps and self._rule_ids:
+            params.extra_args = {**(params.extra_args or {}), "timestamps": self._rule_ids}
 
     def said(self, answer: str) -> str:
         """What is said, in an answer of the model, which may name the language first."""
@@ -54,14 +82,15 @@ class SpeechPrompts:
 
         speech, (audio,) = request.speech, request.clips
         assert speech is not None
-        self._check(audio, speech.language)
+        language = speech.language or ("en" if self._is_english_only else None)
+        self._check(audio, language)
         if speech.asks_language and self._languages:
             return self._model.get_language_detection_prompt(audio.samples, self._config)
         params = SpeechToTextParams(
             audio=audio.samples,
             stt_config=self._config,
             model_config=self._model_config,
-            language=speech.language,
+            language=language,
             request_prompt=speech.prompt,
         )
         prompt = self._model.get_generation_prompt(params)
@@ -73,7 +102,13 @@ class SpeechPrompts:
     def _corrected(self, text: str, with_stamps: bool) -> str:
         if text.startswith(_WRONG_MARK) and _WRONG_MARK not in self._marks:
             text = _MARK + text.removeprefix(_WRONG_MARK)
-        return text.replace(_NO_STAMPS, "") if with_stamps and self.has_stamps else text
+        if self._is_english_only:  # it never saw the tokens of a language and a task
+            text = text.rpartition(_START)[0] + _START + _NO_STAMPS
+        if not (with_stamps and self.has_stamps):
+            return text
+        # Without the rules, a first timestamp has the model write the others.
+        can_start = not self._rule_ids and _FIRST_STAMP in self._marks
+        return text.replace(_NO_STAMPS, _FIRST_STAMP if can_start else "")
 
     def _check(self, audio: Audio, language: str | None) -> None:
         rate, most_s = round(self._config.sample_rate), self._config.max_audio_clip_s
@@ -86,7 +121,20 @@ class SpeechPrompts:
                 f"{audio.in_words}: the model hears {most_s} s and drops what follows; set speech.part_seconds ="
                 f" {most_s}"
             )
+        if self._is_english_only and language != "en":
+            raise RequestError(
+                f"speech.language: found {language!r}, and {self._model_config.model} knows English alone; take a"
+                " multilingual Whisper, whose name does not end in .en"
+            )
         try:
             self._model.validate_language(language)
         except ValueError as error:
             raise RequestError(f"speech.language: {error}") from error
+
+
+def _is_english_only(model_config: Any) -> bool:
+    """Whether it is a Whisper of one language, such as tiny.en."""
+    if model_config.hf_config.model_type != "whisper":
+        return False
+    stated = model_config.try_get_generation_config().get("is_multilingual")
+    return model_config.hf_config.vocab_size == _ENGLISH_ONLY if stated is None else not stated

@@ -22,6 +22,8 @@ _LANGUAGE = re.compile(r"<\|([a-z]+)\|>")
 _STAMP = re.compile(r"<\|(\d+\.\d+)\|>")
 _MARK = re.compile(r"<\|[^|<>]*\|>")
 _LEAD_S = 0.3  # heard around what is asked again
+_S_PER_LETTER = 1.5  # of sound at most: speech has 4 to 15 letters a second
+_LETTER = re.compile(r"\w")
 _SAME_WORDS = 12  # of each side are compared where a recording is cut within speech
 _WITHOUT_SPACES = ("ja", "zh", "yue", "th", "lo", "my")
 
@@ -82,13 +84,17 @@ async def _heard(row: OpenRow, recording: Recording, part: Part) -> list[Segment
     """What is said in ``part``. If there is sound for which there is no text, that is asked for once more, alone."""
     segments = await _asked(row, recording, part.heard, PART)
     sound = recording.sound
-    if not (gaps := sound.without(_spans(segments), part.own)):
+    sure = _credible(segments, sound)
+    if not (gaps := sound.without(_spans(sure), part.own)):
         return segments
     start, end = gaps[0].start - _LEAD_S, gaps[-1].end + _LEAD_S
     span = Span(max(part.heard.start, start), min(part.heard.end, end))
     again = await _asked(row, recording, span, AGAIN)
-    new = [its for its in again if any(gap.start < _middle(its) < gap.end for gap in gaps)]
-    return sorted([*segments, *new], key=lambda segment: segment["start"])
+    new = [
+        its for its in again if _overlaps(its, gaps) and not _is_within(_middle(its), _spans(sure))
+    ]
+    kept = [its for its in segments if its in sure or not _overlaps(its, _spans(new))]
+    return sorted([*kept, *new], key=lambda segment: segment["start"])
 
 
 async def _asked(row: OpenRow, recording: Recording, span: Span, step: str) -> list[Segment]:
@@ -145,11 +151,21 @@ def joined(parts: Sequence[Part], of_parts: Sequence[list[Segment]]) -> list[Seg
 
 def coverage_of(segments: Sequence[Segment], sound: Sound) -> Coverage | None:
     """What of the sound no segment has; None if that is nothing."""
-    gaps = sound.without(_spans(segments), Span(0, sound.seconds))
+    gaps = sound.without(_spans(_credible(segments, sound)), Span(0, sound.seconds))
     if not gaps:
         return None
     missing_s = round(sum(gap.seconds for gap in gaps), 2)
     return Coverage(missing_s=missing_s, gaps=[[round(at, 2) for at in gap] for gap in gaps])
+
+
+def _credible(segments: Iterable[Segment], sound: Sound) -> list[Segment]:
+    """The segments with letters enough for the sound in them."""
+    found = []
+    for segment in segments:
+        sound_s = sound.seconds_in(segment["start"], segment["end"])
+        if len(_LETTER.findall(segment["text"])) >= max(1, sound_s / _S_PER_LETTER):
+            found.append(segment)
+    return found
 
 
 def _without_repeat(before: str, text: str) -> str:
@@ -173,6 +189,14 @@ def _plain(text: str) -> str:
 
 def _middle(segment: Segment) -> float:
     return (segment["start"] + segment["end"]) / 2
+
+
+def _overlaps(segment: Segment, spans: Iterable[tuple[float, float]]) -> bool:
+    return any(segment["start"] < end and start < segment["end"] for start, end in spans)
+
+
+def _is_within(time: float, spans: Iterable[tuple[float, float]]) -> bool:
+    return any(start < time < end for start, end in spans)
 
 
 def _spans(segments: Iterable[Segment]) -> list[tuple[float, float]]:

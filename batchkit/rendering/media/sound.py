@@ -56,6 +56,10 @@ class Sound:
         first, last = _frame(start - _NEAR_S), max(_frame(start), _frame(end + _NEAR_S))
         return bool(self._is_silent[first:last].all())
 
+    def seconds_in(self, start: float, end: float) -> float:
+        """Return how many seconds between ``start`` and ``end`` have sound."""
+        return float(self._has_sound[_frame(start) : _frame(end)].sum() * FRAME_S)
+
     def without(self, covered: Iterable[tuple[float, float]], within: Span) -> list[Span]:
         """The sound ``within`` that no span of ``covered`` has. What is shorter than 0.14 s is left out, as is what is
         within 0.1 s of a covered span."""

@@ -1,0 +1,74 @@
+"""OpenAI Whisper's rules for timestamps, as a logits processor of vLLM.
+
+Without them a real Whisper answers with ``<|notimestamps|>``, or gives one pair of timestamps to many sentences. The rules
+are those of ``ApplyTimestampRules`` in https://github.com/openai/whisper/blob/main/whisper/decoding.py: an answer begins
+with a timestamp, timestamps come in pairs and never go back, and one is written where all timestamps together are likelier
+than any other token. vLLM imports this module by its name, in the process of its engine core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+NEVER = float("-inf")
+
+
+class _Answer(NamedTuple):
+    """A running answer, and the ids of ``<|endoftext|>`` and ``<|0.00|>``. Text has ids below ``end``, and timestamps have
+    ``first`` and above."""
+
+    tokens: Sequence[int]
+    end: int
+    first: int
+
+    def allowed(self, n_ids: int) -> tuple[bool, bool, int]:
+        """Return whether text may follow, whether the end may, and the least id of a timestamp that may."""
+        if not self.tokens:
+            return False, False, self.first
+        if self.tokens[-1] < self.first:
+            latest = next((it for it in reversed(self.tokens) if it >= self.first), self.first)
+            return True, True, latest + 1
+        if len(self.tokens) > 1 and self.tokens[-2] < self.first:  # the end of a segment
+            return False, True, self.tokens[-1]
+        return True, True, n_ids
+
+
+class TimestampRules(LogitsProcessor):
+    """Applies the rules to requests whose ``extra_args`` have ``timestamps``: the ids of ``<|endoftext|>`` and
+    ``<|0.00|>``."""
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        self._answers: dict[int, _Answer] = {}  # keyed by row of the batch
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        process_dict_updates(self._answers, batch_update, _answer_of)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if not self._answers:
+            return logits
+        rows, answers = list(self._answers), list(self._answers.values())
+        _, end, first = answers[0]  # one model: the same for all
+        allowed = [answer.allowed(logits.shape[1]) for answer in answers]
+        text, ends, earliest = torch.tensor(allowed, device=logits.device).T.unsqueeze(2)
+        scores, ids = logits[rows], torch.arange(logits.shape[1], device=logits.device)
+        is_text, is_stamp = ids < end, ids >= first
+        fits = (is_text & (text > 0)) | ((ids == end) & (ends > 0)) | (is_stamp & (ids >= earliest))
+        scores.masked_fill_(~fits, NEVER)
+        stamps = scores[:, first:].logsumexp(1, keepdim=True)
+        likeliest = scores[:, : end + 1].amax(1, keepdim=True)
+        scores[:, : end + 1].masked_fill_(stamps > likeliest, NEVER)
+        logits[rows] = scores
+        return logits
+
+
+def _answer_of(params: Any, _: object, tokens: list[int]) -> _Answer | None:
+    ids = (params.extra_args or {}).get("timestamps")
+    return _Answer(tokens, *ids) if ids else None
