@@ -40,14 +40,15 @@ class Ladder:
     def step_down(
         self, limits: Mapping[str, Any], fault: Fault, *, alone: bool = False
     ) -> dict[str, Any] | None:
-        """Take the next smaller setting and return it; None at the bottom.
+        """Take the next smaller setting and return it; None at the bottom, or if it is in force and was not obeyed.
 
         ``limits`` are the options in force that decide the engine's memory; ``fault`` is an oom.
         ``alone``: only one request ran, so fewer at once would not help.
         """
         step = _smaller(limits, fault, alone=alone)
-        if step is not None:
-            self._steps.append(step)
+        if step is None or step.items() <= self.overrides.items():
+            return None
+        self._steps.append(step)
         return step
 
     def undo(self, n_steps: int) -> None:

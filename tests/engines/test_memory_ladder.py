@@ -97,6 +97,23 @@ def test_the_way_down(limits: dict[str, Any], fault: Fault, steps: list[dict[str
     assert all_the_way_down(limits, fault) == steps
 
 
+@pytest.mark.parametrize(
+    ("limits", "fault"),
+    [
+        ({"max_num_seqs": 1, "kv_cache_memory_bytes": 400 * 2**30}, OVER_CLAIM),
+        ({"gpu_memory_utilization": 0.9}, OVER_CLAIM),
+        ({"max_num_seqs": 8}, FULL),
+    ],
+)
+def test_a_step_that_the_engine_does_not_obey_ends_the_way_down(
+    limits: dict[str, Any], fault: Fault
+) -> None:
+    ladder = Ladder()
+    assert ladder.step_down(limits, fault) is not None
+    assert ladder.step_down(limits, fault) is None
+    assert len(ladder.steps) == 1
+
+
 def test_after_the_claim_the_way_down_goes_on_as_the_next_fault_asks() -> None:
     ladder, limits = Ladder(), {"max_num_seqs": 8, "gpu_memory_utilization": 0.9}
     for fault in (OVER_CLAIM, FULL, WITHOUT_CACHE, OVER_CLAIM):

@@ -99,8 +99,8 @@ def test_a_broken_model_is_named_in_one_paragraph(
         ("World size is larger than the number of available GPUs (1)", "tensor_parallel_size ×"),
         ("The quantization method awq is not supported for the current GPU.", "in another one"),
         ("awq quantization is currently not supported in cpu.", "in another one"),
-        ("Not enough allowed NUMA nodes to bind threads of 2", "VLLM_CPU_OMP_THREADS_BIND"),
-        ("Available memory on node 0 (1/2 GiB) is less than desired CPU", "kv_cache_memory_bytes"),
+        ("Not enough allowed NUMA nodes to bind threads of 2", "lower it"),
+        ("Available memory on node 0 (1/2 GiB) is less than desired CPU", "Something else holds"),
         (
             "NUMA binding was requested, but vLLM could not detect",
             "leave engine.options.numa_bind out",
@@ -109,6 +109,15 @@ def test_a_broken_model_is_named_in_one_paragraph(
 )
 def test_what_can_not_be_caused_here_is_recognised_by_its_words(words: str, remedy: str) -> None:
     assert remedy in explain(RuntimeError(words), "org/model")
+
+
+def test_the_variable_that_decides_the_cache_s_size_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = ValueError("Available memory on node 0 (9/23 GiB) is less than requested memory for kv")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in explain(error, "m")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "400")
+    assert "lower the variable VLLM_CPU_KVCACHE_SPACE (400 GiB)" in explain(error, "m")
 
 
 def test_what_is_not_recognised_is_shown_as_it_is() -> None:

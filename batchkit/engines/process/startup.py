@@ -6,6 +6,7 @@ raise plain ValueError and RuntimeError. An unrecognised error is shown as it is
 
 from __future__ import annotations
 
+import os
 import re
 
 from pydantic import ValidationError
@@ -44,13 +45,11 @@ _REMEDIES = {
         "The model needs tensor_parallel_size × pipeline_parallel_size GPUs (`nvidia-smi` lists them,"
         " CUDA_VISIBLE_DEVICES hides some), and tensor_parallel_size must divide its number of"
         " attention heads: lower it, for example to 1 or 2.",
-    r"NUMA|numa_bind|numactl|Available memory on node":
+    r"NUMA|numa_bind|numactl":
         "On a CPU each of tensor_parallel_size workers takes a NUMA node of its own (`lscpu` lists"
-        " them), and its memory: lower it or kv_cache_memory_bytes, leave engine.options.numa_bind"
-        " out, or name the cores in VLLM_CPU_OMP_THREADS_BIND, for example 0-15|16-31.",
+        " them): lower it, or leave engine.options.numa_bind out.",
     r"less than (desired|requested)":
-        "Something else holds the memory: free it, or lower gpu_memory_utilization or"
-        " kv_cache_memory_bytes.",
+        "Something else holds the memory: free it, or lower {claim}.",
     r"any model weights":
         "The folder has no weights: download them whole (*.safetensors).",
     r"SafetensorError|header too (large|small)|invalid header":
@@ -75,9 +74,16 @@ def explain(error: BaseException, model: str, fault: str = "") -> str:
     )
     for sign, remedy in _REMEDIES.items():
         if found := re.search(sign, text):
-            remedy = remedy.format(**found.groupdict())
+            remedy = remedy.format(**found.groupdict(), claim=_claim())
             return f"{model} can't be loaded. {remedy}\n  ({shown})"
     return f"{model} can't be loaded: {shown}"
+
+
+def _claim() -> str:
+    """The settings that decide how much memory vLLM claims."""
+    if size := os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        return f"the variable VLLM_CPU_KVCACHE_SPACE ({size} GiB), which overrides kv_cache_memory_bytes"
+    return "gpu_memory_utilization or kv_cache_memory_bytes"
 
 
 def _plain(error: BaseException) -> str:
