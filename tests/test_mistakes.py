@@ -228,6 +228,31 @@ KEYS = [
             "sampling.tokens: no such parameter; did you mean 'max_tokens'?",
         ),
     ),
+    *(
+        Mistake(
+            f"validate job.toml {settings}",
+            (
+                "engine.model_name: unknown key; did you mean 'model'?",
+                "engine.tensor_parallel_size: unknown key; …vLLM's options belong in [engine.options]",
+            ),
+            files={
+                "job.toml": JOB.replace(
+                    'kind = "dry-run"', 'model = "m"\nmodel_name = "m"\ntensor_parallel_size = 2'
+                )
+            },
+        )
+        for settings in ("", DRY)
+    ),
+    Mistake(
+        "run job.toml --set engine.kind=vllm --set engine.model=m"
+        " --set 'engine.options={tp_size=2, gpu_memory=0.5, batch_size=8}'",
+        (
+            "engine.options.tp_size: vLLM has no such option; did you mean 'tensor_parallel_size'?",
+            "engine.options.gpu_memory: vLLM has no such option; did you mean 'gpu_memory_utilization'?",
+            "engine.options.batch_size: vLLM has no such option; did you mean 'max_num_seqs'?",
+        ),
+        never=("loading",),
+    ),
     Mistake("validate job.toml --set scoring.scorer=em", ("unknown key; did you mean 'scorers'?",)),
     Mistake(
         "run job.toml\nstatus output/mod", ("output/mod: neither", "did you mean 'output/mood'?")

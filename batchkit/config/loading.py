@@ -246,7 +246,7 @@ def _leave_out_engine(table: Any, override: str) -> bool:
         table = table.get(part) if isinstance(table, dict) else None
     if not isinstance(table, dict) or table.get("kind") == "dry-run":
         return False
-    for name in {*table} - {"model"}:
+    for name in ({*table} & {*EngineTable.model_fields}) - {"model"}:  # a wrong key stays one
         del table[name]
     return parts[0] != "scoring"
 
