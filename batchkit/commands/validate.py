@@ -23,6 +23,7 @@ from batchkit.execution.first_rows import blanks_in, check_columns, check_uses_a
 from batchkit.execution.rollouts.function import loaded_function
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.steps import Renderer, render_or_fail, renderer_of
+from batchkit.rendering.tools import ignored_tools
 from batchkit.sources import read_rows
 from batchkit.sources.input import why_empty
 from batchkit.types import Completion, Request, Row
@@ -88,8 +89,8 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
     tokens: list[int] = []
     repeats: dict[int, tuple[int, str]] = {}
     first: Row | None = None
-    count = 0
-    for row, _, prompt, error in checked(
+    count, about_tools = 0, ""
+    for row, request, prompt, error in checked(
         job, _noting_repeats(islice(read_rows(job.input), rows), repeats)
     ):
         count += 1
@@ -97,6 +98,8 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
             first = row
         if prompt is not None and prompt.prompt_tokens is not None:
             tokens.append(prompt.prompt_tokens)
+        if prompt is not None:
+            about_tools = about_tools or ignored_tools(request, prompt.text)
         if error is not None:
             by_kind[error.kind] += 1
             insort(problems, Problem(row.index, row.id, error.kind, masked_text(str(error))))
@@ -119,6 +122,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
             *([] if first is None else map(masked_text, hints(job, first.fields))),
             *blanks_in(read_rows(job.input.with_filled(frozenset())), job),
             *_of_repeats(repeats),
+            *filter(None, [about_tools]),
         ],
         not_checked=[*not_checked(job)],
     )

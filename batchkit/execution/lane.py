@@ -25,6 +25,7 @@ from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.execution.window import Window
 from batchkit.rendering.prefetch import AHEAD
 from batchkit.rendering.templates.prompt import constant_files
+from batchkit.rendering.tools import ignored_tools
 from batchkit.storage import identity
 from batchkit.types import Completion, Key, Request
 
@@ -146,6 +147,7 @@ class Lane:
         self._job = start.job.with_engine(name)
         self._hear = _named(opening.hear, name) if name else opening.hear
         self._attempts = Attempts(start)
+        self._warned = False
         self._loaded: Loaded
         self._seen = EngineLoad(0, 0, 0.0, 0)
         self._engine = self._supervised()
@@ -232,6 +234,9 @@ class Lane:
         """The completion that settles its request; nothing if it is tried again."""
         if completion.generations is not None:  # the outcome of a row, whose requests were settled
             return [completion]
+        if not self._warned and (warning := ignored_tools(completion.request, completion.prompt)):
+            self._warned = True
+            self._hear(EngineLine(warning))
         settled = self._attempts.settle(resolved(self._start, completion))
         if settled is None:
             return []

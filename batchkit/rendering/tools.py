@@ -12,6 +12,7 @@ from batchkit.config.tool_definitions import check_tools, choice_of, is_template
 from batchkit.errors import JobError, RequestError
 from batchkit.rendering.templates import RowTemplate
 from batchkit.sources.reader import shown
+from batchkit.types import Request
 
 _OF_THE_JOB = ("chat_template", "tokenize")  # not names for a template
 _MAY_BE_NULL = ("const", "default")  # of a JSON schema: null is a value there
@@ -56,6 +57,19 @@ class JobTools:
             return self._of_all
         found = _without_nulls(self.template.value(fields))
         return checked_tools(found, self._choice, "prompt.tools", "prompt.tool_choice")
+
+
+def ignored_tools(request: Request, prompt: str | None) -> str:
+    """Return a warning if the model's chat template left the request's tools out of the ``prompt``; else ""."""
+    names = [tool["function"]["name"] for tool in request.tools or ()]
+    if prompt is None or not names or request.tool_choice == "none":
+        return ""
+    if any(name in prompt for name in names):
+        return ""
+    return (
+        f"tools: the model's chat template ignores them, so the model does not see {', '.join(names)}; take a model that"
+        " was trained for tools, or set engine.options.chat_template"
+    )
 
 
 def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -> RequestTools:

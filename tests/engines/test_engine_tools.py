@@ -114,6 +114,35 @@ def test_the_template_of_transformers_gets_the_same(text_model: Path) -> None:
     assert open_preflight(made).render(_request()).text == SHOWN
 
 
+_MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+
+
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+@pytest.mark.parametrize("ignores", [True, False])
+def test_a_chat_template_that_ignores_tools_is_named(
+    kind: str, ignores: bool, text_model: Path, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"q": "What time is it?"}])
+    options: dict[str, Any] = {"chat_template": _MESSAGES if ignores else TEMPLATE}
+    tables = {
+        "name": "run",
+        "input": {"path": "rows.jsonl"},
+        "prompt": {"user": "{{ q }}", "tools": [CLOCK]},
+        "engine": {
+            "kind": kind,
+            "model": str(text_model),
+            "options": options | (TEXT_ONLY if kind == "vllm" else {}),
+        },
+        "sampling": {"max_tokens": 4},
+    }
+    (tmp_path / "job.toml").write_text(tomlkit.dumps(tables))
+    for command in ("validate", "run"):
+        done = batchkit(command, "job.toml", cwd=tmp_path, start=Fork)
+        assert done.returncode == 0, done.stderr
+        warning = "tools: the model's chat template ignores them, so the model does not see clock"
+        assert (done.stdout + done.stderr).count(warning) == ignores
+
+
 def test_a_batch_line_that_forces_a_call_fails_where_nothing_enforces_it(text_model: Path) -> None:
     with pytest.raises(RequestError, match="tool_choice: only a grammar of vLLM"):
         open_preflight(make_job(text_model)).render(_request(tool_choice="required"))
