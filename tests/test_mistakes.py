@@ -253,6 +253,15 @@ KEYS = [
         ),
         never=("loading",),
     ),
+    *(
+        Mistake(
+            f"validate fn.toml --set rollout.function={place}:solve",
+            (f"rollout.function: no module '{place}'; name a file that ends in .py",),
+            never=("Traceback",),
+            files={"fn.toml": JOB.replace('[prompt]\nuser = "Mood? {{ review }}"', "[rollout]")},
+        )
+        for place in ("/etc/passwd", "solver", "no_package.solver")
+    ),
     Mistake("validate job.toml --set scoring.scorer=em", ("unknown key; did you mean 'scorers'?",)),
     Mistake(
         "run job.toml\nstatus output/mod", ("output/mod: neither", "did you mean 'output/mood'?")

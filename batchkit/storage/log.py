@@ -207,6 +207,8 @@ class Log(Generic[Parsed]):
             StoreError: it was removed, replaced or cut.
         """
         if self._file is not None and not is_same_file(self.path, self._file, self.end):
+            if self.path.name == RESULTS and not self.path.exists():
+                raise StoreError(_missing(self.path, "was removed while this run worked"))
             raise StoreError(
                 f"{self.path}: was removed, replaced or cut while this run worked, so lines of it are gone."
                 f" Put it back, if there is a copy; `batchkit verify --repair {self.path.parent}` keeps what"
@@ -299,9 +301,9 @@ def _damaged(line: LogLine[Any], path: Path) -> str:
     )
 
 
-def _missing(path: Path) -> str:
+def _missing(path: Path, what: str = "is missing") -> str:
     return (
-        f"{path}: is missing; put it back, if there is a copy. Without one, run the job from nothing: `batchkit"
+        f"{path}: {what}; put it back, if there is a copy. Without one, run the job from nothing: `batchkit"
         " run JOB --fresh`, which keeps the rest of this folder"
     )
 

@@ -271,9 +271,16 @@ def test_a_run_with_images_answers_every_row() -> None:
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")
-@pytest.mark.parametrize(("hard", "exit_code"), [(4096, 0), (300, 2)])
+@pytest.mark.parametrize(
+    ("hard", "exit_code", "remedy"),
+    [
+        (4096, 0, ""),
+        (300, 2, "(ulimit -Hn); set it to 44 or less, or raise that limit"),
+        (200, 2, "(ulimit -Hn); raise that limit: even one request needs 257"),
+    ],
+)
 def test_a_run_may_have_as_many_connections_as_it_needs_or_says_so(
-    hard: int, exit_code: int
+    hard: int, exit_code: int, remedy: str
 ) -> None:
     with serving(latency_s=0.5) as server:
         write_job(server, 150, engine={"options": {"max_num_seqs": 150}})
@@ -283,6 +290,7 @@ def test_a_run_may_have_as_many_connections_as_it_needs_or_says_so(
     assert (done.returncode, "Traceback" in done.stderr) == (exit_code, False), done.stderr
     needed = "engine.options.max_num_seqs: 150 requests at once need 406 open files"
     assert (needed in done.stderr) == bool(exit_code)
+    assert remedy in done.stderr
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")

@@ -198,7 +198,11 @@ def test_log_that_is_lost_while_the_run_works_stops_it(start: Any, how: str, log
         log.with_name("x").replace(log)
     assert first.wait(timeout=60) == 1
     said = Path("stderr-0").read_text()
-    assert f"{log.name}: was removed, replaced or cut while this run worked" in said
+    is_gone = how == "removed" and log == LOG  # then nothing is left to repair
+    how = "was removed" if is_gone else "was removed, replaced or cut"
+    assert f"{log.name}: {how} while this run worked" in said
+    assert ("run JOB --fresh" if is_gone else "verify --repair") in said
+    assert ("verify --repair" in said) != is_gone
     assert "Traceback" not in said
 
 

@@ -46,10 +46,13 @@ def allow_connections(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < needed:
+        fits = hard - _OTHER_FILES
+        remedy = f"set it to {fits:,} or less, or raise that limit"
+        if fits < 1:
+            remedy = f"raise that limit: even one request needs {_OTHER_FILES + 1:,}"
         raise JobError(
             f"engine.options.max_num_seqs: {count:,} requests at once need {needed:,} open files, and this machine"
-            f" allows a process {hard:,} (ulimit -Hn); set it to {max(1, hard - _OTHER_FILES):,} or less, or"
-            " raise that limit"
+            f" allows a process {hard:,} (ulimit -Hn); {remedy}"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -106,6 +106,11 @@ def loaded_function(name: str) -> Function:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
+        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
+            raise JobError(
+                f"rollout.function: no module {place!r}; name a file that ends in .py, as in solve.py:{attribute}, or"
+                f" an installed module, as in package.module:{attribute}"
+            ) from error
         raise JobError(
             f"rollout.function: {place} can't be imported:\n{shown_error(error)}"
         ) from error
