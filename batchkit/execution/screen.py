@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
-from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -21,6 +20,7 @@ from batchkit.config.numbers import duration
 from batchkit.config.terminal import plain, shortened
 from batchkit.engines.memory import family_bytes, gpu_loads
 from batchkit.engines.process.launcher import LOG as ENGINE_LOG
+from batchkit.engines.process.launcher import EngineLog
 from batchkit.execution.events import Load
 from batchkit.execution.exporter import Show
 from batchkit.execution.resume import OpenRun
@@ -36,7 +36,6 @@ _RECORD_S = 1.0
 _MACHINE_S = 5.0  # reading the processes of the host may take some milliseconds
 _RATE_SPAN_S = 60.0
 _CLOCK_S, _LINE_S = 1.0, 10.0
-_NEWEST_BYTES = 2048
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?[A-Z]+ [\d-]+ [\d:]+ \[[^]]+\] ")  # of vLLM's lines
 _OF_LOAD = set(Load._fields) & set(Metrics.__struct_fields__) - {"kv_cache_usage"}
 _IS_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
@@ -179,7 +178,7 @@ class Progress:
         A thread draws them; tqdm has one thread at a time write.
         """
         began, is_over, before = time.monotonic(), threading.Event(), self._bar
-        clock = None
+        clock, printed = None, EngineLog(self._engine_log)
         if self._has_bar:
             clock = self._bar = tqdm(
                 desc=text, bar_format="{desc}", file=self._stream, leave=False, dynamic_ncols=True
@@ -189,9 +188,7 @@ class Progress:
             with suppress(OSError):  # the terminal was closed
                 while not is_over.wait(_LINE_S if clock is None else _CLOCK_S):
                     seconds = duration(time.monotonic() - began)
-                    line = ": ".join(
-                        filter(None, [f"{text}, {seconds}", _newest(self._engine_log)])
-                    )
+                    line = ": ".join(filter(None, [f"{text}, {seconds}", _newest(printed)]))
                     if clock is None:
                         self._say(line)
                     else:
@@ -252,14 +249,9 @@ class Progress:
         self._quiet, self._has_bar = True, False
 
 
-def _newest(log: Path) -> str:
-    """What an engine printed last; empty if that is unknown."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _NEWEST_BYTES))
-            lines = re.split(r"[\r\n]+", file.read().decode(errors="replace"))
-    except OSError:
-        return ""
+def _newest(log: EngineLog) -> str:
+    """The last line that an engine has printed since ``log`` was made; empty if there is none."""
+    lines = re.split(r"[\r\n]+", log.printed())
     newest = next((line for line in reversed(lines) if line.strip()), "")
     return shortened(_PREFIX.sub("", newest).strip(), 100)
 

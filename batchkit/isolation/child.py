@@ -54,13 +54,13 @@ def limit_memory(n_bytes: int) -> int:
     return limit
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends.
+def die_with_parent(*, is_over: bool = False) -> None:
+    """Have the kernel kill this process when the thread that started it ends, until that ``is_over``.
 
     Raises:
         OSError: the kernel refuses.
     """
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, 0 if is_over else signal.SIGKILL)
 
 
 def prctl(option: int, *arguments: int | bytes) -> None:

@@ -53,7 +53,9 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)  # the parent decides when to end
     signal.alarm(START_S)  # ends this process if the import never ends
     try:
+        die_with_parent()  # which waits for READY on the thread that started this process
         module = _prepared(handler, arguments)
+        die_with_parent(is_over=True)
         control.send(READY)
     except Exception as error:  # a broken installation may raise anything
         traceback.print_exc()

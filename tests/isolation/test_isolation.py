@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from batchkit.errors import EngineError
 from batchkit.isolation.child import Refusal, answer_all, limit_memory
 from batchkit.isolation.client import Gone, ask, server_of
+from tests.support.paths import ROOT
+from tests.support.waiting import until
 
 
 def main(connection: Connection) -> None:
@@ -77,3 +83,22 @@ def test_the_next_question_is_answered(question: bytes, answer: Any, is_ended: b
 def test_a_handler_that_can_not_be_imported_is_named() -> None:
     with pytest.raises(EngineError, match=r"no process for the test could be started: Module"):
         ask("batchkit.isolation.nothing", "the test", b"", 30.0)
+
+
+def prepare(*files: str) -> None:
+    """With a file, stands for an import that takes long."""
+    for file in files:
+        Path(file).write_text(str(os.getpid()))
+        time.sleep(60)
+
+
+def test_a_server_that_still_imports_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    program = (
+        f"from batchkit.isolation.client import Server; Server({__name__!r}, 'x', {str(file)!r})"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as starter:
+        until(lambda: file.exists() and file.read_text())
+        starter.kill()
+    server = int(file.read_text())
+    until(lambda: not psutil.pid_exists(server) or psutil.Process(server).status() == "zombie")
