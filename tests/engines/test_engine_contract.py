@@ -173,7 +173,8 @@ REFUSED: list[tuple[Request, str, str, set[str]]] = [
     (request(1, bad_words=[""]), "invalid_request", "", BOTH),
     (request(1, stop=""), "invalid_request", "stop", {"transformers"}),
     (plain(""), "invalid_request", "", BOTH),
-    (plain("tea " * 4000), "prompt_too_long", "", BOTH),
+    (plain(" tea" * 4000), "prompt_too_long", "has 4000 tokens; max_model_len 512", BOTH),
+    (plain(" tea" * 40000), "prompt_too_long", "has 40000 tokens; max_model_len 512", BOTH),
     (request(1, "tea " * 600), "prompt_too_long", "", BOTH),
     (with_image((64, 64), n=3), "invalid_request", "image", {"vllm"}),
     (with_image((8, 4000)), "media", "aspect ratio", BOTH),
@@ -203,6 +204,7 @@ def test_the_longest_prompt_that_fits_is_answered(engine: Engine) -> None:
     assert (answered.usage.prompt_tokens, answered.usage.completion_tokens) == (511, 1)
     assert answered.choices[0].finish_reason == "length"
     assert isinstance(refused.error, PromptTooLongError)
+    assert "the prompt has 512 tokens; max_model_len 512" in str(refused.error)
 
 
 @pytest.mark.parametrize("engine", MODELS, indirect=True)

@@ -14,7 +14,7 @@ from batchkit.engines.base import RenderedPrompt
 from batchkit.engines.entities import entities_in, tags_of
 from batchkit.engines.request_checks import chat_template, check_length
 from batchkit.engines.vllm.options import pooling_params, task_by_config
-from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusing
+from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, counted, refusing
 from batchkit.errors import JobError, RequestError, RowError, WrongTaskError
 from batchkit.rendering.body import task_of
 from batchkit.types import Completion, Content, Pair, Pooled, Request, Usage
@@ -134,10 +134,15 @@ class PoolingRenderer:
         self, request: Request, of_request: _Processor, parts: Sequence[Any], number: int
     ) -> Input:
         part = parts[number]
-        part["tok_params"] = self._prompts.tokenizing(part["tok_params"])
+        tokenization = part["tok_params"]
+
+        def render(more: Mapping[str, Any]) -> Any:
+            part["tok_params"] = self._prompts.tokenizing(tokenization, more)
+            return of_request.processor.render(part)
+
         try:
             with refusing(request):
-                rendered = of_request.processor.render(part)
+                rendered = counted(render)
             given = Input(rendered["prompts"], rendered["params"])
             self._check_length(request, given)
         except RowError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowErr
 from batchkit.types import CLIPS, Audio, Choice, Completion, Request, Usage, VideoFile
 
 _TOO_LONG = ("input_tokens", "input_text")
+_MOST_COUNTED = 2**22  # characters of a prompt that is too long; more take seconds and much memory
 _CUT_OFF = ("qwen2_audio", "whisper")  # whose processors vLLM calls with truncation=True
 _DEAD_END = (
     "sampling.structured_outputs: found no token that could come next; does each rule of the grammar end,"
@@ -135,19 +136,22 @@ class VllmRenderer:
 
     def prompt(self, request: Request) -> Any:
         """Of messages, or of a plain prompt."""
-        from vllm.renderers.inputs.preprocess import parse_model_prompt
-
         if request.speech is None:
             self._check_heard(request)
+        return counted(lambda more: self._prompt(request, more))
+
+    def _prompt(self, request: Request, more: Mapping[str, Any]) -> Any:
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
         if request.messages is None:
             given = {"prompt": request.prompt, **_data_of(request)}
             if request.speech is not None and self._speech is not None:
                 given = self._speech.prompt(request)
             parsed = parse_model_prompt(self._model_config, given)
-            tokenization = self.tokenizing(self._renderer.default_cmpl_tok_params)
+            tokenization = self.tokenizing(self._renderer.default_cmpl_tok_params, more)
             return self._renderer.render_cmpl([parsed], tokenization)[0]
         tokenization = self.tokenizing(
-            self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
+            self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False), more
         )
         conversation = [_as_vllm_has_it(message) for message in request.messages]
         params = self._params_of_chat(request)
@@ -197,8 +201,8 @@ class VllmRenderer:
             **template_kwargs(self._job, request),
         }
 
-    def tokenizing(self, tokenization: Any) -> Any:
-        return replace(tokenization, **self._tokenization)
+    def tokenizing(self, tokenization: Any, more: Mapping[str, Any]) -> Any:
+        return replace(tokenization, **{**self._tokenization, **more})
 
 
 def _tokenization(job: JobConfig) -> dict[str, Any]:
@@ -210,6 +214,20 @@ def _tokenization(job: JobConfig) -> dict[str, Any]:
     if job.task == "token_classify":
         changed["return_token_offsets"] = True
     return changed
+
+
+def counted(render: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """Return ``render({})``. Where vLLM stops counting tokens at its limit, ``render`` again without a limit: the error
+    for the row then has the number of its tokens."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        return render({})
+    except VLLMValidationError as error:
+        is_huge = error.parameter == "input_text" and error.value > _MOST_COUNTED
+        if error.parameter not in _TOO_LONG or is_huge:
+            raise
+    return render({"max_total_tokens": None})
 
 
 @contextmanager
