@@ -87,14 +87,15 @@ async def _heard(row: OpenRow, recording: Recording, part: Part) -> list[Segment
     sure = _credible(segments, sound)
     if not (gaps := sound.without(_spans(sure), part.own)):
         return segments
-    start, end = gaps[0].start - _LEAD_S, gaps[-1].end + _LEAD_S
-    span = Span(max(part.heard.start, start), min(part.heard.end, end))
+    first, last = gaps[0].start, gaps[-1].end
+    span = Span(max(part.heard.start, first - _LEAD_S), min(part.heard.end, last + _LEAD_S))
     again = await _asked(row, recording, span, AGAIN)
     new = [
-        its for its in again if _overlaps(its, gaps) and not _is_within(_middle(its), _spans(sure))
+        its
+        for its in again
+        if first < (at := _middle(its)) < last and not any(a < at < b for a, b in _spans(sure))
     ]
-    kept = [its for its in segments if its in sure or not _overlaps(its, _spans(new))]
-    return sorted([*kept, *new], key=lambda segment: segment["start"])
+    return sorted([*(sure if new else segments), *new], key=lambda segment: segment["start"])
 
 
 async def _asked(row: OpenRow, recording: Recording, span: Span, step: str) -> list[Segment]:
@@ -189,14 +190,6 @@ def _plain(text: str) -> str:
 
 def _middle(segment: Segment) -> float:
     return (segment["start"] + segment["end"]) / 2
-
-
-def _overlaps(segment: Segment, spans: Iterable[tuple[float, float]]) -> bool:
-    return any(segment["start"] < end and start < segment["end"] for start, end in spans)
-
-
-def _is_within(time: float, spans: Iterable[tuple[float, float]]) -> bool:
-    return any(start < time < end for start, end in spans)
 
 
 def _spans(segments: Iterable[Segment]) -> list[tuple[float, float]]:
