@@ -26,16 +26,16 @@ class _Answer(NamedTuple):
     end: int
     first: int
 
-    def allowed(self, n_ids: int) -> tuple[bool, bool, int]:
-        """Return whether text may follow, whether the end may, and the least id of a timestamp that may."""
+    def allowed(self, n_ids: int) -> tuple[int, int]:
+        """Return the least id of a text token, or the end, that may follow; and that of a timestamp."""
         if not self.tokens:
-            return False, False, self.first
+            return self.end + 1, self.first
         if self.tokens[-1] < self.first:
             latest = next((it for it in reversed(self.tokens) if it >= self.first), self.first)
-            return True, True, latest + 1
+            return 0, latest + 1
         if len(self.tokens) > 1 and self.tokens[-2] < self.first:  # the end of a segment
-            return False, True, self.tokens[-1]
-        return True, True, n_ids
+            return self.end, self.tokens[-1]
+        return 0, n_ids
 
 
 class TimestampRules(LogitsProcessor):
@@ -54,18 +54,13 @@ class TimestampRules(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if not self._answers:
             return logits
-        rows, answers = list(self._answers), list(self._answers.values())
-        _, end, first = answers[0]  # one model: the same for all
-        allowed = [answer.allowed(logits.shape[1]) for answer in answers]
-        text, ends, earliest = torch.tensor(allowed, device=logits.device).T.unsqueeze(2)
-        scores, ids = logits[rows], torch.arange(logits.shape[1], device=logits.device)
-        is_text, is_stamp = ids < end, ids >= first
-        fits = (is_text & (text > 0)) | ((ids == end) & (ends > 0)) | (is_stamp & (ids >= earliest))
-        scores.masked_fill_(~fits, NEVER)
-        stamps = scores[:, first:].logsumexp(1, keepdim=True)
-        likeliest = scores[:, : end + 1].amax(1, keepdim=True)
-        scores[:, : end + 1].masked_fill_(stamps > likeliest, NEVER)
-        logits[rows] = scores
+        for row, answer in self._answers.items():
+            text, stamp = answer.allowed(logits.shape[1])
+            logits[row, :text] = logits[row, answer.end + 1 : stamp] = NEVER
+        stamps = logits[:, answer.first :].logsumexp(1)
+        is_stamp = (stamps > logits[:, : answer.end + 1].amax(1)).tolist()
+        for row in filter(is_stamp.__getitem__, self._answers):
+            logits[row, : answer.end + 1] = NEVER
         return logits
 
 
