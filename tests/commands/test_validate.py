@@ -214,7 +214,7 @@ def test_dry_run_shows_what_the_function_gets() -> None:
     ("function", "code", "found"),
     [
         ("gone.py:go", "", "gone.py: no such file"),
-        ("no_such_module_of_mine:go", "", "No module named 'no_such_module_of_mine'"),
+        ("no_such_module_of_mine:go", "", "no module 'no_such_module_of_mine'"),
         ("solve.py:go", "x = 1/0", "ZeroDivisionError: division by zero"),
         ("solve.py:go", "async def gone(row, generate): ...", "found nothing as go in "),
         ("solve.py:go", "def go(row, generate): ...", "expected a function `async def go(row"),
