@@ -487,6 +487,7 @@ def test_the_values_of_a_row_are_side_by_side(
     prepare(
         4,
         input={"cross": {"adapter": ["", "b"]}},
+        prompt={"user": "{{ q }}{{ adapter }}"},
         scoring={"reference": "q", "scorers": ["f1"]},
     )
     assert batchkit("run", "job.toml").exit_code == 0

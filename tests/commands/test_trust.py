@@ -199,4 +199,4 @@ def test_score_asks_a_judge_only_if_the_job_file_says_so() -> None:
         assert found.exit_code == 2
         assert "sends $MY_KEY to 127.0.0.1" in found.stderr
         assert base.answered.total() == asked
-        assert batchkit("score", str(RUN), "--trust").exit_code == 0
+        assert batchkit("score", str(RUN), "--trust").exit_code == 3  # it gives no number
