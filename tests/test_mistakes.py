@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.mistakes import JOB, ONE_LINE, REVIEWS, Mistake, check, params
+from tests.support.mistakes import DRY, JOB, ONE_LINE, REVIEWS, Mistake, check, params
 from tests.support.paths import ROOT
 
 LOG, MANIFEST = "output/mood/results.jsonl", "output/mood/manifest.json"
@@ -233,7 +233,7 @@ KEYS = [
             f"validate job.toml {settings}",
             (
                 "engine.model_name: unknown key; did you mean 'model'?",
-                "engine.tensor_parallel_size: unknown key; …vLLM's options belong in [engine.options]",
+                "engine.tensor_parallel_size: unknown key; did you mean 'options.tensor_parallel_size'?",
             ),
             files={
                 "job.toml": JOB.replace(

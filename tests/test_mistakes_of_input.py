@@ -216,7 +216,27 @@ TEMPLATES = [
         ),
     ]
 ]
-TABLES = {"syntax": SYNTAX, "rows": ROWS, "templates": TEMPLATES}
+MESSAGES = [
+    Mistake(
+        f"run --model batchkit-demo --input chats.jsonl {DRY}",
+        (said,),
+        code,
+        {"chats.jsonl": f"{row}\n" * 5},
+    )
+    for row, said, code in [
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            "end with the assistant's turn: leave it out to get a new answer",
+            0,
+        ),
+        (
+            '{"conversations": [{"from": "human", "value": "a"}]}',
+            "turn ShareGPT's conversations into messages of role and content",
+            2,
+        ),
+    ]
+]
+TABLES = {"messages": MESSAGES, "syntax": SYNTAX, "rows": ROWS, "templates": TEMPLATES}
 
 
 @pytest.mark.parametrize("mistake", params(TABLES))

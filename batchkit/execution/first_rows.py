@@ -306,6 +306,9 @@ def _of_texts(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
                 kind = type(value).__name__
                 fix = f"write {{{{ {name} | tojson }}}}" if kind != "bytes" else "store it as text"
                 yield f"{name} of the first row is {kind}, sent as Python writes it; {fix}"
+    match first.get("messages"):
+        case [*_, {"role": "assistant"}] if made.user is None:
+            yield "messages of the first row end with the assistant's turn: leave it out to get a new answer"
     answers = (job.params().get("structured_outputs") or {}).get("choice") or job.scoring.choices
     right = first.get(job.scoring.reference or "")
     if answers and right is not None and str(right) not in answers:

@@ -307,10 +307,13 @@ class PromptRenderer:
         elif self.templates.files.media:
             text = ""
         else:
+            share_gpt = "conversations" in fields
             raise TemplateError(
                 "nothing to send: prompt.user is not set, and the row has no prompt (or, with"
                 " neither prompt.system nor prompt.images, messages or body); it has"
                 f" {', '.join(map(str, fields)) or 'no fields'}"
+                + "; turn ShareGPT's conversations into messages of role and content"
+                * share_gpt
             )
         if not self._job.prompt.chat:
             return None, text

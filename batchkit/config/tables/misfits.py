@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from batchkit.config.tables.job import JobConfig
 
 _NAME_OF_ENGINE = re.compile(r"[A-Za-z0-9_-]+")
-# Options of vLLM that other tools have by another name.
-_ENGINE_OPTIONS = {
-    *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_num_seqs"),
-    *("max_model_len", "dtype", "quantization"),
-}
 _OF_PROMPT = (
     *(
         "system",
@@ -302,7 +297,8 @@ def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
             yield f"run.price_per_gpu_hour: {place} is a server; give run.price_per_million_tokens"
         may_be_named = not name and job.may_have_lines  # as the model of a batch line
         for option in engine.options if engine.kind == "vllm" else ():
-            if (here := ELSEWHERE.get(option)) in _ENGINE_OPTIONS:
+            here = called_here(option, "engine.options")
+            if here is not None and "." not in here:
                 yield f"{place}.options.{option}: vLLM has no such option; did you mean {here!r}?"
         if engine.loras and name not in used and not may_be_named:
             yield f'{place}.loras: no row uses them; set prompt.lora, for example to "{{{{ column }}}}"'
