@@ -68,6 +68,7 @@ def test_every_option_is_explained(name: str) -> None:
 def test_help_names_every_command_and_the_exit_codes() -> None:
     text = batchkit("--help").stdout
     assert all(f"  {name} " in text for name in COMMANDS)
+    assert [line for line in text.splitlines()[1:] if line.endswith("...")] == [], "cut off"
     assert "130 / 143" in text
 
 

@@ -1,7 +1,6 @@
-"""The command line: parse, call one function, print, set the exit code.
+"""The command line: each command parses its arguments, calls one function, prints, and sets the exit code.
 
-Results go to stdout, progress and errors to stderr. Imports are inside the commands, so that
-``--help`` answers at once.
+Results go to stdout, progress and errors to stderr. Imports are inside the commands to keep ``--help`` fast.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ _TEMPLATES: dict[str, Any] = {"metavar": "TEMPLATE", "multiple": True}
 @click.group(cls=Cli, context_settings=options.CONTEXT)
 @click.version_option(__version__, prog_name="batchkit")
 def cli() -> None:
-    """Put many prompts, with images, through a model that you run yourself.
+    """Run offline batch inference on vLLM without losing a finished row.
 
-    RUN is a run folder or the job file that made it; by default, the run under output/ that was
-    started last.
+    JOB is a job file in TOML. RUN is a run folder, or the job file that created it; the default is the run under
+    output/ that was started last.
 
     \b
     Exit codes: 0 all rows ok · 1 stopped, can be resumed · 2 bad command line or job file ·
@@ -60,77 +59,91 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("job", type=FILE, required=False)
-@of_key("engine.model", "--model", "A folder, or a name on the Hugging Face hub")
+@of_key("engine.model", "--model", "Model folder, or a name on the Hugging Face hub")
 @of_key(
     "input.path",
     "--input",
-    "The rows: .jsonl .json .csv .parquet .txt, a glob or a URL",
+    "Input file (.jsonl .json .csv .parquet .txt …), glob or URL",
     metavar="PATH",
 )
-@of_key("prompt.user", "--prompt", "The prompt: '… {{ column }}'", metavar="TEMPLATE")
-@of_key("prompt.system", "--system", "The system prompt", metavar="TEMPLATE")
-@of_key("task", "--task", "embed or classify the prompts, instead of answering them")
-@of_key("prompt.images", "--images", "An image's path: '{{ column }}'", **_TEMPLATES)
-@of_key("prompt.videos", "--videos", "As --images", **_TEMPLATES)
-@of_key("prompt.audios", "--audios", "As --images", **_TEMPLATES)
-@of_key("sampling.max_tokens", "--max-tokens", "Of an answer", type=COUNT)
-@of_key("sampling.temperature", "--temperature", "0 is greedy", type=float)
-@of_key("input.id", "--id", "The column that names a row", metavar="COLUMN")
+@of_key(
+    "prompt.user", "--prompt", "Prompt template of each row: '… {{ column }}'", metavar="TEMPLATE"
+)
+@of_key("prompt.system", "--system", "System prompt template", metavar="TEMPLATE")
+@of_key("task", "--task", "Task of the model: generate (the default), embed, classify, score …")
+@of_key("prompt.images", "--images", "Path of an image: '{{ column }}'", **_TEMPLATES)
+@of_key("prompt.videos", "--videos", "Path of a video: '{{ column }}'", **_TEMPLATES)
+@of_key("prompt.audios", "--audios", "Path of a sound file: '{{ column }}'", **_TEMPLATES)
+@of_key(
+    "sampling.max_tokens",
+    "--max-tokens",
+    "Maximum number of tokens of an answer; default 256",
+    type=COUNT,
+)
+@of_key(
+    "sampling.temperature",
+    "--temperature",
+    "Sampling temperature; default 0, which is greedy",
+    type=float,
+)
+@of_key("input.id", "--id", "Column with the id of each row", metavar="COLUMN")
 @of_key(
     "output.keep",
     "--keep",
-    "Export only these columns of the input: A,B",
+    "Columns of the input that exports include: A,B; default all",
     metavar="COLUMN",
     multiple=True,
     callback=lambda context, option, given: tuple(",".join(given).split(",")) if given else (),
 )
-@of_key("name", "--name", "The name of the run's folder below output/")
+@of_key("name", "--name", "Name of the run folder below output/")
 @click.option(
     "--output",
     type=FILE,
     metavar="FILE",
-    help="When all rows are done, export them to FILE: .parquet, .jsonl, .csv or .npy.",
+    help="Export to FILE (.parquet, .jsonl, .csv or .npy) when all rows are done.",
 )
 @LIMIT
 @click.option(
     "--shard",
     metavar="I/N",
-    help="Only shard I (from 0) of N of those rows, in its own run folder, <name>.shard-I-of-N."
-    " auto: I and N from a SLURM job array.",
+    help="Run only shard I (from 0) of N, in the run folder <name>.shard-I-of-N. auto: take I and N from the"
+    " SLURM job array.",
 )
 @of_key(
     "run.workers",
     "--workers",
-    "N engines on Ray, each with its own GPUs: tensor_parallel_size × pipeline_parallel_size",
+    "Number of engines on Ray, each with tensor_parallel_size × pipeline_parallel_size GPUs; default one engine"
+    " without Ray",
     type=COUNT,
 )
 @of_key(
     "run.ray_address",
     "--ray-address",
-    "The cluster for --workers; by default RAY_ADDRESS, or else this machine alone",
+    "Ray cluster for --workers; default RAY_ADDRESS, or Ray started on this machine",
     metavar="ADDRESS",
 )
 @options.NOTIFY
 @SET
-@click.option("--resume", is_flag=True, help="As without it: a run that has begun is continued.")
-@click.option("--fresh", is_flag=True, help="Start a new run; the old folder is kept as <name>.1 …")
+@click.option("--resume", is_flag=True, help="Resume the run if it exists (the default).")
+@click.option(
+    "--fresh", is_flag=True, help="Start a new run; keep the old folder as <name>.1, <name>.2 …"
+)
 @click.option(
     "--on-change",
     type=click.Choice(["fail", "new", "requeue"]),
     default="fail",
-    help="If the job or the input changed since the run began: stop with a diff, start a new run,"
-    " or run the rows again that the change affects.",
+    help="What to do if the job or the input changed since the run started: fail with a diff, start a new run, or"
+    " requeue the rows that the change affects.",
 )
 @click.option(
     "--skip-from",
     type=FILE,
     metavar="RUN",
-    help="Also skip rows that are ok in that other run: with the same id, or, without input.id, with"
-    " the same index and fields.",
+    help="Skip rows that are ok in RUN. Rows match by id or, without input.id, by index and fields.",
 )
 @options.TRUST
 @click.option(
-    "--dry-run", is_flag=True, help="Print the first 3 rows as the engine would get them."
+    "--dry-run", is_flag=True, help="Print the first 3 rows as the engine would get them, and exit."
 )
 def run(
     job: Path | None,
@@ -142,11 +155,11 @@ def run(
     resume: bool,
     **keys: Any,
 ) -> None:
-    """Run JOB, or continue it where it stopped.
+    """Run JOB, or resume it where it stopped.
 
-    Without JOB, --model, --input and --prompt make one. Its run folder is named after input and
-    model, and the same line continues it; a column `id` names the rows. Rows that have a prompt,
-    and OpenAI batch files, need no --prompt.
+    Without JOB, give --model, --input and --prompt. The run folder is then named after input and model, the same
+    command resumes the run, and a column `id` names the rows. Rows with a prompt of their own, and OpenAI batch
+    files, need no --prompt.
 
     The last line on stdout is a JSON object with the counts.
     """
@@ -203,13 +216,13 @@ def _end(outcome: Outcome) -> NoReturn:
 @cli.command()
 @click.argument("kind", required=False)
 @click.argument("file", type=FILE, required=False)
-@click.option("--list", "as_list", is_flag=True, help="List the kinds instead.")
+@click.option("--list", "as_list", is_flag=True, help="List the kinds of job files.")
 @printed
 def init(kind: str | None, file: Path | None, as_list: bool) -> Result:
     """Write a commented job file to start from.
 
-    KIND is text, images, pdf, json, embed, classify, rerank, openai, judge or steps; without it, prints what
-    each is for. FILE is KIND.toml by default.
+    KIND is text, images, pdf, json, embed, classify, rerank, openai, judge or steps. Without KIND, `init` prints what
+    each is for. The default of FILE is KIND.toml.
     """
     from batchkit.commands.init import init as write
     from batchkit.commands.init import kinds
@@ -219,13 +232,14 @@ def init(kind: str | None, file: Path | None, as_list: bool) -> Result:
 
 @cli.command()
 @JOB
-@options.rows("Only the first N rows.")
+@options.rows("Check only the first N rows; default all.")
 @SET
 @printed
 def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
     """Check every row of JOB without loading the model.
 
-    Checks template, media, exact length and id; writes nothing. Exits with 3 if a row would fail.
+    Checks the templates, media, prompt length and id of each row, and writes nothing. Exits with 3 if a row would
+    fail.
     """
     from batchkit.commands.validate import validate as check
 
@@ -238,7 +252,7 @@ def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
     "--kind",
     "kinds",
     multiple=True,
-    help="Only failures of this kind (template, media, prompt_too_long, …). May be repeated.",
+    help="Retry only failures of this kind (template, media, prompt_too_long …). May be repeated.",
 )
 @options.NOTIFY
 @options.TRUST
@@ -247,10 +261,10 @@ def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
 def retry_failed(
     run: str | None, kinds: Texts, trust: bool, overrides: Texts, **keys: Any
 ) -> Result:
-    """Run the rows of RUN again that failed or came back empty.
+    """Retry the rows of RUN that failed or have an empty answer.
 
-    New results are appended; rows that are ok are not touched. --set applies to this start only.
-    Secrets are read from RUN if it is a job file. Exits with 1 if rows of RUN have no record yet.
+    Appends the new records; rows that are ok stay as they are. --set applies to this retry only. If RUN is a job
+    file, secrets are read from it. Exits with 1 if some rows of RUN have no record yet.
     """
     from batchkit.commands.retry import retry_failed as again
     from batchkit.types import ERROR_KINDS
@@ -271,42 +285,46 @@ def retry_failed(
 
 @cli.command(cls=options.Export)
 @RUN
-@options.export_format("--parquet", "zstd Parquet.")
-@options.export_format("--jsonl", "Records as they are.")
-@options.export_format("--csv", "The Parquet columns.")
+@options.export_format("--parquet", "Write Parquet, compressed with zstd.")
+@options.export_format("--jsonl", "Write the records as JSON lines.")
+@options.export_format("--csv", "Write CSV with the columns of --parquet.")
 @click.option(
     "--safe-csv",
     is_flag=True,
-    help="Like --csv, but safe for a spreadsheet: a text that it would run as a formula gets a ' in front.",
+    help="Write CSV for spreadsheets: put ' before texts that a spreadsheet would run as a formula.",
 )
 @options.export_format(
     "--npy",
-    "The vectors of an embed run, one matrix for numpy; and the ids of its rows, .ids.json.",
+    "Write the vectors of an embed run as one numpy matrix, and the row ids as .ids.json.",
 )
-@options.export_format("--openai", "OpenAI batch output files.")
+@options.export_format("--openai", "Write OpenAI batch output files.")
 @options.export_format(
-    "--realhit", "results_<time>.json and checkpoint.json of RealHiTBench's harness."
+    "--realhit", "Write results_<time>.json and checkpoint.json as RealHiTBench's harness does."
 )
-@options.export_format("--srt", "Transcripts as subtitles, ID.srt for each recording, in a folder.")
-@options.export_format("--vtt", "The same as WebVTT.")
+@options.export_format("--srt", "Write subtitles, ID.srt for each recording, into a folder.")
+@options.export_format("--vtt", "Write WebVTT subtitles, ID.vtt for each recording, into a folder.")
 @click.option(
     "--hub",
     metavar="OWNER/NAME",
-    help="With --parquet: also push it to this data set on the Hugging Face hub, with a card.",
+    help="Push the --parquet file, with a dataset card, to this dataset on the Hugging Face hub.",
 )
 @click.option(
-    "--public", is_flag=True, help="A data set that --hub creates is public, not private."
+    "--public", is_flag=True, help="Make a dataset that --hub creates public; default private."
 )
 @click.option(
     "--upload",
     metavar="ADDRESS",
-    help="Send what is written to ADDRESS with PUT, instead of that of the job (output.upload).",
+    help="Send the exported files to ADDRESS with HTTP PUT; default output.upload of the job.",
 )
 @options.TRUST
-@click.option("--only-finished", is_flag=True, help="Refuse a run with rows that have no record.")
-@click.option("--force", is_flag=True, help="Replace a file that is no export of batchkit, too.")
 @click.option(
-    "--without-input", is_flag=True, help="Leave out columns of an input that was moved or changed."
+    "--only-finished", is_flag=True, help="Refuse to export a run in which rows have no record."
+)
+@click.option("--force", is_flag=True, help="Also replace a file that batchkit did not write.")
+@click.option(
+    "--without-input",
+    is_flag=True,
+    help="Leave out the input's columns if the input was moved or changed.",
 )
 @JSON
 def export(
@@ -322,10 +340,10 @@ def export(
     as_json: bool,
     **formats: str | None,
 ) -> None:
-    """Write the newest record of each row of RUN, in input order.
+    """Export the newest record of each row of RUN.
 
-    Without PATH: a file (--realhit, --srt, --vtt: a folder) in the run folder. Scores are the newest, too. Exits with 1 if
-    they are written, but could not be sent.
+    Rows are in input order, and have their newest scores. The default of PATH is a file in the run folder (a folder for --realhit, --srt and --vtt). Exits with 1 if the
+    files were written but could not be sent.
     """
     from batchkit.commands.export import export as write
     from batchkit.commands.export.hub import check_hub, push
@@ -367,9 +385,11 @@ def export(
     "--predictions",
     type=FILE,
     metavar="FILE",
-    help="Score these instead: JSONL, CSV, Parquet, or the results JSON of RealHiTBench's harness.",
+    help="Score the predictions in FILE (JSONL, CSV, Parquet, or results JSON of RealHiTBench's harness).",
 )
-@click.option("--job", type=FILE, metavar="JOB", help="The job whose input and [scoring] are used.")
+@click.option(
+    "--job", type=FILE, metavar="JOB", help="Job file whose input and [scoring] are used."
+)
 @options.TRUST
 @SET
 @printed
@@ -378,8 +398,8 @@ def score(
 ) -> Result:
     """Score the answers of RUN again, without the model.
 
-    Uses the [scoring] of RUN if it is a job file, or of --job, else the run's own. Scores are
-    percentages, rewards 0 to 10. Failed rows are not scored; an unscored row is not a 0.
+    Uses the [scoring] of --job, or of RUN if RUN is a job file; else the scoring that the run was started with.
+    Scores are percentages; rewards range from 0 to 10. Failed rows are not scored, and unscored rows do not count as 0.
     """
     from batchkit.commands.score import check_overrides, job_of_rows, job_to_score, score_run
     from batchkit.commands.score.predictions import score_predictions
@@ -401,16 +421,21 @@ def score(
 
 @cli.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--output", type=FILE, metavar="FILE", help="Where the page goes.")
-@click.option("--no-images", is_flag=True, help="Leave the thumbnails out of the page.")
+@click.option(
+    "--output",
+    type=FILE,
+    metavar="FILE",
+    help="Path of the page; default report.html in the run folder.",
+)
+@click.option("--no-images", is_flag=True, help="Leave thumbnails out of the page.")
 @MEDIA
 @printed
 def report(runs: Texts, output: Path | None, no_images: bool, media: tuple[Path, ...]) -> Result:
-    """Write report.html beside RUN's results; print its scores.
+    """Write RUN as one web page, and print its scores.
 
-    The page needs no network: it has the table, rates, lengths, failures, and every row to browse.
-    With several runs, each is compared with the first: differences with a 95 % interval, and the
-    rows that became better or worse; --output writes that as a page, too.
+    The page works without a network: it holds the score table, rates, lengths, failures and the rows. With several
+    runs, `report` compares each with the first one: differences with a 95 % interval, and the rows that became better
+    or worse. --output writes the comparison as a page.
     """
     from batchkit.commands.report import report as write
     from batchkit.commands.report import write_comparison
@@ -427,15 +452,15 @@ def report(runs: Texts, output: Path | None, no_images: bool, media: tuple[Path,
 
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@click.option("--into", required=True, metavar="RUN", help="The new run folder (or its job file).")
-@click.option("--partial", is_flag=True, help="Also merge if rows are missing.")
+@click.option("--into", required=True, metavar="RUN", help="New run folder (or its job file).")
+@click.option("--partial", is_flag=True, help="Merge even if rows are missing.")
 @printed
 def merge(runs: Texts, into: str, partial: bool) -> Result:
-    """Join the shards or parts of a job into one ordinary run.
+    """Merge the shards or parts of a job into one run.
 
-    The newest answer of a row counts, and a failure only if no RUN has an answer. If rows are
-    missing, nothing is written unless --partial is given. Runs of different jobs are refused. RUN is
-    copied and does not change. Exits with 3 if rows are missing or failed.
+    The newest answer of a row wins; a failure is kept only if no RUN has an answer. Without --partial, nothing is
+    written if rows are missing. Runs of different jobs are refused. RUN is copied and does not change. Exits with 3 if
+    rows are missing or failed.
     """
     from batchkit.commands.merge import merge as join
     from batchkit.runs.listing import folder_of
@@ -451,16 +476,16 @@ def merge(runs: Texts, into: str, partial: bool) -> Result:
 @click.option(
     "--repair",
     is_flag=True,
-    help="First set damaged lines aside and rebuild the checkpoint from the log; the next start runs"
-    " the rows again whose record is missing.",
+    help="First set damaged lines aside and rebuild the checkpoint from the log. The next `run` repeats the rows"
+    " whose record is missing.",
 )
 @MEDIA
 @printed
 def verify(run: str | None, repair: bool, media: tuple[Path, ...]) -> Result:
-    """Check the log of RUN against its checkpoint and its input.
+    """Check the log of RUN against its checkpoint and input.
 
-    Every record must be of its row, and none there twice. Reads the log and the input. Exits with 1
-    if it is not sound.
+    Reads the log and the input. Each record must belong to the row at its index, and no row may have two answers.
+    Exits with 1 if a check fails.
     """
     from batchkit.execution.repair import repair as repair_run
     from batchkit.runs.verify import verify as audit
@@ -472,11 +497,11 @@ def verify(run: str | None, repair: bool, media: tuple[Path, ...]) -> Result:
 
 
 @cli.command()
-@click.option("--model", required=True, help="A folder, or a name on the Hugging Face hub.")
+@click.option("--model", required=True, help="Model folder, or a name on the Hugging Face hub.")
 @click.option(
     "--prompts-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="One prompt a line.",
+    help="File with one prompt per line.",
 )
 @click.argument("texts", nargs=-1)
 @SET
@@ -486,7 +511,7 @@ def generate(
 ) -> None:
     """Answer prompts given on the command line.
 
-    The run is kept in output/generate, and an earlier one beside it. --json prints one record a line.
+    Keeps the run in output/generate, and earlier runs as output/generate.1 …. --json prints one record per line.
     """
     from batchkit.commands.generate import generate as answer
     from batchkit.commands.generate import in_words, prompts_of
@@ -502,12 +527,17 @@ def generate(
 
 @cli.command("demo-model")
 @click.argument("path", type=FILE)
-@click.option("--text-only", is_flag=True, help="A Qwen2 without vision, instead of a Qwen3-VL.")
 @click.option(
-    "--loras", is_flag=True, help="Two LoRA adapters for batchkit-demo, instead of a model."
+    "--text-only", is_flag=True, help="Build a Qwen2 without vision instead of a Qwen3-VL."
+)
+@click.option(
+    "--loras", is_flag=True, help="Build two LoRA adapters for batchkit-demo instead of a model."
 )
 def demo_model(path: Path, text_only: bool, loras: bool) -> None:
-    """Build a tiny Qwen3-VL with random weights at PATH. Its answers mean nothing."""
+    """Build a tiny Qwen3-VL with random weights at PATH.
+
+    Its answers mean nothing.
+    """
     from batchkit.commands.demo_loras import LORAS, build_demo_loras
     from batchkit.commands.demo_model import build_demo_model
 
@@ -521,12 +551,14 @@ def demo_model(path: Path, text_only: bool, loras: bool) -> None:
 
 @cli.command("demo-tables")
 @click.argument("folder", type=FILE)
-@click.option("--count", default=40, type=click.IntRange(1), show_default=True, help="Pictures.")
-@click.option("--seed", default=0, show_default=True, help="Another one gives other tables.")
+@click.option(
+    "--count", default=40, type=click.IntRange(1), show_default=True, help="Number of pictures."
+)
+@click.option("--seed", default=0, show_default=True, help="Random seed of the tables.")
 def demo_tables(folder: Path, count: int, seed: int) -> None:
-    """Write pictures of tables that batchkit-demo reads to FOLDER, with questions and answers.
+    """Draw tables for batchkit-demo, with questions and answers.
 
-    FOLDER/questions.jsonl has a row for each: id, image, question, answer and kind.
+    FOLDER/questions.jsonl has one row per picture: id, image, question, answer and kind.
     """
     from batchkit.commands.demo_tables import build_demo_tables
 
@@ -541,19 +573,22 @@ def demo_tables(folder: Path, count: int, seed: int) -> None:
 
 @cli.command("demo-digits")
 @click.argument("folder", type=FILE)
-@click.option("--count", default=40, type=click.IntRange(1), show_default=True, help="Recordings.")
+@click.option(
+    "--count", default=40, type=click.IntRange(1), show_default=True, help="Number of recordings."
+)
 @click.option(
     "--minutes",
     default=10.0,
     type=click.FloatRange(0, 120),
     show_default=True,
-    help="A further one is so long; none if 0.",
+    help="Length in minutes of one further, long recording; 0 for none.",
 )
-@click.option("--seed", default=0, show_default=True, help="Another one gives other recordings.")
+@click.option("--seed", default=0, show_default=True, help="Random seed of the recordings.")
 def demo_digits(folder: Path, count: int, minutes: float, seed: int) -> None:
-    """Write recordings of digits that batchkit-demo-speech hears to FOLDER: each digit is two tones, as on a telephone.
+    """Write recordings of digits for batchkit-demo-speech.
 
-    FOLDER/recordings.jsonl has a row for each: id, recording, text and times.
+    Each digit is a pair of telephone tones. FOLDER/recordings.jsonl has one row per recording: id, recording, text
+    and times.
     """
     from batchkit.commands.demo_digits import build_demo_digits
 
@@ -564,7 +599,10 @@ def demo_digits(folder: Path, count: int, minutes: float, seed: int) -> None:
 @cli.command()
 @printed
 def doctor() -> Result:
-    """Check that this machine has all a run needs; exit 1 if not."""
+    """Check packages, GPUs and memory of this machine.
+
+    Exits with 1 if something that a run needs is missing.
+    """
     from batchkit.commands.doctor import diagnose
 
     return diagnose(say=say)
@@ -575,7 +613,7 @@ for command in (status, list_runs, show_rows, view, serve, plan, tune, find_bs, 
 
 
 def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
-    """``export --parquet RUN`` parses RUN as the file's path, which is never a run folder."""
+    """Return the run folder or job file that click parsed as the PATH of a format, as in ``export --parquet RUN``."""
     for name, path in wanted.items():
         if path and ((Path(path) / "manifest.json").is_file() or path.endswith(".toml")):
             wanted[name] = ""

@@ -1,4 +1,4 @@
-"""What a command ends in: a result or an error, printed, and an exit code."""
+"""The frame of every command: it prints the result or the error, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from batchkit.config.masking import masked_text
 from batchkit.config.terminal import plain
 from batchkit.errors import BatchkitError, limit_reached
 
+GROUPS = {
+    "Run": ("run", "init", "validate", "plan", "retry-failed", "status", "merge", "generate"),
+    "Look": ("show", "view", "report", "ls", "parity"),
+    "Results": ("export", "score", "verify"),
+    "Tune": ("tune", "find-bs", "bench"),
+    "Serve": ("serve",),
+    "Tools": ("doctor", "demo-tables", "demo-digits", "demo-model"),
+}
+"""Commands by heading, in the order of ``batchkit --help``."""
+
 
 class Result(Protocol):
     """The result of a command. It may have an ``exit_code``; without one, the command exits with 0."""
@@ -21,7 +31,14 @@ class Result(Protocol):
 
 
 class Cli(click.Group):
-    """Turns our errors into a message on stderr and an exit code."""
+    """The root command: groups commands under headings, and turns errors into a message and an exit code."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(name, self.commands[name].get_short_help_str(60)) for name in names]
+                )
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -71,7 +88,7 @@ class Cli(click.Group):
 
 
 def _check_given_once(ctx: click.Context, args: list[str]) -> None:
-    """Raises UsageError if an option that takes one value is given twice: click would use the last one."""
+    """Raise UsageError if an option that takes one value is given twice; click would silently use the last one."""
     _, _, given = ctx.command.make_parser(ctx).parse_args([*args])
     for option in given:
         is_single = isinstance(option, click.Option) and not (option.multiple or option.is_flag)
@@ -83,7 +100,7 @@ def _check_given_once(ctx: click.Context, args: list[str]) -> None:
 
 
 def _in_our_words(error: click.UsageError) -> str:
-    """Its message; for an option of other tools, with the name that it has here."""
+    """Return the error's message, with batchkit's name for an option of other tools."""
     from batchkit.config.suggest import QUOTE
 
     if isinstance(error, click.NoSuchOption) and (here := _option_for(error)) is not None:
@@ -99,7 +116,7 @@ def _in_our_words(error: click.UsageError) -> str:
 
 
 def _option_for(error: click.NoSuchOption) -> str | None:
-    """The option of the command that does what ``error`` names, or the key that ``--set`` sets."""
+    """Return the option, or the ``--set KEY=…``, that does what the unknown option does in other tools."""
     from batchkit.config.suggest import called_here
 
     name = error.option_name
@@ -116,8 +133,7 @@ def show(result: Result, as_json: bool) -> None:
 
 
 def echo(text: object, *, err: bool = False) -> None:
-    """All output goes through here: rows and answers may hold escape sequences, and messages
-    secrets."""
+    """Print ``text`` without the terminal escape sequences of rows and answers, and without secrets on stderr."""
     click.echo(plain(masked_text(str(text)) if err else str(text)), err=err)
 
 

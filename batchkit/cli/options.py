@@ -1,4 +1,4 @@
-"""The options and arguments that several commands share, and the run or the job that they name."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def seconds(text: str, default: float) -> Callable[[Any], Any]:
 
 
 def of_key(key: str, flag: str, text: str, **attributes: Any) -> Callable[[Any], Any]:
-    """An option that sets a key of the job; ``given_keys`` finds it among the arguments."""
+    """Return an option that sets ``key`` of the job; ``given_keys`` collects these options from the arguments."""
     text += f" ({key})." + " May be repeated." * attributes.get("multiple", False)
     return click.option(flag, key.replace(".", "__"), help=text, **attributes)
 
 
 def given_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the job that options have set, of ``arguments`` that all come from ``of_key``."""
+    """Return the job keys that the user set, from ``arguments`` that were made by ``of_key``."""
     return {
         name.replace("__", "."): [*value] if isinstance(value, tuple) else value
         for name, value in arguments.items()
@@ -45,7 +45,7 @@ def given_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def setting(flag: str, name: str, text: str) -> Callable[[Any], Any]:
     def checked(context: click.Context, option: click.Parameter, given: Texts) -> Texts:
-        """Before click reports the second word of ``--set limit 5`` as an argument too many."""
+        """Refuse a value without ``=`` before click reports the ``5`` of ``--set limit 5`` as an extra argument."""
         if any("=" not in text for text in given):
             from batchkit.config.loading import check_override
 
@@ -57,12 +57,12 @@ def setting(flag: str, name: str, text: str) -> Callable[[Any], Any]:
 
 
 def export_format(flag: str, text: str) -> Callable[[Any], Any]:
-    """A format of an export; its PATH may be left out."""
+    """Return the option of an export format, whose PATH is optional."""
     return click.option(flag, help=text, **_MAY_NAME_A_PATH)
 
 
 class Export(click.Command):
-    """A command with a flag for each format of an export that another package adds."""
+    """The ``export`` command, with a flag for each format that other packages add."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from batchkit.config.seams import EXPORTS
@@ -70,7 +70,7 @@ class Export(click.Command):
         known = {option for param in self.params for option in param.opts}
         for name, point in EXPORTS.added.items():
             if f"--{name}" not in known:
-                text = f"As {point.value.partition(':')[0]} writes it."
+                text = f"Write the format of {point.value.partition(':')[0]}."
                 self.params.insert(-1, click.Option([f"--{name}"], help=text, **_MAY_NAME_A_PATH))
         return super().get_params(ctx)
 
@@ -83,12 +83,12 @@ RUN = click.argument("run", required=False, type=click.Path())  # so that a shel
 SET = setting(
     "--set",
     "overrides",
-    "Override one key of the job, dotted: sampling.temperature=0. May be repeated.",
+    "Override a key of the job file: sampling.temperature=0. May be repeated.",
 )
 NOTIFY = of_key(
     "run.on_end",
     "--notify",
-    "When the run has ended or was stopped, run COMMAND with the last line of JSON on its stdin",
+    "Command to start when the run ends or stops; it gets the run's last line of JSON on stdin",
     metavar="COMMAND",
 )
 MEDIA = click.option(
@@ -96,22 +96,27 @@ MEDIA = click.option(
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     multiple=True,
     metavar="DIR",
-    help="Inputs and images may be read below DIR; by default, where the run's own job file has them, if it"
-    " is here. May be repeated.",
+    help="Allow reading inputs and images below DIR; default the folders in the run's job file, if that file exists."
+    " May be repeated.",
 )
 TRUST = click.option(
     "--trust",
     is_flag=True,
-    help="Execute, import and send what only a run folder's job.toml says, and keys to other hosts than before.",
+    help="Allow code, modules, commands and hosts that only the job.toml of a run folder names.",
 )
 LIMIT = of_key(
-    "input.limit", "--limit", "Only the first N rows, after the job's filter", type=COUNT
+    "input.limit",
+    "--limit",
+    "Maximum number of rows, after the job's filter; default all",
+    type=COUNT,
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+JSON = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of text."
+)
 
 
 def printed(command: Callable[..., Result]) -> Callable[..., None]:
-    """A command that returns its result: prints it (with --json as JSON) and exits."""
+    """Decorate a command so that it prints the result that it returns (as JSON with --json) and exits."""
 
     @JSON
     @wraps(command)
@@ -124,7 +129,7 @@ def printed(command: Callable[..., Result]) -> Callable[..., None]:
 
 
 def find(run: str | None, overrides: Texts = ()) -> Path:
-    """The run folder; if it was not named, prints on stderr which one it is."""
+    """Return the run folder, and print it on stderr if the user did not name it."""
     from batchkit.runs.listing import find_run
 
     folder = find_run(run, overrides)
@@ -134,7 +139,7 @@ def find(run: str | None, overrides: Texts = ()) -> Path:
 
 
 def job_file(run: str | None) -> Path | None:
-    """``run`` if it is a job file, not a run folder."""
+    """Return ``run`` if it is a job file, or None if it is a run folder."""
     return Path(run) if run is not None and Path(run).is_file() else None
 
 
@@ -146,8 +151,10 @@ def load(
     of: tuple[str, ...] = ("rollout", "engine"),
     trust: bool = False,
 ) -> JobConfig:
-    """The job in a file; prints what it will execute, import and send, of the keys that begin with one
-    ``of`` these."""
+    """Return the job in a file, and print what it will execute, import and send.
+
+    ``of`` limits the announcement to keys that begin with one of these prefixes.
+    """
     from batchkit.commands.trust import vouched
     from batchkit.config.loading import load_job
 

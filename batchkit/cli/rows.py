@@ -1,4 +1,4 @@
-"""``batchkit show``, ``status``, ``ls`` and ``view``: what is in a run so far."""
+"""The commands that show a run: ``show``, ``status``, ``ls`` and ``view``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ _WATCH_S = 2.0
 
 @click.command("show")
 @RUN
-@click.option("--failed", is_flag=True, help="Only rows that failed or came back empty.")
-@click.option("--id", "ids", multiple=True, metavar="ID", help="The row ID. May be repeated.")
-@click.option("-n", "most", type=COUNT, help="At most so many rows; 5, or all with --id.")
+@click.option("--failed", is_flag=True, help="Show only rows that failed or have an empty answer.")
+@click.option(
+    "--id", "ids", multiple=True, metavar="ID", help="Show the row with this id. May be repeated."
+)
+@click.option("-n", "most", type=COUNT, help="Maximum number of rows; default 5, or all with --id.")
 @MEDIA
 @JSON
 def show_rows(run: str | None, as_json: bool, **which: Any) -> None:
     """Print rows of RUN with prompt, images, answer and error.
 
-    Prompts are rendered again from the input.
+    Renders the prompts again from the input.
     """
     from batchkit.commands.show import show_rows as look
 
@@ -48,11 +50,11 @@ def show_rows(run: str | None, as_json: bool, **which: Any) -> None:
 @click.option(
     "--watch",
     is_flag=True,
-    help=f"Show it again, with a bar, every {_WATCH_S:g} seconds, as long as a process works on RUN.",
+    help=f"Refresh every {_WATCH_S:g} seconds, with a progress bar, while a process works on RUN.",
 )
 @JSON
 def status(run: str | None, watch: bool, as_json: bool) -> None:
-    """Show what of RUN is done, failed and left, its rate and ETA."""
+    """Print the progress, failures, rate and ETA of RUN."""
     from batchkit.runs.status import status as look
 
     folder = find(run)
@@ -73,7 +75,10 @@ def status(run: str | None, watch: bool, as_json: bool) -> None:
 @click.argument("folder", default="output", type=click.Path(path_type=Path), metavar="[DIR]")
 @printed
 def list_runs(folder: Path) -> Result:
-    """List the runs in DIR with their state, the newest first; output/ if it is left out."""
+    """List the runs in DIR with their state, newest first.
+
+    The default of DIR is output/.
+    """
     from batchkit.runs.listing import runs_below
 
     return runs_below(folder)
@@ -81,17 +86,19 @@ def list_runs(folder: Path) -> Result:
 
 @click.command()
 @click.argument("run", required=False, type=click.Path(), metavar="[RUN|DIR]")
-@click.option("--host", default="127.0.0.1", help="The address to listen on.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), help="By default 8484, or any if it is taken."
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; default 8484, or any free port if it is taken.",
 )
-@click.option("--no-browser", is_flag=True, help="Only print the address.")
+@click.option("--no-browser", is_flag=True, help="Print the address without opening a browser.")
 @MEDIA
 def view(run: str | None, no_browser: bool, **where: Any) -> None:
-    """Show RUN, or the runs in DIR, on a web page that follows them live.
+    """Show RUN, or all runs in DIR, on a live web page.
 
-    By default, the runs in output/. Nothing in a run is changed. Everybody who can reach the address
-    can read the runs. Ctrl-C ends it.
+    The default of DIR is output/. `view` changes nothing in a run. Anyone who can reach the address can read the runs.
+    Stop it with Ctrl-C.
     """
     from batchkit.commands.view import view as serve
 

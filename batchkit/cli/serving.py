@@ -25,28 +25,39 @@ _FOLDER = Path("output/serve")
     "--model",
     "models",
     multiple=True,
-    help="A folder, or a name on the Hugging Face hub (engine.model); may be repeated without a JOB.",
+    help="Model folder, or a name on the Hugging Face hub (engine.model). May be repeated if no JOB is given.",
 )
-@click.option("--host", default="127.0.0.1", help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, help="0 takes any free one.")
-@click.option("--folder", type=FILE, default=_FOLDER, help="Where files and batches are kept.")
-@click.option("--api-key-file", "key_file", type=FILE, help="The keys of those who may use it.")
-@click.option("--new-key", metavar="NAME", help="Add a key to --api-key-file, print it and exit.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    help="Port to listen on; 0 for any free port.",
+)
+@click.option("--folder", type=FILE, default=_FOLDER, help="Folder of files and batches.")
+@click.option("--api-key-file", "key_file", type=FILE, help="File with the API keys of the users.")
+@click.option(
+    "--new-key",
+    metavar="NAME",
+    help="Add a key for user NAME to --api-key-file, print it, and exit.",
+)
 @click.option(
     "--retention-days",
     type=click.FloatRange(0),
     default=30.0,
-    help="Files and runs of ended batches are removed after so many days; 0: never.",
+    help="Days after which files and runs of ended batches are removed; 0 keeps them.",
 )
 @click.option(
     "--max-file-gb",
     type=click.FloatRange(0, min_open=True),
     default=64.0,
-    help="Larger files are refused.",
+    help="Maximum size of an uploaded file, in GB.",
 )
-@click.option("--webhook", metavar="URL", help="It is told of each batch that has ended.")
+@click.option("--webhook", metavar="URL", help="URL that gets a POST for each batch that ends.")
 @SET
-@click.option("--check", is_flag=True, help="Compare the database with the folders, and exit.")
+@click.option(
+    "--check", is_flag=True, help="Compare the database with the folders on disk, and exit."
+)
 def serve(
     jobs: tuple[Path, ...],
     models: Texts,
@@ -56,10 +67,10 @@ def serve(
     overrides: Texts,
     **where: Any,
 ) -> None:
-    """Serve OpenAI's Batch API: files and batches, answered by one model, or by several in turn.
+    """Serve OpenAI's Batch API on one or several models.
 
-    JOB has the engine and the defaults of requests; its input is not used; each JOB is for another model. Each batch is a run
-    in FOLDER/batches. Ctrl-C lets requests in flight finish; the same command continues.
+    Each JOB names the engine of one model and the defaults of its requests; its input is not used. Each batch is a run
+    in FOLDER/batches. Ctrl-C finishes the requests in flight; the same command continues the rest.
     """
     from batchkit.serve.keys import new_key as make_key
     from batchkit.serve.server import serve as run

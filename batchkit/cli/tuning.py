@@ -1,4 +1,4 @@
-"""The commands that try a job before it runs: plan, find-bs, bench and parity."""
+"""The commands that try a job before it runs: ``plan``, ``tune``, ``find-bs``, ``bench`` and ``parity``."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from batchkit.errors import JobError
 
 @click.command()
 @JOB
-@options.rows("Answer N rows for the forecast; by default 64, at most a quarter of those left.")
+@options.rows(
+    "Number of rows to answer for the forecast; default 64, but at most a quarter of the rows left."
+)
 @click.option(
     "--lengths",
     type=COUNT,
     metavar="N",
-    help="Count the prompts of at most N rows, drawn at random; by default 100,000, with images 2,000.",
+    help="Number of rows, drawn at random, whose prompt tokens are counted; default 100,000, or 2,000 with images.",
 )
 @LIMIT
 @of_key(
     "run.price_per_gpu_hour",
     "--price-per-gpu-hour",
-    "What an hour of one GPU costs",
+    "Price of one GPU for one hour",
     type=click.FloatRange(0, min_open=True),
     metavar="PRICE",
 )
 @of_key(
     "run.price_per_million_tokens",
     "--price-per-million-tokens",
-    "What a million tokens of prompts and of answers cost",
+    "Prices of a million prompt tokens and of a million completion tokens",
     metavar="IN,OUT",
     callback=lambda context, option, text: _prices(text),
 )
@@ -49,11 +51,10 @@ def plan(
     overrides: Texts,
     **keys: Any,
 ) -> Result:
-    """Forecast what JOB will take: tokens, time, GPU hours and price.
+    """Forecast tokens, time, GPU hours and price of JOB.
 
-    A random sample of its rows is answered with JOB's engine and settings. The answers are kept: they
-    count when the run begins, which is then compared with the forecast. Each figure has a 90 %
-    interval.
+    Answers a random sample of rows with JOB's engine and settings. The run keeps these answers, and compares itself
+    with the forecast at its end. Each figure has a 90 % interval.
     """
     from batchkit.commands.plan import plan as forecast
 
@@ -62,7 +63,7 @@ def plan(
 
 
 def _prices(text: str | None) -> list[float] | None:
-    """Raises JobError if ``text`` is not two prices."""
+    """Return the two prices in ``text``. Raises JobError if there are not two."""
     if text is None:
         return None
     try:
@@ -76,23 +77,28 @@ def _prices(text: str | None) -> list[float] | None:
 
 @click.command("find-bs")
 @JOB
-@click.option("--low", type=COUNT, default=1, help="Smallest size.")
-@click.option("--high", type=COUNT, default=1024, help="Largest size.")
-@options.rows("Try with the first N rows only.")
+@click.option("--low", type=COUNT, default=1, help="Smallest batch size.")
+@click.option("--high", type=COUNT, default=1024, help="Largest batch size.")
+@options.rows("Use only the first N rows; default all.")
 @options.seconds(
-    "Measure each size for at most this long, after at most as long to fill the engine.", 30.0
+    "Maximum seconds of measurement per batch size, after at most as many seconds to fill the engine.",
+    30.0,
 )
-@click.option("--write", is_flag=True, help="Set the best size in JOB; nothing else in it changes.")
+@click.option(
+    "--write",
+    is_flag=True,
+    help="Set the best size in the file JOB; the rest of the file stays as it is.",
+)
 @SET
 @printed
 def find_bs(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
-    """Find the best batch size for JOB, tried with its own rows.
+    """Find the best batch size for JOB by binary search.
 
-    The engine batches continuously: the batch size is how many requests it runs at once,
-    engine.options.max_num_seqs, which costs GPU memory.
+    The engine batches continuously, so the batch size is the number of requests that it runs at the same time,
+    engine.options.max_num_seqs. A larger one needs more GPU memory.
 
-    Each size is tried with its own engine: doubled from --low on, then narrowed down to the largest
-    that fits. Stops when twice the size gains less than 3 %. Exits with 1 if no size fits.
+    Tries each size on JOB's rows with a new engine: doubles the size from --low, then searches for the largest one that
+    fits. Stops when twice the size gains less than 3 %. Exits with 1 if no size fits.
     """
     from batchkit.commands.tuning.find import find_batch_size
 
@@ -106,27 +112,32 @@ def find_bs(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
     "--minutes",
     type=click.FloatRange(0, min_open=True),
     default=20.0,
-    help="About how long to search, comparing the best with the default included.",
+    help="Approximate length of the search in minutes, including the final comparison with the default.",
 )
-@options.rows("Try with the first N rows only.")
-@options.seconds("At most this long per trial, after at most as long to fill the engine.", 10.0)
+@options.rows("Use only the first N rows; default all.")
+@options.seconds(
+    "Maximum seconds of measurement per trial, after at most as many seconds to fill the engine.",
+    10.0,
+)
 @click.option(
     "--allow-changes",
     is_flag=True,
-    help="Also try what changes answers: bfloat16, fp8 weights, an fp8 KV cache; count the changed ones.",
+    help="Also try options that change answers (bfloat16, fp8 weights, fp8 KV cache), and count the changed answers.",
 )
 @click.option(
-    "--write", is_flag=True, help="Set the best options in JOB; nothing else in it changes."
+    "--write",
+    is_flag=True,
+    help="Set the best options in the file JOB; the rest of the file stays as it is.",
 )
 @SET
 @printed
 def tune(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
-    """Find the options with which JOB is fastest on this machine.
+    """Find the fastest engine options for JOB on this machine.
 
-    Options that decide speed and not the answers are tried with the job's own rows: how the GPUs are used, how many
-    requests run at once, tokens a step, memory, CUDA graphs, and what else helps against what the job waits for. At the
-    end, the default and the best options are measured by turns, three times each. The trials are drawn in
-    NAME.tune.html beside the run folder. Run it again to continue a search that was stopped.
+    Tries options that change speed but not answers, on JOB's rows: how the GPUs are used, the number of concurrent
+    requests, tokens per step, memory, CUDA graphs, and other options that help against the bottleneck. At the end, it
+    measures the default and the best options in turn, three times each. NAME.tune.html beside the run folder shows all
+    trials. The same command continues a search that was stopped.
     """
     from batchkit.commands.tuning.tune import tune as search
 
@@ -137,21 +148,29 @@ def tune(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
 @click.command()
 @JOB
 @click.option(
-    "--batch-sizes", default="1,4,16,64", metavar="N,N,…", help="How many requests run at once."
+    "--batch-sizes",
+    default="1,4,16,64",
+    metavar="N,N,…",
+    help="Batch sizes to measure: numbers of requests that run at the same time.",
 )
 @click.option(
-    "--rounds", type=COUNT, default=3, help="How often each size is measured, the sizes in turn."
+    "--rounds",
+    type=COUNT,
+    default=3,
+    help="Number of measurements per size, with the sizes in turn.",
 )
-@options.rows("Measure with the first N rows only.")
-@options.seconds("At most this long per round, after at most as long to fill the engine.", 20.0)
+@options.rows("Use only the first N rows; default all.")
+@options.seconds(
+    "Maximum seconds per round, after at most as many seconds to fill the engine.", 20.0
+)
 @SET
 @JSON
 def bench(job: Path, batch_sizes: str, overrides: Texts, as_json: bool, **limits: Any) -> None:
-    """Measure JOB's throughput, latency and memory by batch size.
+    """Measure throughput, latency and memory by batch size.
 
-    The batch size is how many requests run at once, as for find-bs. Each figure is the median of the
-    rounds, which start when the engine is warm and full. p50 and p99 are latencies of a request,
-    counted from when it enters the engine's queue. One line of JSON follows the table.
+    The batch size is the number of requests that run at the same time, as for find-bs. Each figure is the median of the
+    rounds; a round starts when the engine is warm and full. p50 and p99 are request latencies, counted from the moment
+    a request enters the engine's queue. One line of JSON follows the table.
     """
     from batchkit.commands.tuning.table import bench as measure
     from batchkit.commands.tuning.table import sizes_in
@@ -169,38 +188,38 @@ def bench(job: Path, batch_sizes: str, overrides: Texts, as_json: bool, **limits
     "--engines",
     required=True,
     metavar="A,B",
-    help="Two engine kinds, for example vllm,transformers; one kind twice with --set-a or --set-b.",
+    help="Two engine kinds: vllm,transformers. To compare settings of one kind, give it twice, with --set-a or"
+    " --set-b.",
 )
-@options.rows("Only the first N rows (after the job's filter).", default=100)
+@options.rows("Maximum number of rows, after the job's filter.", default=100)
 @SET
 @options.setting(
     "--set-a",
     "only_a",
-    "Like --set, for A only; a key of the engine: engine.model=PATH. May be repeated.",
+    "Override a key of [engine] for A only: engine.model=PATH. May be repeated.",
 )
-@options.setting("--set-b", "only_b", "Like --set-a, for B.")
+@options.setting("--set-b", "only_b", "Override a key of [engine] for B only. May be repeated.")
 @click.option(
     "--tie",
     type=click.FloatRange(0),
     default=0.01,
-    help="A difference with a smaller gap is a tie. bfloat16 needs more, for example 0.25.",
+    help="Largest gap in log-probability that counts as a tie; bfloat16 needs more, for example 0.25.",
 )
 @printed
 def parity(
     job: Path, engines: str, overrides: Texts, only_a: Texts, only_b: Texts, **limits: Any
 ) -> Result:
-    """Show where the answers of two engines to JOB differ.
+    """Compare the answers of two engines to JOB, token by token.
 
-    Both run the same rows, greedy, first A, then B. The gap of a difference is how much (in
-    logprob) the side that was more certain preferred its own token to the other's: near 0 it is a
-    tie that was broken differently, a large one is a real difference. Without logprobs, answers are
-    compared by words and the gap is unknown.
+    Runs the same rows with greedy sampling, first on A, then on B. The gap of a difference is the log-probability by
+    which the more certain engine preferred its own token. A gap near 0 is a tie that was broken differently; a large gap
+    is a real difference. Without logprobs, answers are compared word by word, and the gap is unknown.
 
-    What only one kind of engine supports is left out, and listed: options of JOB for the other side,
-    parameters of its sampling for both. Nothing is written to the run folder.
+    Leaves out, and lists, settings that only one engine supports: engine options for the other engine, sampling
+    parameters for both. Writes nothing to the run folder.
 
-    Exits with 0 if all rows are equal or ties, with 3 if some differ, fail on one side only, or none
-    was answered on both.
+    Exits with 0 if all rows are equal or ties. Exits with 3 if some rows differ, fail on one engine only, or if no row
+    was answered by both.
     """
     from batchkit.commands.parity import parity as compare
     from batchkit.errors import Interrupted
