@@ -245,11 +245,12 @@ KEYS = [
     ),
     Mistake(
         "run job.toml --set engine.kind=vllm --set engine.model=m"
-        " --set 'engine.options={tp_size=2, gpu_memory=0.5, batch_size=8}'",
+        " --set 'engine.options={tp_size=2, gpu_memory=0.5, batch_size=8, max_tokens=9}'",
         (
             "engine.options.tp_size: vLLM has no such option; did you mean 'tensor_parallel_size'?",
             "engine.options.gpu_memory: vLLM has no such option; did you mean 'gpu_memory_utilization'?",
             "engine.options.batch_size: vLLM has no such option; did you mean 'max_num_seqs'?",
+            "engine.options.max_tokens: vLLM has no such option; did you mean 'sampling.max_tokens'?",
         ),
         never=("loading",),
     ),

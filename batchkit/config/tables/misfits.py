@@ -298,7 +298,7 @@ def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
         may_be_named = not name and job.may_have_lines  # as the model of a batch line
         for option in engine.options if engine.kind == "vllm" else ():
             here = called_here(option, "engine.options")
-            if here is not None and "." not in here:
+            if here is not None and not here.startswith("engine."):
                 yield f"{place}.options.{option}: vLLM has no such option; did you mean {here!r}?"
         if engine.loras and name not in used and not may_be_named:
             yield f'{place}.loras: no row uses them; set prompt.lora, for example to "{{{{ column }}}}"'
