@@ -167,7 +167,7 @@ def run(
     from batchkit.commands.run import run_job
     from batchkit.commands.trust import vouched
     from batchkit.commands.validate import not_checked, preview
-    from batchkit.config.loading import load_job
+    from batchkit.config.loading import check_not_moved, load_job
     from batchkit.config.shard import asked_for
 
     how = {name: keys.pop(name) for name in ("fresh", "on_change", "skip_from")}
@@ -177,6 +177,7 @@ def run(
     has_engine = "engine.model" in given or any(text.startswith("engine.") for text in overrides)
     if job is not None:
         loaded = load_job(job, overrides, given)
+        check_not_moved(job, loaded, overrides)
     elif "input.path" in given and has_engine:
         loaded = one_line_job(given, overrides)
     else:

@@ -62,13 +62,13 @@ def load_job(
     if (rows := given.get("input.path")) is not None:
         given = {**given, "input.path": _find_input(rows, Path.cwd())}
     job = make_job(table, str(path), overrides, given, base=path.parent)
-    if not any(override.startswith(("name=", "output.dir=")) for override in overrides):
-        _check_not_moved(path, job)
     return job.as_made_in(str(path.resolve()))
 
 
-def _check_not_moved(path: Path, job: JobConfig) -> None:
-    """Raises JobError if ``path`` is in a run folder that is no longer where the job has its own."""
+def check_not_moved(path: Path, job: JobConfig, overrides: Sequence[str]) -> None:
+    """Raise JobError if ``path`` is in a run folder that was moved, and ``overrides`` do not say where to run ``job``."""
+    if any(override.startswith(("name=", "output.dir=")) for override in overrides):
+        return
     here = path.resolve().parent
     if is_file(str(here / "manifest.json")) and here != job.folder.resolve():
         raise JobError(
