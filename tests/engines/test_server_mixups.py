@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN
 from tests.support.server_engine import ask, opened, request
 from tests.support.server_runs import answering, records, said, write_job
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder", "short_pauses"), pytest.mark.slow]
 
@@ -185,6 +187,30 @@ def test_a_server_with_another_model_at_the_next_start_is_not_asked(
     with serving(model=first, port=server.port):
         assert batchkit("run", "job.toml").exit_code == 0
     assert len(records()) == 6
+
+
+def test_an_answer_counts_though_the_engine_ends_while_the_model_is_checked() -> None:
+    is_checking, is_over = threading.Event(), threading.Event()
+
+    def first_waits() -> None:
+        server.lists = lambda: None
+        is_checking.set()
+        is_over.wait(60)
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == "row 1":
+            raise Refused(401, error("Incorrect API key provided"))
+
+    done = list[Completion]()
+    with serving(before) as server, opened(server) as engine:
+        server.lists = first_waits
+        engine.submit(request(0))
+        assert is_checking.wait(60)
+        engine.submit(request(1))
+        with pytest.raises(EngineError, match="Incorrect API key"):
+            until(lambda: done.extend(engine.poll(0.1)))
+        is_over.set()
+    assert [completion.request.row.index for completion in done] == [0]
 
 
 def test_a_retry_asks_only_the_model_of_the_run() -> None:

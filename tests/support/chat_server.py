@@ -91,6 +91,7 @@ class ChatServer:
         ready_at: float = 0.0,
         model: dict[str, Any] | None = None,
     ) -> None:
+        self.lists: Callable[[], object] = lambda: None  # called before it lists its models
         self.before, self.latency_s, self.context, self.key = before, latency_s, context, key
         self.counts, self.ready_at = counts, ready_at
         self.names = [MODEL]
@@ -250,6 +251,7 @@ class _Handler(Page):
     def _models(self) -> dict[str, Any]:
         if self.path != "/v1/models":
             raise Refused(404, {"detail": "Not Found"})
+        self.of.lists()
         if time.monotonic() < self.of.ready_at:
             raise Refused(503, error("Loading model", "unavailable_error", code=503))
         of_each = {"owned_by": "tests", **self.of.model}

@@ -94,6 +94,7 @@ class OpenAIServerEngine:
         self._ended: EngineError | None = None
         self._unsettled = 0  # requests in flight, as the event loop knows them
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unchecked: list[Completion] = []  # answered; the server's model is being checked
         self._closing = asyncio.Event()
         self._loop = asyncio.SelectorEventLoop()  # Ray sets uvloop, which lacks RFC 8305
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
@@ -199,17 +200,22 @@ class OpenAIServerEngine:
         self._unsettled -= 1
         if not self._unsettled:  # this may be the run's last answer
             self._remote.doubt()
+            self._unchecked.append(completion)
             try:
                 await self._remote.check_model()
             except (NoAnswer, RowError):
-                pass  # it is away now; the answer is paid for
+                pass  # the server is away now, but it has answered
             except EngineError as error:
+                self._unchecked.clear()  # they may be another model's
                 self._end(error)
                 return
+            self._unchecked.remove(completion)
         self._done.put(completion)
 
     def _end(self, error: EngineError) -> None:
         if self._ended is None:
+            for completion in self._unchecked:  # they were answered before the end
+                self._done.put(completion)
             self._ended = error
             for task in self._tasks - {asyncio.current_task()}:
                 task.cancel()
