@@ -60,6 +60,12 @@ COMMANDS = [
             "--parquet ans.xlsx": "ans.xlsx: --parquet writes .parquet; name the file so",
         }.items()
     ),
+    # A template for max_tokens is no secret, so the job in the run folder can be run.
+    Mistake(
+        "run job.toml --set 'sampling.max_tokens={{ stars }}'\nrun output/mood/job.toml",
+        ('"skipped": 3',),
+        0,
+    ),
     Mistake(
         "validate steps.toml --set 'steps.b.when=stars == 5'",
         (

@@ -93,11 +93,12 @@ _known: set[str] = set()
 
 def is_secret(name: str, value: Any = 0) -> bool:
     """Whether a name is a secret's: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``; ``tokens``, if
-    its ``value`` is no number."""
+    its ``value`` is no number and no template."""
     is_count, is_named = _said_by(name)
     if is_count:
         texts = value if isinstance(value, list | tuple) else [value]
-        return any(isinstance(text, str) and not text.strip().isdecimal() for text in texts)
+        texts = [text for text in texts if isinstance(text, str) and "{{" not in text]
+        return not all(text.strip().isdecimal() for text in texts)
     return is_named
 
 
