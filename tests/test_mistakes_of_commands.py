@@ -66,6 +66,27 @@ COMMANDS = [
         ('"skipped": 3',),
         0,
     ),
+    # An export is a file of this machine.
+    *(
+        Mistake(
+            command,
+            ("s3:/b/a.csv: is a URL, and exports are local files; output.upload sends one",),
+        )
+        for command in (
+            "run job.toml --output s3://b/a.csv",
+            "run job.toml\nexport output/mood --csv s3://b/a.csv",
+        )
+    ),
+    Mistake("run job.toml\nexport output --csv", ("output: neither a", "'output/mood'")),
+    Mistake(
+        "validate job.toml --set engine.kind=vllm --set engine.model=batchkit-demo --set engine.lora=gone",
+        ("engine.lora: gone: no such folder, and a name on the hub is owner/name",),
+        is_slow=True,
+    ),
+    Mistake(
+        "validate job.toml --set scoring.reference=label --set 'scoring.scorers=[\"accuracy\"]'",
+        ('found "accuracy"', "did you mean 'em'?"),
+    ),
     Mistake(
         "validate steps.toml --set 'steps.b.when=stars == 5'",
         (

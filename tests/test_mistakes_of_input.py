@@ -216,6 +216,24 @@ TEMPLATES = [
         ),
     ]
 ]
+ROWS += [
+    Mistake(
+        "validate job.toml --set input.where.label=Positive",
+        ("no row has what input.where asks for: label = 'Positive' (upper and lower case differ)",),
+    ),
+    Mistake(
+        "run job.toml --set input.path=pipes.csv",
+        ('"ok": 2',),
+        0,
+        {"pipes.csv": "id|review|label\n1|Good, hot soup|x\n2|Late|y\n"},
+    ),
+    Mistake(
+        f"run --model m --input t.csv {DRY}",
+        ("expected a list of messages; it is text: store the rows as JSON Lines or Parquet",),
+        3,
+        {"t.csv": 'id,messages\n1,"[{""role"":""user"",""content"":""hi""}]"\n'},
+    ),
+]
 MESSAGES = [
     Mistake(
         f"run --model batchkit-demo --input chats.jsonl {DRY}",
@@ -228,6 +246,11 @@ MESSAGES = [
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
             "end with the assistant's turn: leave it out to get a new answer",
             0,
+        ),
+        (
+            '{"messages": [{"role": "human", "content": "a"}]}',
+            "messages: role is 'human'; write user or assistant",
+            2,
         ),
         (
             '{"conversations": [{"from": "human", "value": "a"}]}',

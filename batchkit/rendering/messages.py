@@ -34,7 +34,9 @@ def loaded(messages: Any, load: Load) -> list[Message]:
         RequestError: they are not chat messages, or have a part of another type.
     """
     if not isinstance(messages, list) or not messages:
-        raise RequestError(f"messages: found {shown(messages)}, expected a list of messages")
+        found = f"messages: found {shown(messages)}, expected a list of messages"
+        remedy = "; it is text: store the rows as JSON Lines or Parquet, whose cells may be lists"
+        raise RequestError(found + remedy * isinstance(messages, str))
     return [_loaded(message, load) for message in messages]
 
 
@@ -118,6 +120,8 @@ def text_part(text: str) -> dict[str, Any]:
 def _loaded(message: Any, load: Load) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages: found {shown(message)}, expected role and content")
+    if message["role"] in ("human", "gpt"):  # many chat templates leave out a role they do not know
+        raise RequestError(f"messages: role is {message['role']!r}; write user or assistant")
     content = message.get("content")
     # Parquet gives each message the keys of all, and a template may ask which ones it has.
     message = {key: value for key, value in message.items() if value is not None}

@@ -192,7 +192,9 @@ def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:
 
 
 def near_run(folder: Path) -> str:
-    """What a message about ``folder``, which is no run folder, ends with: a run beside it with nearly its name."""
+    """What a message about ``folder``, which is no run folder, ends with: a run in it, or beside it with nearly its name."""
+    if inside := sorted(str(run) for run in folder.glob("*") if is_run(run)):
+        return f"; did you mean {inside[0]!r}?"
     return did_you_mean(str(folder), (str(run) for run in folder.parent.glob("*") if is_run(run)))
 
 

@@ -68,7 +68,7 @@ def _separator(path: str, beginning: bytes) -> str:
     if suffix_of(path) == ".tsv":
         return "\t"
     header = beginning.lstrip().partition(b"\n")[0]
-    return next((mark for mark in ",;\t" if mark.encode() in header), ",")
+    return next((mark for mark in ",;\t|" if mark.encode() in header), ",")
 
 
 def _has_return(path: str, number: int) -> InputError:

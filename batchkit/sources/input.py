@@ -199,7 +199,11 @@ def why_empty(table: InputTable) -> str:
     wanted = ", ".join(f"{name} = {shown(value)}" for name, value in table.where.items())
     if table.filled and not wanted:
         return f"{table.path}: has no row without a blank in {', '.join(sorted(table.filled))}"
-    reason = f"no row has what input.where asks for: {wanted}" if wanted else "has no rows"
+    reason = (
+        f"no row has what input.where asks for: {wanted} (upper and lower case differ)"
+        if wanted
+        else "has no rows"
+    )
     return f"{table.path}: {reason}"
 
 

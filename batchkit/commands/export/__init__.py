@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from batchkit.commands import Say
-from batchkit.commands.export.outputs import exporting, is_foreign, refuse_own_file
+from batchkit.commands.export.outputs import exporting, is_foreign, refuse_own_file, refuse_url
 from batchkit.config.seams import EXPORTS as SEAM
 from batchkit.config.tables import FOR_VECTORS, OF_TOKENS
 from batchkit.errors import JobError
@@ -118,6 +118,7 @@ def export(
     check_log(folder)
     own = folder / _NAMES.get(format_name, f"results.{format_name}")
     path = path or own
+    refuse_url(path)
     refuse_own_file(path, folder)
     _check_suffix(path, format_name, own.suffix)
     if not force and is_foreign(path):

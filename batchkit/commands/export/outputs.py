@@ -37,6 +37,7 @@ def format_for(path: Path, job: JobConfig) -> str:
             f"--output {path}: each shard would write the same file; leave it out, then `batchkit merge`"
             " the shards and `batchkit export` the result"
         )
+    refuse_url(path)
     name = _SUFFIXES.get(path.suffix.lower())
     if name is None:
         raise JobError(
@@ -61,6 +62,14 @@ def format_for(path: Path, job: JobConfig) -> str:
         "openai-batch"
     }
     return "openai" if is_batch else name
+
+
+def refuse_url(path: Path) -> None:
+    """Raises JobError if ``path`` was made of a URL, whose scheme would be a folder."""
+    if path.parts and path.parts[0].endswith(":"):
+        raise JobError(
+            f"{path}: is a URL, and exports are local files; output.upload sends one to a web address"
+        )
 
 
 def is_foreign(path: Path) -> bool:

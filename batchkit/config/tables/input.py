@@ -42,8 +42,8 @@ class InputTable(Table):
     """JSON: the key (dotted) of the list of rows. Excel: the sheet's name, by default the first
     one."""
     separator: Identity[Literal[",", ";", "\t", "|"] | None] = None
-    """CSV: what stands between cells; by default a tab in `.tsv`, else a comma, or where line 1 has none, a semicolon
-    or a tab."""
+    """CSV: what stands between cells; by default a tab in `.tsv`, else a comma, or where line 1 has none, a semicolon,
+    a tab or `|`."""
     id: Identity[str | None] = None
     """The field that names a row; by default, its index in the input (a file's `path`, a PDF page's
     `image`, a run's `id`). A row that lacks it fails, and is named `no-id:` and its index. Rows

@@ -77,6 +77,10 @@ def adapters_of(job: JobConfig) -> list[Adapter]:
             found.append(_adapter_in(name, _folder_of(place)))
         except _Unusable as reason:
             problems.append(f"engine.loras.{name}: {reason}")
+    try:
+        _folder_of(job.engine.lora or ".")
+    except _Unusable as reason:
+        problems.append(f"engine.lora: {reason}")
     if problems:
         raise JobError("\n".join(problems))
     return found
