@@ -136,7 +136,21 @@ NAMES = [
     Mistake("start job.toml", ("Did you mean 'batchkit run', which resumes what it began?",)),
 ]
 
-TABLES = {"commands": COMMANDS, "names": NAMES}
+VALUES = [
+    Mistake(f"run job.toml\n{command}", (said,), files={"old.xls": "x"})
+    for command, said in {
+        "run job.toml --set output.keep=label": '; write ["label"]',
+        "run job.toml --set scoring.choices=a": 'expected list of text; write ["a"]',
+        "run job.toml --set sampling=0": "set one of its keys, as sampling.temperature",
+        "run job.toml --set run.max_seconds=1h": "expected number > 0; write the number of seconds",
+        "run job.toml --set input.path=old.xls": "is of Excel before 2007; save it as .xlsx",
+        "run job.toml --fresh --on-change requeue": "keeps answers of the old one: keep one",
+        "merge output/mood": "--into is missing: batchkit merge output/a output/b --into output/ab",
+        "export output/mood/results.jsonl --csv": "a file of a run; name the run's folder: output/mood",
+        "run job.toml --fresh --set 'prompt.user={{ row.Review }}'": "did you mean 'review'?",
+    }.items()
+]
+TABLES = {"commands": COMMANDS, "names": NAMES, "values": VALUES}
 
 
 @pytest.mark.parametrize("mistake", params(TABLES))

@@ -173,6 +173,10 @@ def run(
     how = {name: keys.pop(name) for name in ("fresh", "on_change", "skip_from")}
     if resume and how["fresh"]:
         raise click.UsageError("--resume continues a run, and --fresh begins a new one: keep one")
+    if how["fresh"] and how["on_change"] == "requeue":
+        raise click.UsageError(
+            "--fresh begins a new run, and --on-change requeue keeps answers of the old one: keep one"
+        )
     given = options.given_keys(keys)
     has_engine = "engine.model" in given or any(text.startswith("engine.") for text in overrides)
     if job is not None:

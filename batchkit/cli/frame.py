@@ -111,8 +111,10 @@ def _in_our_words(error: click.UsageError) -> str:
         "bench": "; the sizes are one option: --batch-sizes 4,16,64",
         "run": f"; {QUOTE}",
     }
-    command = error.ctx.command.name if error.ctx and "extra argument" in message else None
-    return message + remedies.get(command or "", "")
+    command = error.ctx.command.name if error.ctx else None
+    if command == "merge" and isinstance(error, click.MissingParameter):
+        return "--into is missing: batchkit merge output/a output/b --into output/ab"
+    return message + (remedies.get(command or "", "") if "extra argument" in message else "")
 
 
 def _option_for(error: click.NoSuchOption) -> str | None:

@@ -167,10 +167,15 @@ def _problem(detail: Mapping[str, Any], place: _Place, table: Model, unknown: st
     if kind == "value_error":
         return str(detail["msg"]).removeprefix("Value error, ")
     hint = did_you_mean(str(found), _literals(place.annotation))
-    if isinstance(found, str) and (inner := _table_in(place.annotation)) is not None:
+    is_value = isinstance(found, str) or len(place.location) == 1
+    if is_value and (inner := _table_in(place.annotation)) is not None:
         names = inner.model_fields
         hint = f"; set one of its keys, as {place.location[-1]}.{'user' if 'user' in names else next(iter(names))}"
     expected = in_words(place.annotation, place.limits)
+    if isinstance(found, str) and expected.startswith("list of text"):
+        hint = f"; write [{shown(found)}]"
+    elif isinstance(found, str) and str(place.location[-1]).endswith(("_s", "seconds")):
+        hint = "; write the number of seconds"
     if expected == "list of tables" and isinstance(found, Mapping):
         hint = "; write [[{0}]] for [{0}]".format(".".join(map(str, place.location)))
     return f"found {shown(found)}, expected {expected}{hint}"

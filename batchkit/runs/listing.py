@@ -209,7 +209,10 @@ def find_run(target: str | None, overrides: Sequence[str] = ()) -> Path:
     """
     if target is None:
         return latest_run(Path("output"))
-    path, folder = Path(target), folder_of(target, overrides)
+    path = Path(target)
+    if path.is_file() and path.suffix != ".toml" and is_run(path.parent):
+        raise JobError(f"{target}: is a file of a run; name the run's folder: {path.parent}")
+    folder = folder_of(target, overrides)
     if not is_run(folder):
         if any(os.path.lexists(folder / name) for name in (RESULTS, CHECKPOINT)):
             raise StoreError(without_manifest(folder))

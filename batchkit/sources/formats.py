@@ -44,6 +44,8 @@ def format_of(path: str, table: InputTable) -> str:
         raise InputError(
             f"{path}: is an archive; unpack it, or name its files: {suffix[1:]}://*.csv::{path}"
         )
+    if suffix == ".xls":
+        raise InputError(f"{path}: is of Excel before 2007; save it as .xlsx")
     if not name:
         suffixes = (suffix for name in READERS.names() for suffix in load_format(name).suffixes)
         raise InputError(

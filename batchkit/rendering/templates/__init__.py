@@ -36,7 +36,9 @@ _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s
 ROW = "row"  # what a template calls all of the row's fields
 _HANDLER = "batchkit.rendering.templates.child"
 _CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))  # more would only be slower
-_UNKNOWN_NAME = re.compile(r"'(?:\{\{[-+]?\s*)?([^'{}]+?)(?:\s*[-+]?\}\})?' is undefined")
+_UNKNOWN_NAME = re.compile(
+    r"'(?:\{\{[-+]?\s*)?([^'{}]+?)(?:\s*[-+]?\}\})?' is undefined|'dict object' has no attribute '(\w+)'"
+)
 # What Jinja and Python raise for a template that can't be compiled.
 _CANT_BE_COMPILED = (JinjaError, RecursionError, MemoryError, SyntaxError, ValueError)
 
@@ -172,7 +174,7 @@ def _undefined(message: str, names: Mapping[str, Any]) -> TemplateError:
 @lru_cache(maxsize=256)  # all rows that lack the same field
 def _of_unknown_name(message: str, known: tuple[str, ...]) -> str:
     name = _UNKNOWN_NAME.search(message)
-    hint = "" if name is None else _hint(name[1], known)
+    hint = "" if name is None else _hint(name[1] or name[2], known)
     return f"{message}; the row has {', '.join(known) or 'no fields'}{hint}"
 
 
