@@ -126,7 +126,7 @@ def cli() -> None:
 @SET
 @click.option("--resume", is_flag=True, help="Resume the run if it exists (the default).")
 @click.option(
-    "--fresh", is_flag=True, help="Start a new run; keep the old folder as <name>.1, <name>.2 …"
+    "--fresh", is_flag=True, help="Start a new run, and keep the old folder as <name>.1."
 )
 @click.option(
     "--on-change",
