@@ -179,7 +179,7 @@ RUNS = [
     Mistake(
         "run steps.toml\nrun steps.toml",
         (
-            "requeue: 0 records kept, 3 rows to run again (3 of their generations answer what is asked again)",
+            "requeue: 0 records kept, 3 rows to run again (3 of their generations can be used again)",
             "'reviw' is undefined",
             "so the run was stopped",
         ),
@@ -206,7 +206,7 @@ RUNS = [
     ),
     Mistake(
         "run job.toml --set scoring.reference=label --set 'scoring.scorers=[\"numeric\"]'",
-        ("numeric compares numbers, and label of the first row is 'positive'", "em or choice"),
+        ("numeric compares numbers, but label of the first row is 'positive'", "em or choice"),
         0,
     ),
 ]
@@ -367,17 +367,23 @@ KEYS = [
     *(
         Mistake(
             f"{command} job.toml --set input.path=blank.csv --set input.empty={empty}",
-            (f"review is empty in 2 of the 4 rows, and {said}", ended),
+            (f"review is empty in 2 of the 4 rows, {said}", ended),
             exit_code,
             {"blank.csv": 'id,review,label\n1,Fine,a\n2,,b\n3," ",b\n4,Bad,c\n'},
         )
         for command, empty, said, ended, exit_code in (
-            ("run", "keep", 'sent so; input.empty = "skip" leaves such rows out', '"ok": 4', 0),
-            ("run", "skip", "such rows are left out", '"total": 2, "ok": 2', 0),
-            ("run", "fail", "such rows fail", "review is empty, and input.empty", 3),
-            ("validate", "keep", "sent so", "4 ok", 0),
-            ("validate", "skip", "such rows are left out", "2 rows: 2 ok", 0),
-            ("validate", "fail", "such rows fail", "2 would fail", 3),
+            (
+                "run",
+                "keep",
+                'which are sent anyway; input.empty = "skip" leaves them out',
+                '"ok": 4',
+                0,
+            ),
+            ("run", "skip", "which are left out", '"total": 2, "ok": 2', 0),
+            ("run", "fail", "which fail", "review is empty, and input.empty", 3),
+            ("validate", "keep", "which are sent anyway", "4 ok", 0),
+            ("validate", "skip", "which are left out", "2 rows: 2 ok", 0),
+            ("validate", "fail", "which fail", "2 would fail", 3),
         )
     ),
     Mistake(

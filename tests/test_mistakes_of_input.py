@@ -56,7 +56,7 @@ SYNTAX = [
     *(
         Mistake(
             f"run steps.toml --set 'steps.revise.{key}={{{{ draft.text }}}}'",
-            ("steps.revise: draft is a step and no column: write {{ steps.draft.text }}",),
+            ("steps.revise: draft is a step, not a column: write {{ steps.draft.text }}",),
             files={"steps.toml": STEPS},
         )
         for key in ("prompt.user", "when")
@@ -84,12 +84,12 @@ SYNTAX = [
     Mistake(
         "validate job.toml --set scoring.reference=stars --set 'scoring.scorers=[\"em\"]'"
         ' --set \'sampling.structured_outputs={choice=["good","bad"]}\'',
-        ("scoring.reference: is '5' in the first row, and answers are good, bad",),
+        ("scoring.reference: is '5' in the first row, but answers are good, bad",),
         0,
     ),
     Mistake(
         "validate job.toml --set scoring.reference=label --set 'scoring.scorers=[\"judge\"]'",
-        ("scoring: judge has no model, so nothing is judged: set [scoring.judge.engine]",),
+        ("scoring: judge has no model, so no answer is judged: set [scoring.judge.engine]",),
         0,
     ),
 ]
@@ -144,9 +144,9 @@ ROWS = [
             {"s.parquet": CELLS},
         )
         for column, said in {
-            "s": "s of the first row is dict, sent as Python writes it; write {{ s | tojson }}",
-            "l": "l of the first row is list, sent as Python writes it; write {{ l | tojson }}",
-            "b": "b of the first row is bytes, sent as Python writes it; store it as text",
+            "s": "s of the first row is dict, which the prompt shows in Python's notation; write {{ s | tojson }}",
+            "l": "l of the first row is list, which the prompt shows in Python's notation; write {{ l | tojson }}",
+            "b": "b of the first row is bytes, which the prompt shows in Python's notation; store it as text",
         }.items()
     ),
     Mistake(
@@ -154,7 +154,7 @@ ROWS = [
         ('"ok": 1',),
         0,
         {"s.parquet": CELLS},
-        never=("as Python writes it",),
+        never=("in Python's notation",),
     ),
     *(
         Mistake(command, (said,), code)
@@ -177,7 +177,7 @@ ROWS = [
             ),
             ("bench job.toml 4 16 64", "the sizes are one option: --batch-sizes 4,16,64", 2),
             (f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --keep label,stars", '"ok": 3', 0),
-            (f"{ONE_LINE} --prompt 'M\\n{{{{ review }}}}'", r"holds \n as two characters", 0),
+            (f"{ONE_LINE} --prompt 'M\\n{{{{ review }}}}'", r"contains \n as two characters", 0),
             (
                 "run job.toml\nexport output/mood --csv output",
                 "output: is a folder; name a file in it",

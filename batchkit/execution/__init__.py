@@ -1,1 +1,1 @@
-"""The run: rows go to workers, records come back."""
+"""The run: sends rows to workers, and writes the records that come back."""

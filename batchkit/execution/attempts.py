@@ -1,8 +1,7 @@
-"""Further attempts of a row within a run: after a failure, with a shorter prompt, or for a missing
-answer.
+"""Retries of rows within a run: after a failure, with a shorter prompt, or because the answer is missing.
 
-If an attempt that asks for a missing answer fails, the row keeps the answer that it has. An answer
-that is not what ``output.parse`` asks for is missing, too.
+An answer that fails ``output.parse`` counts as missing. If a retry for a missing answer fails, the row keeps its
+earlier answer.
 """
 
 from __future__ import annotations
@@ -36,47 +35,47 @@ _MOST_DOUBLINGS = 60  # longer than any run; a float overflows past 1023
 
 
 @dataclass
-class _Further:
-    """The further attempts of one row: ``tries`` that failed, in a row; how often it was ``asked`` for a
-    missing answer, and the ``answer`` that it has, or the failure if no answer was what is asked for;
-    and what was ``spent``."""
+class _RetryState:
+    """Retry state of one row."""
 
-    tries: int = 0
-    asked: int = 0
-    answer: Completion | None = None
-    spent: list[Usage] = field(default_factory=list)
+    tries: int = 0  # failed tries since the last ``reask``
+    asked: int = 0  # retries because the answer was missing (``retry.reask``)
+    answer: Completion | None = None  # the best attempt so far, possibly a failed one
+    spent: list[Usage] = field(default_factory=list)  # usage of the attempts that are not returned
 
 
 class Attempts:
     """Decides for each completion whether its row is settled, and holds the requests to retry.
 
-    Used by one thread; ``retried`` counts all further attempts except those with shorter prompts.
+    Not thread-safe. ``retried`` counts all retries except retries with a shorter prompt.
     """
 
     def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:
         self._start, self._retry, self._clock = start, start.job.retry, clock
         self._waiting: list[tuple[float, int, Request]] = []  # a heap
         self._numbers = itertools.count()
-        self._rows: dict[Key, _Further] = {}
+        self._rows: dict[Key, _RetryState] = {}
         self.retried = 0
 
     def __len__(self) -> int:
-        """Requests that wait to be submitted again."""
+        """Return the number of requests that wait to be submitted again."""
         return len(self._waiting)
 
     def pop_due(self) -> Request | None:
-        """The request that has been due the longest, if one is."""
+        """Return the request whose wait ended first, or None if all must still wait."""
         if not self._waiting or self._waiting[0][0] > self._clock():
             return None
         return heapq.heappop(self._waiting)[2]
 
     def settle(self, completion: Completion) -> Completion | None:
-        """The completion that settles the request, or None if it is tried again."""
-        if completion.error is None and not (self._rows or self._retry.reask):  # as nearly all are
+        """Return the completion that settles the request, or None if the request is retried."""
+        if completion.error is None and not (
+            self._rows or self._retry.reask
+        ):  # the usual case, kept fast
             return completion
         key = completion.request.key
-        row = self._rows.pop(key, None) or _Further()
-        if self._is_tried_again(completion, row):
+        row = self._rows.pop(key, None) or _RetryState()
+        if self._retry_later(completion, row):
             if completion.usage is not None:
                 row.spent.append(completion.usage)
             self._rows[key] = row
@@ -87,27 +86,28 @@ class Attempts:
             row.spent += filter(None, [completion.usage])
         return replace(settled, earlier_usage=sum_of(row.spent)) if row.spent else settled
 
-    def _is_tried_again(self, completion: Completion, row: _Further) -> bool:
+    def _retry_later(self, completion: Completion, row: _RetryState) -> bool:
+        """Schedule another attempt if the retry rules allow one, and return whether they do."""
         if isinstance(completion.error, PromptTooLongError):
-            return self._is_shortened(completion.request, completion.error, row)
-        is_asked_again = self._retry.reask and isinstance(completion.error, InvalidOutputError)
-        again = None if is_asked_again else next_attempt(completion, row.tries + 1, self._retry)
+            return self._shorten(completion.request, completion.error, row)
+        reasks = self._retry.reask and isinstance(completion.error, InvalidOutputError)
+        again = None if reasks else next_attempt(completion, row.tries + 1, self._retry)
         if again is not None:
             row.tries += 1
             self._submit(again, wait_s(row.tries, self._retry))
             return True
-        return self._is_asked_again(completion, row)
+        return self._reask(completion, row)
 
-    def _is_shortened(self, request: Request, error: PromptTooLongError, row: _Further) -> bool:
+    def _shorten(self, request: Request, error: PromptTooLongError, row: _RetryState) -> bool:
         shorter = self._start.renderer.shortened(request, error)
         if shorter is None:
             return False
-        if row.asked:  # rendered again, without the note
+        if row.asked:  # the shorter prompt was rendered without the note
             shorter = with_note(shorter) or shorter
         self._wait(shorter, 0)
         return True
 
-    def _is_asked_again(self, completion: Completion, row: _Further) -> bool:
+    def _reask(self, completion: Completion, row: _RetryState) -> bool:
         if row.asked >= self._retry.reask or not self._lacks_answer(completion):
             return False
         again = completion.request if row.asked else with_note(completion.request)
@@ -131,14 +131,14 @@ class Attempts:
         heapq.heappush(self._waiting, (self._clock() + wait_s, next(self._numbers), request))
 
 
-def _best(completion: Completion, row: _Further) -> Completion:
-    """An earlier answer, if this attempt failed."""
+def _best(completion: Completion, row: _RetryState) -> Completion:
+    """Return the row's earlier answer if this attempt failed, otherwise this attempt."""
     had = row.answer
     return completion if completion.error is None or had is None or had.error else had
 
 
 def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Request | None:
-    """The request to submit again, or None if the failure is final.
+    """Return the request to submit again, or None if the failure is final.
 
     ``tries`` counts the row's tries in this run, including the one that just failed.
     """
@@ -152,24 +152,24 @@ def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Reque
     again = next_sampling(request, retry)
     is_of_the_model = isinstance(error, EmptyTextError | InvalidOutputError)
     if is_of_the_model and not again.sampling.get("temperature"):
-        return None  # greedy: it would be the same again
+        return None  # greedy decoding would give the same answer
     return again
 
 
 def next_sampling(request: Request, retry: RetryTable) -> Request:
-    """``request`` with the number and the temperature of its next attempt."""
+    """Return ``request`` with the number and the temperature of its next attempt."""
     attempt = request.attempt + 1
     sampling = with_temperature(request.sampling, attempt, retry)
     return replace(request, sampling=sampling, attempt=attempt)
 
 
 def wait_s(tries: int, retry: RetryTable) -> float:
-    """Seconds before the next try after ``tries`` tries; doubles each time."""
+    """Return the seconds to wait after ``tries`` failed tries; the wait doubles each time."""
     return retry.backoff_s * 2.0 ** min(tries - 1, _MOST_DOUBLINGS)
 
 
 def with_smaller_media(request: Request) -> Request:
-    """``request`` with every image at half its pixels, the aspect kept, and every other frame of a video."""
+    """Return ``request`` with images at half their pixels (same aspect ratio) and half the frames of each video."""
     if (pair := request.pair) is not None:
         documents = [with_parts(document, _smaller) for document in pair.documents]
         return replace(

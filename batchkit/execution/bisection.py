@@ -1,10 +1,10 @@
-"""Finds the rows that kill an engine, by replaying suspects in halves.
+"""A search for the rows that kill an engine: it replays suspects in halves.
 
 After a death every request in flight is a suspect. They are replayed in two groups, with no other
-request in flight; a group that kills the engine again is split, until the row at fault is alone. A
+request in flight. A group that kills the engine again is split, until the poison row is alone. A
 row is quarantined when it has killed the engine alone twice in the same way: a single death may be
-an accident of the machine. Once a search has ended without a quarantine, accidents are known to
-happen, and from then on three deaths are needed.
+an accident of the machine. After a search that ends without a quarantine, the machine is known to
+have accidents, and three deaths are needed.
 
 So k poison rows among n cost at most about k * (log2(n) + 2) restarts, and every other row is
 answered. Large groups go first: their answers show early that the engine works.
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Group(Generic[T]):
-    """Requests to be replayed together. ``deaths``: how a lone one killed the engine, each time."""
+    """Requests to replay together. ``deaths``: the cause of each death by this request alone."""
 
     requests: Sequence[T]
     deaths: tuple[str, ...] = ()
@@ -32,9 +32,9 @@ class Group(Generic[T]):
 
 
 class Suspects(Generic[T]):
-    """Groups of requests that have yet to be replayed, each with no other request in flight.
+    """A queue of request groups to replay, each with no other request in flight.
 
-    The caller decides what a request is and what it kills: an engine's Request, a worker's Task.
+    ``T`` is the type to replay: Request for an engine, Task for a worker on Ray.
     """
 
     def __init__(self) -> None:
@@ -44,15 +44,15 @@ class Suspects(Generic[T]):
         self._without_quarantine = False
 
     def __bool__(self) -> bool:
-        """True while a group waits or is being replayed."""
+        """Return True while a group waits or is being replayed."""
         return self._replaying is not None or bool(self._groups)
 
     def __len__(self) -> int:
-        """Requests that wait for replay."""
+        """Return the number of requests that wait for replay."""
         return sum(len(group.requests) for group in self._groups)
 
     def died(self, in_flight: Sequence[T], cause: str) -> T | None:
-        """Record a death with these in flight. Returns the poison row if proven, else None."""
+        """Record a death with these requests in flight. Return the poison row if it is proven, otherwise None."""
         if not self:
             self._without_quarantine = True
         replayed, self._replaying = self._replaying, None
@@ -72,11 +72,11 @@ class Suspects(Generic[T]):
         self._groups.append(Group([request], is_quarantined=True))
 
     def interpose(self, requests: Sequence[T]) -> None:
-        """Replay these next. They are not suspects; they show whether the engine works."""
+        """Replay ``requests`` next. They are not suspects; they show whether the engine works."""
         self._groups.appendleft(Group(requests))
 
     def single_out(self) -> None:
-        """Replay one row of the largest group next, alone: most rows of a group are good."""
+        """Replay one row of the largest group next, alone: most rows of a large group are good."""
         if self._groups:
             largest = max(self._groups, key=lambda group: len(group.requests))
             if len(largest.requests) > 1:
@@ -85,7 +85,7 @@ class Suspects(Generic[T]):
                 self._groups.appendleft(Group(largest.requests[:1]))
 
     def next_group(self) -> Sequence[T]:
-        """The group to replay now that nothing is in flight; empty if no group is left."""
+        """Return the next group to replay, or an empty one. No request may be in flight."""
         self._replaying = self._groups.popleft() if self._groups else None
         if self._replaying is not None:
             return self._replaying.requests

@@ -1,4 +1,4 @@
-"""What the log says about the engines of a run, and what its manifest keeps for ``status`` and the next start."""
+"""Notes about a run's engines: lines for the log, and entries of the manifest for ``status`` and the next start."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from batchkit.storage.manifest import forget_other_steps
 
 
 class EngineNotes:
-    """Hears what happens to the engines of one start."""
+    """The receiver of engine events of one start; it writes them to the screen and the manifest."""
 
     def __init__(self, start: Start, run: OpenRun, tasks: Tasks, screen: Screen) -> None:
         self._job, self._run, self._tasks, self._screen = start.job, run, tasks, screen
         manifest, ledger = run.manifest, run.ledger
+        # False if ``--set`` gives a retry another model.
         self._is_runs_own = names_same_model(manifest.identity, start.identity)
-        """False if ``--set`` gives a retry another model."""
         has_answers = ledger.totals.records > 0 or ledger.steps.spent.generations > 0
         is_bound = self._is_runs_own and has_answers
         self._found: Mapping[str, Any] = manifest.identity if is_bound else {}
@@ -46,11 +46,13 @@ class EngineNotes:
                     self._run.save()
             case EngineHistory():
                 self._remember(event)
-                self._run.save()  # at once: the next start needs it
+                self._run.save()  # now, because the next start needs it even after a kill
 
     def known(self, names: Sequence[str]) -> dict[str, EngineHistory]:
-        """What earlier starts have learned of the engines of these names, as far as it holds for this
-        one."""
+        """Return the history of the named engines from earlier starts, as far as it is still valid.
+
+        Smaller settings are forgotten if the engine's options have changed.
+        """
         found = dict[str, EngineHistory]()
         for name in names:
             noted = self._run.manifest.notes_of(name)
@@ -61,7 +63,7 @@ class EngineNotes:
         return found
 
     def announce(self, names: Sequence[str], *, kept: Mapping[str, Any]) -> None:
-        """Report which engines are loaded, or taken again from those that were ``kept``."""
+        """Report which engines are loaded now, and which are reused from ``kept``."""
         workers = self._job.run.workers
         for name in names:
             engine = self._job.with_engine(name).engine
@@ -76,10 +78,12 @@ class EngineNotes:
                 )
             self._screen.say(text)
             if engine.options.get("trust_remote_code"):
-                self._screen.say(f"trust_remote_code: Python code that comes with {model} is run")
+                self._screen.say(
+                    f"trust_remote_code: vLLM runs Python code that comes with {model}"
+                )
 
     def note_versions(self, versions: Mapping[str, Mapping[str, str]]) -> None:
-        """Note what engines, by name, report about themselves."""
+        """Record the versions that the engines report, keyed by engine name."""
         start = self._run.manifest.last_start
         named = {name: dict(of) for name, of in versions.items()}
         if "" in named:
@@ -88,7 +92,7 @@ class EngineNotes:
             start.engines = {**start.engines, **named}
 
     def _remember(self, history: EngineHistory) -> None:
-        """Note what an engine's death taught."""
+        """Record the restarts and the smaller settings after an engine died."""
         manifest = self._run.manifest
         self._restarts[self._tasks.turns.number, history.engine] = history.restarts
         manifest.last_start.engine_restarts = self._restarts.total()

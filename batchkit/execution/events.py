@@ -1,4 +1,4 @@
-"""What a worker reports while it works: one value for each thing that happened."""
+"""Events that a worker reports while it works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Line(NamedTuple):
 
 
 class EngineLine(NamedTuple):
-    """A line about an engine or a worker: ``status`` shows it, too."""
+    """A line about an engine or a worker. ``status`` shows it, too."""
 
     text: str
 
@@ -25,9 +25,9 @@ class Note(NamedTuple):
 
 
 class EngineHistory(NamedTuple):
-    """What earlier deaths of engines taught; the next start of the run needs it.
+    """Restarts and smaller settings after engine deaths; the next start of the run needs them.
 
-    ``steps``: the memory ladder's. ``engine``: the name of one of ``[engines]``, "" for ``[engine]``.
+    ``steps``: steps of the memory ladder. ``engine``: name in ``[engines]``, or "" for ``[engine]``.
     """
 
     restarts: int = 0
@@ -36,25 +36,23 @@ class EngineHistory(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What an engine was found to run: by a key of the run's identity, each by name."""
+    """Hashes of the files that an engine really loaded: key of the run's identity, then file name."""
 
     found: Mapping[str, Mapping[str, Any]]
 
 
 class Load(NamedTuple):
-    """How busy engines are, as of their last poll: summed over several, but for ``kv_cache_usage``, the
-    fullest one's. ``preemptions`` are counted since the start, and so are ``retried``, further attempts
-    of rows. ``unfinished_tokens`` are of answers that have not ended. ``trouble``: an engine's."""
+    """Load of one or several engines at their last poll."""
 
-    window: int = 0
+    window: int = 0  # maximum number of requests in flight
     in_flight: int = 0
     running: int = 0
     waiting: int = 0
-    kv_cache_usage: float = 0.0
-    preemptions: int = 0
-    unfinished_tokens: int = 0
-    retried: int = 0
-    trouble: str = ""
+    kv_cache_usage: float = 0.0  # share from 0 to 1; of several engines, the highest
+    preemptions: int = 0  # since the start
+    unfinished_tokens: int = 0  # output tokens of requests that still run
+    retried: int = 0  # retries of rows since the start
+    trouble: str = ""  # of several engines, the first one's
 
     def __add__(self, other: Load) -> Load:  # type: ignore[override]
         fullest = max(self.kv_cache_usage, other.kv_cache_usage)

@@ -1,6 +1,6 @@
-"""``run.metrics_port``: the run's newest metrics, for Prometheus.
+"""Prometheus endpoint for the newest metrics of a run (``run.metrics_port``).
 
-Names are vLLM's where vLLM has one (``vllm:num_requests_running``), with Prometheus' base units; labels
+Metric names are vLLM's where vLLM has one (``vllm:num_requests_running``), in Prometheus' base units. The labels
 of ``batchkit_run_info`` are OpenTelemetry's for generative AI.
 """
 
@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 Show = Callable[[Metrics], None]
-_OPERATIONS = {"embed": "embeddings"}  # gen_ai.operation.name has none for the other pooling tasks
+_OPERATIONS = {
+    "embed": "embeddings"
+}  # OpenTelemetry defines no operation for the other pooling tasks
 
 
 class Family(NamedTuple):
-    """One metric: the value of ``field`` of Metrics, or by the values of its ``label``."""
+    """A metric family: ``field`` of Metrics, or one value for each value of ``label``."""
 
     text: str
     field: str
     label: str = ""
 
     def values(self, metrics: Metrics) -> Mapping[str, float | None]:
-        """By the value of its label, the empty one if it has none."""
+        """Return the metric's values, keyed by the value of its label ("" without a label)."""
         if self.label == "gpu":
             return {str(n): getattr(gpu, self.field) for n, gpu in enumerate(metrics.gpus)}
         if self.label == "status":
@@ -41,22 +43,22 @@ class Family(NamedTuple):
         return {"": getattr(metrics, self.field)}
 
 
-# Those that end in _total are counters, as Prometheus has it. A retry makes failed rows fewer, so rows are gauges.
+# Names that end in _total are counters, by Prometheus' convention. Rows are gauges: a retry reduces failed rows.
 FAMILIES = {
     "batchkit_rows": Family("Rows that have a record.", "", "status"),
     "batchkit_rows_expected": Family("Rows of the job.", "rows_total"),
     "batchkit_rows_retried_total": Family("Further attempts of rows in this start.", "retried"),
-    "batchkit_run_seconds_total": Family("For how long the run's starts have run.", "seconds"),
+    "batchkit_run_seconds_total": Family("Run time of all starts.", "seconds"),
     "batchkit_prompt_tokens_total": Family("Tokens of answered prompts.", "prompt_tokens"),
     "batchkit_generation_tokens_total": Family("Tokens of answers.", "completion_tokens"),
     "batchkit_generations_total": Family("Generations of rows with several.", "generations"),
     "batchkit_num_requests_in_flight": Family("Requests handed to the engines.", "in_flight"),
-    "batchkit_num_requests_allowed": Family("How many may be in flight.", "window"),
+    "batchkit_num_requests_allowed": Family("Maximum requests in flight.", "window"),
     "batchkit_num_requests_running": Family("Requests that the engines run.", "running"),
     "batchkit_num_requests_waiting": Family("Requests in the engines' queues.", "waiting"),
-    "batchkit_kv_cache_usage_ratio": Family("KV cache in use: the fullest.", "kv_cache_usage"),
+    "batchkit_kv_cache_usage_ratio": Family("KV cache use; highest engine.", "kv_cache_usage"),
     "batchkit_num_preemptions_total": Family("Preemptions in this start.", "preemptions"),
-    "batchkit_engine_restarts_total": Family("Engines started again.", "engine_restarts"),
+    "batchkit_engine_restarts_total": Family("Restarts of engines.", "engine_restarts"),
     "batchkit_host_memory_bytes": Family("Memory of the run's processes.", "host_bytes"),
     "batchkit_gpu_memory_bytes": Family("Memory in use on a GPU.", "memory_bytes", "gpu"),
     "batchkit_gpu_utilization_ratio": Family("Share of time in kernels.", "utilization", "gpu"),
@@ -65,8 +67,9 @@ FAMILIES = {
 
 @contextmanager
 def exporting(job: JobConfig) -> Iterator[Show]:
-    """Inside, Prometheus gets what the function was last called with, at ``run.metrics_port``;
-    without one, nobody does.
+    """Serve metrics at ``run.metrics_port`` inside the block; yield the function that sets the newest ones.
+
+    Without a port, that function does nothing.
 
     Raises:
         JobError: the port is taken, or prometheus_client is not installed.
@@ -86,7 +89,7 @@ def exporting(job: JobConfig) -> Iterator[Show]:
     except OSError as error:
         raise JobError(
             f"run.metrics_port = {port}: can't listen on {HOST}: {error.strerror or error}; another run or"
-            " program may have the port: give this one another (--set run.metrics_port=…)"
+            " program may use the port: choose another one (--set run.metrics_port=…)"
         ) from error
     try:
         yield newest.show
@@ -97,8 +100,9 @@ def exporting(job: JobConfig) -> Iterator[Show]:
 
 
 class _Newest:
-    """What ``prometheus_client`` collects. The run's thread replaces ``_metrics`` as a whole, while
-    the server's threads read it."""
+    """A collector for ``prometheus_client``. The run's thread replaces ``_metrics`` as a whole, while the
+    server's threads read it.
+    """
 
     def __init__(self, job: JobConfig) -> None:
         self._run = job.name
@@ -114,7 +118,7 @@ class _Newest:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        """All families; before the model is loaded, only what the run is."""
+        """Yield all families; only ``batchkit_run_info`` until the model is loaded."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         info = GaugeMetricFamily("batchkit_run_info", "What runs.", labels=["run", *self._info])

@@ -1,4 +1,4 @@
-"""The first rows: a mistake in the job shows in them, if it can within seconds, before the model is loaded."""
+"""Checks on the first rows, before the model is loaded: they find many mistakes in a job within seconds."""
 
 from __future__ import annotations
 
@@ -34,23 +34,27 @@ from batchkit.sources.where import is_blank
 from batchkit.storage.schema import error_of
 from batchkit.types import Completion, Counted, ErrorInfo, Row
 
-_LOOKED_AT, _LOOK_S = 10_000, 2.0  # rows, for empty cells, and seconds
-_FEWEST = 3  # rows that say something of the job
-_NEED_NO_REFERENCE = {"reward", "judge"}  # nor may a scorer of another package
+_LOOKED_AT, _LOOK_S = 10_000, 2.0  # most rows and seconds to look for empty cells
+_FEWEST = 3  # fewer failed rows may be an accident
+_NEED_NO_REFERENCE = {
+    "reward",
+    "judge",
+}  # scorers of other packages may need none either, so only ours are checked
 
 
 def check_first_rows(
     rows: Iterable[Row], job: JobConfig, renderer: Renderer, all_rows: Iterable[Row]
 ) -> None:
-    """Look at ``rows`` until one can be rendered, or fails as no other does, but at most at
-    ``run.check_rows``: usually at one. ``all_rows``: the same ones again, if they can be read
-    twice; lines of a batch file for other tasks may come before those that the job can answer.
+    """Render ``rows`` until one succeeds or fails for another reason than the others, at most ``run.check_rows``.
 
-    Workers on Ray may see media that this process can't, so a failure by them means nothing then; what a
-    rollout asks is known once it runs.
+    Usually this renders one row. ``all_rows`` yields the input again, if it can be read twice: lines of a batch
+    file for other tasks may come before lines that the job can answer.
+
+    A media failure is ignored with workers on Ray, which may see files that this process can't. Rollouts are not
+    checked: their requests are known only when they run.
 
     Raises:
-        JobError: they all fail alike.
+        JobError: all of them fail for the same reason.
     """
     failed: list[tuple[Row, RowError]] = []
     for row in islice(rows, job.run.check_rows if job.rollout is None else 0):
@@ -72,9 +76,9 @@ def check_first_rows(
 
 
 def _has_line_for(job: JobConfig, rows: Iterable[Row]) -> bool:
-    """Whether the job's engine may answer one of the ``rows``, as far as can be read within two seconds."""
+    """Return whether the job's engine may answer one of ``rows``; reads for at most two seconds."""
     until = time.monotonic() + _LOOK_S
-    with suppress(InputError):  # of a broken place, which stops the run only once it is there
+    with suppress(InputError):  # a broken line stops the run later, when the run reads it
         for row in rows:
             with suppress(RequestError):
                 if row.error is None and endpoint_of(row.fields.get("url"), job.task):
@@ -85,8 +89,10 @@ def _has_line_for(job: JobConfig, rows: Iterable[Row]) -> bool:
 
 
 class FirstFailures:
-    """Whether the first rows of a run without answers all failed, for one reason that another try would not
-    remove. ``most``: how many rows are looked at; none if 0."""
+    """A check that the first rows of a run did not all fail for one reason that a retry can't remove.
+
+    Applies to runs without answers. ``most``: number of rows to look at; 0 turns the check off.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -95,18 +101,18 @@ class FirstFailures:
         self._reasons = set[tuple[str, str]]()
 
     def noting(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """``rows``, of which the first are noted."""
+        """Yield ``rows``, and remember which are the first."""
         for row in islice(rows, self._most):
             self._first.add(row.index)
             yield row
         yield from rows
 
     def settle(self, record: Counted) -> None:
-        """A row has its record."""
+        """Note the record of a settled row."""
         if (error := record.error) is None:
             self._most = 0
         elif error.type == WrongTaskError.__name__:
-            self._most = 0  # others of the file may be for the job's task
+            self._most = 0  # later lines of the file may be for the job's task
         elif record.index in self._first:
             self._failed.append(record)
             self._reasons.add(_reason(error))
@@ -114,7 +120,7 @@ class FirstFailures:
                 self._most = 0
 
     def check(self, *, is_end: bool = False) -> None:
-        """Raises JobError if they did; ``is_end``: there are no other rows."""
+        """Raise JobError if all first rows failed for one reason; ``is_end``: there are no more rows."""
         count = len(self._failed)
         if self._most and (count == self._most or (is_end and count >= _FEWEST)):
             first = self._failed[0]
@@ -131,8 +137,7 @@ def _all_fail(index: int, row_id: str, error: ErrorInfo, count: int, so: str) ->
 
 
 def check_uses_a_column(job: JobConfig, row: Row) -> None:
-    """Raises JobError if the prompts of all rows are equal, or an image or a clip is named like a column; ``row``: one of
-    them."""
+    """Raise JobError if no prompt uses a column, or an image or clip is named like a column of ``row``."""
     for place, its in job.of_each_step():
         for kind in ("images", "videos", "audios"):
             for template in getattr(its.prompt, kind):
@@ -158,13 +163,15 @@ def check_uses_a_column(job: JobConfig, row: Row) -> None:
         return
     raise JobError(
         f"prompt: no column is used, so the prompts of all rows are equal{_meant(texts, row.fields)};"
-        " prompt.allow_constant = true sends it all the same"
+        " set prompt.allow_constant = true to send it anyway"
     )
 
 
 def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
-    """Raises JobError if a template reads a step as if it were a column, or no template reads a key of
-    ``input.cross``. A row's own prompt may be such a key."""
+    """Raise JobError if a template reads a step like a column, or no template reads a key of ``input.cross``.
+
+    The row's own prompt may read such a key.
+    """
     read, steps = set[str | None](), {step.name for step in job.steps}
     whens = {f"steps.{step.name}.": step.when or "" for step in job.steps}
     for place, its in job.of_each_step():
@@ -174,18 +181,18 @@ def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
         names |= fields_read(whens.get(place, ""))
         if wrong := sorted(names & steps - fields.keys() - job.vars.keys()):
             raise JobError(
-                f"{place[:-1]}: {wrong[0]} is a step and no column: write {{{{ steps.{wrong[0]}.text }}}}"
+                f"{place[:-1]}: {wrong[0]} is a step, not a column: write {{{{ steps.{wrong[0]}.text }}}}"
             )
         read |= {*names, its.sampling.sampling_column, ROW if made.user is None else None}
     for name in job.input.cross.keys() - read if ROW not in read else ():
         raise JobError(
             f"input.cross.{name}: no template reads it, so rows would only repeat: write {{{{ {name} }}}} in the"
-            " prompt or in [sampling]; several answers to one prompt are sampling.n"
+            " prompt or in [sampling]; for several answers to one prompt set sampling.n"
         )
 
 
 def _meant(texts: Sequence[str], fields: Mapping[str, Any]) -> str:
-    """What the writer of a prompt without a column probably meant."""
+    """Return a guess at the intent of a prompt without a column, as the end of a message."""
     for text in texts:
         if (file := Path(text.strip().removeprefix("@"))).suffix and file.is_file():
             return f": it is the name of a file, which prompt.user_file = {str(file)!r} reads"
@@ -197,11 +204,12 @@ def _meant(texts: Sequence[str], fields: Mapping[str, Any]) -> str:
 
 
 def check_columns(rows: Iterable[Row], job: JobConfig) -> None:
-    """Look at ``rows`` until one has each field that the job names besides its prompts, but at most at
-    ``run.check_rows``: usually at one.
+    """Check that the fields which the job names outside its prompts occur in the first rows.
+
+    Stops at the first row that has them all, at most after ``run.check_rows``.
 
     Raises:
-        JobError: all of them lack the same field.
+        JobError: all of these rows lack the same field.
     """
     lacking, fields, n_rows = _fields_named(job), dict[str, None](), 0
     for row in islice(rows, job.run.check_rows if lacking else 0):
@@ -221,13 +229,15 @@ def check_columns(rows: Iterable[Row], job: JobConfig) -> None:
 
 
 def blanks_in(rows: Iterable[Row], job: JobConfig) -> Iterator[str]:
-    """A line for each column of the prompt that is null or blank in some of the first ``rows``: those that can be
-    read within two seconds, or enough of them."""
+    """Yield a line for each prompt column that is null or blank in some of the first ``rows``.
+
+    Reads for at most two seconds and 10,000 rows.
+    """
     columns, n_rows, blank = prompt_columns(job), 0, Counter[str]()
     if not columns:
         return
     until, first = time.monotonic() + _LOOK_S, ""
-    with suppress(InputError):  # of a broken place, which stops the run only once it is there
+    with suppress(InputError):  # a broken line stops the run later, when the run reads it
         for row in rows:
             n_rows += 1
             blank.update(
@@ -237,16 +247,16 @@ def blanks_in(rows: Iterable[Row], job: JobConfig) -> Iterator[str]:
                 first = "first "
                 break
     then = {
-        "keep": 'and sent so; input.empty = "skip" leaves such rows out',
-        "skip": "and such rows are left out",
-        "fail": "and such rows fail",
+        "keep": 'which are sent anyway; input.empty = "skip" leaves them out',
+        "skip": "which are left out",
+        "fail": "which fail",
     }[job.input.empty]
     for name, count in blank.items():
         yield f"{name} is empty in {count:,} of the {first}{n_rows:,} rows, {then}"
 
 
 def _fields_named(job: JobConfig) -> list[tuple[str, str]]:
-    """The keys of the job that name fields of the rows, each with a field's name."""
+    """Return the job's keys that name fields of rows, each with the field's name."""
     keep = () if job.output.keep == "*" else job.output.keep
     named = [("output.keep", name) for name in keep]
     for key, table in _scorings(job):
@@ -263,14 +273,13 @@ def _scorings(job: JobConfig) -> list[tuple[str, ScoringTable]]:
 
 
 def _reason(error: RowError | ErrorInfo) -> tuple[str, str]:
-    """Equal for errors that differ only in numbers, and in the file or the line that they begin with."""
+    """Return a value that is equal for errors that differ only in numbers and in the file or line they name."""
     message = error.message if isinstance(error, ErrorInfo) else str(error)
     return error.kind, re.sub(r"\d+", "0", message.partition(": ")[2] or message)
 
 
 def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
-    """A line per likely mistake in lengths, the scoring, or what templates of steps read; ``first``: a row's
-    fields."""
+    """Yield a line for each likely mistake in lengths, scoring, or templates of steps; ``first``: a row's fields."""
     for place, its in job.of_each_step():
         yield from (place + hint for hint in _of_generation(its, first))
     yield from _of_steps(job, first)
@@ -287,8 +296,8 @@ def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
         and wanted >= most
     ):
         yield (
-            f"sampling.max_tokens: {wanted} leaves no room for a prompt, as engine.options.max_model_len"
-            f" is {most}, for prompt and answer together; an answer ends where they reach it"
+            f"sampling.max_tokens: {wanted} leaves no room for a prompt: engine.options.max_model_len is {most},"
+            " for prompt and answer together; an answer ends when both reach it"
         )
     yield from _of_texts(job, first)
     if (column := job.sampling.sampling_column) is not None:
@@ -296,29 +305,29 @@ def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_texts(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
-    """What a model would read otherwise than it was meant."""
+    """Yield a line for each text that probably reaches the model in another form than intended."""
     made = PromptTemplates(job)
     for part in filter(None, (made.system, made.user)):
         if "\\n" in part.source and "\n" not in part.source:
-            yield f"{part.key}: holds \\n as two characters; for a line break write $'…\\n…' in the shell"
+            yield f"{part.key}: contains \\n as two characters; for a line break write $'…\\n…' in the shell"
         for name in dict.fromkeys(names_printed(part.source)):
             if isinstance(value := first.get(name), dict | list | bytes):
                 kind = type(value).__name__
                 fix = f"write {{{{ {name} | tojson }}}}" if kind != "bytes" else "store it as text"
-                yield f"{name} of the first row is {kind}, sent as Python writes it; {fix}"
+                yield f"{name} of the first row is {kind}, which the prompt shows in Python's notation; {fix}"
     match first.get("messages"):
         case [*_, {"role": "assistant"}] if made.user is None:
             yield "messages of the first row end with the assistant's turn: leave it out to get a new answer"
     answers = (job.params().get("structured_outputs") or {}).get("choice") or job.scoring.choices
     right = first.get(job.scoring.reference or "")
     if answers and right is not None and str(right) not in answers:
-        yield f"scoring.reference: is {str(right)[:40]!r} in the first row, and answers are {', '.join(answers)}"
+        yield f"scoring.reference: is {str(right)[:40]!r} in the first row, but answers are {', '.join(answers)}"
 
 
 def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     ours = {"steps", CANDIDATES} if job.select.step is not None else {"steps"}
     for name in ours & first.keys() if job.steps else ():
-        yield f"[[steps]]: rows have a field {name!r}, and templates get what batchkit means by that name"
+        yield f"[[steps]]: rows have a field {name!r}; templates get batchkit's value of that name instead"
     for n, step in enumerate(job.steps):
         key, prompt = f"steps.{step.name}", step.prompt if n else None  # the first is rendered
         when = [] if step.when is None else [step.when]
@@ -329,14 +338,14 @@ def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
 def scoring_hints(
     table: ScoringTable, first: Mapping[str, Any] | None, key: str = "scoring"
 ) -> Iterator[str]:
-    """Like ``hints``, for the scoring alone, which is at ``key``; ``first`` may be unknown."""
+    """Yield a line for each likely mistake in the scoring at ``key``; ``first``: a row's fields, if known."""
     for name, value in _without_number(table, first or {}):
         yield (
-            f"{key}: numeric compares numbers, and {name} of the first row is {value[:40]!r}: rows without a number"
+            f"{key}: numeric compares numbers, but {name} of the first row is {value[:40]!r}: rows without a number"
             " there are unscored; em or choice compare words"
         )
     if table.judge is None and any("judge" in (part.scorers or ()) for part in table.parts):
-        yield f"{key}: judge has no model, so nothing is judged: set [scoring.judge.engine]"
+        yield f"{key}: judge has no model, so no answer is judged: set [scoring.judge.engine]"
     if lost := _without_reference(table):
         need = "needs" if len(lost) == 1 else "need"
         or_run = " or scoring.reference_run" * (key == "scoring")
@@ -346,7 +355,7 @@ def scoring_hints(
 
 
 def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterator[str]:
-    """A field that the first row lacks is probably misspelt, but may just be rare."""
+    """Yield a line for each name that the first row lacks: probably misspelt, or just rare."""
     for name in names:
         if name not in first:
             hint = did_you_mean(name, map(str, first))
@@ -354,7 +363,7 @@ def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterato
 
 
 def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The references of the scorer ``numeric`` that are words in the first row, with what they are."""
+    """Yield the references of the scorer ``numeric`` that have no number in the first row, with their text."""
     for part in table.parts:
         name = part.reference or table.reference
         scorers = table.scorers if part.scorers is None else part.scorers
@@ -365,7 +374,7 @@ def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[t
 
 
 def _without_reference(table: ScoringTable) -> list[str]:
-    """Scorers of those parts of ``[scoring]`` that name no reference."""
+    """Return the scorers that need a right answer, for parts of ``[scoring]`` that name no reference."""
     if table.reference_run is not None:
         return []
     found = {

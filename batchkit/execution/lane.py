@@ -1,4 +1,4 @@
-"""One engine of a worker: opened, or kept by the run before; supervised, and fed with its requests."""
+"""One engine of a worker: loaded or reused, supervised, and fed with its requests."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ POLL_S = 0.05
 
 
 class Loaded(NamedTuple):
-    """An engine, and what it was loaded with: its options, the ladder's ``steps`` among them, and
-    what the run's identity says of the engine's files and of ``commits`` on the hub."""
+    """A loaded engine, and the settings and files it was loaded from.
+
+    ``options`` include the memory ladder's ``steps``. ``identity``: hashes of the engine's files. ``commits``: commit
+    hashes of the models that came from the hub.
+    """
 
     engine: Engine
     options: Mapping[str, Any]
@@ -44,8 +47,10 @@ class Loaded(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The engine that a lane needs: one that was loaded with these ``options`` from these files. Its process
-    has the variables of ``environment`` besides the run's own."""
+    """The engine that a lane needs: the ``options`` and the file hashes (``identity``) that it must be loaded with.
+
+    ``environment``: variables that its process gets in addition to the run's own.
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -57,12 +62,11 @@ class Wanted(NamedTuple):
 
 
 class KeptEngine:
-    """The engines that are loaded and that no run uses now: ``idle``, by their names.
+    """Loaded engines that outlive a run. ``idle``: engines that no run uses now, by name.
 
-    A run takes an engine, and puts it back when it ends, if nothing is in flight then. One run at a time; a
-    processor's outlives its runs.
+    A run takes an engine, and returns it at its end if no request is in flight. Serves one run at a time.
 
-    ``log`` is what ``[engine]`` prints to: outside the run's folder if the engine outlives the run,
+    ``log`` is the file that ``[engine]`` prints to. It is outside the run folder if the engine outlives the run,
     since that folder may be moved aside.
     """
 
@@ -72,7 +76,7 @@ class KeptEngine:
         self._launchers: dict[str, Launcher] = {}
 
     def launcher(self, wanted: Wanted) -> Launcher:
-        """What starts the processes of that engine."""
+        """Return the launcher that starts the processes of that engine."""
         known = self._launchers.get(wanted.name)
         if known is None or known.environment != wanted.environment:
             if known is not None:
@@ -82,23 +86,23 @@ class KeptEngine:
         return known
 
     def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded]) -> Loaded:
-        """The engine that waits, if it lives and is the one ``wanted``; else it is closed, and another loaded."""
+        """Return the idle engine if it is alive and matches ``wanted``; otherwise close it and load a new one."""
         idle = self.idle.pop(wanted.name, None)
         if idle is not None:
-            if wanted.is_met_by(idle) and _lives(idle.engine):
+            if wanted.is_met_by(idle) and _answers_poll(idle.engine):
                 return idle
             idle.engine.close()
         return load(self.launcher(wanted))
 
     def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
-        """The run has ended."""
+        """Take the engine back at the end of a run; close it unless it is idle."""
         if is_idle:
             self.idle[name] = loaded
         else:
             loaded.engine.close()
 
     def close(self) -> None:
-        """Release what it holds. It may be used again."""
+        """Close all idle engines and launchers. The object may be used again."""
         for loaded in self.idle.values():
             loaded.engine.close()
         for launcher in self._launchers.values():
@@ -107,7 +111,7 @@ class KeptEngine:
 
 
 class Engines(Protocol):
-    """Where a lane gets its engine from: ``KeptEngine``, or ``SharedEngines``."""
+    """The source of a lane's engine: ``KeptEngine`` or ``SharedEngines``."""
 
     @property
     def idle(self) -> Mapping[str, Loaded]: ...
@@ -118,23 +122,21 @@ class Engines(Protocol):
 
 
 class Opening(NamedTuple):
-    """How a worker opens its engines. ``hear`` gets what happens to them; ``known``, by name, is what
-    earlier starts learned. An engine that waits in ``engines`` is taken from there, and waits there
-    again afterwards. ``guard`` is entered each time a model is loaded. ``environments``: variables of
-    the engines' processes, by name, besides the run's own."""
+    """How a worker opens its engines."""
 
-    hear: Hear
-    engines: Engines
-    known: Mapping[str, EngineHistory] = MappingProxyType({})
-    guard: Callable[[], AbstractContextManager[None]] = nullcontext
+    hear: Hear  # receives the engines' events
+    engines: Engines  # lends idle engines, and gets them back
+    known: Mapping[str, EngineHistory] = MappingProxyType({})  # of earlier starts, by engine
+    guard: Callable[[], AbstractContextManager[None]] = nullcontext  # entered at each model load
+    # Variables of each engine's process, in addition to the run's own.
     environments: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 
 
 class Lane:
-    """The engine ``name``, "" for ``[engine]``, whose model is loaded in the constructor, and the
-    requests for it: each comes back once, as the completion that settled it. Used by one thread.
+    """One engine and the requests for it. Each request comes back once, as the completion that settles it.
 
-    ``in_flight`` holds the requests that the engine works on.
+    The constructor loads the model. ``name``: name in ``[engines]``, or "" for ``[engine]``. ``in_flight``: requests
+    that the engine works on, by key. Not thread-safe.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
@@ -156,17 +158,17 @@ class Lane:
         self._preemptions = 0
 
     def fill(self) -> list[Completion]:
-        """Submit requests while there is room; wait only if the engine has nothing to do.
+        """Submit requests until the window is full; wait only if the engine has nothing to do.
 
-        Returns rows that ended without the engine. Bounded, so that many of them reach the disk along
-        the way.
+        Return rows that ended without the engine. At most ``AHEAD`` requests are handled per call, so that such
+        rows reach the disk soon even if there are many.
         """
         settled: list[Completion] = []
         for _ in range(AHEAD):
             if len(self.in_flight) >= self._window.size:
                 break
             if settled and self._requests.broken:
-                break  # the error is raised once these are written
+                break  # the input is broken: write these before ``get`` raises the error
             rendered = self._next()
             if rendered is None:
                 break
@@ -178,15 +180,14 @@ class Lane:
         return settled
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What it has finished, after a wait of at most ``timeout_s`` for the first; then adapts the
-        window to its load."""
+        """Return settled completions, waiting at most ``timeout_s`` for the first; then adapt the window to the load."""
         settled: list[Completion] = []
         if self.in_flight:
             for completion in self._engine.poll(timeout_s):
                 del self.in_flight[completion.request.key]
                 settled += self._settled(completion)
         elif self._attempts:
-            time.sleep(timeout_s)  # all remaining rows wait for their next attempt
+            time.sleep(timeout_s)  # all remaining requests wait for their retry
         self._adapt()
         return settled
 
@@ -219,20 +220,20 @@ class Lane:
         return self._engine.versions
 
     def close(self) -> None:
-        """Drop what is in flight. An idle engine waits for the next run."""
+        """Drop requests in flight. An idle engine is kept for the next run."""
         self._opening.engines.put(self.name, self._loaded, is_idle=self._engine.is_idle)
 
     def _next(self) -> Request | Completion | None:
-        """What to submit next, or a row that ended without the engine; None if neither is ready."""
+        """Return the next request, or a row that ended without the engine; None if neither is ready."""
         if (again := self._attempts.pop_due()) is not None:
             return again
         if self.in_flight and self._requests.broken:
-            return None  # what is in flight is paid for: settle it before the error is raised
+            return None  # ``get`` would raise the input's error: finish running requests first
         return self._requests.get(self.name, 0 if self.in_flight else POLL_S)
 
     def _settled(self, completion: Completion) -> list[Completion]:
-        """The completion that settles its request; nothing if it is tried again."""
-        if completion.generations is not None:  # the outcome of a row, whose requests were settled
+        """Return the completion that settles its request; nothing if the request is retried."""
+        if completion.generations is not None:  # a whole row; its requests are settled already
             return [completion]
         if not self._warned and (warning := ignored_tools(completion.request, completion.prompt)):
             self._warned = True
@@ -271,12 +272,12 @@ class Lane:
         )
         with ExitStack() as held:
             held.enter_context(closing(engine))
-            self._look(engine)  # it says which model a server serves, before it gets a row
+            self._look(engine)  # checks which model a server serves, before it gets a row
             held.pop_all()
         return engine
 
     def _opened(self, job: JobConfig, ladder: Ladder) -> Engine:
-        """An engine for ``job``, whose options are those of the ladder."""
+        """Return an engine for ``job``, whose options include the ladder's steps."""
         opening, options, then = self._opening, job.engine.options, self._start.identity
 
         def load(launcher: Launcher) -> Loaded:
@@ -296,7 +297,7 @@ class Lane:
 
 
 def _named(hear: Hear, name: str) -> Hear:
-    """``hear`` for one of ``[engines]``: what it gets says which."""
+    """Return a listener that adds the engine's name to each event and passes it to ``hear``."""
 
     def hear_of_it(event: Event) -> None:
         match event:
@@ -314,11 +315,12 @@ def _named(hear: Hear, name: str) -> Hear:
 
 
 def check_unchanged(start: Start) -> None:
-    """Check that the files that engines, functions and prompts were loaded from are those that the start
-    began with. A worker on another machine may not see all of them: those that it sees are compared.
+    """Check that the files of models, functions and prompts are the ones that this start began with.
+
+    A worker on another machine may not see all of them; it compares the files it sees.
 
     Raises:
-        EngineError: they are other files.
+        EngineError: a file differs.
     """
     then = start.identity
     now = identity.engine_identity(start.job) | identity.of_function(start.job)
@@ -326,9 +328,9 @@ def check_unchanged(start: Start) -> None:
         now["prompt.files"] = constant_files(start.job)
     if changes := identity.differences(_only(then, now), _only(now, then)):
         raise EngineError(
-            "found other files than those that the run began with, and a run's answers are all"
-            f" of one model and prompt: {'; '.join(changes)}. Every finished row is on disk: bring"
-            " the old files back and run the same command again, or begin a new run (--fresh)"
+            "files have changed since the run began, and all answers of a run must come from the same"
+            f" model and prompt: {'; '.join(changes)}. Every finished row is on disk: restore"
+            " the old files and run the same command again, or begin a new run (--fresh)"
         )
 
 
@@ -336,7 +338,7 @@ def _only(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in one.items() if key in other}
 
 
-def _lives(engine: Engine) -> bool:
+def _answers_poll(engine: Engine) -> bool:
     try:
         engine.poll(0)
     except (EngineDied, EngineError):

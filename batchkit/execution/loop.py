@@ -38,7 +38,7 @@ _BEGUN = {
 
 
 class Loop:
-    """One start of a run. Only its own thread uses the worker pool and the ledger."""
+    """The main loop of one start. Only its own thread uses the worker pool and the ledger."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Loop:
         self._next_sync = 0.0
 
     def run(self) -> Outcome:
-        """Settle every row that is due."""
+        """Settle every pending row."""
         try:
             if (row := self._tasks.first()) is None:
                 return self._nothing_due()
@@ -67,11 +67,11 @@ class Loop:
                 for hint in hints(self._start.job, row.fields):
                     self._screen.say(hint)
             self._announce()
-            if self._stop.is_asked():  # before the model is loaded
+            if self._stop.check_budgets():  # before the model is loaded
                 return self._stopped()
             return self._settle_all()
         finally:
-            self._stop.note_gpus()  # also of a start that a signal ends while the model loads
+            self._stop.note_gpus()  # also if a signal ends the start while the model loads
             self._tasks.input.note_changes()
 
     def _settle_all(self) -> Outcome:
@@ -90,23 +90,23 @@ class Loop:
             return Outcome(self._summary(error.exit_code), error)
 
     def _generate(self, pool: WorkerPool) -> None:
-        """Fill, poll and write until every row is settled or a stop is due."""
+        """Fill, poll and write until every row is settled or the start must stop."""
         began, engine = time.monotonic(), pool.engine_facts
         self._notes.note_versions(engine.versions)
         self._screen.say(
             f"{_BEGUN[self._start.job.task]}; model loaded in {self._loads_s[-1]:.0f} s,"
-            f" up to {engine.max_num_seqs} requests run at once"
+            f" up to {engine.max_num_seqs} requests run at the same time"
         )
         try:
             with self._stop.request.deferred():
                 while not pool.is_done:
-                    is_stopping = self._stop.is_asked(pool.load.unfinished_tokens)
+                    is_stopping = self._stop.check_budgets(pool.load.unfinished_tokens)
                     self._write(pool.fill(taking=not is_stopping), pool)
-                    if is_stopping and self._stop.is_over(pool.load.in_flight):
+                    if is_stopping and self._stop.check_drained(pool.load.in_flight):
                         break
                     self._write(pool.poll(), pool)
                     self._housekeeping(pool)
-        except Interrupted:  # during an engine restart: nothing is in flight
+        except Interrupted:  # a signal during an engine restart: no request is in flight
             pass
         finally:
             self._seconds += time.monotonic() - began
@@ -116,7 +116,7 @@ class Loop:
             self._screen.show(self._tasks, pool.load, force=True)
 
     def _write(self, lines: Sequence[Returned], pool: WorkerPool) -> None:
-        """Write settled rows and generations to their logs; rows that wait for another engine are noted."""
+        """Write settled rows and generations to their logs; note the rows that wait for another engine."""
         tasks = self._tasks
         for line in lines:
             if isinstance(line, RecordLine):
@@ -130,10 +130,10 @@ class Loop:
             self._stop.check_failures(tasks, pool.load.in_flight)
 
     def _housekeeping(self, pool: WorkerPool) -> None:
-        """Update the screen at every call; write a checkpoint when its interval is over.
+        """Update the screen if that is due; write a checkpoint when its interval is over.
 
-        The interval grows if checkpoints are slow, so that they cost at most a fiftieth of the
-        time: the checkpoint is a cache, and an old one only makes a resume read more of the log.
+        The interval grows if checkpoints are slow, so that they take at most 2 % of the time: the
+        checkpoint is a cache, and an old one only makes a resume read more of the log.
         """
         if self._screen.is_due:
             self._screen.show(self._tasks, pool.load)
@@ -145,7 +145,7 @@ class Loop:
                 self._run.save()
 
     def _announce(self) -> None:
-        """Report what earlier starts have done, and what this one may cost."""
+        """Report the rows that earlier starts have done, and the budgets of this start."""
         if resumed := self._tasks.resumed:
             of = "" if (total := self._tasks.total(timeout_s=1)) is None else f" of {total:,}"
             self._screen.say(f"resumed {resumed:,}{of} rows")
@@ -153,13 +153,13 @@ class Loop:
             self._screen.say(budgets)
 
     def _note_workers(self, pool: WorkerPool) -> bool:
-        """Have the manifest say what ``status`` shows of workers on Ray. False if there are none."""
+        """Copy the states of workers on Ray to the manifest, for ``status``; return False without such workers."""
         if isinstance(pool, RayPool):
             self._run.manifest.last_start.workers = pool.workers()
         return isinstance(pool, RayPool)
 
     def _note_total(self) -> bool:
-        """Have the manifest say it as soon as it is known: then ``status`` need not count the rows."""
+        """Write the number of rows to the manifest once it is known, so that ``status`` need not count them."""
         manifest = self._run.manifest
         if manifest.total is not None or (total := self._tasks.total()) is None:
             return False
@@ -168,7 +168,7 @@ class Loop:
 
     @contextmanager
     def _opened_pool(self, engines: Sequence[str]) -> Iterator[WorkerPool]:
-        """The workers, once the models of ``engines`` are loaded; the first rows are rendered meanwhile."""
+        """Yield the workers once the models of ``engines`` are loaded; the first rows are rendered meanwhile."""
         started, start, tasks = time.monotonic(), self._start, self._tasks
         with ExitStack() as held:
             kept = None if tasks.turns.are_several else self._kept
@@ -179,7 +179,7 @@ class Loop:
                 self._notes.hear,
                 kept,
                 self._notes.known(engines),
-                self._stop.request.immediate,  # nothing is in flight: a signal stops it at once
+                self._stop.request.immediate,  # no request is in flight, so a signal stops immediately
                 tasks.turns.environments,
             )
             pool: WorkerPool
@@ -197,8 +197,10 @@ class Loop:
             yield pool
 
     def _is_cut_short(self, pool: WorkerPool) -> bool:
-        """Whether a stop has left rows. The pool may not know yet that it had the last one: the input's
-        end takes a last check."""
+        """Return whether a stop has left rows unsettled.
+
+        The pool may not know yet that it had the last row: only one more read finds the input's end.
+        """
         if self._stop.request.signum is not None:
             return True
         if self._stop.by is None:
@@ -218,19 +220,21 @@ class Loop:
         return Outcome(self._summary())
 
     def _stopped(self) -> Outcome:
-        """A signal or a used-up budget has ended this start; the next one continues."""
+        """End this start after a signal or a used-up budget; the next start continues."""
         self._run.ledger.sync()
         signum = self._stop.request.signum
         return Outcome(self._summary(1 if signum is None else 128 + signum))
 
     def _summary(self, code: int | None = None) -> RunSummary:
-        """How the run ended; without ``code``, every row was read, and it depends on rows left (retry) or
-        failed."""
+        """Return the summary of this start.
+
+        Without ``code``, every row was read, and the exit code depends on failed rows and, for a retry, on rows left.
+        """
         run, tasks, job = self._run, self._tasks, self._start.job
         total, failures = tasks.total(None if code is None else 0), list[Failure]()
         uncovered = 0
         if code is None:
-            run.ledger.sync()  # after an error, closing the ledger writes what it can
+            run.ledger.sync()  # after an error, closing the ledger still writes its lines if possible
             failures = failures_of(run.folder / RESULTS, run.ledger.totals, job)
             if job.task == "transcribe":
                 uncovered = uncovered_in(run.folder / RESULTS)

@@ -1,4 +1,4 @@
-"""The door from Python: ``ProductionBatchProcessor``."""
+"""The Python interface: ``ProductionBatchProcessor``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchkit.runs.failures import lines_of as lines_of_failures
 from batchkit.sources.input import Input, from_python
 from batchkit.storage.job_toml import check_secrets
 
-_IN_PYTHON = {  # patterns of command-line words in messages, and the words of a program
+_IN_PYTHON = {  # patterns of command-line options in messages, and the Python arguments that replace them
     r"--on-change (requeue|new)": r'on_change="\1"',
     "--fresh": "fresh=True",
     "--skip-from ": "skip_from=",
@@ -36,31 +36,31 @@ _IN_PYTHON = {  # patterns of command-line words in messages, and the words of a
 
 
 class ProductionBatchProcessor:
-    """Runs every row through a model and writes each finished row to disk, exactly once.
+    """A processor that runs every row through a model and writes each finished row to disk, exactly once.
 
-    Calling ``process`` again continues where the last call stopped; one processor makes one run at
-    a time. Each call loads the model, except within ``with``, where the first one does::
+    Calling ``process`` again resumes where the last call stopped. A processor makes one run at
+    a time. Each call loads the model; inside ``with``, only the first call does::
 
         with ProductionBatchProcessor(job) as processor:
             for day in days:
                 answers = processor.process(frames[day], name=day).to_pandas()
 
-    The engine then prints to ``engine.log`` in a folder of its own, ``<output.dir>/<name>.engine``.
+    Inside ``with``, the engine prints to ``<output.dir>/<name>.engine/engine.log``.
     With ``run.workers``, each call still starts its workers.
 
     Args:
         job: A JobConfig, or the path of a job file.
         fresh: Begin a new run at each call; the earlier one is kept in ``<name>.1``, ``.2`` …
-        on_change: What to do if the job or its input is no longer what the run began with: raise
+        on_change: What to do if the job or its input has changed since the run began: raise
             ChangedError, begin a new run, or keep the records of unchanged rows and run the rest.
         skip_from: Skip rows that have an answer in this run folder.
-        raise_on_failure: Raise FailedRowsError at the end of a call after which a row of the job is failed.
+        raise_on_failure: Raise FailedRowsError at the end of a call if a row of the job is failed.
         quiet: Print nothing.
-        adjust_sampling: Changes the sampling parameters of each row, its own included; not for
-            ``run.workers`` or a pooling task. A resume can't compare functions: give a job with
-            another one another name.
-        rollout: ``async def solve(row, generate)`` in place of ``[rollout] function``; not for
-            ``run.workers``. A resume compares its source, if that can be read.
+        adjust_sampling: Function that changes the sampling parameters of each row. Not allowed with
+            ``run.workers`` or a pooling task. A resume can't compare functions: after a change of the
+            function, give the job another name.
+        rollout: ``async def solve(row, generate)``, used instead of ``[rollout] function``. Not allowed
+            with ``run.workers``. A resume compares its source code, if Python can read it.
 
     Raises:
         JobError: the job file can't be read, or its keys are wrong.
@@ -96,8 +96,8 @@ class ProductionBatchProcessor:
         is_fixed = self.job.task != "generate" or self.job.rollout or self.job.run.workers
         if adjust_sampling is not None and is_fixed:
             raise JobError(
-                'adjust_sampling: is for task = "generate" without a rollout, whose function gives each'
-                " generation its parameters itself, and without run.workers, which get no function; leave"
+                'adjust_sampling: works only for task = "generate", without a rollout (its function sets the'
+                " parameters of each generation) and without run.workers (a function is not sent to workers); leave"
                 " it out, or give each row its own parameters (sampling.sampling_column)"
             )
         self._options = Options(
@@ -130,18 +130,18 @@ class ProductionBatchProcessor:
         self, rows: Iterable[Any] | None = None, *, name: str | None = None, **others: Never
     ) -> RunSummary:
         """Run the job's input, or ``rows``: prompts, chat messages, dicts of template fields, or a
-        table (pandas, polars, ``datasets``, whatever gives an Arrow stream), whose NaN is None.
+        table (pandas, polars, ``datasets``, any object with an Arrow stream). NaN in a table becomes None.
 
-        A list of rows, or a table, resumes like a file. An iterator can't be compared with what an
-        earlier call saw, so each call begins a new run; the old folder is moved aside. ``name``
-        gives this call's run another name than the job's, and so a folder of its own.
+        A list of rows, or a table, resumes like a file. An iterator can't be compared with the rows of an
+        earlier call, so each call begins a new run and moves the old folder aside. ``name`` gives this
+        call's run another name than the job's, and so another folder.
 
         Raises:
-            BatchkitError: the run stopped; everything finished is on disk. See ``errors``.
+            BatchkitError: the run stopped; every finished row is on disk. See ``errors``.
         """
         if others:
             raise TypeError(
-                f"process() takes rows and name; {next(iter(others))} is for ProductionBatchProcessor(job, …)"
+                f"process() takes rows and name; pass {next(iter(others))} to ProductionBatchProcessor(job, …)"
             )
         return self.start(rows, name=name).checked()
 
@@ -152,10 +152,10 @@ class ProductionBatchProcessor:
         rows: Sequence[Any] | None = None,
         name: str | None = None,
     ) -> RunSummary:
-        """Run the rows in ``attempts`` again, except those that have an answer by now.
+        """Run the rows in ``attempts`` again, except rows that have an answer already.
 
         ``attempts`` maps a row's index to the number of its last attempt, 0 if it has no record
-        yet. The other arguments, and errors, are as with ``process``.
+        yet. For the other arguments and the exceptions see ``process``.
         """
         return self.start(rows, name=name, attempts=attempts).checked()
 
@@ -166,8 +166,10 @@ class ProductionBatchProcessor:
         name: str | None = None,
         attempts: Mapping[int, int] | None = None,
     ) -> Outcome:
-        """As ``process``, or ``retry`` if there are ``attempts``, but an error that stops the run after it
-        has begun is returned, with the summary of what is done."""
+        """Run like ``process`` (or ``retry``, with ``attempts``), but return an error instead of raising it.
+
+        An error before the run has begun is still raised. The outcome has the summary of the finished rows.
+        """
         job = self.job if name is None else _named(self.job, name)
         if rows is None and job.input.path is None:
             raise JobError("no rows: give some to process(), or set the job's input.path")
@@ -180,7 +182,7 @@ class ProductionBatchProcessor:
             self._say(line)
         if job.output.export or job.output.upload is not None:
             self._say(
-                "output.export and output.upload: are done by `batchkit run` and `export`, not by process()"
+                "output.export and output.upload: process() ignores them; use `batchkit run` or `batchkit export`"
             )
         try:
             with notifying(job, self._say) as ended:
@@ -218,6 +220,6 @@ def in_python(message: str) -> str:
 
 
 def _named(job: JobConfig, name: str) -> JobConfig:
-    """Raises JobError if a run can't have that name."""
+    """Return ``job`` with another name. Raises JobError if the name is invalid."""
     checked = parse_job({"name": name, "engine": {"kind": "dry-run"}}, "process(name=…)").name
     return job.model_copy(update={"name": checked})

@@ -1,6 +1,6 @@
-"""``verify --repair``: makes a damaged log readable and resumable.
+"""``verify --repair``: make a damaged log readable and resumable.
 
-A start does the same by itself, if only what its records rely on is gone: vectors, or generations.
+A start repairs the run by itself if only vectors or generations of its records are missing.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from batchkit.types import COUNT_LIMIT, Record
 
 
 def repair(folder: Path, media: Sequence[Path] = ()) -> str:
-    """Make the log and its checkpoint sound again: every whole record of a known row is kept.
+    """Repair the logs and the checkpoint; keep every whole record of a known row.
 
-    Lines that are not records, records at an index that the input does not have, records of another
-    row than the one at their index, records whose vector is not there, and all but the newest answer
-    of a row are left out; the old log is kept as ``results.jsonl.before-<n>``. Rows without a record left are
-    pending: the next start runs them. Lines of ``steps.jsonl`` that are not generations, or are there twice, are left
-    out in the same way; a row whose generations are gone keeps its answer, and its record says how many are
-    (``generations_lost``). Returns what was done, in words.
+    Left out are: lines that are not records; records at an index that the input does not have; records of
+    another row than the one at their index; records whose vector is missing; all but the newest answer of a
+    row. The old log is kept as ``results.jsonl.before-<n>``. Rows without a record are pending, and the next
+    start runs them. Lines of ``steps.jsonl`` that are not generations, or are repeated, are left out in the same
+    way. A row whose generations are missing keeps its answer, and its record gets their number
+    (``generations_lost``). Return a description of the repair.
 
     Raises:
         StoreError: another process holds the folder, the log is missing, a file of vectors can't be read, or
-            the disk refuses.
+            the disk fails.
     """
     with claim(folder) as lock:
         finish_requeue(folder)
@@ -54,13 +54,12 @@ def repair(folder: Path, media: Sequence[Path] = ()) -> str:
 
 
 def repair_held(folder: Path, lock: Claim, compared_with: Callable[[Records], Compared]) -> str:
-    """``repair`` by the process that holds the ``lock``; ``compared_with`` has the result of comparing the records
-    with the input.
+    """Repair a folder whose ``lock`` this process holds; ``compared_with`` compares the records with the input.
 
     Raises:
-        StoreError: as ``repair``.
+        StoreError: as for ``repair``.
     """
-    log_of(folder)  # raises if it is missing
+    log_of(folder)  # raises if the log is missing
     damage = damage_in(folder, read_checkpoint(folder) or Checkpoint.none())
     records = Records.of(_lines(folder), Vectors(folder), 0)
     calls = Calls.of(_calls(folder), 0)
@@ -82,15 +81,15 @@ def repair_held(folder: Path, lock: Claim, compared_with: Callable[[Records], Co
             lock.check()
         old_log = finish_requeue(folder)
     (folder / CHECKPOINT).unlink(missing_ok=True)
-    Ledger(folder, lock).close()  # makes the checkpoint
+    Ledger(folder, lock).close()  # writes the checkpoint
     said = f"repaired: {keep.count(True):,} records kept"
     if old_log is not None:
         parts = ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n)
         said += f"; left out: {parts or 'nothing'}; old log: {old_log}"
-    elif damage is not None:  # which no line shows
+    elif damage is not None:  # all lines are whole, yet fewer than the checkpoint counted
         said += f"\naccepted as it is: {damage}"
     if too_few:
-        said += f"\n{len(too_few):,} rows have lost generations, and keep their answers"
+        said += f"\n{len(too_few):,} rows have lost generations; they keep their answers"
     return said
 
 
@@ -105,8 +104,10 @@ def _calls(folder: Path) -> Iterator[LogLine[Generation]]:
 def _kept(
     lines: Iterator[LogLine[Record]], keep: list[bool], too_few: Mapping[int, int]
 ) -> Iterator[RecordLine]:
-    """The records to ``keep``, which has an entry for each. Records of the rows in ``too_few`` have no more generations
-    than these; what they count beyond is lost."""
+    """Yield the records marked in ``keep``, one entry per record.
+
+    Records of the rows in ``too_few`` (row index to number of generations found) get ``generations_lost``.
+    """
     is_kept = iter(keep)
     for line in lines:
         if (record := line.record) is None or not next(is_kept):
@@ -121,8 +122,11 @@ def _kept(
 def _kept_calls(
     lines: Iterator[LogLine[Generation]], calls: Calls, settled: IndexSet
 ) -> Iterator[GenerationLine]:
-    """Each generation once. If some were damaged, what is left of rows that are not ``settled`` may not be all, so
-    these may ask for something else (``replay``)."""
+    """Yield each generation once.
+
+    If some generations were damaged, a row without a record may have lost some. Its remaining ones are rewritten
+    so that the row may ask for something else (``replay``).
+    """
     is_again = iter(calls.is_again().tolist())
     for line in lines:
         if line.record is None or next(is_again):

@@ -1,4 +1,4 @@
-"""What lanes submit: the requests of all rows, rendered ahead, or asked for by the rows' coroutines."""
+"""Sources of the requests that lanes submit: rows rendered ahead, or coroutines of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchkit.types import Completion, Request, Task
 
 
 class RowRequests:
-    """The requests of rows that have one generation each, rendered in threads; used like Rollouts."""
+    """Requests of rows with one generation each, rendered in threads; has the interface of Rollouts."""
 
     def __init__(self, start: Start, tasks: Iterator[Task], *, may_wait: bool) -> None:
         job, renderer = start.job, start.renderer
@@ -20,7 +20,9 @@ class RowRequests:
         self._ahead: Prefetch[Task, Request | Completion] = Prefetch(
             tasks,
             lambda task: render_or_fail(renderer, task.row, task.attempt),
-            threads=1 if is_light else job.run.render_threads,  # more would wait for Python's lock
+            threads=1
+            if is_light
+            else job.run.render_threads,  # more threads would only wait for the GIL
             ahead=AHEAD,
             max_bytes=job.media.max_memory_bytes,
             at_once=1 if may_wait or renderer.takes_long else READ_AT_ONCE,
@@ -32,7 +34,7 @@ class RowRequests:
         return self._ahead.get(timeout_s)
 
     def answer(self, completions: Sequence[Completion]) -> None:
-        """Rows ask nothing further, so none ends later or is paused."""
+        """Do nothing: such rows ask no further, so ``ended`` and ``paused`` are empty, too."""
 
     def ended(self) -> list[Completion]:
         return []
@@ -56,7 +58,7 @@ Requests = RowRequests | Rollouts
 def requests_of(
     start: Start, tasks: Iterator[Task], engines: Sequence[str], *, may_wait: bool
 ) -> Requests:
-    """Begin to render ``tasks``, for ``engines``. ``may_wait``: reading them may block."""
+    """Start rendering ``tasks`` for ``engines``. ``may_wait``: reading the tasks may block."""
     if start.job.has_several:
         return Rollouts(start, tasks, engines, may_wait=may_wait)
     return RowRequests(start, tasks, may_wait=may_wait)

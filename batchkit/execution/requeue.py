@@ -1,9 +1,9 @@
-"""``--on-change requeue``: move the records whose row is unchanged to a new log.
+"""``--on-change requeue``: move the records of unchanged rows to a new log.
 
 Log, generations, checkpoint and manifest are replaced in one step; a repair replaces the logs in the same way. Vectors
-stay where they are; one whose row has another index now is copied. The new files are made in a folder beside the old
-ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are not read, and the next
-process that opens the run moves the new ones into place, retrying if needed.
+stay in their files; the vector of a row whose index has changed is copied. The new files are made in a folder next to
+the old ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are not read, and the
+next process that opens the run moves the new ones into place, if the first one was killed before.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ _UNFINISHED = f"{REQUEUE}.tmp"
 def requeue(
     folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool, keep_records: bool
 ) -> str:
-    """Keep the records whose row is still among ``rows``, under its present index; drop the others. Generations
-    of the other rows stay, and each answers a request that asks the same. Without ``keep_records``: those of all rows.
+    """Keep the records of rows that are still among ``rows``, under their new index; drop the others.
 
-    ``manifest`` becomes the run's manifest. The old logs are kept beside the new ones. A row is the
-    same if its fields are, and its id if the job names one, else its index. Holds an index and a hash
-    or two per row.
+    Generations of changed rows stay: each answers an equal request of its row. Without ``keep_records`` all rows
+    are treated as changed.
+
+    ``manifest`` becomes the run's manifest. The old logs are kept next to the new ones. Two rows are the same
+    if their fields are equal, and their ids (``by_id``) or their indexes. Memory: an index and one or two hashes
+    per row.
 
     Raises:
-        StoreError: the disk refuses; the run is unchanged.
+        StoreError: the disk fails; the run is unchanged.
     """
     with replacing_logs(folder, "requeue") as made:
         kept, dropped, reused = _copy(folder, made, _Rows(rows, by_id=by_id), keep_records)
         manifest.write(made)
     aside = finish_requeue(folder)
-    of_these = f" ({reused:,} of their generations answer what is asked again)" if reused else ""
+    of_these = f" ({reused:,} of their generations can be used again)" if reused else ""
     return (
         f"requeue: {kept:,} records kept, {dropped:,} rows to run again{of_these}; old log: {aside}"
     )
@@ -60,11 +62,12 @@ def requeue(
 
 @contextmanager
 def replacing_logs(folder: Path, verb: str) -> Iterator[Path]:
-    """A folder for new logs, to which the end of the block commits: ``finish_requeue`` puts them in the place of the
-    old ones. ``verb``: what can't be done if the disk refuses.
+    """Yield a folder for new logs; the end of the block commits them.
+
+    ``finish_requeue`` then moves them into place. ``verb`` completes "can't …" in the error message.
 
     Raises:
-        StoreError: the disk refuses; the run is unchanged.
+        StoreError: the disk fails; the run is unchanged.
     """
     unfinished = folder / _UNFINISHED
     try:
@@ -76,25 +79,27 @@ def replacing_logs(folder: Path, verb: str) -> Iterator[Path]:
         sync_folder(folder)
     except (OSError, StoreError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise StoreError(f"{folder}: can't {verb}, and the run is as it was: {reason}") from error
+        raise StoreError(f"{folder}: can't {verb}, the run is unchanged: {reason}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def finish_requeue(folder: Path) -> str | None:
-    """Move the files that ``replacing_logs`` has made into place. Returns the old log's name.
+    """Move the files that ``replacing_logs`` made into place. Return the old log's new name.
 
-    Called by a run and by a repair also before they read the log: the process that made them may have been killed.
+    A run and a repair call this before they read the log: the process that made the files may have been killed.
 
     Raises:
-        StoreError: the disk refuses.
+        StoreError: the disk fails.
     """
     shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)  # not committed
     made, aside = folder / REQUEUE, None
     if not os.path.lexists(made):
         return None
     if made.is_symlink() or not made.is_dir():
-        raise StoreError(f"{made}: is not the folder that a requeue makes; remove it")
+        raise StoreError(
+            f"{made}: must be a folder made by a requeue, but is something else; remove it"
+        )
     try:
         if segments := segments_of(made):
             (folder / VECTORS).mkdir(exist_ok=True)
@@ -102,7 +107,9 @@ def finish_requeue(folder: Path) -> str | None:
                 segment.replace(folder / VECTORS / segment.name)
             sync_folder(folder / VECTORS)
         for name in (STEPS, RESULTS):
-            if (made / name).exists() and (folder / name).exists():  # not after a kill in between
+            if (made / name).exists() and (
+                folder / name
+            ).exists():  # False if a killed process has moved it already
                 aside = free_name(folder / name, ".before-")
                 (folder / name).rename(aside)
         if (made / RESULTS).exists():
@@ -118,14 +125,14 @@ def finish_requeue(folder: Path) -> str | None:
 
 
 class _Move(NamedTuple):
-    """Where a row is ``to`` be, None if it is gone, and whether its record goes there, too."""
+    """A row's new index (None if the row is gone), and whether its record is kept."""
 
     to: int | None
     has_record: bool
 
 
 class _Rows:
-    """The rows of the input, each of which is given out once."""
+    """The rows of the input. Each index is handed out once."""
 
     def __init__(self, rows: Iterable[Row], *, by_id: bool) -> None:
         self.by_id = by_id
@@ -135,17 +142,17 @@ class _Rows:
         for row in rows:
             self._same[self.key(row.index, row.id), input_hash(row.fields)].append(row.index)
         for indexes in self._same.values():
-            indexes.reverse()  # the first one is taken first
+            indexes.reverse()  # ``pop`` takes the last, which must be the lowest index
 
     def key(self, index: int, row_id: str) -> str:
         return row_id if self.by_id else str(index)
 
     def same(self, key: str, input_hash: str) -> int | None:
-        """The index of a row with this key and hash."""
+        """Return the index of an unused row with this key and hash."""
         return self._first(self._same.get((key, input_hash), []))
 
     def other(self, key: str) -> int | None:
-        """The index of a row with this key, once all that are the same have been given out."""
+        """Return the index of an unused row with this key and any hash. Call it after all calls of ``same``."""
         if self._left is None:
             found = defaultdict[str, set[int]](set)
             for (of, _), indexes in self._same.items():
@@ -162,7 +169,7 @@ class _Rows:
 
 
 def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep_records: bool) -> dict[int, _Move]:
-    """Where each record's row is now, by its old index."""
+    """Return the move of each record's row, by its old index."""
     moves, changed = dict[int, _Move](), list[tuple[int, str]]()
     for record in records:
         was, key = record["index"], rows.key(record["index"], record["id"])
@@ -175,8 +182,10 @@ def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep_records: bool) -
 
 
 def _copy(run: Path, folder: Path, rows: _Rows, keep_records: bool) -> tuple[int, int, int]:
-    """Write the records and generations to keep, with their checkpoint. Returns the numbers of records
-    kept and dropped, and of generations of rows without a record."""
+    """Write the records and generations to keep, with their checkpoint.
+
+    Return the number of records kept, of records dropped, and of generations of rows without a record.
+    """
     vectors = Vectors(run)
     moves = _moves(read_newest(run / RESULTS), rows, keep_records)
     n_records, reused = len(moves), 0

@@ -1,8 +1,8 @@
-"""What an earlier start left in the run folder, and how this start treats it.
+"""The run folder at the beginning of a start: how to treat the files of an earlier start.
 
 A run continues only with the job and the input that it began with: anything else would mix two
 configurations in one table. If they differ, ``on_change`` decides: stop and list the differences,
-begin a new run beside the old one, or keep the records of unchanged rows and run the rest.
+begin a new run and keep the old one, or keep the records of unchanged rows and run the rest.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from batchkit.storage.runfolder import Claim, claim, is_run, move_aside
 from batchkit.storage.score_store import SCORES
 from batchkit.types import Record, Row, utc_now
 
-# Changes that show in what a row asks for, or that leave it alone: a recorded answer to an equal request
-# stays valid. What decides the answer to an equal request (model, seed, ``parse``, ``reask``) is not here.
+# Changes that alter a row's requests, or have no effect on answers: a recorded answer to an equal request
+# stays valid. Keys that change the answer to an equal request (model, seed, ``parse``, ``reask``) are not here.
 _OF_REQUESTS = re.compile(
     r"(input|rollout|select|vars)\.|prompt\.files:|output\.(keep|prompt|choices):"
     r"|steps\.\w+\.(prompt\.(?!chat_template_kwargs)|sampling\.|when:|engine:|place:)"
@@ -58,7 +58,7 @@ _OF_REQUESTS = re.compile(
 
 
 class OpenRun(NamedTuple):
-    """A claimed run folder; ``messages`` report what was done to open it."""
+    """A claimed run folder; ``messages`` report the steps taken to open it."""
 
     folder: Path
     ledger: Ledger
@@ -71,7 +71,7 @@ class OpenRun(NamedTuple):
 
         Raises:
             LostLockError: another process may hold the folder now; nothing is written.
-            StoreError: the disk refuses.
+            StoreError: the disk fails.
         """
         self.lock.check()
         self.manifest.write(self.folder)
@@ -79,21 +79,25 @@ class OpenRun(NamedTuple):
 
 @contextmanager
 def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
-    """Claim the run folder, handle changes, open the ledger; close everything afterwards.
+    """Claim the run folder, handle changes, and open the ledger; close everything at the end of the block.
 
     Raises:
         ChangedError: job or input changed, and ``on_change`` is "fail".
-        StoreError: another process holds the folder, or the disk refuses.
+        StoreError: another process holds the folder, or the disk fails.
     """
-    job = start.options.begun_with or start.job  # the one that the run is made from
+    job = start.options.begun_with or start.job  # the run folder keeps the job without overrides
     _import_what_writes(job)
     folder, messages = job.folder, list[str]()
-    as_read = start.options.begun_with or start.renderer.job  # its template files may change
+    as_read = (
+        start.options.begun_with or start.renderer.job
+    )  # the renderer holds template files as read
     new = Manifest.new(as_read, source.files or [], constant_files(job))
     with ExitStack() as held:
         lock = held.enter_context(claim(folder))
         if _must_move_aside(start, source, new, messages):
-            aside = move_aside(folder)  # with its lock
+            aside = move_aside(
+                folder
+            )  # moves the lock file, too, so the new folder needs another claim
             held.close()
             if job.is_trial:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -102,7 +106,7 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
             lock = held.enter_context(claim(folder))
             if _has_run(folder):
                 raise StoreError(
-                    f"{folder}: another process began a run here while the earlier one was moved"
+                    f"{folder}: another process began a run here while this one moved the earlier run"
                     " aside; wait for it, then run the same command again"
                 )
         manifest = new
@@ -119,8 +123,10 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
 
 
 def _opened(folder: Path, lock: Claim, messages: list[str]) -> Ledger:
-    """The ledger. If what its records rely on is gone, it is repaired first: rows whose vector is gone are run again,
-    and records of rows that have lost generations say so."""
+    """Return the ledger, after a repair if vectors or generations of its records are missing.
+
+    The next start runs rows whose vector is missing again; records of rows that lost generations get their number.
+    """
     try:
         ledger = Ledger(folder, lock)
         messages += ledger.messages
@@ -134,27 +140,26 @@ def _opened(folder: Path, lock: Claim, messages: list[str]) -> Ledger:
 
 
 def _import_what_writes(job: JobConfig) -> None:
-    """Else the first checkpoint, or the first vector, would find out that a package is missing or broken.
+    """Import the packages that write the run's files, so that a broken one shows before the model is loaded.
 
     Raises:
-        JobError: it is.
+        JobError: a package is missing or broken.
     """
     for name in ["numpy", *["pyarrow"] * job.may_have_vectors]:
         try:
             import_module(name)
         except Exception as error:  # a broken package may raise anything
             raise JobError(
-                f"{name}, which a run writes its files with, can't be imported: {' '.join(str(error).split())};"
+                f"{name}, which writes files of the run, can't be imported: {' '.join(str(error).split())};"
                 f" install it again: pip install --force-reinstall {name}"
             ) from error
 
 
 @contextmanager
 def _closing(run: OpenRun, start: StartNote) -> Iterator[None]:
-    """Close the ledger and note in the manifest how this start ended, even after an error.
+    """Close the ledger and record in the manifest how this start ended, even after an error.
 
-    The error that ended the run is the one raised: if the disk is full, a further write error
-    becomes a note on it.
+    The error that ended the run is raised: if the disk is full, a second write error becomes a note on it.
     """
     try:
         yield
@@ -182,7 +187,7 @@ def _close(run: OpenRun, start: StartNote) -> None:
 
 
 def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[str]) -> bool:
-    """Handle what an earlier start left in the folder. True if it must be moved aside.
+    """Handle the files that an earlier start left in the folder. Return True if it must be moved aside.
 
     Raises:
         StoreError: there are records, and no manifest that describes their job and input.
@@ -194,19 +199,19 @@ def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[
             raise StoreError(without_manifest(folder))
         return _has_run(folder)
     if finish_requeue(folder) is not None:
-        messages.append("an interrupted --on-change requeue was finished first")
+        messages.append("finished an interrupted --on-change requeue first")
     if options.fresh or start.job.is_trial or source.files is None:
         return True
     return _settle_changes(folder, source, new, options, messages)
 
 
 def _has_run(folder: Path) -> bool:
-    """True if the folder holds more than a start creates before it writes the manifest."""
+    """Return whether the folder holds more than a start creates before it writes the manifest."""
     return is_run(folder) or _has_records(folder) or (folder / CHECKPOINT).exists()
 
 
 def _has_records(folder: Path) -> bool:
-    """Whether anything was answered; rows may have generations long before the first record."""
+    """Return whether a log is not empty; rows may have generations long before the first record."""
     logs = [folder / RESULTS, folder / STEPS]
     return any(log.exists() and log.stat().st_size > 0 for log in logs)
 
@@ -216,7 +221,7 @@ def _is_dry(manifest: Manifest) -> bool:
 
 
 def _nothing_to_mix(folder: Path, manifest: Manifest, new: Manifest) -> str:
-    """Why the records of the earlier run are none that others could be mixed with; empty if they are."""
+    """Return why the old records can be discarded, or "" if they must be kept."""
     if _is_dry(manifest) and not _is_dry(new):
         return "the earlier run was a dry run"
     if _are_some_ok(read_lines(folder / RESULTS)) or _are_some_ok(read_generations(folder)):
@@ -235,10 +240,10 @@ def _settle_changes(
     options: Options,
     messages: list[str],
 ) -> bool:
-    """Apply ``on_change`` to any changes. True if the old run must be moved aside.
+    """Apply ``on_change`` to any changes. Return True if the old run must be moved aside.
 
-    If the last start ended because the job was wrong, what corrects it may be in a file that a row names, and
-    so no change that shows here.
+    If the last start ended because the job was wrong, the correction may be in a file that a row names. Such a
+    change is not visible here, so ``on_change`` applies without one.
     """
     manifest, on_change = read_manifest(folder), options.on_change
     job_changes = differences(manifest.identity, new.identity)
@@ -254,22 +259,22 @@ def _settle_changes(
         return False
     if on_change == "requeue" and _is_dry(new) and not _is_dry(manifest):
         raise JobError(
-            f"{folder}: has answers of a model, and a dry run would take their place; give the dry run another"
+            f"{folder}: has answers of a model, which a dry run would replace; give the dry run another"
             " name (--set name=…)"
         )
     if on_change == "fail" and (is_answered or not was_wrong):
         listed = "\n".join(f"  {change}" for change in changes)
         raise ChangedError(
             f"{folder}: job or input changed since this run began\n{listed}\n"
-            "Undo the change, or choose: --fresh or --on-change new (start again, the old run is"
-            " kept), --on-change requeue (run again what the change touches), or another name"
+            "Undo the change, or choose: --fresh or --on-change new (begin a new run and keep the old"
+            " one), --on-change requeue (run the changed rows again), or another name"
             " (--set name=…)"
         )
     if changes:
         messages.append(f"changed since this run began: {'; '.join(changes)}")
     if on_change == "new":
         return True
-    # Another filter or shard changes no answer: records of the rows that it keeps stay valid.
+    # Another filter or shard changes no answer: records of rows that are still in the input stay valid.
     holds = all(
         change.startswith(("input.where:", "input.shard:", "input.empty:", "input.cross:"))
         for change in job_changes
@@ -280,7 +285,7 @@ def _settle_changes(
     check_log(folder)
     renewed = manifest.renewed(new, has_records=holds)
     renewed.skipped_elsewhere = 0  # those rows may have changed, too
-    if (folder / SCORES).exists():  # they belong to the old indexes: score all rows again
+    if (folder / SCORES).exists():  # stored scores use the old indexes: score all rows again
         renewed.scoring = None
     keeps = holds and is_answered
     messages.append(requeue(folder, rows, renewed, by_id=source.has_ids, keep_records=keeps))
@@ -288,14 +293,16 @@ def _settle_changes(
 
 
 def _of_trusted_files(rows: Iterator[Row], then: Sequence[FileFingerprint]) -> Iterator[Row]:
-    """``rows`` without the files, and their pages, that changed while an earlier start read them: their
-    records have the hash that a file began with, and may answer what it was for a while."""
+    """Yield ``rows`` except files (and their pages) that changed while an earlier start read them.
+
+    Their records have the hash of the file before the change, but may answer its content after the change.
+    """
     changing = [file.read_as.partition(": ") for file in then if file.sha256 == CHANGING]
     names = {name for kind, _, name in changing if kind in ROWS_ARE_FILES}
     return (row for row in rows if names.isdisjoint(_names_of(row))) if names else rows
 
 
 def _names_of(row: Row) -> set[str]:
-    """Its file's, also as a fingerprint has it: without a signature."""
+    """Return the row's file name as it is, and as a fingerprint stores it (URL signatures masked)."""
     path = str(row.fields.get("path"))
     return {path, masked(path)}

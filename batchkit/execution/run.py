@@ -36,12 +36,12 @@ def start_run(
     kept: Engines | None = None,
     stop: StopRequest | None = None,
 ) -> Outcome:
-    """Settle the rows of ``source``, by default the job's own input, that have no record yet.
+    """Settle the rows of ``source`` (default: the job's own input) that have no record yet.
 
-    An engine that waits in ``kept`` is used. ``stop``: the caller handles signals.
+    Uses an idle engine in ``kept`` if it matches. With ``stop``, the caller handles signals.
 
     Raises:
-        BatchkitError: the run could not begin. What stops it later is in the outcome.
+        BatchkitError: the run could not begin. An error that stops it later is in the outcome.
     """
     check_secrets(job)
     remove_orphans()
@@ -56,7 +56,7 @@ def start_run(
             if stop is None:
                 stop = held.enter_context(StopRequest().installed())
             outcome = _settled(start, source, stop, kept, held)
-            outcome.checked()  # what closes the run must know of the error
+            outcome.checked()  # raise inside the block: the code that closes the run needs the error
     except BatchkitError as error:
         if outcome is None or error is not outcome.error:
             raise
@@ -64,7 +64,7 @@ def start_run(
 
 
 def _check_before(start: Start, source: Input) -> None:
-    """What can be refused before the run folder is touched."""
+    """Raise JobError for mistakes that can be found before the run folder is touched."""
     job, other = start.job, start.options.skip_from
     if other is not None and not is_run(other):
         raise JobError(f"--skip-from {other}: not a run folder{near_run(other)}")
@@ -73,10 +73,12 @@ def _check_before(start: Start, source: Input) -> None:
     groups, why, _ = grouping_of(job)
     if source.files is None and len(groups) > 1:
         raise JobError(
-            f"rows from an iterator can be read only once, and {why}; give a list of rows"
+            f"rows from an iterator can be read only once, but {why}; pass a list of rows"
         )
     if start.options.fresh or start.options.on_change == "new":
-        for name in job.engine_names:  # before the folder is moved: an option may be mistyped
+        for (
+            name
+        ) in job.engine_names:  # a mistyped option must show before the folder is moved aside
             open_preflight(job.with_engine(name))
 
 
@@ -99,7 +101,7 @@ def _settled(
     outcome = Loop(start, run, tasks, stop, screen, kept).run()
     if rows is source:
         return outcome
-    # The table of its answers has all rows.
+    # Tables of the answers list all rows, not only the sample.
     return outcome._replace(summary=replace(outcome.summary, source=source))
 
 
@@ -109,6 +111,6 @@ def _sample_of(source: Input, job: JobConfig) -> str:
     n_rows, n_values = source.sample_of, len(variants(job.input.cross))
     size = min(job.run.sample * n_values, n_rows)
     return (
-        f"run.sample: {size:,} of {n_rows:,} rows, drawn at random with run.seed = {job.run.seed}; a start"
-        " without it runs the rest"
+        f"run.sample: {size:,} of {n_rows:,} rows, drawn at random with run.seed = {job.run.seed}; start"
+        " without run.sample to run the rest"
     )

@@ -1,4 +1,4 @@
-"""What people and programs see of a run while it works: lines, a bar, ``metrics.jsonl`` and Prometheus."""
+"""Progress of a run while it works: log lines, a progress bar, ``metrics.jsonl`` and Prometheus."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ from batchkit.types import utc_now
 
 _LOOK_S = 0.25
 _RECORD_S = 1.0
-_MACHINE_S = 5.0  # reading the processes of the host may take some milliseconds
+_MACHINE_S = 5.0  # seldom, because reading the host's processes may take some milliseconds
 _RATE_SPAN_S = 60.0
 _CLOCK_S, _LINE_S = 1.0, 10.0
-_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?[A-Z]+ [\d-]+ [\d:]+ \[[^]]+\] ")  # of vLLM's lines
+_PREFIX = re.compile(
+    r"^(\(\w+ pid=\d+\) )?[A-Z]+ [\d-]+ [\d:]+ \[[^]]+\] "
+)  # the prefix of vLLM's log lines
 _OF_LOAD = set(Load._fields) & set(Metrics.__struct_fields__) - {"kv_cache_usage"}
 _IS_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 
 class Screen:
-    """Told once a turn how far the run is; nothing depends on it. Used by the run's thread.
+    """The display of one start's progress. Nothing depends on it. Used by the run's thread.
 
-    ``began``: when the command did. ``export`` gets each line of the metrics.
+    ``began``: monotonic time when the command began. ``export`` gets each line of the metrics.
     """
 
     def __init__(self, start: Start, run: OpenRun, began: float, export: Show) -> None:
@@ -59,11 +61,11 @@ class Screen:
 
     @property
     def is_due(self) -> bool:
-        """Whether what is shown is to be updated. Very cheap."""
+        """True if the display needs an update. Cheap: the loop reads it at every turn."""
         return time.monotonic() >= self._next_look
 
     def show(self, tasks: Tasks, load: Load, *, force: bool = False) -> None:
-        """Update what is shown; with ``force`` also what is not due yet."""
+        """Update the display; ``force`` also writes metrics and lines that are not due yet."""
         now = time.monotonic()
         self._next_look = now + self._look_s
         metrics = self._metrics(tasks, load, now)
@@ -99,8 +101,10 @@ class Screen:
 
 
 class _MachineWatch:
-    """Reads memory and GPUs on a thread of its own, since a driver may take its time; the run's
-    thread reads the two attributes, each of which is replaced as a whole."""
+    """A thread that reads memory and GPU use, since a driver call may be slow.
+
+    The run's thread reads the two attributes; each is replaced as a whole.
+    """
 
     def __init__(self) -> None:
         self.host_bytes: int | None = None
@@ -120,9 +124,10 @@ class _MachineWatch:
 
 
 class Progress:
-    """Shows a tqdm bar on a terminal and in a notebook, otherwise one plain line for each checkpoint;
-    run.log gets every event and the plain lines in both cases. A quiet start writes only run.log. If the
-    task gives no text, the rate of output tokens is left out: there are none.
+    """A tqdm bar on a terminal or in a notebook, otherwise one plain line per checkpoint interval.
+
+    run.log gets every event and the plain lines in both cases. A quiet start writes only run.log. Tasks without
+    text show no rate of output tokens.
     """
 
     def __init__(self, start: Start) -> None:
@@ -143,7 +148,7 @@ class Progress:
         self._say(text)
 
     def note(self, text: str) -> None:
-        """Write a long text, for example a dump of stacks, indented, to run.log only."""
+        """Write a long text, for example stack traces, indented, to run.log only."""
         self._write(text.strip().replace("\n", "\n    "))
 
     def update(self, metrics: Metrics, trouble: str = "", *, force: bool = False) -> None:
@@ -154,7 +159,7 @@ class Progress:
             self._next_line = now + self._interval_s
         since, before = self._samples[0]
         seconds = max(now - since, 1e-3)
-        # Unfinished answers are gone when their engine dies: that count does not grow.
+        # Unfinished answers are lost when their engine dies, so counts may fall; a rate must not be negative.
         per_s = [max(0, n - then) / seconds for n, then in zip(counts, before, strict=True)]
         parts = [trouble] if trouble else []
         parts += _parts(metrics, per_s, generates=self._generates)
@@ -172,10 +177,10 @@ class Progress:
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Show ``text``, the seconds that pass inside and what the engine prints: where there is a bar as one line that
-        goes away, otherwise a plain line every few seconds.
+        """Show ``text``, the elapsed seconds and the engine's newest output while the block runs.
 
-        A thread draws them; tqdm has one thread at a time write.
+        With a bar this is one line that disappears; otherwise a plain line every few seconds. A thread draws them;
+        tqdm's lock lets one thread write at a time.
         """
         began, is_over, before = time.monotonic(), threading.Event(), self._bar
         clock, printed = None, EngineLog(self._engine_log)
@@ -209,7 +214,7 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        with suppress(OSError):  # nothing is lost: every line was flushed
+        with suppress(OSError):  # no line is lost: each was flushed
             self._log.close()
 
     def _write(self, line: str) -> None:
@@ -228,7 +233,7 @@ class Progress:
             )
         self._bar.total, self._bar.n = metrics.rows_total, settled
         try:
-            self._bar.set_description_str(text)  # which tqdm cuts at the terminal's edge
+            self._bar.set_description_str(text)  # tqdm cuts it at the terminal's edge
         except OSError:
             self._lose_stream()
 
@@ -245,26 +250,28 @@ class Progress:
             self._lose_stream()
 
     def _lose_stream(self) -> None:
-        """The terminal or the pipe was closed: from now on write to run.log only."""
+        """Write to run.log only, because the terminal or the pipe was closed."""
         self._quiet, self._has_bar = True, False
 
 
 def _newest(log: EngineLog) -> str:
-    """The last line that an engine has printed since ``log`` was made; empty if there is none."""
+    """Return the last line that an engine has printed since ``log`` was made, or ""."""
     lines = re.split(r"[\r\n]+", log.printed())
     newest = next((line for line in reversed(lines) if line.strip()), "")
     return shortened(_PREFIX.sub("", newest).strip(), 100)
 
 
 def _counts(metrics: Metrics) -> tuple[int, int, int]:
-    """Rows, prompt tokens, completion tokens so far."""
+    """Return settled rows, prompt tokens and completion tokens so far."""
     completion_tokens = metrics.completion_tokens + metrics.unfinished_tokens
     return metrics.rows_ok + metrics.rows_failed, metrics.prompt_tokens, completion_tokens
 
 
 def _parts(metrics: Metrics, per_s: Sequence[float], *, generates: bool) -> list[str]:
-    """For example ``2 failed``, ``1,200 of 3,071 rows``, ``6 min left``, …: what matters most comes
-    first. ``per_s``: the rates of the counts over the last minute."""
+    """Return the parts of a progress line, most important first: ``2 failed``, ``1,200 of 3,071 rows``, …
+
+    ``per_s``: rates of the counts over the last minute.
+    """
     settled, total = metrics.rows_ok + metrics.rows_failed, metrics.rows_total
     of = "" if total is None else f" of {total:,}"
     rows_per_s, prompt_per_s, completion_per_s = per_s

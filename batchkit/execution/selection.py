@@ -1,4 +1,4 @@
-"""``[select]``: which of the ``n`` answers to a request counts."""
+"""``[select]``: the choice among the ``n`` answers to a request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from batchkit.types import BROKEN_OFF, Completion
 
 
 class Selection:
-    """Chooses among the answers to a row's request, or to each of ``[[steps]]``. Immutable.
+    """A rule that chooses among the answers to a row's request, or to each of ``[[steps]]``. Immutable.
 
-    A step's answers are read as its own ``extract`` and ``scorers`` say, if it has any, else as those
-    of ``[scoring]``. ``references`` as in Scoring.
+    A step's own ``extract`` and ``scorers`` read its answers; without them, ``[scoring]`` does.
+    For ``references`` see Scoring.
     """
 
     def __init__(self, job: JobConfig, references: Mapping[str, str | None] | None = None) -> None:
@@ -33,9 +33,9 @@ class Selection:
             self._scoring[step.name] = Scoring(self._needed(table), references)
 
     def chosen(self, completion: Completion, *, parses: bool) -> Completion:
-        """The completion with ``selected``, if it has several choices of which one is an answer.
+        """Return the completion with ``selected`` set, if it has several choices and at least one is an answer.
 
-        The completion of the step that judges has an error if it names none of the candidates.
+        For the step that judges, return it with an error if its answer names none of the candidates.
         """
         if self._select.by is None or completion.error is not None:
             return completion
@@ -52,7 +52,7 @@ class Selection:
         return replace(completion, selected=best)
 
     def named(self, completion: Completion) -> int | None:
-        """The place, from 0, of the candidate that the step's answer names; None if there is none."""
+        """Return the position, from 0, of the candidate that the step's answer names, or None."""
         row = completion.request.row
         found = self._of(completion).found(completion.text, row.fields, row.id)
         try:
@@ -62,7 +62,7 @@ class Selection:
         return place if 0 <= place < len(row.fields[CANDIDATES]) else None
 
     def _needed(self, table: ScoringTable) -> ScoringTable:
-        """``table`` with only the scorer that the choice depends on."""
+        """Return ``table`` with only the scorer that the choice depends on."""
         name = self._select.scorer
         scorers = [] if self._select.by != "scorer" else table.scorers if name is None else [name]
         rules = [rule.model_copy(update={"scorers": None}) for rule in table.rules]
@@ -72,16 +72,17 @@ class Selection:
         return self._scoring[completion.request.step]
 
     def _majority(self, completion: Completion, numbers: list[int]) -> Completion:
-        """The first of those that most agree with; the first one if none has a prediction."""
+        """Select the first choice with the most frequent prediction; the first choice if none has a prediction."""
         row, scoring = completion.request.row, self._of(completion)
         choices = scoring.table_for(row.fields).choices
-        cast = defaultdict[str, list[tuple[int, str]]](list)  # by vote: who has it, in which words
+        # By vote: the numbers of the choices, each with the words of its prediction.
+        cast = defaultdict[str, list[tuple[int, str]]](list)
         for number in numbers:
             found = scoring.found(completion.choices[number].text, row.fields, row.id)
             vote = vote_of(found, choices) if found else None
             if found and vote is not None:
                 cast[vote].append((number, found))
-        most = max(cast.values(), key=len, default=[(numbers[0], "")])  # of equal ones, the first
+        most = max(cast.values(), key=len, default=[(numbers[0], "")])  # the first of equal ones
         votes = {same[0][1]: len(same) for same in cast.values()}
         return replace(completion, selected=most[0][0], votes=votes)
 
@@ -98,13 +99,13 @@ class Selection:
         n_candidates = len(completion.request.row.fields[CANDIDATES])
         message = (
             f"select.step: the answer has no number from 1 to {n_candidates}; the extract of step"
-            f" {self._select.step!r} says where it is looked for"
+            f" {self._select.step!r} decides where batchkit looks for it"
         )
         return replace(completion, error=InvalidOutputError(message))
 
 
 def eligible(completion: Completion, *, parses: bool) -> list[int]:
-    """The numbers of the choices that are whole answers, and JSON if it ``parses``."""
+    """Return the numbers of the choices that are whole answers (and valid JSON, with ``parses``)."""
     return [
         number
         for number, choice in enumerate(completion.choices)

@@ -1,4 +1,4 @@
-"""A completion becomes what counts, and then a line of a log: one way for plain rows, steps and rollouts."""
+"""From a completion to a log line: one way for plain rows, steps and rollouts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _NO_FIELDS = Raw(b"{}")
 
 
 def resolved(start: Start, completion: Completion) -> Completion:
-    """The completion with the choice that counts and its JSON value, or with an error if that is no
-    whole answer."""
+    """Return the completion with the selected choice and its JSON value, or with an error if the answer is not whole."""
     parses = completion.request.step in start.parsing
     chosen = start.selection.chosen(completion, parses=parses)
     whole = failed_unless_whole(chosen, start.job.output.vector_dtype)
@@ -33,7 +32,7 @@ def resolved(start: Start, completion: Completion) -> Completion:
 
 
 def lacks_answer(start: Start, completion: Completion) -> bool:
-    """Whether the scoring finds nothing in the answer, so that ``retry.reask`` may ask again."""
+    """Return whether the scoring finds nothing in the answer, so that ``retry.reask`` may ask again."""
     call, row = completion.request.call, completion.request.row
     scoring = start.scoring if call is None else start.step_scoring.get(call.step)
     if scoring is None:
@@ -42,7 +41,7 @@ def lacks_answer(start: Start, completion: Completion) -> bool:
 
 
 def to_line(start: Start, completion: Completion) -> SettledLine:
-    """The line for the log that ``completion`` belongs to: a row's record, scored, or one of its generations."""
+    """Return the log line of ``completion``: a row's scored record, or one of its generations."""
     if completion.request.call is not None:
         return generation_line(completion)
     record = to_record(
@@ -69,7 +68,7 @@ def _scored(start: Start, completion: Completion) -> Scored | None:
 
 
 def _scored_text(completion: Completion) -> str:
-    """What the scoring reads of an answer: its text, or the label of a class."""
+    """Return the text that is scored: the answer's text, or the label of a class."""
     if completion.pooled is not None:
         return completion.pooled.label or ""
     return completion.text
@@ -83,9 +82,9 @@ def to_record(
     with_choices: bool = True,
     scored: Scored | None = None,
 ) -> Record:
-    """The record of the row that ``completion`` settled, with the row's fields in ``keep``.
+    """Return the record of the row that ``completion`` settled, with the row's fields in ``keep``.
 
-    ``scored`` is None if nothing is scored. ``with_choices``: all of them, if there are several.
+    ``scored`` is None if the job scores nothing. ``with_choices``: keep all choices if there are several.
     """
     request, error, usage = completion.request, completion.error, completion.usage
     row, choice = request.row, completion.choice
@@ -126,7 +125,7 @@ def to_record(
 
 
 def _raw(value: Any) -> Raw:
-    """Any value as JSON: msgspec writes some that come from Python in another way than orjson."""
+    """Return any value as JSON, encoded by orjson: msgspec writes some Python values differently."""
     return Raw(encoded(value)[:-1])
 
 
@@ -136,7 +135,7 @@ def _of_transcript(completion: Completion) -> dict[str, Any]:
 
 
 def _of_pooled(completion: Completion) -> dict[str, Any]:
-    """The fields that a record has for the answer to a pooling task."""
+    """Return the record's fields for the answer to a pooling task."""
     pooled, pair = completion.pooled, completion.request.pair
     assert pooled is not None
     scores = pooled.scores
@@ -162,15 +161,17 @@ def _truncated_tokens(completion: Completion) -> int | None:
 
 
 def failed_unless_whole(completion: Completion, vector_dtype: str = "float32") -> Completion:
-    """The completion, with an error if its answer was broken off, is only white space, or has a
-    number that is not finite, or not in a vector of ``vector_dtype``."""
+    """Return the completion, with an error if its answer is cut off, blank, or can't be stored.
+
+    Numbers must be finite, and must fit into ``vector_dtype`` if they are a vector.
+    """
     if completion.error is not None:
         return completion
     if completion.pooled is not None:
         if (fault := _fault_of(completion.pooled, vector_dtype)) is None:
             return completion
         return replace(completion, error=InvalidOutputError(fault), pooled=None)
-    if completion.selected is not None:  # among those that are whole
+    if completion.selected is not None:  # the selection considers only whole answers
         return completion
     for choice in completion.choices:
         if (reason := choice.finish_reason) in BROKEN_OFF:
@@ -193,7 +194,7 @@ def _empty(choices: Sequence[Choice]) -> EmptyTextError:
 
 
 def _fault_of(pooled: Pooled, vector_dtype: str) -> str | None:
-    """Why its numbers can't be stored; None if they can."""
+    """Return why the numbers of the answer can't be stored, or None if they can."""
     import numpy as np
 
     if pooled.vector is None:
@@ -215,7 +216,7 @@ def _fault_of(pooled: Pooled, vector_dtype: str) -> str | None:
 
 
 def parsed_or_failed(completion: Completion) -> Completion:
-    """The completion with the JSON value of its answer, or with an error if it is not such JSON."""
+    """Return the completion with the JSON value of its answer, or with an error if that is not valid JSON."""
     if completion.error is not None or completion.choice is None:
         return completion
     try:

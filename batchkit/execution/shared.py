@@ -1,12 +1,16 @@
-"""One engine for several runs that go on beside each other, each in a thread of its own.
+"""One engine for several runs at the same time, each in its own thread.
 
-Each run has a seat, which is an Engine to it: what it submits waits there until the engine has room, and comes back to it
-alone. The next request is one of the lowest rank, of those one of the owner who has the fewest in the engine, and of the owner's
-runs one of that with the fewest rows left. So owners who are all busy have equal parts of the engine at any time. A run that ends
-or is stopped leaves its seat, and the engine stays.
+Each run has a seat, which implements Engine. Its requests wait in the seat until the engine has room, and their
+completions come back to that seat only. The next request is taken by these rules, in this order:
 
-If the engine dies, nobody knows whose request was at fault, and a search among several runs would suspect innocent
-rows. So all runs are to be stopped (``on_death``), and each continued alone for a while: then it searches as any run does.
+- the run with the lowest rank;
+- the run whose owner has the fewest requests in the engine, so that busy owners get equal shares;
+- the run with the fewest rows left.
+
+A run that ends or is stopped leaves its seat, and the engine stays loaded.
+
+If the engine dies, the request at fault is unknown, and a search among several runs would suspect innocent
+rows. So ``on_death`` stops all runs, and the caller resumes each alone for a while; it then searches like any run.
 """
 
 from __future__ import annotations
@@ -25,20 +29,18 @@ from batchkit.execution.lane import KeptEngine, Loaded, Wanted
 from batchkit.execution.window import Window
 from batchkit.types import Completion, Request
 
-_SLICE_S = 0.005  # what a run submits while another waits for the engine may wait so long
+_SLICE_S = 0.005  # longest poll of a shared engine: requests that other runs submit meanwhile wait for its end
 
 
 @dataclass
 class Claim:
-    """Whose run it is, and its place in the queue: the lowest ``rank`` goes first, and may change while the run works.
-    ``rows``: those that it has to answer; ``answered``: requests; ``engine_s``: its part of the engine's time, by its requests
-    there."""
+    """A run's owner and its place in the queue."""
 
     owner: str
-    rank: tuple[int, ...]
-    rows: int
-    answered: int = 0
-    engine_s: float = 0.0
+    rank: tuple[int, ...]  # the lowest goes first; may change while the run works
+    rows: int  # rows to answer
+    answered: int = 0  # requests
+    engine_s: float = 0.0  # share of the engine's time, by the run's part of the requests in it
 
     @property
     def left(self) -> int:
@@ -46,8 +48,11 @@ class Claim:
 
 
 class SharedEngines:
-    """The engines of several runs. ``on_death`` is called by the thread of a run, once for each engine; it stops the runs
-    without waiting for requests in flight, which are lost. ``environment``: of the engines' processes."""
+    """The engines of several runs.
+
+    ``on_death`` is called once per dead engine, by a run's thread. It stops the runs without waiting for requests in
+    flight, which are lost. ``environment``: variables of the engines' processes.
+    """
 
     def __init__(
         self, log: Path, on_death: Callable[[], None], environment: Mapping[str, str]
@@ -55,25 +60,30 @@ class SharedEngines:
         self._kept, self._on_death = KeptEngine(log), on_death
         self._environment = environment
         self._shared: dict[str, tuple[SharedEngine, Loaded]] = {}
-        self._lock = threading.Lock()  # held while a model is loaded: the others wait for it
+        self._lock = (
+            threading.Lock()
+        )  # held while a model is loaded, so that other runs wait for it
 
     def of(self, claim: Claim) -> Share:
-        """As one run uses them."""
+        """Return the engines as one run uses them."""
         return Share(self, claim)
 
     @property
     def idle(self) -> Mapping[str, Loaded]:
-        """The engines that are loaded, in use or not."""
+        """The loaded engines, in use or not."""
         known = [*self._shared.items()]  # another run's thread may add one meanwhile
         return {name: loaded for name, (shared, loaded) in known if not shared.death}
 
     def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded], claim: Claim) -> Loaded:
-        """A seat at the engine; it is loaded if it is not there, or nobody uses it and it is another."""
+        """Return a seat at the engine.
+
+        The engine is loaded if it is missing or dead, or if it differs from ``wanted`` and no run uses it.
+        """
         with self._lock:
             shared, loaded = self._shared.pop(wanted.name, (None, None))
             if shared is not None and loaded is not None:
                 is_same = wanted.is_met_by(loaded)
-                if not shared.is_live() or not (is_same or shared.seats):
+                if not shared.check_alive() or not (is_same or shared.seats):
                     shared.close()
                     shared = None
             if shared is None or loaded is None:
@@ -84,7 +94,7 @@ class SharedEngines:
             return loaded._replace(engine=shared.seat(claim))
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Close all engines and launchers."""
         for shared, _ in self._shared.values():
             shared.close()
         self._kept.close()
@@ -105,24 +115,28 @@ class Share:
         return self.engines.get(wanted, load, self.claim)
 
     def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
-        """The run has ended. What it has in flight is dropped."""
+        """Leave the seat at the end of the run; requests in flight are dropped."""
         assert isinstance(loaded.engine, Seat)
         loaded.engine.leave()
 
 
 class SharedEngine:
-    """An engine and its seats. One run at a time, whichever waits for answers, calls the engine for all of them."""
+    """An engine and its seats. One thread at a time, of a run that waits for answers, polls the engine for all runs."""
 
     def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         self.engine, self._on_death = engine, on_death
         self.death: EngineError | None = None
         self.died_shared = False
-        self.seats: list[Seat] = []  # replaced as a whole: other threads go through it
-        self._lock = threading.Lock()  # of the engine and what is in flight
-        self._noting = threading.Lock()  # of the load: nobody waits for the engine to read it
+        self.seats: list[Seat] = []  # replaced as a whole, because other threads iterate over it
+        self._lock = threading.Lock()  # guards the engine and the requests in flight
+        self._noting = (
+            threading.Lock()
+        )  # guards the load, which is read without waiting for the engine
         self._window = Window(engine.max_num_seqs)
-        self._in_flight: dict[int, tuple[Seat, Request]] = {}  # by the request's identity
-        self._of_owner = Counter[str]()  # of those
+        self._in_flight: dict[
+            int, tuple[Seat, Request]
+        ] = {}  # by ``id(request)``: runs may share keys
+        self._of_owner = Counter[str]()  # requests in flight, by owner
         self._load = engine.load()
         self._turned_at = time.monotonic()
 
@@ -141,14 +155,17 @@ class SharedEngine:
             if left and self.death is None:
                 self.engine.abort(left)
 
-    def is_live(self) -> bool:
+    def check_alive(self) -> bool:
+        """Poll the engine once, and return whether it is alive."""
         with self._lock:
             self._turn(0)
         return self.death is None
 
     def work(self, seat: Seat, until: float) -> None:
-        """Until the seat has an answer: give the engine what waits and all seats what it has answered, or wait while another
-        run does that."""
+        """Wait until the seat has an answer or ``until`` is reached.
+
+        Meanwhile submit waiting requests and distribute the engine's answers, or wait while another run does that.
+        """
         while not seat.inbox and not self.death and (left_s := until - time.monotonic()) > 0:
             if self._lock.acquire(blocking=False):
                 try:
@@ -160,15 +177,15 @@ class SharedEngine:
                 seat.called.clear()
 
     def take_load(self) -> EngineLoad:
-        """What happened is reported to one of the runs."""
+        """Return the load since the last call, so that each event is reported to only one run."""
         with self._noting:
             load, self._load = self._load, self._load._replace(preempted=0, events=())
         return load
 
     def restart(self) -> None:
-        """End the engine because a run needs a new one."""
+        """Close the engine because a run needs a new one."""
         if self.death is None:
-            self._note_death(EngineError("it is to be loaded again"))
+            self._note_death(EngineError("the engine must be loaded again"))
         self.close()
 
     def close(self) -> None:
@@ -195,7 +212,7 @@ class SharedEngine:
             self._note_death(death)
 
     def _charge(self) -> None:
-        """Share the time since the last turn among those whose requests the engine had."""
+        """Share the time since the last turn among the seats, by their requests in the engine."""
         now, n_in_flight = time.monotonic(), len(self._in_flight)
         for seat in self.seats:
             if seat.in_flight:
@@ -214,7 +231,7 @@ class SharedEngine:
             self.engine.submit(request)
 
     def _place(self, seat: Seat) -> tuple[Sequence[int], int, int]:
-        """The least goes first."""
+        """Return the sort key of a seat; the lowest goes first."""
         return seat.claim.rank, self._of_owner[seat.claim.owner], seat.claim.left
 
     def _count(self, seat: Seat, number: int) -> None:
@@ -236,7 +253,7 @@ class SharedEngine:
 
 
 class Seat:
-    """The engine of one run, as ``Engine`` says; used by the run's thread."""
+    """The engine as one run sees it; implements ``Engine``. Used by the run's thread."""
 
     def __init__(self, shared: SharedEngine, claim: Claim) -> None:
         self._shared, self.claim = shared, claim
@@ -247,7 +264,7 @@ class Seat:
 
     @property
     def max_num_seqs(self) -> int:
-        """All of the engine's: the others may have nothing to do."""
+        """The engine's ``max_num_seqs``, undivided: the other runs may have nothing to do."""
         return self._shared.engine.max_num_seqs
 
     def submit(self, request: Request) -> None:
@@ -255,7 +272,9 @@ class Seat:
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         self._shared.work(self, time.monotonic() + timeout_s)
-        death = self._shared.death  # read first: all that was answered before is in the inbox
+        death = (
+            self._shared.death
+        )  # read before the inbox, which then has all answers before the death
         done = [self.inbox.popleft() for _ in range(len(self.inbox))]
         if death is None or done:
             return done
@@ -268,12 +287,12 @@ class Seat:
         return self._shared.take_load()
 
     def abort(self, requests: Sequence[Request]) -> None:
-        """They are when the run leaves."""
+        """Do nothing: ``leave`` aborts the run's requests."""
 
     def leave(self) -> None:
         self._shared.leave(self)
 
     def close(self) -> None:
-        """The supervisor's restart: a run that only ends leaves."""
+        """Close the engine: the supervisor calls this before a restart. A run that only ends calls ``leave``."""
         self._shared.restart()
         self.leave()

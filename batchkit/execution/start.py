@@ -1,4 +1,4 @@
-"""What one start of a run is about: values that are made once, and read by all that take part in it."""
+"""The settings of one start of a run: values made once, and read by everything that takes part in it."""
 
 from __future__ import annotations
 
@@ -26,37 +26,33 @@ OnChange = Literal["fail", "new", "requeue"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a start differs from a plain ``batchkit run``.
-
-    ``attempts``: run only these rows again, except those that have an answer by now; it maps a
-    row's index to the number of its last attempt, 0 if it has no record. Those ``quarantined``
-    killed the engine, and are run alone. ``begun_with``: the job that the run folder was made for,
-    if ``overrides`` make the start's job differ from it on purpose. ``rollout`` is used in place of the
-    function that the job names. Runs of this process with the same ``media_holders`` share
-    ``media.max_memory_bytes``.
-    """
+    """The differences between this start and a plain ``batchkit run``."""
 
     command: str = "python"
-    quiet: bool = False
-    fresh: bool = False
+    quiet: bool = False  # print nothing
+    fresh: bool = False  # begin a new run, and move the old folder aside
     on_change: OnChange = "fail"
-    skip_from: Path | None = None
+    skip_from: Path | None = None  # skip rows that have an answer in this run folder
+    # A retry: the rows to run again, if they have no answer. Maps a row's index to the number of its last
+    # attempt, 0 if it has no record.
     attempts: Mapping[int, int] | None = None
-    quarantined: Collection[int] = ()
-    begun_with: JobConfig | None = None
+    quarantined: Collection[int] = ()  # rows that killed an engine, and must run alone
+    begun_with: JobConfig | None = (
+        None  # the run folder's job, if ``overrides`` change it for this start
+    )
     overrides: Sequence[str] = ()
     adjust_sampling: AdjustSampling | None = None
-    rollout: Function | None = None
-    media_holders: Holders | None = None
+    rollout: Function | None = None  # used instead of the function that the job names
+    media_holders: Holders | None = None  # runs that share it share ``media.max_memory_bytes``
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of ``job``. What follows from it alone is made on first use, once in each process.
+    """One start of ``job``. Values derived from it are made on first use, once in each process.
 
-    ``references``: the right answers by id, if another run gives them. ``identity``: hashes of the
-    files that the engines and the rollout's function are loaded from, and ``prompt_files`` of those
-    that all prompts include, as they were when the start began.
+    ``references``: the right answers by id, if another run gives them. ``identity``: hashes of the files that
+    engines and the rollout's function are loaded from. ``prompt_files``: hashes of the files that all prompts
+    include. Both are from the beginning of the start.
     """
 
     job: JobConfig
@@ -67,9 +63,10 @@ class Start:
 
     @classmethod
     def of(cls, job: JobConfig, options: Options | None = None) -> Start:
-        """
+        """Return a start of ``job``.
+
         Raises:
-            JobError: the reference run can't be read, or a template can't be used.
+            JobError: the reference run can't be read, or a template is invalid.
         """
         start = cls(
             job,
@@ -78,11 +75,11 @@ class Start:
             engine_identity(job) | of_function(job),
             constant_files(job),
         )
-        _ = start.renderer  # which finds the templates that can't be used
+        _ = start.renderer  # compile the templates now, so that an invalid one raises here
         return start
 
     def for_workers(self) -> Start:
-        """As workers on Ray get it, pickled: they may not see the files of the prompts."""
+        """Return the start to pickle for workers on Ray, which may not see the files of the prompts."""
         return replace(
             self,
             job=self.renderer.job,
@@ -109,12 +106,12 @@ class Start:
 
     @cached_property
     def scoring(self) -> Scoring | None:
-        """None if the job scores nothing."""
+        """The job's scoring; None if the job scores nothing."""
         return Scoring(self.job.scoring, self.references) if self.job.scoring.is_on else None
 
     @cached_property
     def step_scoring(self) -> Mapping[str, Scoring]:
-        """That of each step that has its own, by the step's name."""
+        """Scoring for each step that defines its own, keyed by step name."""
         return scoring_of_steps(self.job)
 
     @cached_property

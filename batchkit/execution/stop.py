@@ -1,10 +1,10 @@
-"""Why a start ends before its rows do: a signal, a used-up budget, or too many failures.
+"""Reasons to end a start early: a signal, a used-up budget, or too many failures.
 
-While rows are in flight a signal only sets a flag, which the loop reads; before and after, there is nothing to drain,
-and the handler raises Interrupted at once.
+While rows are in flight, a signal only sets a flag that the loop reads. Before and after, no request must be
+finished, and the handler raises Interrupted immediately.
 
-Seconds are those of one start: a slot on a machine ends for each start anew. Tokens and price are
-those of the run: what earlier starts have spent is spent.
+``run.max_seconds`` counts from the beginning of each start, because a reservation on a cluster does, too.
+Tokens and price count over all starts of the run.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ DRAIN_S = 10.0
 
 
 class StopRequest:
-    """The first SIGINT allows ``drain_s`` to finish what is in flight; a second, or SIGTERM, none."""
+    """A handler for signals. The first SIGINT allows ``drain_s`` to finish requests; a second one, or SIGTERM, none."""
 
     def __init__(self, *, drain_s: float = DRAIN_S) -> None:
         self._drain_s = drain_s
-        self.began = time.monotonic()
-        """When the command began: ``run.max_seconds`` counts from then."""
+        self.began = (
+            time.monotonic()
+        )  # when the command began; ``run.max_seconds`` counts from here
         self.signum: int | None = None
         self._deadline = float("inf")
         self._deferred = False
 
     def ask(self, signum: int, *, drain_s: float) -> None:
-        """Stop within ``drain_s`` seconds; of two requests, the earlier deadline counts."""
+        """Request a stop within ``drain_s`` seconds; of two requests, the earlier deadline counts."""
         self.signum = self.signum or signum
         self._deadline = min(self._deadline, time.monotonic() + drain_s)
 
@@ -50,7 +51,7 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside this block signals set a flag and don't raise."""
+        """Make signals set a flag instead of raising, inside the block."""
         self._deferred = True
         try:
             yield
@@ -59,7 +60,7 @@ class StopRequest:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        """Inside this block signals raise, even within ``deferred``; so does an earlier signal."""
+        """Make signals raise inside the block, even within ``deferred``; an earlier signal raises now."""
         before, self._deferred = self._deferred, False
         try:
             if self.signum is not None:
@@ -70,7 +71,10 @@ class StopRequest:
 
     @contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        """Handle both signals; does nothing outside the main thread, where Python allows none."""
+        """Handle both signals inside the block.
+
+        Does nothing outside the main thread, where Python allows no signal handlers.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -86,19 +90,24 @@ class StopRequest:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         first = self.signum is None
-        if not first:  # a loop that hangs reads no flag: the next signal ends the process
+        if (
+            not first
+        ):  # a loop that hangs never reads the flag, so let the next signal end the process
             signal.signal(signum, signal.SIG_DFL)
         self.ask(signum, drain_s=self._drain_s if first and signum == signal.SIGINT else 0.0)
         if not self._deferred:
             raise Interrupted(signum)
 
 
-_SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
+_SHARE_FROM = 20  # with fewer rows, a share of failed rows means nothing
 
 
 class Stop:
-    """``request``: the signals. ``by``: the budget that stops this start, as
-    ``run.max_seconds = 60``; None if none does. ``say`` gets lines for the log."""
+    """The state of an early stop.
+
+    ``request``: the signals. ``by``: the budget that stops this start, for example ``run.max_seconds = 60``,
+    or None. ``say`` gets lines for the log.
+    """
 
     def __init__(
         self, start: Start, run: OpenRun, request: StopRequest, say: Callable[[str], None]
@@ -110,7 +119,7 @@ class Stop:
         self._is_announced = False
 
     def announced(self) -> str:
-        """Every budget, and what is left of it; empty if there is none."""
+        """Return a line with every budget and its rest, or "" without budgets."""
         parts = [
             name + (" for this start" if "seconds" in name else f", {number(max(0, left))} left")
             for name, left in self._budgets()
@@ -118,26 +127,27 @@ class Stop:
         return f"budget: {'; '.join(parts)}" if parts else ""
 
     def price(self, unfinished_tokens: int = 0) -> float | None:
-        """Of the run so far, over all starts; None if the job has no price."""
+        """Return the price of the run so far, over all starts; None if the job has no price."""
         gpu_seconds = self._gpu_seconds_before + self._job.gpus * self._seconds
         return self._job.run.price_of(self._tokens(unfinished_tokens), gpu_seconds)
 
     def note_gpus(self) -> bool:
-        """Note in the manifest for how long GPUs were held; True if it has to be on disk: the job has a
-        price for them."""
+        """Record the GPU seconds in the manifest. Return True if they affect the price and must be saved."""
         self._run.manifest.last_start.gpu_seconds = round(self._job.gpus * self._seconds, 3)
         return self._job.run.price_per_gpu_hour is not None
 
-    def is_asked(self, unfinished_tokens: int = 0) -> bool:
-        """No new row begins. ``unfinished_tokens``: of answers that have not ended, which are paid for,
-        too."""
+    def check_budgets(self, unfinished_tokens: int = 0) -> bool:
+        """Set ``by`` if a budget is used up. Return whether the start must stop taking new rows.
+
+        ``unfinished_tokens``: output tokens of running requests, which count, too.
+        """
         if self.by is None:
             budgets = self._budgets(unfinished_tokens)
             self.by = next((name for name, left in budgets if left <= 0), None)
         return self.request.signum is not None or self.by is not None
 
-    def is_over(self, in_flight: int) -> bool:
-        """After ``is_asked``: whether what is in flight must be waited for no longer."""
+    def check_drained(self, in_flight: int) -> bool:
+        """Return whether a stopping start may end now; the first time it must wait, print a line about it."""
         drain_s = DRAIN_S if self.request.signum is not None else self._drain_s
         is_due = self.request.is_due or drain_s == 0
         if in_flight and not is_due and not self._is_announced:
@@ -146,22 +156,22 @@ class Stop:
             time_left = "waiting" if drain_s is None else f"up to {drain_s:.0f} s"
             self._say(
                 f"stopping{cause}: {time_left} for {in_flight} rows in flight;"
-                " interrupt again to stop now"
+                " interrupt again to stop immediately"
             )
         return is_due or not in_flight
 
     def check_failures(self, tasks: Tasks, in_flight: int) -> None:
-        """Raises TooManyFailuresError if more rows failed than ``run.fail_on_error`` permits."""
+        """Raise TooManyFailuresError if more rows failed than ``run.fail_on_error`` allows."""
         limit = self._job.run.fail_on_error
         if _is_too_many(tasks, limit, in_flight):
             raise TooManyFailuresError(
                 f"{tasks.failed} of {tasks.settled} rows failed; run.fail_on_error ="
-                f" {str(limit).lower()} stops the run. What is finished is on disk: see"
+                f" {str(limit).lower()} stops the run. All finished rows are on disk: see"
                 f" `batchkit status {self._job.folder}`"
             )
 
     def _budgets(self, unfinished_tokens: int = 0) -> Iterator[tuple[str, float]]:
-        """Each that the job has, as ``by`` names it, and what is left of it."""
+        """Yield the name (as in ``by``) and the rest of each budget that the job sets."""
         run = self._job.run
         if run.max_seconds is not None:
             yield f"run.max_seconds = {run.max_seconds:g}", run.max_seconds - self._seconds
@@ -174,7 +184,7 @@ class Stop:
 
     @property
     def _drain_s(self) -> float | None:
-        """Seconds that rows in flight still get; None: until they end."""
+        """Seconds that rows in flight may still take; None for no limit."""
         most = self._job.run.max_seconds
         if most is None or self._seconds < most:
             return None
@@ -185,7 +195,7 @@ class Stop:
         return time.monotonic() - self.request.began
 
     def _tokens(self, unfinished: int) -> Usage:
-        """Of the whole run, over all starts."""
+        """Return the total tokens used by this run, across all starts."""
         usage = self._run.ledger.usage
         return Usage(usage.prompt_tokens, usage.completion_tokens + unfinished)
 
@@ -195,6 +205,6 @@ def _is_too_many(tasks: Tasks, limit: bool | float, in_flight: int) -> bool:
         return limit
     if isinstance(limit, int):
         return tasks.failed > limit
-    # A row that can't be rendered fails at once, while good ones are still in flight.
+    # Rows in flight count as begun: a row that can't be rendered fails before good rows are answered.
     begun = tasks.settled + in_flight
     return begun >= _SHARE_FROM and tasks.failed > limit * begun

@@ -1,4 +1,4 @@
-"""How a start of a run ended, and ``run.on_end``: a command that hears of it."""
+"""The result of a start, and ``run.on_end``: a command that receives it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,10 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """How a start ended. ``ok``, ``failed`` and ``generations``, which are those of rows with several,
-    count the whole job; the rest counts this start.
+    """The result of a start.
 
-    ``skipped`` rows were settled before it began; ``retried`` counts further attempts within it;
-    ``seconds`` is the time with the engine up, without loading. ``exit`` is the exit code: 0 all
-    rows ok, 3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143
-    interrupted. ``stopped_by``: the budget that stopped it, as ``run.max_seconds = 60``; None if none
-    did. ``price``: of the run so far, over all starts; None if the job has no price. ``failures``: of
-    the whole job, unless something stopped it; so is ``uncovered``, the transcripts that lack some of
-    the sound. ``source``: where its rows came from. ``run``: when the
-    run began, which tells it from another one in the same folder. ``generates``: False if the task
-    gives no text.
+    ``ok``, ``failed``, ``generations``, ``failures`` and ``uncovered`` count the whole job, ``price`` all starts;
+    the other numbers count this start.
     """
 
     name: str
@@ -49,31 +41,39 @@ class RunSummary:
     total: int
     ok: int
     failed: int
-    skipped: int
-    retried: int
-    seconds: float
+    skipped: int  # rows settled before this start
+    retried: int  # retries within this start
+    seconds: float  # while the engine was loaded, without the loading
     load_seconds: float
     prompt_tokens: int
     completion_tokens: int
-    generations: int
+    generations: int  # of rows with several generations
     rows_per_s: float
     completion_tokens_per_s: float
     failed_by_kind: Mapping[str, int]
+    # Exit code: 0 all rows ok; 3 some failed; 1 stopped by an error, or rows without a record remain; 130 or
+    # 143 interrupted.
     exit: int
-    stopped_by: str | None = None
-    price: float | None = None
-    uncovered: int = 0
+    stopped_by: str | None = (
+        None  # the budget that stopped it, for example ``run.max_seconds = 60``
+    )
+    price: float | None = None  # None if the job has no price
+    uncovered: int = 0  # transcripts that lack text for some of the sound
+    # Empty if the start was stopped.
     failures: Sequence[Failure] = field(default=(), repr=False, compare=False)
-    source: Input | None = field(default=None, repr=False, compare=False)
+    source: Input | None = field(default=None, repr=False, compare=False)  # the input of the rows
+    # When the run began; tells it from another run in the same folder.
     run: str = field(default="", repr=False, compare=False)
-    generates: bool = field(default=True, repr=False, compare=False)
+    generates: bool = field(
+        default=True, repr=False, compare=False
+    )  # False if the task gives no text
 
     def to_json(self) -> dict[str, Any]:
         names = [field.name for field in fields(self) if field.repr]
         return {name: getattr(self, name) for name in names}
 
     def to_text(self, *, was_retry: bool = False) -> str:
-        """A few lines. Another retry is not advised if it ``was_retry``."""
+        """Return a few lines for the terminal. They don't suggest a retry if this start ``was_retry``."""
         done = f"{self.ok:,} ok, {self.failed:,} failed of {self.total:,} rows"
         tokens = f"{self.completion_tokens_per_s:,.0f} output tok/s"
         if not self.generates:
@@ -87,7 +87,8 @@ class RunSummary:
             lines.append(f"price so far: {number(self.price)}")
         if self.uncovered:
             lines.append(
-                f"{self.uncovered:,} recordings have sound without text, their `coverage`; missing_s in exports"
+                f"{self.uncovered:,} recordings have sound without text: see `coverage` in their records,"
+                " missing_s in exports"
             )
         if self.exit in (130, 143):
             lines.append("interrupted; run the same command to continue")
@@ -99,7 +100,7 @@ class RunSummary:
         return "\n".join([*lines, f"results in {self.folder}/{RESULTS}"])
 
     def _left(self, budget: str, was_retry: bool) -> str:
-        """How a run continues that ``budget`` has stopped."""
+        """Return how to continue a run that ``budget`` has stopped."""
         rows = f"{max(0, self.total - self.ok - self.failed):,} rows are left"
         if was_retry:
             rows = f"{self.failed:,} failed rows are left"
@@ -109,25 +110,25 @@ class RunSummary:
         return f"{rows}; to continue, raise it: --set {key}=…"
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The newest record of each row, in the order of the input.
+        """Yield the newest record of each row, in input order.
 
         Raises:
-            StoreError: another run has taken the folder since, for example with ``fresh=True``.
+            StoreError: another run has replaced this one in the folder, for example with ``fresh=True``.
         """
         return read_newest(self._folder_of_run() / RESULTS)
 
     def to_arrow(self) -> pa.Table:
-        """The input's rows with their answers, in the order of the input, as a ``pyarrow.Table``.
+        """Return the input's rows with their answers, in input order, as a ``pyarrow.Table``.
 
-        The input's columns come first, then those of ``batchkit export --parquet``: ``text`` is the
-        answer. They are null where a row has no record yet. A column of the input with such a name
-        gets the prefix ``fields.``, except for ``id`` if ``input.id`` names it; one whose values have
-        no common Arrow type is text; one that holds images is left out. Rows that came from an
-        iterator are gone: of them, only the fields in ``output.keep`` are there.
+        The input's columns come first, then the columns of ``batchkit export --parquet``; ``text`` is the
+        answer. The latter are null where a row has no record yet. An input column with the same name
+        gets the prefix ``fields.``, except ``id`` if ``input.id`` names it. A column whose values have
+        no common Arrow type becomes text; a column of images is left out. For rows from an iterator, only
+        the fields in ``output.keep`` are available.
 
         Raises:
-            InputError: the input is no longer what the run has read.
-            StoreError: as ``records``.
+            InputError: the input has changed since the run read it.
+            StoreError: as for ``records``.
         """
         from batchkit.runs.table import joined_table
 
@@ -135,8 +136,10 @@ class RunSummary:
         return joined_table(self._folder_of_run(), self.source)
 
     def to_pandas(self) -> pd.DataFrame:
-        """``to_arrow`` as a DataFrame. It has the index of the DataFrame that was run, if one was; a
-        column of whole numbers of which some are missing is of pandas' type ``Int64``."""
+        """Return ``to_arrow`` as a DataFrame, with the index of the input DataFrame, if there was one.
+
+        A column of whole numbers with missing values has pandas' type ``Int64``.
+        """
         from batchkit.runs.table import frame_of
 
         frame = frame_of(self.to_arrow())
@@ -149,20 +152,19 @@ class RunSummary:
         if (began := read_manifest(folder).created_at) != self.run:
             raise StoreError(
                 f"{folder}: holds another run since {began}; this one was moved aside, to {folder}.1 or a"
-                " higher number. Read its results before the next run begins, or give each run a name"
-                " of its own"
+                " higher number. Read its results before the next run begins, or give each run another name"
             )
         return folder
 
 
 class Outcome(NamedTuple):
-    """How a start ended: what is done, and the error that stopped it, if one did."""
+    """The result of a start: the summary of finished rows, and the error that stopped it, if any."""
 
     summary: RunSummary
     error: BatchkitError | None = None
 
     def checked(self) -> RunSummary:
-        """The summary. Raises the error instead if there is one."""
+        """Return the summary, or raise the error if there is one."""
         if self.error is not None:
             raise self.error
         return self.summary
@@ -170,9 +172,11 @@ class Outcome(NamedTuple):
 
 @contextmanager
 def notifying(job: JobConfig, say: Callable[[str], None]) -> Iterator[Callable[[RunSummary], None]]:
-    """Run ``run.on_end`` when the block ends, however it does, with the newest summary that the
-    function was given. A run that could not begin has none, and says so itself; one that a signal stops
-    before there is one has its name, folder and exit code."""
+    """Run ``run.on_end`` when the block ends, even by an error, with the newest summary passed to the function.
+
+    A run that could not begin has no summary, and prints its own error. If a signal stops the run before a summary
+    exists, the command gets the run's name, folder and exit code.
+    """
     newest: dict[str, Any] = {}
     try:
         yield lambda summary: newest.update(summary.to_json())
@@ -191,15 +195,17 @@ def notify(
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Run ``command`` with ``summary`` as a line of JSON on its stdin. What it prints goes to stderr,
-    since stdout is for results. ``say`` gets how it failed, if it does."""
+    """Run ``command`` with ``summary`` as one line of JSON on its stdin.
+
+    Its output goes to stderr, since stdout is for results. A failure is reported to ``say``.
+    """
     words = words_of(command)
     try:
         done = subprocess.run(
             words, input=json.dumps(summary) + "\n", stdout=_STDERR, text=True, timeout=timeout_s
         )
     except subprocess.TimeoutExpired:
-        say(f"run.on_end: {words[0]} was ended after {timeout_s:g} s")
+        say(f"run.on_end: {words[0]} was stopped after {timeout_s:g} s")
     except (OSError, ValueError) as error:  # ValueError: a NUL in a word
         say(f"run.on_end: can't run {words[0]}: {getattr(error, 'strerror', None) or error}")
     else:

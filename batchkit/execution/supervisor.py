@@ -1,11 +1,10 @@
-"""Keeps an engine running: restarts it when it dies, with smaller settings if memory ran out, and
-finds the row that kills it.
+"""An engine that survives deaths: restarted, with smaller settings if memory ran out, without poison rows.
 
-It is an Engine itself, so a lane knows nothing of deaths: every submitted request
-comes back exactly once, a poison row with its error. After a death the requests in flight are
-replayed in halves (``bisection.py``); new ones are held until all of them are cleared. If memory
-ran out, the next engine takes one step down the ladder (``engines/memory_ladder.py``); if a poison
-row turns out to be the cause, its steps are undone.
+It implements Engine, so a lane does not notice deaths: every submitted request comes back exactly
+once, a poison row with its error. After a death the requests in flight are replayed in halves
+(``bisection.py``); new requests are held until that search has ended. If memory ran out, the next
+engine takes one step down the ladder (``engines/memory_ladder.py``); if a poison row turns out to be
+the cause, those steps are undone.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from batchkit.execution.events import EngineHistory, EngineLine, Hear, Note
 from batchkit.types import Completion, Key, Request
 
 LONGEST_PAUSE_S = 10
-_STRETCH = 1000  # answers after which an event has nothing to do with the one before
+_STRETCH = 1000  # after this many answers, two events count as unrelated
 _DEATH = "it died"
 _KILLED = "SIGKILL"
 _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, if the engine died before it reported
 
 
 class SupervisedEngine:
-    """``hear`` gets what happens, and an EngineHistory before the next engine is opened.
+    """An engine that is restarted when it dies, and searched for poison rows.
 
-    ``restarts`` counts attempts to open an engine after the first. ``ladder``: how far an earlier start
-    was down. ``quarantined`` are the indices of rows that killed an engine in an earlier start: each is
-    run alone, and once.
+    ``hear`` gets events, and an EngineHistory before the next engine is opened. ``restarts`` counts attempts to
+    open an engine after the first. ``ladder``: steps that an earlier start took. ``quarantined``: indexes of rows
+    that killed an engine in an earlier start; each runs alone, and only once.
 
     Raises:
         JobError: the engine's options are invalid.
-        EngineError: it could not start, or died more often than ``run.max_engine_restarts`` without
-            an answer.
+        EngineError: the engine could not start, or died more than ``run.max_engine_restarts`` times
+            without an answer.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class SupervisedEngine:
         self._probe: Request | None = None
         self._deaths = 0
         self._restart_due = ""
-        self._host_gb_at_start: float | None = None  # of the newest engine
-        self._since_growth = self._since_kill = _STRETCH  # answers since then
+        self._host_gb_at_start: float | None = None  # memory of the newest engine, in GiB
+        self._since_growth = self._since_kill = _STRETCH  # answers since the last such event
         self.restarts = 0
         self._engine = self._open()
         self.ladder.keep()
@@ -112,13 +111,13 @@ class SupervisedEngine:
         for completion in done:
             del self._in_flight[completion.request.key]
         self._count_success(done)
-        return [completion for completion in done if not self._is_probe(completion)]
+        return [completion for completion in done if not self._note_probe(completion)]
 
     def abort(self, requests: Sequence[Request]) -> None:
         self._engine.abort(requests)
 
     def load(self) -> EngineLoad:
-        """The engine's load; requests held here count as waiting."""
+        """Return the engine's load; requests held here count as waiting."""
         load = self._engine.load()
         for text in load.events:
             self._say(text)
@@ -130,7 +129,7 @@ class SupervisedEngine:
 
     @property
     def is_idle(self) -> bool:
-        """The engine lives, and nothing is in flight or waits for it."""
+        """True if the engine is alive, and no request is in flight or waits for it."""
         return not self._in_flight and not self._must_hold
 
     @property
@@ -142,7 +141,7 @@ class SupervisedEngine:
         self._engine.submit(request)
 
     def _go_on(self) -> None:
-        """Nothing is in flight: restart if that is due, then submit suspects or held requests."""
+        """Restart the engine if that is due, then submit suspects or held requests. No request may be in flight."""
         if self._restart_due:
             self._restart()
         if self._suspects and self._deaths > self._job.run.max_engine_restarts // 2:
@@ -153,10 +152,10 @@ class SupervisedEngine:
             self._hand_over(self._held.popleft())
 
     def _prove_sound(self) -> None:
-        """Before a search is given up, run a row that is most likely good.
+        """Run a row that is most likely good, before the search is given up.
 
-        A new one if one is held; else the last answered one, whose second answer is dropped; else
-        one of the suspects.
+        Takes a held request if there is one; otherwise the last answered request, whose second answer is
+        dropped; otherwise one of the suspects.
         """
         if self._held:
             self._suspects.interpose([self._held.popleft()])
@@ -167,11 +166,12 @@ class SupervisedEngine:
         else:
             self._suspects.single_out()
 
-    def _is_probe(self, completion: Completion) -> bool:
+    def _note_probe(self, completion: Completion) -> bool:
+        """Return whether ``completion`` is the probe's; a failed probe is not used again."""
         if completion.request is not self._probe:
             return False
         if completion.error is not None:
-            self._answered = None  # it proves nothing: don't use it again
+            self._answered = None  # a failure proves nothing about the engine
         return True
 
     def _count_success(self, done: Sequence[Completion]) -> None:
@@ -186,7 +186,7 @@ class SupervisedEngine:
             self.ladder.keep()
 
     def _watch_memory(self, host_gb: float) -> None:
-        """Plan a restart if the engine's process has grown beyond ``run.max_host_gb``; 0 is not known."""
+        """Plan a restart if the engine's process exceeds ``run.max_host_gb``; 0 means unknown."""
         limit = self._job.run.max_host_gb
         if self._restart_due or limit is None or not host_gb:
             return
@@ -196,18 +196,18 @@ class SupervisedEngine:
         held = f"{host_gb:.1f} GiB (run.max_host_gb = {limit:g})"
         if self._host_gb_at_start > limit:
             if is_new:
-                self._say(f"a new engine already holds {held}: no restart would help")
+                self._say(f"a new engine already uses {held}: a restart would not help")
             return
         if host_gb > limit:
-            self._restart_due = f"its process holds {held}"
-            if self._since_growth < _STRETCH:  # again so soon: the batch is too large
+            self._restart_due = f"its process uses {held}"
+            if self._since_growth < _STRETCH:  # twice within a short time: the batch is too large
                 self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
             self._since_growth = 0
 
     def _bury(self, death: EngineDied) -> list[Completion]:
-        """Handle the engine's death. Returns the poison row as failed, if this death proves it.
+        """Handle the engine's death. Return the poison row as failed, if this death proves it.
 
-        The next engine is opened later, in ``poll``: that may take minutes, or fail.
+        ``poll`` opens the next engine later: that may take minutes, or fail.
         """
         fault = self._judged(death.fault)
         in_flight = [r for r in self._in_flight.values() if r is not self._probe]
@@ -224,7 +224,7 @@ class SupervisedEngine:
         if fault.kind == "oom":
             if poison is None:
                 self._make_smaller(fault, alone=len(in_flight) <= 1)
-            else:  # a row that runs out of memory alone says nothing about the batch
+            else:  # a row that runs out of memory alone does not prove the batch too large
                 self.ladder.back()
                 self._remember()
         if poison is None:
@@ -236,23 +236,23 @@ class SupervisedEngine:
             self._quarantined.add(poison.row.index)
             self._say(f"{row} alone kills the engine: failed")
         else:
-            self._say(f"{row} is what it died of: failed")
+            self._say(f"{row} caused the death: failed")
         return [Completion(poison, error=_row_error(fault))]
 
     def _judged(self, fault: Fault) -> Fault:
-        """Treat the second of two unexplained kills in a row as out of memory: a person seldom
-        kills an engine twice, and not every host shows what the kernel did.
+        """Return the fault, as out of memory if it is the second unexplained kill in a row.
 
-        In a row: with no other death and less than a stretch of success between them.
+        A person seldom kills an engine twice, and not every host shows that its kernel did.
+        Two kills are in a row if no other death and fewer than ``_STRETCH`` answers are between them.
         """
         comes_again = self._since_kill < _STRETCH
         self._since_kill = 0 if fault.type == _KILLED else _STRETCH
         if not (fault.is_unexplained_kill and comes_again):
             return fault
-        return Fault("oom", fault.type, "killed from outside again; taken for memory that ran out")
+        return Fault("oom", fault.type, "killed from outside again; treated as out of memory")
 
     def _poison(self, death: EngineDied, in_flight: list[Request]) -> Request | None:
-        """The row at fault, if the engine names it or the search has proven it."""
+        """Return the row at fault, if the engine names it or the search has proven it."""
         if death.request not in in_flight:
             fault = death.fault
             cause = _KILLED if fault.type == _KILLED else f"{fault.kind} {fault.type}"
@@ -262,13 +262,13 @@ class SupervisedEngine:
         return death.request
 
     def _count_death(self, cause: object, *, may_raise: bool = True) -> None:
-        """``may_raise`` is False while a failed row has yet to be returned."""
+        """Count a death, and raise EngineError after too many. ``may_raise``: False if a failed row must be returned first."""
         self._deaths += 1
         if may_raise and self._deaths > self._job.run.max_engine_restarts:
             self.ladder.back()
             self._remember()
             raise EngineError(
-                f"the engine died {self._deaths} times without one answer"
+                f"the engine died {self._deaths} times without an answer"
                 f" (run.max_engine_restarts); last: {cause}"
             )
 
@@ -287,15 +287,18 @@ class SupervisedEngine:
             try:
                 self._engine = self._open()
                 self._restart_due = ""
-            except (StartFailed, JobError) as error:  # it started before, so this may be temporary
-                self._say(f"the next engine did not come up: {' '.join(str(error).split())}")
+            except (
+                StartFailed,
+                JobError,
+            ) as error:  # the engine started before, so this may be temporary
+                self._say(f"the next engine did not start: {' '.join(str(error).split())}")
                 self._count_death(error)
                 if isinstance(error, JobError):  # the engine does not allow the smaller settings
                     self.ladder.back()
                 self._sleep(min(self._deaths, LONGEST_PAUSE_S))
 
     def _open(self) -> Engine:
-        """An engine with the ladder's settings; smaller still if memory runs out at load."""
+        """Return an engine with the ladder's settings; even smaller ones if memory runs out at load."""
         n_steps = 0
         while True:
             options = {**self._job.engine.options, **self.ladder.overrides}
@@ -309,15 +312,17 @@ class SupervisedEngine:
                 if not self._job.run.max_engine_restarts:
                     raise
                 fault = self._judged(error.fault)
-                if fault.is_unexplained_kill:  # one says nothing; a second one means memory
-                    self._say(f"engine died at load ({fault}): tried once more")
+                if (
+                    fault.is_unexplained_kill
+                ):  # a single kill proves nothing; a second one counts as memory
+                    self._say(f"engine died at load ({fault}): trying once more")
                     continue
                 step = None
                 if fault.kind == "oom":
                     limits = error.limits or {**_UNKNOWN_LIMITS, **options}
                     step = self.ladder.step_down(limits, fault)
                 if step is None:
-                    self.ladder.undo(n_steps)  # they did not help
+                    self.ladder.undo(n_steps)  # these steps did not help
                     self._remember()
                     raise
                 n_steps += 1

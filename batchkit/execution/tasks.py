@@ -1,4 +1,4 @@
-"""The rows of one start that are still due, and what has become of them."""
+"""The pending rows of one start, and their outcome."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ from batchkit.types import Counted, Row, Task
 
 
 class Tasks:
-    """The ``rows`` without a record, or those that are retried, in the order in which they are
-    asked for; and what has become of them. ``say`` gets lines for the log.
+    """The pending rows of one start, in the order in which they will run, and counts of their outcome.
 
-    ``elsewhere`` counts the rows that another run has done, ``settled`` and ``failed`` those that this
-    start has settled, and of them those that failed.
+    Pending are the rows of ``source`` without a record, or the rows of a retry. ``say`` gets lines for the log.
+    ``elsewhere`` counts rows that another run has done; ``settled`` and ``failed`` count rows of this start.
     """
 
     def __init__(
@@ -64,12 +63,14 @@ class Tasks:
         self._first_failures = FirstFailures(start.job.run.check_rows if looks else 0)
 
     def first(self) -> Row | None:
-        """The first row that is due, which stays due; None if there is none."""
+        """Return the first pending row, which stays pending, or None."""
         if self._start.is_retry:
             self._run.ledger.steps.recall(self._attempts)
             rows = self._only(self._attempts)
         else:
-            if self._run.manifest.skipped_elsewhere:  # this start may take rows that another left
+            if (
+                self._run.manifest.skipped_elsewhere
+            ):  # without --skip-from, this start runs those rows, too
                 self._run.manifest.skipped_elsewhere = 0
                 self._run.save()
             rows = self._without_records()
@@ -77,8 +78,11 @@ class Tasks:
         return next(self._ahead(), None)
 
     def check_first_rows(self) -> None:
-        """Look at the first rows of a run without answers, and render them. Raises JobError if all of them lack a
-        field that the job names, or fail alike."""
+        """Check and render the first rows of a run without answers.
+
+        Raises:
+            JobError: all of them lack a field that the job names, or fail for the same reason.
+        """
         if self.may_wait or self._start.is_retry or self._run.ledger.totals.ok:
             return
         job, renderer = self._start.job, self._start.renderer
@@ -90,7 +94,7 @@ class Tasks:
             self._say(line)
 
     def _ahead(self) -> Iterator[Row]:
-        """The rows to come; those that are looked at stay to come."""
+        """Yield the next rows; rows that the caller looks at stay pending."""
         rows, seen = self._rows, list[Row]()
         self._rows = chain(seen, rows)
         for row in rows:
@@ -98,14 +102,14 @@ class Tasks:
             yield row
 
     def _read_again(self) -> Iterator[Row]:
-        """All rows, also those with an empty cell; none if they can't be read twice or don't lie near."""
+        """Yield all rows, including rows with an empty cell, if the input is local and can be read twice."""
         table, source = self._start.job.input, self.input.source
         if source.files is None or any("://" in file.path for file in source.files):
             return
         yield from read_rows(table.with_filled(frozenset())) if table.filled else source.read(never)
 
     def of_each_turn(self) -> Iterator[Sequence[str]]:
-        """The engines to load next, until no row waits for another."""
+        """Yield the engines to load next, until no row waits for another engine."""
         manifest, turns = self._run.manifest, self.turns
         engines = turns.first(None if self._start.is_retry else manifest.turn)
         while True:
@@ -120,7 +124,7 @@ class Tasks:
         manifest.turn = None
 
     def of_turn(self) -> Iterator[Task]:
-        """The tasks of the engines that are loaded, well ordered within the look-ahead."""
+        """Return the tasks for the loaded engines, reordered within the look-ahead."""
         look_ahead = self._start.job.run.look_ahead
         ordered: Iterator[tuple[Row, int]] = ((row, 0) for row in self._rows)
         if look_ahead > 1 and not self.may_wait:  # an iterator may give its rows slowly
@@ -132,28 +136,32 @@ class Tasks:
         )
 
     def known(self, index: int) -> Sequence[Mapping[str, Any]]:
-        """The generations that the ledger has of a row by now."""
+        """Return the row's generations that the ledger has so far."""
         return self._run.ledger.steps.known(index)
 
     @property
     def may_wait(self) -> bool:
-        """Whether reading the next row may take long, and can be done only once."""
+        """True if reading the next row may block, and rows can be read only once."""
         return self.input.source.files is None
 
     def settle(self, record: Counted) -> None:
-        """A row has its record."""
+        """Count a row that has its record."""
         self.settled += 1
         self.failed += record.status == "failed"
         self._first_failures.settle(record)
 
     def check_first_failures(self, *, is_end: bool = False) -> None:
-        """Raises JobError if the first rows of a run without answers all failed alike; ``is_end``: there are
-        no other rows."""
+        """Raise JobError if the first rows of a run without answers all failed for one reason.
+
+        ``is_end``: there are no more rows.
+        """
         self._first_failures.check(is_end=is_end)
 
     def total(self, timeout_s: float | None = 0) -> int | None:
-        """The rows of the whole job, counted while the model loads; None if that is not known after
-        ``timeout_s``, which may be None for no limit."""
+        """Return the number of rows of the whole job, counted while the model loads; None if unknown after ``timeout_s``.
+
+        ``timeout_s`` None waits without limit.
+        """
         return self._total.now() if timeout_s == 0 else self._total.wait(timeout_s)
 
     @property
@@ -166,20 +174,25 @@ class Tasks:
         return None if total is None else total - done
 
     def some_remain(self) -> bool:
-        """Whether rows of the whole job have no record. Past the limit others may have one, so it takes
-        a look at each."""
+        """Return whether rows of the whole job have no record.
+
+        This reads the input: rows beyond ``input.limit`` may have records, so counts can't tell.
+        """
         pending = self.input.source.read(self._run.ledger.totals.is_settled)
         return next(islice(pending, self.elsewhere, None), None) is not None
 
     def some_are_left(self) -> bool:
-        """Whether this start has left some of its rows."""
+        """Return whether this start has left some of its rows."""
         if self._start.is_retry:
             return len(self._attempts) > self.settled
         return self.may_wait or self.some_remain()
 
     def check_complete(self) -> None:
-        """All rows were read. Raises BrokenInputError if one of them has no record, or may have that
-        of another prompt."""
+        """Check, after all rows were read, that each has a record and that no prompt file changed.
+
+        Raises:
+            BrokenInputError: a row has no record, or its prompt may have changed.
+        """
         self.input.check_late_files()
         if self._start.is_retry:
             missing = len(self._attempts) - self.settled
@@ -188,13 +201,13 @@ class Tasks:
             missing = 0 if total is None else total - self.elsewhere - totals.ok - totals.failed
         if missing > 0:
             raise BrokenInputError(
-                f"{missing:,} rows have no record at the end: they were counted in the input or asked"
-                " for, and not there when it was read. What is finished is on disk; bring the whole"
-                " input back and run again"
+                f"{missing:,} rows have no record at the end: they were counted in the input, or requested by"
+                " the retry, but were missing when the run read the input. Every finished row is on disk; restore"
+                " the whole input and run again"
             )
 
     def _without_records(self) -> Iterator[Row]:
-        """Every row that is neither settled nor done elsewhere."""
+        """Yield every row that is neither settled nor done by the other run."""
         skip_from = self._start.options.skip_from
         is_done = (
             None if skip_from is None else done_in(skip_from, self._start.job, self.input.source)
@@ -207,13 +220,15 @@ class Tasks:
                 yield row
 
     def _only(self, indexes: Container[int] | IndexSet) -> Iterator[Row]:
-        """The rows with these indexes."""
+        """Yield the rows with these indexes."""
         return self.input.watched(self.input.source.everything(lambda index: index not in indexes))
 
 
 class WatchedInput:
-    """``source``, and the files that all prompts include. What changes while the run reads it is noted in
-    the manifest, so that the next start compares rows."""
+    """``source`` and the files that all prompts include, watched for changes.
+
+    Changes while the run reads them are noted in the manifest, so that the next start compares rows.
+    """
 
     def __init__(self, start: Start, run: OpenRun, source: Input) -> None:
         self._start, self._run = start, run
@@ -223,10 +238,11 @@ class WatchedInput:
         self._all_read = False
 
     def watched(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """``rows`` of it. If reading fails, a run that has begun can continue once the input is fixed.
+        """Yield ``rows`` of the source, and check it for changes.
 
         Raises:
-            InputError: the rows can't be read; BrokenInputError, if some were answered.
+            InputError: the rows can't be read.
+            BrokenInputError: the rows can't be read, but some were answered; fix the input to continue.
             ChangedInputError: the input has changed.
         """
         ledger = self._run.ledger
@@ -245,38 +261,46 @@ class WatchedInput:
             raise BrokenInputError(str(error)) from error
 
     def check_late_files(self) -> None:
-        """Raises ChangedInputError if files that are opened after the last row was read have changed:
-        those that all prompts include, and those that are rows."""
+        """Raise ChangedInputError if a file that is opened after the last row was read has changed.
+
+        Such files are included in all prompts, or are rows themselves.
+        """
         changed = self._changed_prompts()
         if files := self._files_that_are_rows():
             try:
                 found = self.source.changes(True)
             except InputError as error:
                 raise BrokenInputError(str(error)) from error
-            changed |= {path: how for path, how in found.items() if path in files}  # not new ones
+            changed |= {
+                path: how for path, how in found.items() if path in files
+            }  # ignores new files
         self._distrust(changed.keys())
         check_unchanged(changed)
 
     def note_changes(self) -> None:
-        """At the end: have the next start look at what has changed."""
+        """Note changed files at the end of the start, so that the next start checks their rows."""
         is_over = self._all_read and not self._files_that_are_rows()
         changed = self._changed_prompts() if is_over else self.source.changes(False)
         self._distrust(changed.keys())
 
     def _files_that_are_rows(self) -> set[str]:
-        """Or whose pages are. They are opened again when their row is rendered."""
+        """Return the files that are rows, or whose pages are. Rendering such a row opens its file again."""
         files = self.source.files or ()
         return {file.path for file in files if file.read_as.partition(": ")[0] in ROWS_ARE_FILES}
 
     def _changed_prompts(self) -> dict[str, str]:
-        """How files that all prompts include differ, by key. Some rows are rendered after the last
-        one was read, so these are compared at the end, too."""
+        """Return the changes of files that all prompts include, by key.
+
+        Some rows are rendered after the last one was read, so these files are compared at the end, too.
+        """
         now, then = constant_files(self._start.job), self._start.prompt_files.items()
         return {key: "its content" for key, was in then if now.get(key, was) != was}
 
     def _distrust(self, changed: Collection[str]) -> None:
-        """Make the next start compare the answered rows with those in the input, or refuse the
-        prompts, even if all was changed back."""
+        """Make the next start compare the answered rows with the input, or refuse the prompts.
+
+        This also holds if the files are changed back.
+        """
         manifest = self._run.manifest
         if prompts := {*changed} & {*self._start.prompt_files}:
             files = manifest.identity.get("prompt.files", {})
@@ -286,7 +310,7 @@ class WatchedInput:
 
 
 def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, int]:
-    """``attempts`` without the rows that another process retried before this one had the lock.
+    """Return ``attempts`` without the rows that another process retried before this one had the lock.
 
     After a requeue by another process, an index may belong to a row that has an answer.
     """
@@ -304,12 +328,13 @@ def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, in
 
 
 def done_in(folder: Path, job: JobConfig, source: Input) -> Callable[[Row], bool]:
-    """Whether a row has an answer in the run in ``folder``; each answer there counts for one row.
+    """Return a function that tells whether a row has an answer in the run in ``folder``.
 
-    Without ids of one field, ``input.id``, rows are named by their index or by another field, and the
-    name may be another row's: they must have the same fields, too. So must rows that share their id,
-    there or in the input, which is read for that once an id's fields differ; and rows that can be
-    read only once.
+    Each answer there counts for one row. A row is found by its id. Equal fields are required as well if
+
+    - the two runs don't take ids from the same ``input.id``: an index may belong to another row;
+    - several rows share the id, there or in this input (read only once an id's fields differ);
+    - the rows can be read only once.
     """
     check_log(folder)
     log, times, id_field = folder / RESULTS, Counter[str](), job.input.id
@@ -339,8 +364,10 @@ def done_in(folder: Path, job: JobConfig, source: Input) -> Callable[[Row], bool
 
 
 def shared_ids(job: JobConfig, source: Input) -> set[str]:
-    """The ids that several rows have, also rows that ``input.where`` leaves out: the other run may have
-    had those."""
+    """Return the ids that several rows have, including rows that ``input.where`` leaves out.
+
+    The other run may have answered such rows.
+    """
     if job.input.where:  # not with rows from Python
         table = job.input.model_copy(update={"where": {}})
         source = from_job(job.model_copy(update={"input": table}))

@@ -1,8 +1,8 @@
-"""Which of a job's engines are loaded together, and which one after another, over all rows.
+"""Turns of engines: which engines of a job are loaded together, and which one after another.
 
-Where each has its turn, a row that asks another engine than the one that is loaded is paused: its
-coroutine is dropped (``rollouts/``). Once all rows have ended or are paused, the engine that most of them
-want is loaded, and they begin again with the generations that the ledger has of them.
+With several turns, a row that needs an engine which is not loaded is paused: its coroutine is dropped
+(``rollouts/``). Once all rows have ended or are paused, the engine that most paused rows need is loaded, and
+all paused rows begin again with their generations from the ledger.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from batchkit.storage.index_set import IndexSet
 
 
 class Grouping(NamedTuple):
-    """``groups``: names of engines that are loaded together, one group after another; a group has its
-    name from the first, which is in no other. ``why``: for the log; empty if there is one engine.
-    ``environments``: by name, of the engines' processes."""
+    """Groups of engines that are loaded together, one group after another.
+
+    ``groups``: engine names; the first name of a group is in no other group, and names it. ``why``: reason, for the
+    log; "" if there is one engine. ``environments``: variables of the engines' processes, by engine name.
+    """
 
     groups: Sequence[Sequence[str]]
     why: str = ""
@@ -33,9 +35,12 @@ class Grouping(NamedTuple):
 
 
 def grouping_of(job: JobConfig) -> Grouping:
-    """Engines are loaded together if at most one of them holds a model on this machine (a server
-    that runs already costs nothing here, so it is in each group), or if ``run.worker_gpus`` has all GPUs that they ask for; 0
-    says that they use none. Else each has its turn."""
+    """Return the groups of engines to load together.
+
+    All engines form one group if at most one of them holds a model on this machine, or if ``run.worker_gpus`` has
+    enough GPUs for all (0: they use no GPU). Otherwise each gets its turn. A server that runs already costs nothing
+    here, so it is in every group.
+    """
     names = job.engine_names
     if len(names) == 1:
         return Grouping([names])
@@ -51,15 +56,17 @@ def grouping_of(job: JobConfig) -> Grouping:
 
 
 def is_loaded_here(engine: EngineTable) -> bool:
-    """Whether it holds a model on this machine."""
+    """Return whether the engine holds a model on this machine."""
     return holds_model(engine.kind) or engine.server is not None
 
 
 def side_by_side(
     jobs: Mapping[str, JobConfig], room: float | None
 ) -> tuple[str, Mapping[str, Mapping[str, str]]]:
-    """Why there is no room for the engines of all these ``jobs`` together, by their names, if there is none; and the
-    environments of their processes. ``room``: the GPUs that there are for them; 0: they use none; None: nobody knows."""
+    """Return why the engines of ``jobs`` can't run together ("" if they can), and their processes' environments.
+
+    ``jobs`` are keyed by engine name. ``room``: available GPUs; 0: engines use none; None: unknown.
+    """
     gpus = {name: job.engine_gpus for name, job in jobs.items()}
     if len(jobs) < 2:
         return "", {}
@@ -69,22 +76,22 @@ def side_by_side(
 
 
 def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None) -> str:
-    """Why the GPUs have no room for these engines together; empty if they have."""
+    """Return why the GPUs can't hold these engines together; "" if they can."""
     if any(engine.in_process for engine in engines):
-        return "engine.in_process has room for one"
+        return "engine.in_process allows one engine"
     if room == 0:
         return ""
     if room is None:
         return "run.worker_gpus is not set"
     if any(engine.server is not None for engine in engines):
-        return "only the command of a server says which GPUs it uses"
+        return "a server's GPUs are known only to its own command"
     if room < needed:
-        return f"they ask for {needed} GPUs, and there are {room:g}"
+        return f"they need {needed} GPUs, but there are {room:g}"
     return ""
 
 
 class Turns:
-    """The turns of one start, and the rows that are paused. ``say`` gets lines for the log."""
+    """The turns of one start, and its paused rows. ``say`` gets lines for the log."""
 
     def __init__(self, job: JobConfig, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say
@@ -95,23 +102,25 @@ class Turns:
         self.number = 0
 
     def first(self, interrupted: str | None) -> Sequence[str]:
-        """The engines to load first; ``interrupted`` is the one whose turn an earlier start did not end."""
+        """Return the engines to load first; ``interrupted``: the engine whose turn an earlier start did not end."""
         if self._why:
             self._say(self._why)
         asked = [step.engine for step in self._job.steps if step.engine in self._groups]
         changes = sum(one != next_one for one, next_one in pairwise(asked))
         if self.are_several and changes >= len(self._groups):
             self._say(
-                f"the steps change the engine {changes} times, and each change loads a model: let a row ask"
-                " all of one engine before it asks the next, or give run.worker_gpus a GPU for each engine"
+                f"the steps change the engine {changes} times, and each change loads a model: order the steps so"
+                " that steps of one engine follow each other, or give run.worker_gpus a GPU for each engine"
             )
         self.number = 1
         first = next(iter(self._groups))
         return self._groups[first if interrupted not in self._groups else interrupted]
 
     def next(self) -> tuple[Sequence[str], IndexSet]:
-        """The engines to load next, one of which most of the paused rows want, and all of these rows:
-        others may have to wait again."""
+        """Return the engines to load next, and all paused rows.
+
+        The engine that most of them need is loaded; the others may be paused again.
+        """
         engine = max(self._paused, key=lambda name: len(self._paused[name]))
         due = reduce(or_, self._paused.values())
         n_rows = len(self._paused[engine])
@@ -129,12 +138,12 @@ class Turns:
 
 
 def _label(name: str) -> str:
-    """The engine's table in the job file."""
+    """Return the engine's table name in the job file."""
     return f"[engines.{name}]" if name else "[engine]"
 
 
 def _shares(gpus: Mapping[str, int]) -> dict[str, str]:
-    """The devices of each engine, as ``CUDA_VISIBLE_DEVICES``."""
+    """Return the devices of each engine, for ``CUDA_VISIBLE_DEVICES``."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = iter(visible.split(",") if visible else map(str, range(sum(gpus.values()))))
     return {name: ",".join(islice(devices, n)) for name, n in gpus.items()}

@@ -1,23 +1,23 @@
-"""How many requests are kept in flight.
+"""The window: how many requests are kept in flight.
 
 The engine batches continuously: requests beyond ``max_num_seqs`` only wait in its queue. The
-window must be deep enough that this queue never runs dry between two polls, and no deeper, because
+window must be large enough that this queue never runs dry between two polls, and no larger, because
 each waiting request holds its prompt and pixels in host memory. So it
 
 - starts at 1.5 × ``max_num_seqs``;
-- grows by a quarter of ``max_num_seqs`` when it is full and the running engine's queue still runs
-  dry, up to 4 × ``max_num_seqs``, and not while the KV cache is full: more would be preempted;
-- is cut by a quarter when memory is short, never below a quarter of
-  ``max_num_seqs`` (other processes may hold the memory, and the run must continue), or when
-  requests were preempted while others waited, never below ``max_num_seqs``: the engine's scheduler
-  handles preemption at a cost of about 3 %, while a window too small costs 20 %.
+- grows by a quarter of ``max_num_seqs`` when it is full and the engine's queue still runs
+  dry, up to 4 × ``max_num_seqs``; but not while the KV cache is full, since more requests would be preempted;
+- shrinks by a quarter when memory is short, never below a quarter of
+  ``max_num_seqs`` (other processes may hold the memory, and the run must continue);
+- shrinks by a quarter when requests were preempted while others waited, never below ``max_num_seqs``: the
+  engine's scheduler handles preemption at a cost of about 3 %, while a window too small costs 20 %.
 
 After a change it waits for ``COOLDOWN_S``, longer than most requests take, so that it sees the
-effect of a change before it makes the next.
+effect of one change before it makes the next.
 
-Measured (``benchmarks/window.py``: max_num_seqs 16, heavy-tailed answers): against the adaptive
-window, a fixed one of 4 gave 0.46 of the rate, 8 gave 0.68, 16 gave 0.93; from 24 on the noise was
-larger than the difference, with room in the KV cache and without. So only a small window is costly.
+Measured with max_num_seqs 16 and heavy-tailed answer lengths: relative to the adaptive window, a fixed window
+of 4 gave 0.46 of the throughput, 8 gave 0.68, 16 gave 0.93. From 24 on the noise was larger than the
+difference, with a full KV cache and without. So only a small window is costly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEMORY_LOOK_S = 1.0
 
 
 class Window:
-    """``size`` is the limit; ``fixed`` turns adaptation off."""
+    """The limit for requests in flight, ``size``; ``fixed`` turns adaptation off."""
 
     def __init__(
         self,
@@ -55,14 +55,16 @@ class Window:
         self.size = fixed or _start(max_num_seqs)
 
     def adapt(self, load: EngineLoad, in_flight: int, max_num_seqs: int) -> str:
-        """Look at the engine and change the size if that helps; what was done, empty if nothing. A
-        restarted engine may run more or fewer requests at once than the last: then it starts again."""
+        """Look at the engine's load and change the size if that helps. Return a description, or "" if unchanged.
+
+        If a restarted engine has another ``max_num_seqs``, the window starts again.
+        """
         if self._fixed:
             return ""
         if max_num_seqs != self._max_num_seqs:
             self._max_num_seqs = max_num_seqs
             return self._change(
-                _start(max_num_seqs), 1, f"the engine runs {max_num_seqs} at once now"
+                _start(max_num_seqs), 1, f"the engine's max_num_seqs is {max_num_seqs} now"
             )
         if self._clock() < self._rests_until:
             return ""
@@ -80,7 +82,7 @@ class Window:
         return ""
 
     def _memory(self) -> float:
-        """The free share, read at most once a second because ``adapt`` is called at every poll."""
+        """Return the share of free memory, read at most once a second because ``adapt`` is called at every poll."""
         if self._clock() >= self._next_look:
             self._next_look = self._clock() + MEMORY_LOOK_S
             self._free = self._free_memory()

@@ -22,24 +22,25 @@ from batchkit.execution.start import Start
 from batchkit.storage.ledger import RecordLine
 from batchkit.types import Completion, Record
 
-_SHARED_POLL_S = POLL_S / 8  # of several engines, each waits while the others may have answers
+_SHARED_POLL_S = POLL_S / 8  # with several engines, one poll delays the answers of the others
 
 Returned = SettledLine | PausedRow
-"""What a worker returns: lines for the logs, and rows that another engine has to go on with."""
+"""Lines for the logs, and rows that need another engine to continue."""
 
 
 class EngineFacts(NamedTuple):
-    """What engines report once their models are loaded: how many requests they run at once together, and
-    the versions of each, by its name."""
+    """Facts that engines report after loading: the sum of ``max_num_seqs``, and versions by engine name."""
 
     max_num_seqs: int
     versions: Mapping[str, Mapping[str, str]]
 
 
 class Worker:
-    """Makes lines for the logs of rows: every row comes back once, as its record or paused, and before that
-    each of its generations, if it has several. One thread calls ``fill`` and ``poll`` in turn until
-    ``is_done``. The models of its ``engines``, by name, are loaded in the constructor.
+    """Engines that turn rows into log lines.
+
+    Every row comes back once, as its record or paused; a row with several generations returns each of them before.
+    One thread calls ``fill`` and ``poll`` in turn until ``is_done``. The constructor loads the models of
+    ``engines`` (names).
 
     Raises:
         JobError, EngineError: the model can't be loaded.
@@ -48,7 +49,7 @@ class Worker:
     def __init__(
         self, start: Start, requests: Requests, engines: Sequence[str], opening: Opening
     ) -> None:
-        learn_secrets(start.job)  # a worker on Ray is in a process of its own
+        learn_secrets(start.job)  # a worker on Ray is another process, which must mask secrets, too
         self._start, self._requests = start, requests
         self._hear = opening.hear
         self._unwritten = deque[Completion]()
@@ -65,23 +66,22 @@ class Worker:
         )
 
     def fill(self, *, taking: bool = True) -> list[Returned]:
-        """Submit requests while there is room, none if not ``taking``; returns what was settled by it."""
+        """Submit requests while there is room, if ``taking``; return the rows that this settled."""
         settled = [] if taking else self._requests.ended()
         for lane in self._lanes if taking else ():
             if self._requests.broken and (settled or self.load.in_flight):
-                break  # what the others have is paid for: write it before the error is raised
+                break  # ``lane.fill`` may raise the input's error: first finish and write running requests
             settled += lane.fill()
         return [*self._lines(settled), *self._requests.paused()]
 
     def poll(self) -> list[Returned]:
-        """What the engines have finished."""
+        """Return the lines of requests that the engines have finished."""
         timeout_s = POLL_S if len(self._lanes) == 1 else _SHARED_POLL_S
         settled = chain.from_iterable(lane.poll(timeout_s) for lane in self._lanes)
         return [*self._lines(settled)]
 
     def written(self, count: int | None = None) -> None:
-        """So many of the generations that were returned, or all, are in the ledger: their rows may
-        ask further."""
+        """Tell the rows that ``count`` returned generations (default: all) are in the ledger, so that they may continue."""
         n_written = len(self._unwritten) if count is None else count
         self._requests.answer([self._unwritten.popleft() for _ in range(n_written)])
 
@@ -95,7 +95,7 @@ class Worker:
         return all(lane.is_done for lane in self._lanes)
 
     def close(self) -> None:
-        """Drop what is in flight and release all resources."""
+        """Drop requests in flight and release all resources."""
         self._held.close()
 
     def _lines(self, settled: Iterable[Completion]) -> list[SettledLine]:

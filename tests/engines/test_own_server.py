@@ -306,7 +306,7 @@ def test_a_server_that_is_killed_is_replaced_by_one_of_the_same_model(is_changed
     assert servers() == []
     if is_changed:
         assert run.returncode == 1, err
-        assert "other files than those that the run began with" in err
+        assert "files have changed since the run began" in err
         assert "engine.model_files" in err
         assert len(records()) < 80
         weights.write_text("of yesterday")
@@ -322,7 +322,7 @@ def test_a_server_that_grows_too_large_is_replaced_between_rows() -> None:
     write_job(command, 45, engine={"options": {"max_num_seqs": 4}}, run={"max_host_gb": 0.2})
     ran = batchkit("run", "job.toml")
     assert ran.exit_code == 0, ran.stderr
-    assert "engine restart: its process holds 0.2 GiB (run.max_host_gb = 0.2)" in ran.stderr
+    assert "engine restart: its process uses 0.2 GiB (run.max_host_gb = 0.2)" in ran.stderr
     assert "engine died" not in ran.stderr
     assert [r["index"] for r in records()] == list(range(45))
 

@@ -371,7 +371,7 @@ CHANGED = "from pathlib import Path\nPath(__file__).write_text('# another')\n"
     [
         # As on another machine: each process has its own file under this name.
         ("/proc/self/cwd/solver.py:solve", SOLVER, 2, ["can't be imported", "no such file"]),
-        ("solver.py:solve", SOLVER + CHANGED, 1, ["found other files than", "rollout.source: "]),
+        ("solver.py:solve", SOLVER + CHANGED, 1, ["files have changed since", "rollout.source: "]),
     ],
     ids=["not found", "changed"],
 )

@@ -65,7 +65,9 @@ def test_wrong_argument_is_named(call: Callable[[], object], words: str) -> None
 
 
 def test_an_argument_of_the_processor_is_refused_where_rows_are_given() -> None:
-    with pytest.raises(TypeError, match=r"raise_on_failure is for ProductionBatchProcessor\(job, "):
+    with pytest.raises(
+        TypeError, match=r"pass raise_on_failure to ProductionBatchProcessor\(job, "
+    ):
         processor().process(["a"], raise_on_failure=True)  # type: ignore[arg-type]
 
 
@@ -84,7 +86,7 @@ def test_no_rows_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     ids=str,
 )
 def test_sampling_is_not_adjusted_where_no_function_could_do_that(tables: dict[str, Any]) -> None:
-    with pytest.raises(JobError, match=r"adjust_sampling: .* without a rollout, .* run\.workers"):
+    with pytest.raises(JobError, match=r"adjust_sampling: .* without a rollout .* run\.workers"):
         ProductionBatchProcessor(JobConfig(engine=DRY, **tables), adjust_sampling=dict)
 
 

@@ -350,7 +350,7 @@ def test_planted_requeue_takes_nothing_from_another_run() -> None:
     run("--set", "name=b")
     (RUN / REQUEUE).symlink_to("../b")
     found = run()
-    assert (found.exit_code, "is not the folder that a requeue makes" in found.stderr) == (1, True)
+    assert (found.exit_code, "must be a folder made by a requeue" in found.stderr) == (1, True)
     assert len(records(Path("output/b/results.jsonl"))) == 5
 
 

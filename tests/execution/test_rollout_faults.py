@@ -36,7 +36,7 @@ FAULTS = {
     "cancels itself": (
         "asyncio.current_task().cancel(); await asyncio.sleep(9)",
         "rollout: ",
-        "own code has cancelled it",
+        "own code cancelled its task",
     ),
     "awaits forever": ("await asyncio.Event().wait()", "timeout: ", "for 2 s"),
     "swallows its cancellation": (

@@ -218,7 +218,7 @@ def test_a_function_that_asks_for_something_else_stops_its_row_or_goes_on(
         assert run().exit_code == (3 if replay == "strict" else 0)
     if replay == "strict":
         assert {*errors()} == {0, 1}
-        assert errors()[0].startswith("rollout: call 0 asks for something else than before")
+        assert errors()[0].startswith("rollout: call 0 differs from the requests made before")
     else:
         assert records()[0]["text"] == "<wait for <q0 two>>"
 
@@ -266,7 +266,7 @@ def test_the_commands_read_the_run_of_a_function_from_python() -> None:
     ("function", "tables", "message"),
     [
         (len, {}, r"rollout: found <built-in function len>, expected a function `async def"),
-        (solve_once, {"run": {"workers": 2}}, "workers on Ray don't get a function"),
+        (solve_once, {"run": {"workers": 2}}, "a function can't be sent to workers on Ray"),
         (
             solve_once,
             {"steps": [{"name": "a", "prompt": {"user": "b"}}]},

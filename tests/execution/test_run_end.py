@@ -257,7 +257,7 @@ def test_no_shell_reads_it_unless_one_is_named_and_it_changes_no_exit_code() -> 
 def test_a_command_that_hangs_is_ended() -> None:
     said: list[str] = []
     notify("sleep 600", {}, said.append, timeout_s=0.2)
-    assert said == ["run.on_end: sleep was ended after 0.2 s"]
+    assert said == ["run.on_end: sleep was stopped after 0.2 s"]
 
 
 def test_what_it_prints_is_no_result(start: Any) -> None:

@@ -144,7 +144,7 @@ def test_a_server_of_a_named_engine_prints_to_a_log_of_its_own() -> None:
 def test_rows_that_can_be_read_only_once_are_refused_where_engines_take_turns() -> None:
     tables = {"engine": OWN, "engines": {"judge": OWN}, "steps": [DRAFT, JUDGE, REVISE]}
     processor = ProductionBatchProcessor(make_job({"name": "a", **tables}, "the test"), quiet=True)
-    with pytest.raises(JobError, match=r"read only once, and one engine is loaded .*; give a list"):
+    with pytest.raises(JobError, match=r"read only once, but one engine is loaded .*; pass a list"):
         processor.process({"q": f"q{n}"} for n in range(N_ROWS))
     assert not RUN.exists()
 
@@ -296,7 +296,7 @@ def test_a_function_that_is_edited_between_two_turns_stops_the_run() -> None:
     write(EDITED)
     ended = run()
     assert ended.exit_code == 1
-    assert "found other files than those that the run began with" in ended.stderr
+    assert "files have changed since the run began" in ended.stderr
     assert "rollout.source: " in ended.stderr
     assert {line["step"] for line in generations()} == {"draft"}
 

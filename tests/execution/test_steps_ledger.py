@@ -101,7 +101,7 @@ def test_a_changed_job_asks_only_for_what_follows_from_the_change(
         assert run().exit_code == 2
         found = run("--on-change", "requeue")
         assert found.exit_code == 0, found.stderr
-        words = f"{kept} of their generations answer what is asked again"
+        words = f"{kept} of their generations can be used again"
         assert (words in found.stderr) == (kept > 0)
         assert asked(server) == again
     assert len(records()) == N_ROWS

@@ -82,7 +82,7 @@ def test_an_engine_that_dies_of_every_row_ends_the_run(window: int) -> None:
     world = World(poison=dict.fromkeys(range(800), "engine_crash"))
     with (
         closing(world.supervise(max_engine_restarts=16)) as engine,
-        pytest.raises(EngineError, match="died 17 times without one answer"),
+        pytest.raises(EngineError, match="died 17 times without an answer"),
     ):
         answer_all(engine, requests(0, 800), window=window)
     assert len(world.opened) == 17
@@ -137,7 +137,7 @@ def test_an_engine_that_came_up_before_is_opened_again_until_it_does(error: Exce
     world.open = open_the_fourth_time  # type: ignore[method-assign]
     with closing(world.supervise()) as engine:
         assert kinds_of(answer_all(engine, requests(0, 8))) == {}
-    assert world.said[1:] == [f"the next engine did not come up: {error}"] * 2
+    assert world.said[1:] == [f"the next engine did not start: {error}"] * 2
 
 
 @pytest.mark.parametrize("stacks", ["Thread 1 (idle)\n    poll (engine.py:1)\n", ""])
@@ -273,12 +273,12 @@ def test_an_engine_that_grew_too_large_is_replaced_between_rows() -> None:
         assert engine.restarts >= 3
     assert set(world.closed_with) == {0}
     assert world.submitted == list(range(30))
-    restart = "engine restart: its process holds 1.8 GiB (run.max_host_gb = 1.5)"
+    restart = "engine restart: its process uses 1.8 GiB (run.max_host_gb = 1.5)"
     assert world.said.count(restart) == len(world.opened) - 1
     assert world.opened[:3] == [8, 8, 4], "the second time so soon, the batch is made smaller"
 
 
-NO_HELP = "a new engine already holds {} GiB (run.max_host_gb = 1.5): no restart would help"
+NO_HELP = "a new engine already uses {} GiB (run.max_host_gb = 1.5): a restart would not help"
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_what_one_engine_began_with_says_nothing_about_the_next() -> None:
         world.dies_at = {world.polls + 1: "engine_crash"}
         answer_all(engine, requests(4, 12), window=1)
         assert engine.restarts > 1
-    assert world.said[-1] == "engine restart: its process holds 1.8 GiB (run.max_host_gb = 1.5)"
+    assert world.said[-1] == "engine restart: its process uses 1.8 GiB (run.max_host_gb = 1.5)"
 
 
 DIED, UNSEEN = StartFailed("it died", KILLED, {}), StartFailed("it died", AT_LOAD, {})

@@ -79,7 +79,7 @@ Looks = Sequence[tuple[Mapping[str, Any], str]]
         pytest.param(
             {},
             [
-                ({"max_num_seqs": 4, "rest": False}, "24 → 6: the engine runs 4 at once now"),
+                ({"max_num_seqs": 4, "rest": False}, "24 → 6: the engine's max_num_seqs is 4 now"),
                 ({}, ""),
             ],
             id="an engine of another size, then a rest",

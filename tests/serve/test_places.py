@@ -30,7 +30,7 @@ def elsewhere(name: str) -> Model:
         ([model("a")], "", [("a", None)], ""),
         ([model("a"), model("b")], "", [("ab", None)], "no GPU is visible"),
         ([model("a"), model("b")], "-1", [("ab", None)], "no GPU is visible"),
-        ([model("a"), model("b")], "0", [("ab", None)], "ask for 2 GPUs, and there are 1"),
+        ([model("a"), model("b")], "0", [("ab", None)], "need 2 GPUs, but there are 1"),
         ([model("a", gpus=2), model("b")], "4,5,6", [("a", "4,5"), ("b", "6")], ""),
         ([model("a"), model("b")], "GPU-1,GPU-2", [("a", "GPU-1"), ("b", "GPU-2")], ""),
         ([model("a"), elsewhere("s"), model("b")], "0", [("s", None), ("ab", None)], "2 models"),

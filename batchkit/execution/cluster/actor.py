@@ -1,7 +1,7 @@
 """The worker's side: a Worker on its own thread, in a process that Ray starts.
 
 A call to ``exchange`` delivers rows and returns records. It is always short, because it is also the
-worker's heartbeat. Rows travel as they were read; what they name (images, texts) is opened here.
+worker's heartbeat. Rows travel as they were read; this process opens the images and texts that they name.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from batchkit.storage.ledger import RecordLine
 from batchkit.storage.steps import GenerationLine
 from batchkit.types import Counted, Task
 
-GATHER_S = 0.1  # records finished within it are returned together
-HEARTBEAT_S = 0.5  # without records or events, a call returns after it
-MOST_CALLS_PER_S = 200.0  # of all workers together: a call takes the driver about 1 ms
+GATHER_S = 0.1  # records finished within this time are returned together
+HEARTBEAT_S = 0.5  # without records or events, a call returns after this time
+MOST_CALLS_PER_S = 200.0  # over all workers, since each call costs the driver about 1 ms
 CLOSE_S = 30.0
 
 
 class Place(NamedTuple):
-    """Where a worker runs."""
+    """The node and GPUs of a worker."""
 
     node: str
     gpus: Sequence[int | str]
@@ -49,8 +49,10 @@ class Place(NamedTuple):
 
 @dataclass
 class Report:
-    """A worker's answer to a call: ``lines`` and ``events`` since the last one. ``failure``: why it can't
-    continue; a JobError if no other worker could either."""
+    """A worker's answer to a call: ``lines`` and ``events`` since the last call.
+
+    ``failure``: why the worker can't continue; a JobError if every other worker would fail, too.
+    """
 
     place: Place
     lines: list[Returned] = field(default_factory=list)
@@ -61,8 +63,9 @@ class Report:
 
 
 class Actor:
-    """One worker's process, which begins to load its models at once. Ray calls it from one thread, one call
-    at a time. ``known``, by engine, is what earlier ones learned.
+    """One worker's process, which starts to load its models in the constructor. Ray calls it from one thread.
+
+    ``known``: history of the engines of earlier workers, by engine name.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class Actor:
     ) -> None:
         import ray
 
-        if start.job.rollout is not None:  # its module may be where only the run looks
+        if (
+            start.job.rollout is not None
+        ):  # its module may be in a folder of the run's sys.path only
             sys.path += [place for place in import_from if place not in sys.path]
         self._number, self._start, self._engines = number, start, engines
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
@@ -90,9 +95,9 @@ class Actor:
         self._thread.start()
 
     def exchange(self, tasks: Sequence[Task], taking: bool, written: int) -> Report:
-        """Take ``tasks``; return what has been settled since, after a wait for it.
+        """Take ``tasks``; wait for settled rows, and return all that were settled since the last call.
 
-        ``written``: how many further generations that were returned are in the ledger now.
+        ``written``: how many more of the returned generations are in the ledger since the last call.
         """
         self._taking = taking
         for task in tasks:
@@ -115,7 +120,7 @@ class Actor:
             return now
 
     def close(self) -> None:
-        """Drop what is in flight and release the GPU."""
+        """Drop requests in flight and release the GPU."""
         self._closed = True
         self._thread.join(CLOSE_S)
 
@@ -125,7 +130,9 @@ class Actor:
             with ExitStack() as held:
                 requests = requests_of(self._start, tasks, self._engines, may_wait=True)
                 held.enter_context(closing(requests))
-                held.callback(self._inbox.put, None)  # the rendering threads wait for rows
+                held.callback(
+                    self._inbox.put, None
+                )  # ends the threads that wait for rows to render
                 log = _engine_log(self._start.job.folder, self._number)
                 engines = held.enter_context(closing(KeptEngine(log)))
                 environments = grouping_of(self._start.job).environments
@@ -172,7 +179,7 @@ class Actor:
 
 
 def _brief(line: Returned) -> Returned:
-    """``line`` with no more of its table than the run reads: the rest is in its bytes."""
+    """Return ``line`` with only the fields that the run reads; the line's bytes hold the rest."""
     if isinstance(line, RecordLine):
         counted = {name: getattr(line.record, name) for name in Counted.__struct_fields__}
         return line._replace(record=Counted(**counted))
@@ -183,7 +190,7 @@ def _brief(line: Returned) -> Returned:
 
 
 def _engine_log(folder: Path, number: int) -> Path:
-    """In the run folder if this machine sees it, else in its temporary folder."""
+    """Return the path of the engine's log: in the run folder if this machine has it, otherwise in a temporary folder."""
     own = Path(tempfile.gettempdir(), f"batchkit-{os.getuid()}", folder.name)
     log = Path(LOG)
     return (folder if folder.is_dir() else own) / f"{log.stem}.worker-{number}{log.suffix}"

@@ -1,13 +1,13 @@
-"""The workers as the run sees them, and which rows each of them gets.
+"""Leases: the workers as the run sees them, and which rows each of them gets.
 
-A row is handed out as a lease: the worker holds it until its record comes back, or until the worker
-dies; then it is handed out again. A worker holds as many rows as its engine can use, so a slow one
-gets fewer. Near the end of the input each gets its share of what is left, in proportion to what it
-has answered, down to single rows: so all of them end at about the same time. Rows that begin alike go
-to the same worker, whose engine has their beginning in its cache.
+A row is handed out as a lease: the worker holds it until its record comes back. If the worker dies, the
+row is handed out again. A worker holds the number of rows that its engine can use, so a slow one gets fewer.
+Near the end of the input each worker gets a share of the remaining rows, in proportion to the rows that it
+has answered, down to single rows; so all workers end at about the same time. Rows with the same prefix go
+to the same worker, whose engine has it in its prefix cache.
 
-What a worker held when it died is replayed in halves (``bisection.py``), by the first worker that
-has nothing else to do. So a row that kills workers is found, and the others are answered.
+Rows that a worker held when it died are replayed in halves (``bisection.py``), by the first worker that
+holds no other row. So a row that kills workers is found, and the other rows are answered.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from batchkit.storage.manifest import WorkerState
 from batchkit.types import Task
 
 MOST_IN_A_LEASE = 256
-MOST_TO_END_A_GROUP = 64  # of a longer one another worker gets the next rows
+MOST_TO_END_A_GROUP = 64  # the rest of a longer group may go to another worker
 
 
 class Leases:
-    """``workers`` are those that may get rows, by number.
+    """The rows that workers hold. ``workers``: the workers that may get rows, by number.
 
-    ``quarantined``: indices of rows that killed an engine or a worker before; each goes out alone.
+    ``quarantined``: indexes of rows that killed an engine or a worker before; each goes out alone.
     """
 
     def __init__(self, workers: Sequence[RayWorker], *, quarantined: Collection[int] = ()) -> None:
@@ -40,11 +40,11 @@ class Leases:
         self.workers = {worker.number: worker for worker in workers}
         self._suspects = Suspects[Task]()
         self._replaying: int | None = None  # the worker that holds suspects, and nothing else
-        self._next: Task | None = None  # read, and handed to nobody yet
+        self._next: Task | None = None  # read from the input, but not handed out yet
 
     @property
     def n_held(self) -> int:
-        """Rows that workers hold, or that are the next one's."""
+        """Rows that workers hold, plus the row that was read but not handed out."""
         return sum(len(worker.held) for worker in self.workers.values()) + bool(self._next)
 
     @property
@@ -53,7 +53,7 @@ class Leases:
         return not (self.n_held or self._suspects)
 
     def die(self, number: int, cause: str) -> Task | None:
-        """This worker died: what it held is to be replayed. Returns the row at fault, once that is proven."""
+        """Plan the replay of the rows that a dead worker held. Return the poison row if this death proves it."""
         worker = self.workers[number]
         worker.capacity = 0
         worker.deaths_in_a_row += 1
@@ -65,7 +65,7 @@ class Leases:
         return None
 
     def give_up(self, number: int) -> None:
-        """This worker gets no more rows; another replays what it held, which is not at fault."""
+        """Remove a worker. Another one replays its rows, which are not suspects."""
         worker = self.workers.pop(number)
         worker.is_given_up = True
         if worker.held:
@@ -74,10 +74,10 @@ class Leases:
     def lease(
         self, number: int, left: int | None, next_task: Callable[[], Task | None]
     ) -> Sequence[Task]:
-        """The rows that this worker gets now: suspects alone, else as many new rows as it may have.
+        """Return the rows that this worker gets now: suspects alone, otherwise new rows up to its capacity.
 
-        ``next_task`` gives the next row, or None if there is none now; ``left`` is how many are
-        still to come, or None if that is unknown.
+        ``next_task`` returns the next row, or None if it must wait; ``left``: rows that are still
+        to come, or None if unknown.
         """
         worker = self.workers[number]
         if number == self._replaying and worker.held:
@@ -95,7 +95,7 @@ class Leases:
         return tasks
 
     def _suspected(self, number: int) -> Sequence[Task]:
-        """The suspects that this worker is to replay now: it must hold no row, and no other any suspects."""
+        """Return suspects for this worker to replay, unless it holds a row or another worker holds suspects."""
         worker = self.workers[number]
         if not self._suspects or worker.held or not worker.capacity:
             return ()
@@ -108,7 +108,7 @@ class Leases:
     def _new(
         self, worker: RayWorker, left: int | None, next_task: Callable[[], Task | None]
     ) -> list[Task]:
-        """As many rows as it has room for, and those that begin like the last of them."""
+        """Return rows up to the worker's capacity, then the next rows with the prefix of the last one."""
         room = worker.capacity - len(worker.held)
         n = min(room, MOST_IN_A_LEASE, self._share(worker, left) - len(worker.held))
         most = n + MOST_TO_END_A_GROUP if n == room else n
@@ -124,35 +124,33 @@ class Leases:
         return tasks
 
     def _share(self, worker: RayWorker, left: int | None) -> int:
-        """Of the rows that are held or still to come, in proportion to what it has answered."""
+        """Return the worker's share of all rows held or to come, in proportion to the rows it has answered."""
         if left is None or not worker.capacity:
             return worker.capacity
         answered = sum(one.settled + 1 for one in self.workers.values() if one.capacity)
         share = math.ceil((left + self.n_held) * (worker.settled + 1) / answered)
-        if not worker.settled:  # it may be slow: at first only what its engine runs at once
+        if (
+            not worker.settled
+        ):  # it may be slow, so start with the number that its engine runs at the same time
             share = min(share, worker.capacity // 2)
         return max(1, share)
 
 
 @dataclass
 class Life:
-    """One process of a worker: from its wait for a place to its death. ``call`` is the pending one.
-    ``histories``: of its engines, by name, with the state of its own search for a poison row.
-    ``returned``: generations that are not in the ledger yet; ``written``: those that are, which the worker
-    does not know yet.
-    """
+    """One process of a worker, from its wait for resources to its death."""
 
     actor: Any
-    histories: Mapping[str, EngineHistory]
+    histories: Mapping[str, EngineHistory]  # of its engines, by name
     began_at: float = field(default_factory=time.monotonic)
-    call: Any = None
+    call: Any = None  # the pending call
     called_at: float = 0.0
     place: Place | None = None
     engine: EngineFacts | None = None
     load: Load = field(default_factory=Load)
     is_said_to_wait: bool = False
-    returned: int = 0
-    written: int = 0
+    returned: int = 0  # generations that came back and are not in the ledger yet
+    written: int = 0  # generations in the ledger that the next call reports to the worker
 
     @property
     def engine_restarts(self) -> int:
@@ -160,7 +158,7 @@ class Life:
 
     @property
     def where(self) -> str:
-        """For a message, for example `` on node-3, GPU 0, 1``; empty if it has no place yet."""
+        """The place for a message, for example `` on node-3, GPU 0, 1``; "" if it has none yet."""
         if self.place is None:
             return ""
         gpus = f", GPU {', '.join(map(str, self.place.gpus))}" if self.place.gpus else ""
@@ -168,10 +166,10 @@ class Life:
 
 
 class RayWorker:
-    """A worker over all its lives, and the rows that it has ``held`` since the last one began.
+    """A worker over all its lives, and the rows that its current process holds (``held``).
 
-    ``capacity``: rows that it can use at a time; 0 while its model loads. ``settled``: how many came back,
-    ``rows`` of them with a record. ``up_since``: when its engine was loaded for the first time.
+    ``capacity``: rows that it can use at the same time; 0 while its model loads. ``settled``: rows that came back;
+    ``rows``: rows with a record. ``up_since``: when its engine was first loaded.
     """
 
     def __init__(self, number: int) -> None:
@@ -183,7 +181,7 @@ class RayWorker:
         self.up_since: float | None = None
 
     def settle(self, indices: Collection[int]) -> list[Task]:
-        """Remove the rows with these indices, which came back, and return them."""
+        """Remove and return the rows with these indexes, which came back."""
         settled = [self.held.pop(index) for index in indices]
         self.settled += len(settled)
         if settled:
@@ -191,7 +189,7 @@ class RayWorker:
         return settled
 
     def begin(self, actor: Any, known: Mapping[str, EngineHistory]) -> None:
-        """Its next life."""
+        """Start the worker's next life."""
         histories = {name: learned._replace(restarts=0) for name, learned in known.items()}
         self.lives.append(Life(actor, histories))
 
@@ -204,7 +202,7 @@ class RayWorker:
         return sum(life.load.retried for life in self.lives)
 
     def noted(self) -> WorkerState:
-        """As it is noted in the manifest."""
+        """Return the worker's state for the manifest."""
         life, place, since = self.life, self.life.place, self.up_since
         state = "loading" if life.engine is None else "working"
         if self.is_given_up:

@@ -1,6 +1,6 @@
 """The run's side of several workers: hands out rows and collects the records.
 
-Rows that a worker held when it died are answered by another worker.
+If a worker dies, another worker answers its rows.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from batchkit.storage.ledger import RecordLine
 from batchkit.storage.manifest import WorkerState
 from batchkit.types import Completion, Request, Task
 
-PLACE_S = 15.0  # how long a worker may wait for a place before that is reported
+PLACE_S = 15.0  # report a worker that waits longer than this for resources
 KNOCK_S = 1.0
 HEAD_GONE_S = 5.0  # Ray itself would end this process after a minute
 HEAVY_ROW_BYTES = 16 * 1024
 
 
 class RayPool:
-    """The workers of a run with ``run.workers``, used like a Worker. Made once the first worker is
-    ready; the others follow. ``opening`` says how workers open their engines, but for what each of them
-    has of its own.
+    """The workers of a run with ``run.workers``; has the interface of Worker.
+
+    The constructor returns once the first worker is ready; the others follow. ``opening``: how workers open their
+    engines, except for settings that belong to each process.
 
     Raises:
         JobError: Ray is not installed, or this machine has no room for the workers.
@@ -56,7 +57,7 @@ class RayPool:
         self._is_headless = False
         self._next_knock = self._head_seen = time.monotonic()
         with ExitStack() as held:
-            limit = start.job.media.max_memory_bytes  # the workers render what is read
+            limit = start.job.media.max_memory_bytes  # here it limits the bytes of rows read ahead
             self._tasks = read_ahead(
                 tasks.of_turn(), max_bytes=limit, may_wait=tasks.may_wait, weigh=_weight
             )
@@ -71,22 +72,24 @@ class RayPool:
             self._held = held.pop_all()
 
     def fill(self, *, taking: bool) -> list[Returned]:
-        """Call every worker that has no pending call, with as many rows as it may have.
+        """Call every worker that has no pending call, with rows up to its capacity.
 
         Raises:
             JobError, EngineError: no worker is left, or none can load the model.
         """
-        if self._broken is not None:  # raised here, because poll() may have had lines to return
+        if (
+            self._broken is not None
+        ):  # raised here and not in poll(), which may have lines to return
             raise self._broken
-        if self._tasks.broken and self._leases.are_settled:  # rows in flight are paid for
-            self._tasks.get(timeout_s=0)
+        if self._tasks.broken and self._leases.are_settled:  # rows in flight are finished first
+            self._tasks.get(timeout_s=0)  # raises the input's error
         for worker in self._leases.workers.values():
             life, tasks = worker.life, list[Task]()
             if life.call is not None:
                 continue
             if taking and life.place is not None:
                 leased = self._leases.lease(worker.number, self._unread(), self._next_task)
-                # Another worker may have held the row and died since it was read.
+                # Since the row was read, a worker that died may have written generations of it.
                 tasks = [t._replace(known=self._due.known(t.row.index)) for t in leased]
             written, life.written = life.written, 0
             life.call = life.actor.exchange.remote(tasks, taking, written)
@@ -94,7 +97,7 @@ class RayPool:
         return []
 
     def poll(self) -> list[Returned]:
-        """The records of all workers whose calls have returned."""
+        """Return the lines of all workers whose calls have returned."""
         import ray
         from ray.exceptions import RayError
 
@@ -117,7 +120,7 @@ class RayPool:
         return lines
 
     def written(self) -> None:
-        """The generations that were returned are in the ledger: the next calls tell their workers."""
+        """Note that the returned generations are in the ledger; the next calls tell their workers."""
         for worker in self._workers:
             worker.life.written += worker.life.returned
             worker.life.returned = 0
@@ -135,21 +138,21 @@ class RayPool:
         return [worker.noted() for worker in self._workers]
 
     def close(self) -> None:
-        """Stop the workers, killing those that don't stop in time, and leave Ray."""
+        """Stop the workers, kill workers that don't stop in time, and leave Ray."""
         self._held.close()
 
     def _first_engine(self) -> EngineFacts:
-        """Wait until the first worker is ready; the others follow."""
+        """Wait until the first worker is ready, and return its engine's facts."""
         while True:
             self.fill(taking=True)
             if self.poll():
-                raise AssertionError("no row is handed out before an engine is up")
+                raise AssertionError("no row is handed out before an engine is loaded")
             for worker in self._workers:
                 if worker.life.engine is not None:
                     return worker.life.engine
 
     def _hiring(self) -> Callable[[int], Any]:
-        """What makes an actor for the worker of a number. Ray restarts none: each death shows in a call."""
+        """Return a function that makes a worker's actor. Ray does not restart actors: each death shows in a call."""
         import ray
 
         made = ray.remote(Actor).options(
@@ -159,7 +162,7 @@ class RayPool:
         return lambda number: made.remote(number, start, self._engines, self._known, sys.path)
 
     def _watch_head(self) -> None:
-        """Stop the run if nothing listens any more where Ray's head was."""
+        """Stop the run if Ray's head does not accept connections any more."""
         import ray
 
         now = time.monotonic()
@@ -181,7 +184,7 @@ class RayPool:
     def _dismiss(self) -> None:
         import ray
 
-        if self._is_headless:  # nobody would answer; the workers end with this process
+        if self._is_headless:  # Ray would not answer; the workers end with this process
             return
         lives = [worker.life for worker in self._workers if worker.lives]
         # Workers that are loading can't answer before they are done, and have nothing to close.
@@ -192,11 +195,11 @@ class RayPool:
             ray.kill(life.actor)
 
     def _next_task(self) -> Task | None:
-        """None if there is none now."""
+        """Return the next task, or None if it must wait."""
         return None if self._tasks.broken else self._tasks.get(timeout_s=0)
 
     def _unread(self) -> int | None:
-        """Rows that have not been handed out yet; None if unknown."""
+        """Return the number of rows not handed out yet; None if unknown."""
         if self._tasks.exhausted:
             return 0
         left = self._due.left
@@ -214,9 +217,9 @@ class RayPool:
         life.place = report.place
         if report.engine is not None and life.engine is None:
             life.engine, worker.up_since = report.engine, worker.up_since or time.monotonic()
-            self._hear(Line(f"worker {worker.number} is up{life.where}"))
+            self._hear(Line(f"worker {worker.number} is ready{life.where}"))
         life.load = report.load
-        worker.capacity = 2 * report.load.window  # as many are being rendered
+        worker.capacity = 2 * report.load.window  # one half in flight, the other being rendered
         settled = [line.record.index for line in report.lines if isinstance(line, RecordLine)]
         paused = [line.index for line in report.lines if isinstance(line, PausedRow)]
         worker.rows += len(settled)
@@ -228,7 +231,7 @@ class RayPool:
         return report.lines
 
     def _learn(self, worker: RayWorker, history: EngineHistory) -> None:
-        """Pass what one worker's engine learned to all that start from now on: they are alike."""
+        """Pass the history of one worker's engine to all workers that start from now on: their machines are alike."""
         name = history.engine
         none = EngineHistory(engine=name)
         before = self._known.get(name, none)
@@ -245,11 +248,11 @@ class RayPool:
             self._hear(learned)
 
     def _bury(self, worker: RayWorker, error: Exception) -> list[Returned]:
-        """Handle the death of a worker, or a lost connection, and hire another in its place."""
+        """Handle the death of a worker, or a lost connection, and start another in its place."""
         import ray
         from ray.exceptions import ActorUnavailableError, RayActorError
 
-        is_gone = isinstance(error, ActorUnavailableError)  # whose message says only that
+        is_gone = isinstance(error, ActorUnavailableError)  # its own message tells nothing more
         cause = "its process or its node is gone" if is_gone else cause_of(error)
         self._hear(
             EngineLine(
@@ -264,7 +267,7 @@ class RayPool:
         elif isinstance(error, RayActorError) and error.actor_init_failed:
             self._give_up(worker, EngineError(cause))
         elif worker.deaths_in_a_row > self._start.job.run.max_engine_restarts:
-            message = f"it died {worker.deaths_in_a_row} times without one answer; last: {cause}"
+            message = f"it died {worker.deaths_in_a_row} times without an answer; last: {cause}"
             self._give_up(worker, EngineError(message))
         if not worker.is_given_up:
             worker.begin(self._hire(worker.number), self._known)
@@ -281,7 +284,7 @@ class RayPool:
         return line
 
     def _give_up(self, worker: RayWorker, failure: JobError | EngineError) -> None:
-        """Continue without this worker, if others could do better."""
+        """Continue without this worker, or stop the run if no other worker can do better."""
         import ray
 
         if isinstance(failure, JobError) and not any(one.life.engine for one in self._workers):
@@ -299,7 +302,7 @@ class RayPool:
             self._broken = EngineError(f"all {n} workers failed; the last: {failure}")
 
     def _watch(self) -> None:
-        """End a worker that does not answer a call; report once that a worker waits for a place."""
+        """Kill a worker that does not answer a call; report once that a worker waits for resources."""
         import ray
 
         now, stall_s = time.monotonic(), self._start.job.run.stall_timeout_s
@@ -310,7 +313,7 @@ class RayPool:
                 wanted = needs(self._start.job, self._engines)
                 self._hear(
                     Line(
-                        f"worker {worker.number} waits for a place: it needs {wanted['num_cpus']:g}"
+                        f"worker {worker.number} waits for resources: it needs {wanted['num_cpus']:g}"
                         f" CPUs and {wanted['num_gpus']:g} GPUs on one node"
                     )
                 )
@@ -319,7 +322,7 @@ class RayPool:
                 life.called_at = now
                 self._hear(
                     EngineLine(
-                        f"worker {worker.number} is silent for {silent_s:.0f} s"
+                        f"worker {worker.number} has not answered for {silent_s:.0f} s"
                         f" (run.stall_timeout_s = {stall_s:g}): restarted"
                     )
                 )
@@ -327,16 +330,16 @@ class RayPool:
 
 
 def _weight(task: Task) -> int:
-    """The size of a row if it is worth counting, for example an image or a book."""
+    """Return the size in bytes of a row if it is large, for example an image or a book; otherwise 0."""
     n_bytes = size_of(task.row.fields.values(), 2**30)
     return n_bytes if n_bytes >= HEAVY_ROW_BYTES else 0
 
 
 def _wait(calls: Sequence[Any], n: int, timeout_s: float) -> list[Any]:
-    """Those of ``calls`` that have ended, once ``n`` of them have or the time is over.
+    """Return the ``calls`` that have ended, once ``n`` of them have, or after ``timeout_s``.
 
     Raises:
-        Interrupted: instead of the SystemError that Ray's compiled code makes of it.
+        Interrupted: a signal came; Ray's compiled code turns this exception into a SystemError.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""Joins Ray, or starts one for the run, and computes what a worker needs of it."""
+"""The connection to Ray: joins a cluster or starts Ray for the run, and computes the resources of a worker."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from batchkit.errors import EngineError, Interrupted, JobError
 from batchkit.storage.files import OwnFolder
 
 CONNECT_S = 10.0
-LONGEST_TMP = 14  # Ray's sockets have long names in it; a socket path has at most 107 bytes
+LONGEST_TMP = 14  # a socket path has at most 107 bytes, and Ray adds long names to this folder
 _OBJECT_STORE_BYTES = 512 * 2**20
 
 
 @contextmanager
 def session(job: JobConfig) -> Iterator[None]:
-    """Ray inside this block: the one that the program has started, a cluster's, or our own.
+    """Connect to Ray inside the block: to the caller's Ray, a cluster, or one started for this run.
 
     Raises:
-        JobError: not installed, no Ray at the address, or this machine has too few GPUs.
-        EngineError: no Ray could be started here.
+        JobError: Ray is not installed or not running at the address, or this machine has too few GPUs.
+        EngineError: Ray could not be started here.
     """
     if (imported := sys.modules.get("ray")) is not None and imported.is_initialized():
         yield
@@ -49,7 +49,7 @@ def session(job: JobConfig) -> Iterator[None]:
             held.enter_context(_on_this_machine_alone())
         import ray
 
-        # Ray reports dead workers on stdout, which is for our results, also while it ends.
+        # Ray reports dead workers on stdout, even while it ends; our stdout is for results.
         held.enter_context(redirect_stdout(sys.stderr))
         held.callback(ray.shutdown)
         with _own_sigterm():
@@ -68,21 +68,20 @@ def _join(address: str) -> None:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as error:
         raise JobError(
-            f"run.workers: can't join Ray at {address} ({cause_of(error)}); give the address that"
-            " `ray start --head` printed, or none to begin Ray on this machine"
+            f"run.workers: can't join Ray at {address} ({cause_of(error)}); set the address that"
+            " `ray start --head` printed, or none to start Ray on this machine"
         ) from error
 
 
 def knock(address: str) -> None:
-    """Raises OSError if nothing listens at ``host:port``: Ray itself would wait for minutes."""
+    """Raise OSError if nothing listens at ``host:port``; Ray itself would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
 def _private_folder() -> OwnFolder:
-    """For Ray's files: it lets all users read and write in the folder that it is given, so that one is
-    in this one."""
+    """Return a private folder for Ray's folder, which Ray makes readable and writable for all users."""
     home = tempfile.gettempdir()
     return OwnFolder("ray", home if len(home) <= LONGEST_TMP else "/tmp")
 
@@ -104,27 +103,27 @@ def _begin(job: JobConfig, folder: str) -> None:
         )
     except Exception as error:  # no narrower type if Ray's processes start too slowly
         raise EngineError(
-            f"run.workers: Ray did not start on this machine ({cause_of(error)}); if others keep it"
-            " busy, run the same command again later"
+            f"run.workers: Ray did not start on this machine ({cause_of(error)}); if other programs keep"
+            " the machine busy, run the same command again later"
         ) from error
     _check_gpus(job)
 
 
 @contextmanager
 def _on_this_machine_alone() -> Iterator[None]:
-    """Ray started inside listens on 127.0.0.1 and requires a token of this process for every call.
+    """Make Ray listen on 127.0.0.1 only and require a token for every call, if it starts inside the block.
 
-    Ray has no argument for the first, and reads its variable when it is imported. If the program has
-    imported it before, what it has read is private: the one name of Ray's own that is set here.
+    Ray has no argument for the address; it reads an environment variable when it is imported. If the program has
+    imported it before, only Ray's private constant can change that, so it is set here.
     """
-    # Ray sets the last one itself and leaves it: a child process could join no Ray without tokens.
+    # Ray sets RAY_AUTH_MODE and leaves it set: child processes then could not join a Ray without tokens.
     names = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
     before = {name: os.environ[name] for name in names if name in os.environ}
     constants: Any = sys.modules.get("ray._private.ray_constants", SimpleNamespace())
     reachable = getattr(constants, "ENABLE_RAY_CLUSTER", False)
     constants.ENABLE_RAY_CLUSTER = False
     os.environ[names[0]] = "0"
-    os.environ.setdefault(names[1], _token())  # else Ray writes one to the home folder
+    os.environ.setdefault(names[1], _token())  # otherwise Ray writes one to the home folder
     try:
         yield
     finally:
@@ -136,19 +135,19 @@ def _on_this_machine_alone() -> Iterator[None]:
 
 @cache
 def _token() -> str:
-    """One for all Rays that this process starts: Ray's library reads it once."""
+    """Return one token for all Rays that this process starts, because Ray's library reads it only once."""
     return uuid4().hex
 
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Inside, Ray sets a SIGTERM handler of its own, which raises SystemExit; afterwards ours is back.
+    """Restore our SIGTERM handler after the block, in which Ray installs one that raises SystemExit.
 
     Raises:
         Interrupted: SIGTERM came.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # neither Ray nor this may set a handler
+        yield  # Python allows signal handlers only in the main thread
         return
     ours = signal.getsignal(signal.SIGTERM)
     try:
@@ -160,7 +159,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _check_gpus(job: JobConfig) -> None:
-    """Raises JobError if this machine has too few GPUs for all workers."""
+    """Raise JobError if this machine has too few GPUs for all workers."""
     import ray
 
     workers = job.run.workers or 1
@@ -173,10 +172,10 @@ def _check_gpus(job: JobConfig) -> None:
 
 
 def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
-    """The resources of one worker that loads ``engines``, by Ray's names.
+    """Return the resources of one worker that loads ``engines``, by Ray's names.
 
-    If the job sets none, GPUs are those that one of them asks for, if there are any at all; without
-    GPUs, the cores are shared out, and Ray gives each worker as many OpenMP threads.
+    By default, GPUs are the most that one of the engines needs, if the cluster has GPUs. Without GPUs, the
+    cores are divided among the workers, and Ray sets each worker's OpenMP threads to its cores.
     """
     import ray
 
@@ -194,5 +193,5 @@ def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
 
 
 def cause_of(error: Exception) -> str:
-    """Type and message in at most 300 characters: Ray's messages fill pages."""
+    """Return type and message in at most 300 characters, because Ray's messages fill pages."""
     return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", 300)

@@ -1,5 +1,6 @@
-"""Rows with several generations: each row is a coroutine that asks for them (``rollouts``).
+"""Rows with several generations: each row is a coroutine that requests them (``rollouts``).
 
-``[[steps]]`` is one that batchkit has (``steps``), ``[rollout]`` one that the user wrote (``function``). Both
-ask through an ``OpenRow``, which gives a row that was interrupted its recorded answers.
+``steps`` implements ``[[steps]]``, ``transcription`` implements ``task = "transcribe"``, and ``function`` runs the
+user's ``[rollout]`` function. All send requests through an ``OpenRow``, which gives an interrupted row its recorded
+answers.
 """

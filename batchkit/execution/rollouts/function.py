@@ -1,4 +1,4 @@
-"""``[rollout]``: the user's function, called for each row, and what it gets to ask a model with."""
+"""``[rollout]``: calls the user's function for each row, with an object to generate with."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from batchkit.types import Choice, Completion, Request
 Prompt = str | Sequence[Mapping[str, Any]]
 _STEP = re.compile(r"\w*", re.ASCII)
 _SCALARS = (type(None), bool, int, float, str)
-_GIVEN = "python "  # begins the place of a function that a program has given
+_GIVEN = "python "  # prefix of the place of a function that a program passed
 
 Function = Callable[[Mapping[str, Any], "Generate"], Awaitable[str | dict[str, Any] | Completion]]
 
 
 class Rollout:
-    """Answers rows with the function that a program gave, or that the job names."""
+    """A solver that answers rows with the function that a program passed, or that the job names."""
 
     def __init__(self, start: Start) -> None:
         assert start.job.rollout is not None
@@ -46,9 +46,11 @@ class Rollout:
         self._function = start.options.rollout or loaded_function(start.job.rollout.function)
 
     async def solve(self, row: OpenRow) -> Completion:
-        """The outcome of the row: what the function returned, or its error."""
+        """Return the outcome of the row: the value that the function returned, or its error."""
         generate = Generate(row, self._start)
-        fields = deepcopy(dict(row.row.fields))  # the row is scored and recorded as it was read
+        fields = deepcopy(
+            dict(row.row.fields)
+        )  # a copy, because the row is scored and recorded as it was read
         try:
             text, parsed = _answer(await self._function(fields, generate))
         except (asyncio.CancelledError, GeneratorExit):
@@ -59,11 +61,10 @@ class Rollout:
 
 
 def with_function(job: JobConfig, function: Any) -> JobConfig:
-    """``job`` with ``function`` of the calling program as its rollout's; its name has a hash of the
-    source, by which a resume knows it.
+    """Return ``job`` with ``function`` as its rollout. The name contains a hash of the source, for resumes.
 
     Raises:
-        JobError: it is no coroutine function, or does not fit the job.
+        JobError: it is not a coroutine function, or does not fit the job.
     """
     if not inspect.iscoroutinefunction(function):
         raise JobError(
@@ -71,7 +72,7 @@ def with_function(job: JobConfig, function: Any) -> JobConfig:
         )
     if job.run.workers is not None:
         raise JobError(
-            "rollout: workers on Ray don't get a function; name it in the job (rollout.function ="
+            "rollout: a function can't be sent to workers on Ray; name it in the job (rollout.function ="
             ' "module:name"), or leave run.workers out'
         )
     try:
@@ -90,15 +91,15 @@ def with_function(job: JobConfig, function: Any) -> JobConfig:
 
 
 def loaded_function(name: str) -> Function:
-    """The function that ``rollout.function`` names.
+    """Return the function that ``rollout.function`` names.
 
     Raises:
-        JobError: there is none, or its module can't be imported.
+        JobError: it does not exist, or its module can't be imported.
     """
     place, _, attribute = name.rpartition(":")
     if place.startswith(_GIVEN):
         raise JobError(
-            f"rollout.function: {attribute} was given by a program (ProductionBatchProcessor(…,"
+            f"rollout.function: a program passed {attribute} (ProductionBatchProcessor(…,"
             f" rollout={attribute})); run that program again"
         )
     try:
@@ -132,8 +133,10 @@ def loaded_function(name: str) -> Function:
 
 
 def _of_file(path: Path) -> Any:
-    """The module in ``path``, which may import what is beside it, as a script may. It is run again each
-    time: the file may have changed."""
+    """Return the module in ``path``, run again each time because the file may have changed.
+
+    Like a script, it may import modules from its own folder.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     folder, name = str(path.parent), path.stem
@@ -144,16 +147,16 @@ def _of_file(path: Path) -> Any:
     assert spec.loader is not None  # the file's name ends with .py
     module = importlib.util.module_from_spec(spec)
     if name not in sys.stdlib_module_names:
-        sys.modules[name] = module  # what is defined there can be pickled
+        sys.modules[name] = module  # needed to pickle objects of classes defined there
     spec.loader.exec_module(module)
     return module
 
 
 def _answer(value: Any) -> tuple[str, Any]:
-    """The text of what a function returned, and the value of a dict.
+    """Return the text of a function's result, and the value if it is a dict.
 
     Raises:
-        RowError: it is no answer.
+        RowError: the result is not an answer.
     """
     parsed = None
     if isinstance(value, Completion):
@@ -164,7 +167,9 @@ def _answer(value: Any) -> tuple[str, Any]:
         try:
             line = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
         except (TypeError, RecursionError) as error:
-            raise RolloutError(f"the function returned a dict that is no JSON: {error}") from None
+            raise RolloutError(
+                f"the function returned a dict that can't be converted to JSON: {error}"
+            ) from None
         text, parsed = line.decode(), orjson.loads(line)
     else:
         raise RolloutError(
@@ -177,7 +182,7 @@ def _answer(value: Any) -> tuple[str, Any]:
 
 
 def _row_error(error: BaseException) -> RowError:
-    """``error`` itself if it is a row's, or a group of nothing else; others with their traceback."""
+    """Return ``error`` itself if it is a RowError (or a group of only these); others with their traceback."""
     if isinstance(error, BaseExceptionGroup):
         rest = error.subgroup(lambda one: not isinstance(one, RowError | BaseExceptionGroup))
         if rest is None:
@@ -186,10 +191,11 @@ def _row_error(error: BaseException) -> RowError:
 
 
 class Generate:
-    """``await generate(prompt)`` is one generation of the row; ``await generate.many(prompts)`` are
-    several at a time.
+    """The object that a rollout's function generates with.
 
-    Nothing that was answered is asked again after a restart: the row gets its recorded answers.
+    ``await generate(prompt)`` makes one generation of the row; ``await generate.many(prompts)`` makes several at
+    the same time. After a restart, generations that were answered before are not sent again: the function gets the
+    recorded answers.
     """
 
     def __init__(self, row: OpenRow, start: Start) -> None:
@@ -209,16 +215,16 @@ class Generate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> Completion:
-        """One generation for ``prompt``: chat messages in OpenAI's shape, which may have images, or
-        a text, which is the user's message; without ``chat``, it is the whole prompt, and no chat
-        template is applied.
+        """Generate an answer to ``prompt``: chat messages in OpenAI's shape, with or without images, or a text.
 
-        ``sampling``: parameters by the names of ``vllm.SamplingParams``, over those of the job's
-        ``[sampling]``. ``step`` names this generation in ``steps.jsonl`` and in tables, ``engine`` is
-        one of ``[engines]``. What was passed may be changed afterwards.
+        A text is sent as the user's message; with ``chat=False`` it is the whole prompt, without a chat template.
+
+        ``sampling``: names of ``vllm.SamplingParams``; they override the job's ``[sampling]``. ``step`` names this
+        generation in ``steps.jsonl`` and in tables. ``engine`` is one of ``[engines]``. The arguments are copied, so
+        the function may change them afterwards.
 
         Raises:
-            RowError: this generation failed. A function that does not catch it fails the row with it.
+            RowError: this generation failed. If the function does not catch it, the row fails with it.
         """
         self._check(step, engine)
         wanted = checked_tools(
@@ -244,15 +250,15 @@ class Generate:
         assert completion is not None
         if completion.error is not None:
             raise completion.error
-        # A recorded one has no prompt.
+        # A recorded completion has no prompt, so a new one must not have it either.
         return completion if completion.prompt is None else replace(completion, prompt=None)
 
     async def many(
         self, prompts: Sequence[Prompt], *, return_exceptions: bool = False, **arguments: Any
     ) -> list[Any]:
-        """The completions of all ``prompts``, in their order; ``arguments`` as for one.
+        """Return the completions of all ``prompts``, in order; for ``arguments`` see ``__call__``.
 
-        With ``return_exceptions``, the error of one that failed is in its place.
+        With ``return_exceptions``, a failed one is replaced by its error.
 
         Raises:
             RowError: one of them failed; the others are cancelled.
@@ -281,7 +287,7 @@ class Generate:
             )
 
     def _rendered(self, request: Request) -> Request:
-        """``request`` with its images opened."""
+        """Return ``request`` with its images opened."""
         if request.messages is None:
             return request
         renderer = self._start.renderer
@@ -301,10 +307,10 @@ def _messages(prompt: Any) -> list[Mapping[str, Any]]:
 
 
 def _own(name: str, value: Any) -> Any:
-    """A copy, in JSON's types, that the function can't change any more.
+    """Return a copy in JSON's types, which the function can't change any more.
 
     Raises:
-        RequestError: JSON has no such value.
+        RequestError: the value can't be converted to JSON.
     """
     if type(value) in _SCALARS:
         return value

@@ -1,4 +1,4 @@
-"""One row that is begun: what it has asked for, and what it was answered, now or before a kill."""
+"""One row in progress: its requests, and their answers, new or recorded before a kill."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """A request, and its answer to come."""
+    """A request and the future of its answer."""
 
     request: Request
     answer: asyncio.Future[Completion]
@@ -38,8 +38,9 @@ class Asked(NamedTuple):
 
 
 class OpenRow:
-    """Used by the event loop's thread only; ``Rollouts`` guards ``pending``, what the row waits for.
-    ``since``: when it last got an answer, or began.
+    """A row in progress. Only the event loop's thread uses it; ``Rollouts`` guards ``pending``, the open requests.
+
+    ``since``: time of its last answer, or of its beginning.
     """
 
     def __init__(self, task: Task, start: Start, rollouts: Rollouts) -> None:
@@ -48,7 +49,9 @@ class OpenRow:
         self._replay = Replay(task, strict=start.job.output.replay == "strict")
         self._calls = Counter[str]()
         self._answered: list[tuple[float, Usage | None, Usage | None]] = []
-        self._endpoint: str | None = None  # of its batch line, if a step asked what that asks
+        self._endpoint: str | None = (
+            None  # of the row's batch line, if a step sent that line's body
+        )
         self._n_rendering = 0
         self.pending: dict[Key, Asked] = {}
         self.since = time.monotonic()
@@ -65,27 +68,28 @@ class OpenRow:
 
     @property
     def is_stirring(self) -> bool:
-        """It renders a request."""
+        """True while it renders a request."""
         return self._n_rendering > 0
 
     @property
     def fault(self) -> ReplayError | None:
-        """Set on a row that has ended, and asked for something else than before it was interrupted."""
+        """The error of a row that has ended and made other requests than before it was interrupted."""
         return self._replay.fault
 
     def idle_s(self, now: float) -> float:
-        """For how long it has waited for nothing that we do."""
+        """Return the seconds since the row last waited for a generation or for rendering."""
         return 0.0 if self.pending or self._n_rendering else now - self.since
 
     async def ask(
         self, render: Render, step: str = "", engine: str = "", *, takes_long: bool = True
     ) -> Completion | None:
-        """One generation for what ``render`` makes, None if it makes nothing; a failed one has its
-        error. The engine gets the request unless the ledger has its answer. ``takes_long``:
-        ``render`` opens files, or waits.
+        """Return the generation for the request that ``render`` makes; None if it makes none.
+
+        A failed generation has its error. The engine gets the request unless the ledger has its answer.
+        ``takes_long``: ``render`` opens files, or waits.
 
         Raises:
-            RowError: what ``render`` raises.
+            RowError: raised by ``render``.
         """
         call = Call(step, self._calls[step], "", engine)
         self._calls[step] += 1
@@ -100,12 +104,12 @@ class OpenRow:
         self._endpoint = self._endpoint or request.endpoint
         completion = await self._completion(request)
         self._answered.append((completion.latency_s, completion.usage, completion.earlier_usage))
-        if request.media_bytes:  # a function may keep the completion, and not the pixels with it
+        if request.media_bytes:  # a function may keep the completion; free the pixels
             completion = replace(completion, request=replace(request, messages=None))
         return completion
 
     async def opened(self, render: Callable[[], Request]) -> Request:
-        """What ``render`` makes, in a thread that may open files; what it holds counts until ``close``."""
+        """Return the request that ``render`` makes in a thread; its media count as held until ``close``."""
         request = await self._rendered(render)
         assert request is not None
         return request
@@ -114,11 +118,11 @@ class OpenRow:
         self._rollouts.renders.free(request)
 
     def failed(self, error: RowError) -> Completion:
-        """The row's outcome, with ``error``."""
+        """Return the row's outcome with ``error``."""
         return replace(self.outcome(None, ()), error=error)
 
     def outcome(self, last: Completion | None, choices: Sequence[Choice]) -> Completion:
-        """The row's, with ``choices`` as its answer; its other parts are those of ``last``."""
+        """Return the row's outcome with ``choices`` as its answer; prompt and parsed value come from ``last``."""
         row = self.task.row
         request = Request(row, None, None, {}, input_hash(row.fields), self.task.attempt)
         return Completion(
@@ -140,31 +144,33 @@ class OpenRow:
             self.since = time.monotonic()
 
     def _named(self, request: Request, call: Call) -> Request:
-        """``request`` as this row's generation ``call``, at the row's attempt."""
+        """Return ``request`` as this row's generation ``call``, at the row's attempt."""
         attempt, asked = self.task.attempt, request_hash(request, self._start.job, call.engine)
         sampling = with_temperature(request.sampling, attempt, self._start.job.retry)
         call = call._replace(request_hash=asked)
         return replace(request, call=call, attempt=attempt, sampling=sampling, input_hash=asked)
 
     async def _completion(self, request: Request) -> Completion:
-        """The recorded one, or what the engine answers."""
+        """Return the recorded completion, or wait for the engine's."""
         assert request.call is not None
         call, line = self._replay.find(request.call)
         if line is None:
             return await self._rollouts.generated(self, replace(request, call=call))
         self._rollouts.renders.free(request)
-        await asyncio.sleep(0)  # what asks beside it comes first, as with an engine
+        await asyncio.sleep(0)  # let concurrent calls run first, as they would with an engine
         return resolved(self._start, completion_of(line, request))
 
 
 class Replay:
-    """The recorded generations of one row, each of which answers one request.
+    """The recorded generations of one row. Each answers one request.
 
-    A request is found by what it asks, so calls that run side by side may come in another order than
-    before; of equal ones each is another request (``_hash_of_equal``). A row that has asked for something
-    new and left a recorded answer unused is at ``fault``. Not so one that is tried again: it gets the
-    answers of ``earlier`` attempts, and no errors of them. Nor, if not ``strict``, any other, or one whose
-    lines say ``replay: fresh``: they are of another function, or one of them was damaged.
+    A request is found by a hash of its content, so concurrent calls may come in another order than before. Equal
+    requests are counted (``_hash_of_equal``). A row that made a new request and left a recorded answer unused is at
+    ``fault``. There is no fault
+
+    - in a retry: it gets the answers of ``earlier`` attempts, but not their errors;
+    - without ``strict``;
+    - if lines of the row have ``replay: fresh``: another function wrote them, or one of them was damaged.
     """
 
     def __init__(self, task: Task, *, strict: bool) -> None:
@@ -179,8 +185,10 @@ class Replay:
         self._new: Call | None = None
 
     def find(self, call: Call) -> tuple[Call, Mapping[str, Any] | None]:
-        """The recorded generation for ``call``; or else None, and the call by which the ledger will know
-        it: its number is the next that no other of the row has."""
+        """Return the recorded generation for ``call``; or None, with the call under which the ledger will store it.
+
+        That call has the row's next unused number.
+        """
         times = self._asked[call.step, call.request_hash]
         self._asked[call.step, call.request_hash] += 1
         asked = _hash_of_equal(call.request_hash, times)
@@ -195,19 +203,21 @@ class Replay:
 
     @property
     def fault(self) -> ReplayError | None:
-        """Of the row, once it has ended."""
+        """The row's error, valid once the row has ended."""
         if self._new is None or not (self._strict and self._left):
             return None
         return ReplayError(
-            f"{self._new.in_words} asks for something else than before this row was interrupted, so its"
-            " function does not always ask the same; let it depend on the row and on answers only (a seed"
+            f"{self._new.in_words} differs from the requests made before this row was interrupted, so its"
+            " function is not deterministic; let it depend only on the row and on answers (a seed"
             ' for random numbers, no clock), or set output.replay = "fresh"'
         )
 
 
 def request_hash(request: Request, job: JobConfig, engine: str) -> str:
-    """16 hex digits that are the same for requests that ask the same of the same engine, with the same
-    model: a retry may name another one."""
+    """Return 16 hex digits, equal for equal requests to the same engine with the same model.
+
+    The model counts because a retry may name another one.
+    """
     asked = {
         "messages": request.messages,
         "prompt": request.prompt,
@@ -230,8 +240,10 @@ def _model(engine: EngineTable) -> tuple[Any, ...]:
 
 
 def _hash_of_equal(request_hash: str, times: int) -> str:
-    """That of a request that the row has asked for ``times`` times before. So several samples for one
-    prompt keep their answers, though some of them were in flight when the row was interrupted."""
+    """Return the hash of a request that the row has made ``times`` times before.
+
+    So several samples of one prompt keep their answers, even if some were in flight when the row was interrupted.
+    """
     if times == 0:
         return request_hash
     return hashlib.blake2b(f"{request_hash} {times}".encode(), digest_size=8).hexdigest()

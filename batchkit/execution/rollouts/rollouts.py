@@ -1,4 +1,4 @@
-"""The rows that are begun: coroutines on one event loop, whose generations lanes submit."""
+"""Rows in progress: coroutines on one event loop, whose generations lanes submit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from batchkit.types import Completion, Request, Task
 
 _STEPS_BEGUN = 4096
 _BEGUN_AT_ONCE = 64
-_STIR_S = 0.005  # how long a row may take to ask again before others are submitted without it
-_DRAIN_S = 0.1  # how long one may take to end, if the run stops
+_STIR_S = 0.005  # wait this long for an answered row's next request before requests of other rows
+_DRAIN_S = 0.1  # when the run stops, wait this long for an answered row to end
 
 
 def _solver_of(start: Start) -> Steps | Rollout | Transcription:
@@ -34,7 +34,7 @@ def _solver_of(start: Start) -> Steps | Rollout | Transcription:
 
 
 class Waiting(NamedTuple):
-    """Requests for one engine; those of rows that had an answer are ``further``."""
+    """Requests for one engine: first requests of rows, and ``further`` ones of rows that had an answer."""
 
     further: deque[Asked]
     first: deque[Asked]
@@ -45,26 +45,27 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PausedRow:
-    """A row that can't go on before the engine of that name is loaded."""
+    """A row that can't continue until the named engine is loaded."""
 
     index: int
     engine: str
 
 
 class Rollouts:
-    """``get`` gives the requests for an engine, and the outcome of each row as a Completion with
-    ``generations``. ``may_wait``: reading ``tasks`` may block.
+    """A source of requests from rows with several generations.
 
-    Rows are begun as the engines have room: at most ``rollout.concurrency`` at a time (of ``[[steps]]``
-    4,096, of which at most 256 wait for no generation); and none while ``media.max_memory_bytes`` of decoded
-    pixels are held. Requests of rows that are further come first, and last once the input has been read: then
-    the rows that begin last end soonest. A row that waits for another engine than ``engines``, and for
-    nothing else, is paused: it is dropped, and begins again, with its recorded generations, once that
-    engine is loaded.
+    ``get`` returns requests for an engine, and the outcome of each row as a Completion with ``generations``.
+    ``may_wait``: reading ``tasks`` may block.
 
-    Threads: the event loop's runs the coroutines; ``run.render_threads`` render; the worker's calls
-    ``get``, ``ended``, ``answer`` and ``release``. ``_changed`` guards what the first and the last
-    share.
+    Rows begin as the engines have room: at most ``rollout.concurrency`` at a time (for ``[[steps]]`` 4,096, and
+    at most 256 that wait for no generation), and none while ``media.max_memory_bytes`` of decoded pixels are held. While
+    there are rows to read, requests of rows that are further come first, so that rows end soon. Once the input has
+    been read, they come last: then the last rows begin as early as possible, and the run ends sooner. A row that
+    waits only for engines that are not in ``engines`` is paused: it is dropped, and begins again, with its recorded
+    generations, once its engine is loaded.
+
+    Threads: the event loop's thread runs the coroutines; ``run.render_threads`` render; the worker's thread calls
+    ``get``, ``ended``, ``answer`` and ``release``. ``_changed`` guards the state shared by the first and the last.
     """
 
     def __init__(
@@ -88,13 +89,12 @@ class Rollouts:
         self._loop = RowLoop(self._fail, self._end_late_rows)
 
     def get(self, engine: str, timeout_s: float) -> Request | Completion | None:
-        """The next request to submit, or a row's outcome; None if there is none within ``timeout_s``.
+        """Return the next request to submit, or a row's outcome; None after ``timeout_s``.
 
-        Raises what reading the rows raised, once every row before has ended, or what has stopped
-        the event loop.
+        Once every row before has ended, raises an error of reading the rows, or an error that stopped the event loop.
         """
         waiting = self._waiting[engine]
-        if len(self._waiting) > 1:  # the others may have answers
+        if len(self._waiting) > 1:  # other engines may have answers
             timeout_s = min(timeout_s, _STIR_S)
         self._begin()
 
@@ -112,20 +112,20 @@ class Rollouts:
             if self._error is not None:
                 raise self._error
             while waiting:
-                # Near the end of the input every row should begin soon: its generations follow each other.
+                # A row's generations run one after another, so near the end of the input begin all rows soon.
                 line = waiting.first if self._tasks.all_read else waiting.further
                 request, answer = (line or waiting.first or waiting.further).popleft()
                 if not answer.done():
                     return request
-                self.release(request)  # its row has ended, or waits for it no longer
+                self.release(request)  # its row has ended or cancelled it
             is_over = not self._open
         if is_over and self._tasks.broken:
-            self._tasks.get(timeout_s=0)
+            self._tasks.get(timeout_s=0)  # raises the input's error
         self._end_blocked_row()
         return None
 
     def ended(self) -> list[Completion]:
-        """The outcomes of rows, without requests; waits a moment for rows that were just answered."""
+        """Return the outcomes of rows, without requests; wait a moment for rows that were just answered."""
         with self._changed:
             drain_s = self._stirred_at + _DRAIN_S - time.monotonic()
             self._changed.wait_for(lambda: not self._n_busy, drain_s)
@@ -133,13 +133,13 @@ class Rollouts:
             return ended
 
     def paused(self) -> list[PausedRow]:
-        """Rows that were paused since the last call."""
+        """Return the rows that were paused since the last call."""
         with self._changed:
             paused, self._paused = self._paused, []
             return paused
 
     def answer(self, completions: Iterable[Completion]) -> None:
-        """Hand each to the row that asked for it; it is in the ledger by now."""
+        """Hand each completion to the row that requested it. It must be in the ledger before."""
         answered: list[tuple[OpenRow, Asked, Completion]] = []
         with self._changed:
             for completion in completions:
@@ -152,13 +152,13 @@ class Rollouts:
             self._loop.soon(self._deliver, answered)
 
     def release(self, request: Request) -> None:
-        """It is answered: its pixels no longer count."""
+        """Free the pixels of an answered request."""
         if request.media_bytes:
             self._loop.soon(self.renders.free, request)
 
     @property
     def exhausted(self) -> bool:
-        """True once every row has ended or was paused, and this was handed out."""
+        """True once every row has ended or was paused, and all outcomes were handed out."""
         with self._changed:
             is_handed_out = not (self._open or self._is_ready or self._paused)
             return self._tasks.exhausted and is_handed_out
@@ -178,7 +178,7 @@ class Rollouts:
         self.renders.close()
 
     async def generated(self, row: OpenRow, request: Request) -> Completion:
-        """For a row: what the engine answers; cancelled if the row has ended."""
+        """Return the engine's answer to a row's request; cancelled if the row ends before."""
         asked = Asked(request, asyncio.get_running_loop().create_future())
         self._queue(row, asked)
         try:
@@ -192,7 +192,9 @@ class Rollouts:
 
     def _queue(self, row: OpenRow, asked: Asked) -> None:
         with self._changed:
-            if self._open.get(row.row.index) is not row:  # its code goes on after its end
+            if (
+                self._open.get(row.row.index) is not row
+            ):  # its code still runs after the row has ended
                 asked.answer.cancel()
                 self.release(asked.request)
                 return
@@ -208,7 +210,7 @@ class Rollouts:
         self._pause_soon(row)
 
     def _forget(self, row: OpenRow, asked: Asked) -> None:
-        """The row no longer waits for it."""
+        """Remove a request that the row no longer waits for."""
         with self._changed:
             if row.pending.get(asked.request.key) is not asked:  # it was answered
                 return
@@ -218,7 +220,7 @@ class Rollouts:
         self._pause_soon(row)
 
     def _begin(self) -> None:
-        """Begin further rows, if few requests wait."""
+        """Begin more rows if few requests wait."""
         with self._changed:
             table = self._job.rollout
             room = min(
@@ -229,7 +231,7 @@ class Rollouts:
             )
             if self._error is not None or self.renders.is_full:
                 return
-            if self._is_ready and room < _BEGUN_AT_ONCE:  # many at once cost less
+            if self._is_ready and room < _BEGUN_AT_ONCE:  # beginning rows in batches is cheaper
                 return
         rows = [OpenRow(task, self._start, self) for task in self._read(room)]
         if rows:
@@ -244,7 +246,7 @@ class Rollouts:
         while len(tasks) < most and not self._tasks.broken:
             try:
                 task = self._tasks.get(timeout_s=0)
-            except BaseException:  # it is raised again once all rows have ended
+            except BaseException:  # ``get`` raises it again once all rows have ended
                 break
             if task is None:
                 break
@@ -261,13 +263,13 @@ class Rollouts:
             outcome = await self._solve(row) if error is None else row.failed(error)
             self._end(row, outcome if row.fault is None else row.failed(row.fault))
         except asyncio.CancelledError:
-            self._end(row, row.failed(RolloutError("the function's own code has cancelled it")))
+            self._end(row, row.failed(RolloutError("the function's own code cancelled its task")))
             raise
-        except BaseException as error:  # ours: get() raises it in its caller's thread
+        except BaseException as error:  # a bug of batchkit: get() raises it in its caller's thread
             self._fail(error)
 
     def _end(self, row: OpenRow, outcome: Completion) -> None:
-        """The row's outcome, unless it has one; what it still waits for is cancelled."""
+        """Record the row's outcome unless it has one, and cancel its open requests."""
         with self._changed:
             if self._open.get(row.row.index) is not row:
                 return
@@ -286,7 +288,7 @@ class Rollouts:
             self._pause_soon(row)
 
     def _pause_soon(self, row: OpenRow) -> None:
-        """If it is stuck; what it got may make it ask another engine first."""
+        """Pause the row soon if it is stuck; an answer that it just got may make it request another engine first."""
         if self._is_stuck(row):
             asyncio.get_running_loop().call_later(_STIR_S, self._pause, row)
 
@@ -305,7 +307,7 @@ class Rollouts:
             row.coroutine.cancel()
 
     def _is_stuck(self, row: OpenRow) -> bool:
-        """It waits for engines that are not loaded, and for nothing else."""
+        """Return whether the row waits only for engines that are not loaded."""
         pending = [*row.pending.values()]
         return bool(pending) and not any(asked.engine in self._waiting for asked in pending)
 
@@ -315,26 +317,26 @@ class Rollouts:
             self._changed.notify_all()
 
     def _end_late_rows(self) -> None:
-        """Rows that neither ask nor return for ``run.row_timeout_s``."""
+        """Fail rows that neither ask nor return for ``run.row_timeout_s``."""
         now, limit_s = time.monotonic(), self._job.run.row_timeout_s
         with self._changed:
             late = [row for row in self._open.values() if row.idle_s(now) > limit_s]
         for row in late:
             error = (
-                f"it neither asked for a generation nor ended for {limit_s:g} s (run.row_timeout_s)"
+                f"the function neither generated nor returned for {limit_s:g} s (run.row_timeout_s)"
             )
             self._end(row, row.failed(RowTimeoutError(error)))
             if row.coroutine is not None:
                 row.coroutine.cancel()
 
     def _end_blocked_row(self) -> None:
-        """End the run if code of a row blocks the event loop for ``run.row_timeout_s``."""
+        """End the run if a row's code blocks the event loop for ``run.row_timeout_s``."""
         limit_s = self._job.run.row_timeout_s
-        if self._error is not None or not self._loop.is_blocked(limit_s):
+        if self._error is not None or not self._loop.check_blocked(limit_s):
             return
         row, where = self._loop.running
         fault = (
-            f"let no other row run for {limit_s:g} s (run.row_timeout_s); put what blocks into a thread:"
+            f"let no other row run for {limit_s:g} s (run.row_timeout_s); run blocking code in a thread:"
             " await asyncio.to_thread(function, …)"
         )
         name = "a callback" if row is None else f"row {row.row.index} (id {row.row.id})"

@@ -1,5 +1,7 @@
-"""The event loop that runs the code of all rows, on a thread of its own; threads for what would block
-it; and where in the user's code something went wrong."""
+"""The event loop for the code of all rows, on its own thread, with threads for blocking work.
+
+Also finds the place in the user's code where something went wrong.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from batchkit.types import Request
 
 _LOOK_S = 1.0
 _CLOSE_S = 5.0
-_SIDE_THREADS = 32  # of asyncio.to_thread
+_SIDE_THREADS = 32  # for asyncio.to_thread
 _OURS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
 _MOST_FRAMES = 12
 _MOST_CHARACTERS = 10_000
@@ -31,10 +33,12 @@ _ROW: ContextVar[OpenRow | None] = ContextVar("row", default=None)
 
 
 class RowLoop:
-    """``fail`` gets what is raised outside of a row's own code; ``look`` is called once a second.
+    """An event loop on its own thread, which runs the rows' code.
 
-    Threads: its own runs the rows' code, ``fail``, ``look`` and what is given to ``soon``; another one calls
-    the methods, but for ``start``.
+    ``fail`` gets exceptions raised outside of a row's own code; ``look`` is called once a second.
+
+    Threads: the loop's thread runs the rows' code, ``fail``, ``look`` and functions passed to ``soon``; another
+    thread calls the methods, except ``start``.
     """
 
     def __init__(self, fail: Callable[[BaseException], None], look: Callable[[], None]) -> None:
@@ -43,8 +47,8 @@ class RowLoop:
         self._late_looks = 0
         self._closing = False
         self._loop = asyncio.new_event_loop()
-        # The loop itself forgets a task that nothing else holds, and one that swallows every error would
-        # never let go of the thread that collects it.
+        # asyncio keeps only weak references to tasks. If the garbage collector closed a task that swallows
+        # every error, the collecting thread would hang.
         self._tasks = set[RowTask]()
         self._loop.set_task_factory(self._task)
         self._loop.set_default_executor(DaemonThreads(_SIDE_THREADS, "rollout"))
@@ -52,13 +56,13 @@ class RowLoop:
         self._thread.start()
 
     def start(self, row: OpenRow, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run ``coroutine`` as the code of ``row``; on the loop's thread."""
+        """Run ``coroutine`` as the code of ``row``. Call it on the loop's thread."""
         token = _ROW.set(row)
         row.coroutine = self._loop.create_task(coroutine)
         _ROW.reset(token)
 
     def soon(self, do: Callable[..., None], *args: Any) -> None:
-        """``do`` on the loop's thread; its error stops the run."""
+        """Call ``do`` on the loop's thread; an error in it stops the run."""
 
         def guarded() -> None:
             try:
@@ -69,10 +73,10 @@ class RowLoop:
         with suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(guarded)
 
-    def is_blocked(self, limit_s: float) -> bool:
-        """Whether some code has run for ``limit_s`` without an ``await``.
+    def check_blocked(self, limit_s: float) -> bool:
+        """Return whether some code has run for ``limit_s`` without an ``await``.
 
-        Two looks, a second apart: after a pause of the whole process the loop must have had time.
+        It must be late in two looks, a second apart: after a pause of the whole process the loop needs time to run.
         """
         now = time.monotonic()
         if now >= self._looked_at + _LOOK_S:
@@ -82,14 +86,13 @@ class RowLoop:
 
     @property
     def running(self) -> tuple[OpenRow | None, str]:
-        """The row whose code runs now, None if it is a callback; and where in the code that is."""
+        """The row whose code runs now (None if it is a callback), and the stack of that code."""
         where = shown_code(self._thread)
         task = asyncio.current_task(self._loop)
         return task.row if isinstance(task, RowTask) else None, where
 
     def close(self) -> None:
-        """End all code. Some may go on for a while if it swallows its cancellation, or blocks; nothing
-        waits for it."""
+        """Cancel all code, without waiting for code that blocks or swallows its cancellation."""
         self.soon(self._stop)
         self._thread.join(_CLOSE_S)
 
@@ -97,7 +100,7 @@ class RowLoop:
         asyncio.set_event_loop(self._loop)
         self._loop.call_soon(self._tick)
         while not self._closing:  # the user's code may have stopped the loop
-            with suppress(SystemExit, KeyboardInterrupt):  # the task that raised it has it, too
+            with suppress(SystemExit, KeyboardInterrupt):  # the task that raised it also stores it
                 self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
@@ -115,7 +118,7 @@ class RowLoop:
         self._loop.call_later(_LOOK_S, self._tick)
 
     def _stop(self) -> None:
-        """Let every coroutine end, then the loop."""
+        """Cancel every coroutine, then stop the loop."""
         self._closing = True
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
@@ -125,7 +128,7 @@ class RowLoop:
 
 
 class RowTask(asyncio.Task[Any]):
-    """A task, and the row whose code has started it."""
+    """A task, and the row whose code started it."""
 
     row: OpenRow | None = None
 
@@ -134,8 +137,9 @@ Render = Callable[[], Request | None]
 
 
 class RenderRoom:
-    """No request is begun while ``held`` is full of the pixels of those that were not freed.
-    Used on the event loop's thread, but for ``is_full``.
+    """Threads that render requests, limited by media memory.
+
+    No rendering begins while ``held`` is full. Used on the event loop's thread, except ``is_full``.
     """
 
     def __init__(self, threads: int, held: HeldMedia) -> None:
@@ -157,7 +161,7 @@ class RenderRoom:
             return request
 
     def free(self, request: Request) -> None:
-        """Its pixels are held no longer."""
+        """Release the pixels of ``request``."""
         self._held.free(request.media_bytes)
         self._freed.set()
 
@@ -171,10 +175,10 @@ class RenderRoom:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """As its base, which asyncio insists on; but the process ends without waiting for its threads, whose code
-    may never end.
+    """A ThreadPoolExecutor (asyncio requires one) whose threads don't keep the process alive.
 
-    They are started with the first calls, at most ``most``. A thread that has taken work finishes it.
+    Their code may never end. At most ``most`` threads are started, with the first calls. A thread that has taken
+    work finishes it.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -190,7 +194,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the threads once they are idle; waits for none."""
+        """End the threads once they are idle, without waiting for them."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -206,7 +210,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def shown_error(error: BaseException) -> str:
-    """The error with its traceback."""
+    """Return the error with its traceback."""
     shown = traceback.TracebackException.from_exception(error)
     _cut(shown)
     text = "".join(shown.format()).strip()
@@ -214,7 +218,7 @@ def shown_error(error: BaseException) -> str:
 
 
 def shown_code(thread: threading.Thread) -> str:
-    """What ``thread`` is running."""
+    """Return the stack of ``thread``, without batchkit's and asyncio's own frames."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "(it has ended)"

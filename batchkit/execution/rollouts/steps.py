@@ -1,4 +1,4 @@
-"""``[[steps]]`` as a coroutine: one generation after another, skipped where ``when`` says so."""
+"""``[[steps]]`` as a coroutine: one generation after another, except steps that ``when`` skips."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from batchkit.types import Completion, Request, Row
 
 
 class Steps:
-    """Answers rows of a job with steps."""
+    """A solver that answers rows of a job with steps."""
 
     def __init__(self, start: Start) -> None:
         assert isinstance(start.renderer, StepsRenderer)
         self._start, self._renderer = start, start.renderer
 
     async def solve(self, row: OpenRow) -> Completion:
-        """The outcome of the row: that of its last step, of the one that failed, or what the step
-        that judges picked."""
+        """Return the outcome of the row: the answer of its last step, the error of a failed step, or the selected candidate."""
         answers: dict[str, dict[str, Any]] = {}
         done: list[Completion] = []
         last: Completion | None = None
@@ -67,14 +66,18 @@ class Steps:
         )
 
     def _candidates(self, done: Sequence[Completion]) -> list[Completion]:
-        """The answers to choose from: of the newest step that has several, each as its completion."""
+        """Return the candidates, one completion each: the answers of the newest step with several."""
         judged = next((each for each in reversed(done) if len(each.choices) > 1), done[-1])
         parses = judged.request.step in self._start.job.parsing
         chosen = [replace(judged, selected=number) for number in eligible(judged, parses=parses)]
         return [parsed_or_failed(each) if parses else each for each in chosen]
 
     async def _asked(self, step: StepTable, row: OpenRow, seen: Row) -> Completion | None:
-        """None if the step is skipped; raises RowError if it fails."""
+        """Return the step's completion, or None if it is skipped.
+
+        Raises:
+            RowError: the step failed.
+        """
         renderer, name = self._renderer, step.name
 
         def render() -> Request | None:
@@ -88,7 +91,7 @@ class Steps:
         return completion
 
     def _answer(self, step: StepTable, completion: Completion, row: Row) -> dict[str, Any]:
-        """What templates of later steps see; names without a value are left out."""
+        """Return the values that templates of later steps see; names without a value are left out."""
         found: dict[str, Any] = {
             "text": completion.text,
             "reasoning": completion.reasoning,
@@ -106,7 +109,7 @@ class Steps:
         return {name: value for name, value in found.items() if value is not None}
 
     def _recorded(self, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """``answers`` as a record has them: ``json`` is in the text, and one choice is the text."""
+        """Return ``answers`` for the record, without values that repeat the text (``json``, a single choice)."""
         return {
             name: {
                 key: value
@@ -120,7 +123,7 @@ class Steps:
 
 
 def _named(error: RowError, step: str) -> RowError:
-    """The same error, and the step that it is of."""
+    """Return a copy of the error that names its step."""
     named = copy(error)
     named.args = (f"step {step}: {error}",)
     return named

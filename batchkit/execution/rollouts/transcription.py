@@ -1,4 +1,4 @@
-"""``task = "transcribe"`` as a coroutine: a recording's parts are asked for side by side, and joined into one transcript."""
+"""``task = "transcribe"`` as a coroutine: transcribes a recording's chunks at the same time, and joins the texts."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from batchkit.rendering.speech import Recording, SpeechRenderer
 from batchkit.types import Choice, Completion, Coverage, Request, Segment, Transcript
 
 LANGUAGE, PART, AGAIN = "language", "part", "again"
-"""The steps of a recording's generations: for its language, for each part, and for what its answer left out."""
+"""Step names of a recording's generations: its language, each chunk, and sound that the answer left out."""
 _LANGUAGE = re.compile(r"<\|([a-z]+)\|>")
 _STAMP = re.compile(r"<\|(\d+\.\d+)\|>")
 _MARK = re.compile(r"<\|[^|<>]*\|>")
-_LEAD_S = 0.3  # heard around what is asked again
-_S_PER_LETTER = 1.5  # of sound at most: speech has 4 to 15 letters a second
+_LEAD_S = 0.3  # context on both sides of sound that is transcribed again
+_S_PER_LETTER = 1.5  # most sound per letter of text: speech has 4 to 15 letters a second
 _LETTER = re.compile(r"\w")
-_SAME_WORDS = 12  # of each side are compared where a recording is cut within speech
+_SAME_WORDS = 12  # words compared on each side of a cut within speech
 _WITHOUT_SPACES = ("ja", "zh", "yue", "th", "lo", "my")
 
 
 class Transcription:
-    """Answers rows with what is said in their recordings."""
+    """A solver that answers rows with the transcripts of their recordings."""
 
     def __init__(self, start: Start) -> None:
         assert isinstance(start.renderer, SpeechRenderer)
         self._renderer = start.renderer
 
     async def solve(self, row: OpenRow) -> Completion:
-        """The outcome of the row: its transcript, or the error of a part."""
+        """Return the outcome of the row: its transcript, or the error of a chunk."""
         found: list[Recording] = []
 
         def open_recording() -> Request:
@@ -71,7 +71,7 @@ class Transcription:
 
 
 async def _language(row: OpenRow, recording: Recording) -> str | None:
-    """None if the model need not be told."""
+    """Return the language of the recording; None if the model does not need it in its prompt."""
     completion = await row.ask(recording.language_request, LANGUAGE, takes_long=False)
     assert completion is not None
     if completion.error is not None and not isinstance(completion.error, EmptyTextError):
@@ -81,7 +81,7 @@ async def _language(row: OpenRow, recording: Recording) -> str | None:
 
 
 async def _heard(row: OpenRow, recording: Recording, part: Part) -> list[Segment]:
-    """What is said in ``part``. If there is sound for which there is no text, that is asked for once more, alone."""
+    """Return the segments of ``part``. Sound without text is transcribed once more, alone."""
     segments = await _asked(row, recording, part.heard, PART)
     sound = recording.sound
     sure = _credible(segments, sound)
@@ -103,16 +103,19 @@ async def _asked(row: OpenRow, recording: Recording, span: Span, step: str) -> l
     assert completion is not None
     if completion.error is None:
         found = segments_in(completion.text, span, completion.finish_reason)
-        # Models make up words for silence.
+        # Models invent words for silence.
         return [its for its in found if not recording.sound.is_silent(its["start"], its["end"])]
-    if isinstance(completion.error, EmptyTextError):  # nothing is said, or it was not heard
+    if isinstance(completion.error, EmptyTextError):  # silence, or the model left the speech out
         return []
     raise completion.error
 
 
 def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> list[Segment]:
-    """Those of a model's answer about ``span``, by its time stamps; one for all of it if it has none. The last one
-    without an end lasts as long as ``span``, unless the answer was cut off there."""
+    """Return the segments of a model's answer about ``span``, by its time stamps.
+
+    An answer without time stamps is one segment. A last segment without an end lasts until the end of ``span``,
+    unless the answer was cut off.
+    """
     if not _STAMP.search(text):
         plain = _plain(text)
         return [Segment(start=span.start, end=span.end, text=plain)] if plain else []
@@ -130,7 +133,7 @@ def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> li
 
 
 def joined(parts: Sequence[Part], of_parts: Sequence[list[Segment]]) -> list[Segment]:
-    """The segments of all parts, each that of the part in whose own span its middle is."""
+    """Return the segments of all chunks. Each segment comes from the chunk whose own span has the segment's middle."""
     found: list[Segment] = []
     was_cut = False
     for part, segments in zip(parts, of_parts, strict=True):
@@ -151,7 +154,7 @@ def joined(parts: Sequence[Part], of_parts: Sequence[list[Segment]]) -> list[Seg
 
 
 def coverage_of(segments: Sequence[Segment], sound: Sound) -> Coverage | None:
-    """What of the sound no segment has; None if that is nothing."""
+    """Return the sound that no segment covers; None if all is covered."""
     gaps = sound.without(_spans(_credible(segments, sound)), Span(0, sound.seconds))
     if not gaps:
         return None
@@ -160,7 +163,7 @@ def coverage_of(segments: Sequence[Segment], sound: Sound) -> Coverage | None:
 
 
 def _credible(segments: Iterable[Segment], sound: Sound) -> list[Segment]:
-    """The segments with letters enough for the sound in them."""
+    """Return the segments that have enough letters for the sound in them."""
     found = []
     for segment in segments:
         sound_s = sound.seconds_in(segment["start"], segment["end"])
@@ -170,7 +173,7 @@ def _credible(segments: Iterable[Segment], sound: Sound) -> list[Segment]:
 
 
 def _without_repeat(before: str, text: str) -> str:
-    """``text`` without its first words, if they are the last ones of ``before``."""
+    """Return ``text`` without its first words if they repeat the last words of ``before``."""
     left, right = before.split()[-_SAME_WORDS:], text.split()
     same = SequenceMatcher(
         None, [*map(_bare, left)], [*map(_bare, right[:_SAME_WORDS])], autojunk=False
