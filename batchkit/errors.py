@@ -3,16 +3,17 @@
 BatchkitError                  exit code
 ├── JobError                   2   the command line or the job file is wrong
 │   ├── InputError             2   the rows can't be read
-│   │   └── BrokenInputError   1   … from some row on
-│   │       └── ChangedInputError  1   … because it changed while the run read it
+│   │   └── BrokenInputError   1   the rows can't be read from some row on
+│   │       └── ChangedInputError  1   the input changed while the run read it
 │   └── ChangedError           2   the job or its input changed since the run began
 ├── StoreError                 1   the run folder can't be written, read or locked
-│   └── LostLockError          1   … because its lock was lost: another process may have it
+│   ├── LostVectorError        1   the vector of a record is missing or damaged
+│   └── LostLockError          1   the folder's lock was lost; another process may have it
 ├── UploadError                1   an export could not be sent
 ├── EngineError                1   the engine is dead, or never started
-├── FailedRowsError            3   rows failed, and the caller asked for an error then
+├── FailedRowsError            3   rows failed, and the caller wants an error in that case
 ├── TooManyFailuresError       1   run.fail_on_error was reached
-├── BlockedError               1   a rollout's code lets no other row run
+├── BlockedError               1   a rollout's code blocks all other rows
 ├── BudgetError                1   a budget was used up before the judge had read all answers
 └── RowError                   –   one row failed; the run continues
     ├── TemplateError          template
@@ -59,16 +60,13 @@ class InputError(JobError):
 
 
 class BrokenInputError(InputError):
-    """The rows can't be read any further.
-
-    The rows before are done, or will be once the input is fixed.
-    """
+    """The rows can't be read any further. Earlier rows are done, or will be once the input is fixed."""
 
     exit_code = 1
 
 
 class ChangedInputError(BrokenInputError):
-    """``paths`` changed since this start began; rows of both states may have been answered."""
+    """The files ``paths`` changed since this start began; rows of both states may have been answered."""
 
     def __init__(self, message: str, paths: Collection[str]) -> None:
         super().__init__(message)
@@ -90,35 +88,35 @@ class StoreError(BatchkitError):
 
 
 class LostVectorError(StoreError):
-    """The vector that a record names is not there, is damaged, or is another row's."""
+    """The vector of a record is missing, is damaged, or belongs to another row."""
 
 
 class LostLockError(StoreError):
-    """This process no longer holds the run folder's lock: it must write nothing there."""
+    """This process no longer holds the run folder's lock, and must not write there."""
 
 
 class UploadError(BatchkitError):
-    """An export is written, and a server refused it or can't be reached."""
+    """The export was written, but a server refused it or can't be reached."""
 
 
 class EngineError(BatchkitError):
-    """The engine is dead or could not start; nothing more can be submitted to it."""
+    """The engine is dead or could not start; it takes no more requests."""
 
 
 class TooManyFailuresError(BatchkitError):
-    """More rows failed than ``run.fail_on_error`` allows, or all rows of a sample of ``plan``."""
+    """More rows failed than ``run.fail_on_error`` allows, or all rows of a sample of ``plan`` failed."""
 
 
 class BudgetError(BatchkitError):
-    """A budget of ``[run]`` was used up before the judge had read all answers, or ``plan`` its sample."""
+    """A budget of ``[run]`` was used up before the judge had read all answers, or before ``plan`` had its sample."""
 
 
 class BlockedError(BatchkitError):
-    """The code of one row of ``[rollout]`` blocks all others."""
+    """The code of one row of ``[rollout]`` blocks all other rows."""
 
 
 class Interrupted(BaseException):
-    """Stopped by a signal; the exit code is 128 + ``signum``."""
+    """A signal stopped the program; the exit code is 128 + ``signum``."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -147,7 +145,7 @@ class MediaError(RowError):
 class PromptTooLongError(RowError):
     """The prompt leaves no room for an answer within ``max_model_len``.
 
-    An engine sets ``prompt_tokens``, the prompt's own, and ``max_model_len`` if it knows them.
+    An engine sets ``prompt_tokens`` (the length of the prompt) and ``max_model_len`` if it knows them.
     """
 
     kind = "prompt_too_long"
@@ -156,13 +154,13 @@ class PromptTooLongError(RowError):
 
 
 class RequestError(RowError):
-    """The row can't be made into a request, or the engine refused it."""
+    """The row can't be made into a request, or the engine refused the request."""
 
     kind = "invalid_request"
 
 
 class WrongTaskError(RequestError):
-    """The row is for another ``task`` than the job's."""
+    """The row is for another ``task`` than the job."""
 
 
 class RowTimeoutError(RowError):
@@ -192,7 +190,7 @@ class EngineCrashError(RowError):
 
 
 class ServerError(RowError):
-    """The server fails on this row, and answers others."""
+    """The server fails on this row, and answers other rows."""
 
     kind = "server"
     retryable = True
@@ -212,7 +210,7 @@ class EmptyTextError(RowError):
 
 
 class InvalidOutputError(RowError):
-    """The answer is not what ``output.parse`` asks for: not JSON, or JSON against its schema."""
+    """The answer fails ``output.parse``: it is not JSON, or its JSON does not match the schema."""
 
     kind = "invalid_output"
     retryable = True
@@ -223,22 +221,22 @@ class TruncatedOutputError(InvalidOutputError):
 
 
 class RolloutError(RowError):
-    """The rollout's function raised an error on this row, or returned what is no answer."""
+    """The rollout's function raised an error on this row, or returned a value that is not an answer."""
 
     kind = "rollout"
 
 
 class ReplayError(RolloutError):
-    """A function asked for something else than before its row was interrupted."""
+    """A function made another request than before its row was interrupted."""
 
 
 def limit_reached(error: RecursionError | MemoryError) -> str:
-    """One line for a limit of Python that no check covers, with the place in the code."""
+    """Return a message for a Python limit (recursion or memory) that was reached, with the place in the code."""
     import traceback
 
     frame = traceback.extract_tb(error.__traceback__)[-1]
     file = frame.filename.rpartition("/")[2]
     place = f"{file} line {frame.lineno}, {type(error).__name__}"
     if isinstance(error, MemoryError):
-        return f"out of memory ({place}); give the machine more, or the job less at a time"
+        return f"out of memory ({place}); use a machine with more memory, or smaller inputs and batches"
     return f"something in the job or its files is nested too deeply ({place})"

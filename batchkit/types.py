@@ -1,7 +1,8 @@
 """The types that pass through batchkit: Row → Request → Completion → Record.
 
-A later step never changes what an earlier one made, so all are frozen but media, which nobody modifies, and records,
-which are filled in. (msgspec's structs are made in a tenth of the time of frozen dataclasses.)
+A later step never changes a value of an earlier one. So all types are frozen, except media, which no code
+modifies, and records, which are filled in. They are msgspec structs, which are created ten times as fast as frozen
+dataclasses.
 """
 
 from __future__ import annotations
@@ -36,81 +37,66 @@ ERROR_KINDS = (
 )
 
 COUNT_LIMIT = 2**32
-"""The number of row indexes: the sum over all rows of a run is still a number that JSON can hold."""
+"""The limit of row indexes. With it, sums over all rows of a run stay within JSON's integers."""
 Count = Annotated[int, Meta(ge=0, lt=COUNT_LIMIT)]
 
 
 class Row(Struct, frozen=True):
-    """One row of the input.
+    """One row of the input."""
 
-    ``index`` is its position in the unfiltered input, over all files in order, and the key of the
-    ledger. ``id`` is for people. ``error`` is set if the row could be counted but not read
-    (a broken line); such a row becomes a failed record and is never rendered. Its ``fields`` are
-    then what is known without reading it.
-    """
-
-    index: int
-    id: str
+    index: int  # position in the unfiltered input, over all files in order; the key in the logs
+    id: str  # for people; need not be unique
     fields: Mapping[str, Any]
+    # Set if the row was counted but can't be read (a broken line). Such a row fails without being rendered;
+    # ``fields`` then holds only values known without reading it.
     error: RowError | None = None
 
 
 class Task(NamedTuple):
-    """A row to answer, and the number of the attempt, from 1.
-
-    ``group`` is the same for rows that follow each other and begin alike; 0 if that is unknown.
-    ``known``: what the ledger has of the row's generations, in its order (``storage/steps.py``).
-    """
+    """A row to answer."""
 
     row: Row
-    attempt: int
-    group: int = 0
+    attempt: int  # number of the attempt, from 1
+    group: int = 0  # equal for adjacent rows with the same prefix; 0 if unknown
+    # The row's generations in the ledger, in its order (``storage/steps.py``).
     known: Sequence[Mapping[str, Any]] = ()
 
 
 class Call(NamedTuple):
-    """Which of its row's generations a request is, in a job with several per row.
+    """The name of one generation among the several of its row."""
 
-    ``number`` counts the calls of a ``step`` from 0; a rollout's step is "" unless it names one.
-    ``request_hash`` is the same for requests that ask the same, unless their row asks so again
-    (``execution/rollouts/open_row.py``).
-    ``engine``: the name of one of ``[engines]``, "" for ``[engine]``.
-    """
-
-    step: str
-    number: int
+    step: str  # "" for a rollout that names none
+    number: int  # counts the calls of a step, from 0
+    # Equal for equal requests, unless the row repeats a request (``execution/rollouts/open_row.py``).
     request_hash: str
-    engine: str = ""
+    engine: str = ""  # name in ``[engines]``, "" for ``[engine]``
 
     @property
     def in_words(self) -> str:
-        """As a message names it."""
+        """The call for a message: ``step draft, call 1``."""
         if not self.step:
             return f"call {self.number}"
         return f"step {self.step}" + f", call {self.number}" * (self.number > 0)
 
 
 class Cut(Struct, frozen=True):
-    """How a row's longest text was cut in the middle to make its prompt fit.
+    """A cut in the middle of a row's longest text that makes its prompt fit."""
 
-    ``kept``: characters of that text. ``prompt_tokens``: of the whole prompt before any cut.
-    ``answer_tokens``: the room that the cut has to leave. ``times``: cuts tried, this one included.
-    """
-
-    kept: int
-    prompt_tokens: int
-    answer_tokens: int
-    times: int = 1
+    kept: int  # characters of the text that are left
+    prompt_tokens: int  # of the whole prompt, before any cut
+    answer_tokens: int  # room to leave for the answer
+    times: int = 1  # number of cuts tried, including this one
 
 
 Content = str | Sequence[Mapping[str, Any]]
-"""A message's content: text, or parts in OpenAI's shape, in which an image part is
-``{"type": "image_pil", "image_pil": PIL.Image}``, and one of a clip
-``{"type": "audio", "audio": Audio}`` or ``{"type": "video", "video": Video}`` (``VideoFile`` for servers)."""
+"""A message's content: text, or parts in OpenAI's shape. An image part is
+``{"type": "image_pil", "image_pil": PIL.Image}``; a clip is ``{"type": "audio", "audio": Audio}`` or
+``{"type": "video", "video": Video}`` (``VideoFile`` for servers).
+"""
 
 
 class Audio:
-    """Mono sound: float32 ``samples``, from -1 to 1, so many a second. Not modified."""
+    """Mono sound: float32 ``samples`` from -1 to 1, ``sample_rate`` per second. Never modified."""
 
     def __init__(self, samples: NDArray[float32], sample_rate: int) -> None:
         self.samples, self.sample_rate = samples, sample_rate
@@ -129,10 +115,10 @@ class Audio:
 
 
 class Video:
-    """Some of a clip's frames: RGB, uint8 of [n, height, width, 3], with their ``times_s`` from its start. Not modified.
+    """Sampled frames of a video: uint8 RGB of shape [n, height, width, 3]. Never modified.
 
-    ``indexes``: their numbers among all ``total_frames`` of the clip, which shows ``fps`` of them a second and takes
-    ``duration_s``.
+    ``times_s``: seconds from the start, per frame. ``indexes``: the frames' numbers among all ``total_frames`` of
+    the video, which has ``fps`` frames per second and lasts ``duration_s``.
     """
 
     def __init__(
@@ -157,14 +143,14 @@ class Video:
         return f"video of {self.duration_s:.1f} s, {n_frames} frames of {wide}x{high}"
 
     def halved(self) -> Video:
-        """With every other of these frames."""
+        """Return the video with every other of these frames."""
         indexes, times_s = self.indexes[::2], self.times_s[::2]
         length = self.fps, self.duration_s, self.total_frames
         return Video(self.frames[::2], *length, indexes, times_s)
 
 
 class VideoFile:
-    """A video as it was found, for a server that decodes it itself. ``type``: as in HTTP's headers."""
+    """An encoded video for a server that decodes it itself. ``type``: its MIME type."""
 
     def __init__(self, data: bytes, type: str) -> None:
         self.data, self.type = data, type
@@ -180,13 +166,13 @@ class VideoFile:
 
 Clip = Audio | Video | VideoFile
 CLIPS = ("audio", "video")
-"""Both a kind of media and the type of its parts."""
+"""Kinds of media, and at the same time types of content parts."""
 
 
 class Pair(NamedTuple):
-    """What ``task = "score"`` compares: the query with each of the documents.
+    """The texts that ``task = "score"`` compares: a query with each document.
 
-    ``is_list``: the row gives a list of documents, so its score is a list, too.
+    ``is_list``: the row has a list of documents, so its score is a list, too.
     """
 
     query: Content
@@ -195,20 +181,17 @@ class Pair(NamedTuple):
 
 
 class Speech(NamedTuple):
-    """How the sound of a request of ``task = "transcribe"`` is written down. ``prompt``: what was said before.
-    ``timestamps``: the answer says when each sentence begins and ends, as Whisper does: ``<|0.00|> Hello.<|1.20|>``.
-    ``asks_language``: the answer is the language, as ``<|en|>``, if the model has to be told it. ``seconds``: of the
-    whole recording, if it is known."""
+    """Settings for the transcription of a request's sound (``task = "transcribe"``)."""
 
     language: str | None = None
-    prompt: str = ""
-    timestamps: bool = True
-    asks_language: bool = False
-    seconds: float = 0.0
+    prompt: str = ""  # the text said before this sound
+    timestamps: bool = True  # the answer has Whisper's time stamps: ``<|0.00|> Hello.<|1.20|>``
+    asks_language: bool = False  # the answer is only the language, for example ``<|en|>``
+    seconds: float = 0.0  # length of the whole recording; 0 if unknown
 
 
 class Segment(TypedDict):
-    """A sentence or so of a recording, in seconds from its start."""
+    """About one sentence of a recording; ``start`` and ``end`` in seconds from its beginning."""
 
     start: float
     end: float
@@ -216,75 +199,69 @@ class Segment(TypedDict):
 
 
 class Coverage(TypedDict):
-    """Where a recording has sound, and its transcript nothing: from when to when, and how many seconds in all."""
+    """Sound of a recording without text: total ``missing_s``, and ``gaps`` as pairs of start and end, in seconds."""
 
     missing_s: float
     gaps: list[list[float]]
 
 
 class Transcript(Struct, frozen=True):
-    """What is said in a recording of so many ``seconds``. ``coverage``: what may be missing; None if nothing is.
-    ``language``: None if only the model knows it."""
+    """The transcript of a whole recording."""
 
-    seconds: float
+    seconds: float  # length of the recording
     segments: Sequence[Segment]
-    coverage: Coverage | None = None
-    language: str | None = None
+    coverage: Coverage | None = None  # sound that may lack text; None if all is covered
+    language: str | None = None  # None if only the model knows it
 
 
 Key = int | tuple[int, str, int]
 
 
 class Request(Struct, frozen=True):
-    """One row, or one generation of a row that has several, ready for an engine.
+    """One row, or one of a row's several generations, ready for an engine.
 
-    One of ``messages`` (chat, OpenAI's shape, with images as in ``Content``), ``prompt`` (the text as
-    it is) and ``pair`` is set. A request whose row could not be rendered has none, and is only used
-    inside a failed Completion. ``sampling`` holds the names of ``vllm.SamplingParams``, or of
-    ``vllm.PoolingParams`` if the job's task is not ``generate``. ``input_hash`` is the same
-    for equal fields. ``media_bytes`` counts the decoded pixels that the request keeps in memory.
-    ``cut`` is set if the row's text was too long and was shortened. ``note``: what is added to the
-    prompt if the row is asked again; empty if nothing is. ``tools``: OpenAI's definitions of the
-    functions that the model may call, and ``tool_choice``: "auto", "none", "required" or OpenAI's
-    object that names one; ``parallel_tool_calls`` is False if it may call only one at a time.
-    ``chat_template_kwargs``: the row's own, which override the job's; ``reasoning_effort`` among them
-    is the parameter of OpenAI's API. ``lora``: the name of its adapter, "" for the model alone; None if the
-    job has no ``prompt.lora``. ``endpoint``: the one of OpenAI's API that the row's batch line is for, as
-    "responses" or "chat/completions"; None if the row is no such line. ``call`` is None if the row has only this one generation.
-    ``clips``: the sound and video of a plain prompt, whose text says where they are in the model's own way. ``speech``:
-    set if their sound is transcribed.
+    Exactly one of ``messages``, ``prompt`` and ``pair`` is set. A request whose row could not be
+    rendered has none of them, and occurs only inside a failed Completion.
     """
 
     row: Row
-    messages: Sequence[Mapping[str, Any]] | None
-    prompt: str | None
+    messages: Sequence[Mapping[str, Any]] | None  # chat, in OpenAI's shape; see ``Content``
+    prompt: str | None  # text sent without a chat template
+    # Names of ``vllm.SamplingParams``; for pooling tasks of ``vllm.PoolingParams``.
     sampling: Mapping[str, Any]
-    input_hash: str
+    input_hash: str  # equal for equal fields
     attempt: int = 1
-    media_bytes: int = 0
-    cut: Cut | None = None
-    note: str = ""
-    tools: Sequence[Mapping[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
+    media_bytes: int = 0  # decoded media that the request keeps in memory
+    cut: Cut | None = None  # set if the row's text was too long and was shortened
+    note: str = ""  # added to the prompt when ``retry.reask`` asks again; otherwise ""
+    tools: Sequence[Mapping[str, Any]] | None = None  # OpenAI's function definitions
+    tool_choice: Any = None  # "auto", "none", "required" or OpenAI's object that names a function
+    parallel_tool_calls: bool | None = None  # False allows only one tool call at a time
+    # The row's own values, which override the job's. ``reasoning_effort`` is OpenAI's parameter.
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    pair: Pair | None = None
-    lora: str | None = None
-    endpoint: str | None = None
-    call: Call | None = None
-    clips: Sequence[Any] = []  # Clip, but msgspec takes no union of two such types
-    speech: Speech | None = None
+    pair: Pair | None = None  # for ``task = "score"``
+    lora: str | None = (
+        None  # adapter name; "" for the base model; None if the job has no ``prompt.lora``
+    )
+    endpoint: str | None = (
+        None  # of the row's OpenAI batch line ("chat/completions"); None for other rows
+    )
+    call: Call | None = None  # None if the row has one generation
+    # Sound and video of a plain prompt, whose text has the model's own placeholders. The type is Clip, but
+    # msgspec does not support a union of two such types.
+    clips: Sequence[Any] = []
+    speech: Speech | None = None  # set if the sound is to be transcribed
 
     @property
     def key(self) -> Key:
-        """What no other request in flight has."""
+        """The key of this request, unique among requests in flight."""
         if self.call is None:
             return self.row.index
         return self.row.index, self.call.step, self.call.number
 
     @property
     def step(self) -> str:
-        """The name of the step that it is of; "" for a row with one generation."""
+        """The name of the request's step; "" for a row with one generation."""
         return "" if self.call is None else self.call.step
 
     @property
@@ -294,7 +271,7 @@ class Request(Struct, frozen=True):
 
     @property
     def all_clips(self) -> list[Clip]:
-        """Its sound and video, in the order of the prompt."""
+        """The request's sound and video, in the order of the prompt."""
         of_messages = [part[part["type"]] for part in self._parts() if part["type"] in CLIPS]
         return [*of_messages, *self.clips]
 
@@ -308,26 +285,21 @@ class Request(Struct, frozen=True):
 
 
 class RowHint(NamedTuple):
-    """What a row's request will be like, judged from its fields alone.
+    """A cheap forecast of a row's request, from its fields alone."""
 
-    ``beginning``: equal for requests that begin with the same images or the same text.
-    ``max_tokens``: the longest answer that it may get, 0 if none is given. ``lora``: its adapter.
-    """
-
-    beginning: str
-    max_tokens: int
-    lora: str = ""
+    beginning: str  # equal for requests that begin with the same images or the same text
+    max_tokens: int  # longest allowed answer; 0 if unlimited
+    lora: str = ""  # adapter name
 
 
 BROKEN_OFF = ("abort", "error", "insufficient_system_resource", "network_error")
-"""Values of ``finish_reason`` that mean that the answer was cut off before its end: vLLM's, a
-router's, DeepSeek's and Zhipu's."""
+"""Values of ``finish_reason`` for answers that broke off: vLLM's, a router's, DeepSeek's and Zhipu's."""
 
 
 class Choice(Struct, frozen=True):
-    """One of the ``n`` answers to a request. ``logprobs``: a list of tokens, or None.
+    """One of the ``n`` answers to a request.
 
-    ``text`` is the answer alone, without its ``reasoning`` and its ``tool_calls`` (OpenAI's shape).
+    ``text`` excludes ``reasoning`` and ``tool_calls`` (OpenAI's shape). ``logprobs``: a list of tokens, or None.
     """
 
     text: str
@@ -342,18 +314,16 @@ class Choice(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True, omit_defaults=True):
-    """Tokens; ``completion_tokens`` is summed over the choices, and so is the part of them that is
-    reasoning, None if it is not known. ``cached_tokens``: those of the prompt that the engine had in its prefix cache,
-    None if it is not known or there were none."""
+    """Token counts of a request."""
 
     prompt_tokens: Count
-    completion_tokens: Count
-    reasoning_tokens: Count | None = None
-    cached_tokens: Count | None = None
+    completion_tokens: Count  # summed over the choices
+    reasoning_tokens: Count | None = None  # part of completion_tokens; None if unknown
+    cached_tokens: Count | None = None  # prompt tokens from the prefix cache; None if unknown or 0
 
 
 def sum_of(usages: Sequence[Usage]) -> Usage | None:
-    """None if there are none."""
+    """Return the sum of ``usages``, or None for an empty list."""
     if not usages:
         return None
     thought = [usage.reasoning_tokens for usage in usages if usage.reasoning_tokens is not None]
@@ -366,7 +336,7 @@ def sum_of(usages: Sequence[Usage]) -> Usage | None:
 
 
 class Entity(TypedDict):
-    """A named entity: the characters from ``start`` to ``end`` of the prompt that the model saw."""
+    """A named entity: characters ``start`` to ``end`` of the prompt that the model saw."""
 
     label: str
     text: str
@@ -376,22 +346,20 @@ class Entity(TypedDict):
 
 
 class Pooled(Struct, frozen=True):
-    """What a pooling model answers, depending on the job's task: ``vector`` (embed; float32, little
-    endian), or one for each of the prompt's ``tokens`` in a row (token_embed; token_classify, with the ``entities``
-    that these scores make, None if the tokens have no place in a text), ``probabilities`` of the model's classes in
-    their order, with the ``label`` of the likeliest (classify), or ``scores``, one for each document of the request's
-    pair (score)."""
+    """The answer of a pooling model. The job's task decides which fields are set."""
 
+    # Float32, little endian: one vector (embed), or one per token in a row (token_embed, token_classify).
     vector: bytes | None = None
-    probabilities: Sequence[float] | None = None
-    label: str | None = None
-    scores: Sequence[float] | None = None
-    tokens: int | None = None
+    probabilities: Sequence[float] | None = None  # classify: one per class, in the model's order
+    label: str | None = None  # classify: the class with the highest probability
+    scores: Sequence[float] | None = None  # score: one per document of the request's pair
+    tokens: int | None = None  # number of vectors in ``vector``; None for a single one
+    # token_classify; None if the tokens have no positions in a text.
     entities: Sequence[Entity] | None = None
 
 
 class ErrorInfo(Struct, frozen=True):
-    """Why a row failed, as its record shows it."""
+    """The error of a failed row, as its record stores it."""
 
     kind: str
     type: str
@@ -400,40 +368,33 @@ class ErrorInfo(Struct, frozen=True):
 
 
 class Completion(Struct, frozen=True):
-    """An engine's reply to a request: ``choices`` or ``pooled``, and ``usage``; or ``error``.
-
-    ``prompt`` is the text that the engine saw, including special tokens, if the engine knows it.
-    ``parsed`` is the JSON value of the choice that counts, if ``output.parse`` asks for it.
-    ``generations`` is set on the outcome of a whole row that had several: their number, and ``steps``,
-    what each of ``[[steps]]`` answered, as the record has it. ``earlier_usage``: of other attempts in
-    this start, which are paid for, too; None if there were none. ``selected``: the number of the choice
-    that counts, if ``[select]`` picked one; ``votes``: how many choices have each prediction, if it
-    counted them. ``transcript``: of a whole recording.
-    """
+    """An engine's reply to a request: ``choices`` or ``pooled``, with ``usage``; or ``error``."""
 
     request: Request
     choices: Sequence[Choice] = ()
-    usage: Usage | None = None
+    usage: Usage | None = None  # None if unknown
     latency_s: float = 0.0
     error: RowError | None = None
-    prompt: str | None = None
-    parsed: Any = None
-    pooled: Pooled | None = None
-    earlier_usage: Usage | None = None
-    generations: int | None = None
-    steps: Mapping[str, Any] | None = None
-    selected: int | None = None
-    votes: Mapping[str, int] | None = None
-    transcript: Transcript | None = None
+    prompt: str | None = None  # text that the engine saw, with special tokens; None if unknown
+    parsed: Any = None  # JSON value of the selected choice, with ``output.parse``
+    pooled: Pooled | None = None  # for pooling tasks
+    earlier_usage: Usage | None = None  # of earlier attempts in this start; None if there were none
+    generations: int | None = None  # set on the outcome of a row with several: their number
+    steps: Mapping[str, Any] | None = (
+        None  # set with ``[[steps]]``: each step's answer, as in the record
+    )
+    selected: int | None = None  # number, from 0, of the choice that ``[select]`` picked
+    votes: Mapping[str, int] | None = None  # choices per prediction, if ``[select]`` counted them
+    transcript: Transcript | None = None  # of a whole recording
 
     @property
     def choice(self) -> Choice | None:
-        """The one that counts: the first, unless another was selected; None if there is none."""
+        """The selected choice, by default the first; None without choices."""
         return self.choices[self.selected or 0] if self.choices else None
 
     @property
     def text(self) -> str:
-        """Without its reasoning and its tool calls; empty if there is none."""
+        """The answer without its reasoning and its tool calls, or ""."""
         return "" if self.choice is None else self.choice.text
 
     @property
@@ -442,7 +403,7 @@ class Completion(Struct, frozen=True):
 
     @property
     def tool_calls(self) -> Sequence[Mapping[str, Any]]:
-        """In OpenAI's shape; empty if the model called no tool."""
+        """The tool calls, in OpenAI's shape; empty if the model called no tool."""
         return (None if self.choice is None else self.choice.tool_calls) or ()
 
     @property
@@ -460,7 +421,7 @@ class Function(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """In OpenAI's shape."""
+    """A tool call in OpenAI's shape."""
 
     id: NotRequired[str | None]
     type: NotRequired[str]
@@ -468,7 +429,7 @@ class ToolCall(TypedDict):
 
 
 class ChoiceLine(TypedDict):
-    """A choice as the logs have it."""
+    """A choice in a line of the logs."""
 
     text: NotRequired[str | None]
     reasoning: NotRequired[str]
@@ -478,8 +439,10 @@ class ChoiceLine(TypedDict):
 
 
 class VectorPlace(Struct, frozen=True, omit_defaults=True):
-    """Where a vector is: the number of its segment, and of its row in there; as in its record. ``tokens``: a
-    matrix begins there, with a vector for each so many tokens."""
+    """The position of a record's vector: its segment file, and its row there.
+
+    ``tokens``: the number of rows of a matrix with one vector per token.
+    """
 
     segment: Count
     row: Count
@@ -488,67 +451,55 @@ class VectorPlace(Struct, frozen=True, omit_defaults=True):
 
 
 class Counted(Struct, kw_only=True, omit_defaults=True):
-    """The part of a record that a run counts."""
+    """The fields of a record that a run counts."""
 
     index: Count
     id: str
     status: Literal["ok", "failed"]
     usage: Usage | None
-    error: ErrorInfo | None
-    earlier_usage: Usage | None = None
-    generations: Count | None = None
-    generations_lost: Count | None = None
+    error: ErrorInfo | None  # set if failed
+    earlier_usage: Usage | None = None  # of earlier attempts in the same start
+    generations: Count | None = None  # for rows with several: their number
+    generations_lost: Count | None = None  # generations that ``steps.jsonl`` lost in a crash
 
 
 class Record(Counted, kw_only=True, omit_defaults=True):
-    """One line of ``results.jsonl``: the outcome of one row, in the documented format. A line is a record if
-    msgspec can decode it as one.
+    """One line of ``results.jsonl``: the outcome of one row. A line is valid if msgspec decodes it as a Record.
 
-    A failed record has ``text`` None and ``error`` set; an ok record the opposite. ``reasoning`` and
-    ``tool_calls`` as in ``Choice``; a failed record, too, has the reasoning. ``parsed`` is the
-    JSON value of the text, if ``output.parse`` asks for it.
-    ``input_hash`` shows whether a later input holds the same row. ``truncated_tokens``: by how many
-    tokens the prompt was cut to fit. ``scores`` is None if the job scores nothing, and ``prediction`` is there if
-    not; ``unscored`` says why some of them could not be computed. ``earlier_usage`` as in ``Completion``. Of a pooling
-    task, ``text`` is None, and set are ``label`` and ``probabilities`` (classify); ``score``, a list
-    if the row gives a list of documents, with ``order``, their numbers, best first (score); or
-    ``embedding`` (embed, token_embed, token_classify), with ``entities`` as in ``Pooled``. Of a row with several
-    ``generations``, these are their number and ``steps``, by name, what each of ``[[steps]]``
-    answered; ``usage`` and ``latency_s`` are sums. ``generations_lost``: how many of them ``steps.jsonl`` lost
-    in a crash.
-    ``selected`` and ``votes`` as in ``Completion``. ``lora`` and ``endpoint`` as in ``Request``. ``dry_run``: an engine that has no model answered.
-    ``seconds``, ``segments``, ``coverage`` and ``language`` as in ``Transcript``.
+    For rows with several generations, ``usage`` and ``latency_s`` are sums.
     """
 
-    attempt: Annotated[int, Meta(ge=0, lt=2**31)]
-    text: str | None
+    attempt: Annotated[int, Meta(ge=0, lt=2**31)]  # number of the attempt, from 1
+    text: str | None  # None if failed, and for pooling tasks
     finish_reason: str | None
     latency_s: float
-    finished_at: str
-    fields: dict[str, Any] | Raw
-    input_hash: str
-    reasoning: str | None = None
+    finished_at: str  # UTC, see ``utc_now``
+    fields: dict[str, Any] | Raw  # the input columns in ``output.keep``
+    input_hash: str  # shows whether a later input has the same row
+    reasoning: str | None = None  # failed records have it, too
     tool_calls: Sequence[ToolCall] | None = None
-    parsed: Any = None
-    prediction: str | UnsetType | None = UNSET
-    scores: Mapping[str, float | None] | None = None
-    unscored: str | None = None
-    choices: Sequence[ChoiceLine] | None = None
-    selected: Count | None = None
-    votes: Mapping[str, Count] | None = None
-    label: str | None = None
-    probabilities: Sequence[float] | None = None
-    score: float | Sequence[float] | None = None
-    order: Sequence[Count] | None = None
-    embedding: VectorPlace | None = None
-    entities: Sequence[Entity] | None = None
-    steps: dict[str, dict[str, Any]] | Raw | None = None
-    prompt: str | None = None
-    truncated_tokens: int | None = None
-    lora: str | None = None
-    endpoint: str | None = None
-    dry_run: bool = False
-    seconds: float | None = None
+    parsed: Any = None  # JSON value of the text, with ``output.parse``
+    prediction: str | UnsetType | None = (
+        UNSET  # unset if the job scores nothing; None if the answer has none
+    )
+    scores: Mapping[str, float | None] | None = None  # None if the job scores nothing
+    unscored: str | None = None  # why some scores could not be computed
+    choices: Sequence[ChoiceLine] | None = None  # set if there are several, or logprobs
+    selected: Count | None = None  # as in Completion
+    votes: Mapping[str, Count] | None = None  # as in Completion
+    label: str | None = None  # classify
+    probabilities: Sequence[float] | None = None  # classify
+    score: float | Sequence[float] | None = None  # score; a list if the row has a list of documents
+    order: Sequence[Count] | None = None  # score: numbers of the documents, best first
+    embedding: VectorPlace | None = None  # embed, token_embed, token_classify
+    entities: Sequence[Entity] | None = None  # token_classify, as in Pooled
+    steps: dict[str, dict[str, Any]] | Raw | None = None  # answers of ``[[steps]]``, by step name
+    prompt: str | None = None  # with ``output.prompt``
+    truncated_tokens: int | None = None  # tokens cut from the prompt to make it fit
+    lora: str | None = None  # as in Request
+    endpoint: str | None = None  # as in Request
+    dry_run: bool = False  # the answer is from an engine without a model
+    seconds: float | None = None  # transcribe: this and the next three are as in Transcript
     segments: Sequence[Segment] | None = None
     coverage: Coverage | None = None
     language: str | None = None
@@ -569,7 +520,7 @@ def line_of_choice(choice: Choice) -> ChoiceLine:
 
 
 def utc_now() -> str:
-    """Now, in UTC, as ``2026-11-21T01:02:03.456Z``."""
+    """Return the current time in UTC, for example ``2026-11-21T01:02:03.456Z``."""
     ms = time.time_ns() // 1_000_000
     return f"{_second(ms // 1000)}.{ms % 1000:03}Z"
 

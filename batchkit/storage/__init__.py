@@ -1,1 +1,1 @@
-"""The run folder: the log, its checkpoint, the manifest and the scores."""
+"""The run folder: logs, checkpoint, manifest, vectors and scores."""

@@ -1,6 +1,6 @@
-"""``checkpoint.json``: what the logs say up to an offset, and a checksum of each up to there.
+"""``checkpoint.json``: counts over the logs up to an offset, and a checksum of each log up to there.
 
-So opening a log detects damage before that position. A checkpoint that is missing or damaged
+With it, opening a log detects damage before that position. A checkpoint that is missing or damaged
 itself is ignored: it is a cache.
 """
 
@@ -26,7 +26,7 @@ CHECKPOINT = "checkpoint.json"
 VERSION = 1
 COUNTS = ("records", "prompt_tokens", "completion_tokens")
 _SEAL = b',"seal":'
-_MOST_BYTES = 1 << 30  # of 100,000,000 rows, each second one settled
+_MOST_BYTES = 1 << 30  # enough for 100,000,000 rows if every second one is settled
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Totals:
         return {kind: len(rows) for kind, rows in self.failed_by_kind.items() if len(rows)}
 
     def is_settled(self, index: int) -> bool:
-        """True if the row has a record, ok or failed."""
+        """Return True if the row has a record, ok or failed."""
         return index in self.completed or any(
             index in rows for rows in self.failed_by_kind.values()
         )
@@ -78,8 +78,10 @@ class Totals:
 
 
 class StepsPoint(NamedTuple):
-    """What ``steps.jsonl`` says up to ``checksum.end``. ``first``: where the first line of a row without a
-    record begins, or the end."""
+    """Counts over ``steps.jsonl`` up to ``checksum.end``.
+
+    ``first``: offset of the first line of a row without a record, or the end.
+    """
 
     checksum: Checksum
     first: int = 0
@@ -87,8 +89,10 @@ class StepsPoint(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What the log says up to ``checksum.end``; ``steps`` of ``steps.jsonl``; ``vectors``: the size in bytes of each
-    segment of vectors, by its file's name."""
+    """Counts over ``results.jsonl`` up to ``checksum.end``, and over ``steps.jsonl`` (``steps``).
+
+    ``vectors``: the size in bytes of each segment of vectors, by file name.
+    """
 
     totals: Totals
     checksum: Checksum
@@ -97,14 +101,14 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def none(cls) -> Checkpoint:
-        """That of empty logs."""
+        """Return the checkpoint of empty logs."""
         return cls(Totals(), Checksum(), StepsPoint(Checksum()), {})
 
     def write(self, folder: Path) -> None:
-        """Replace the checkpoint of ``folder``, whose files must be on disk up to its ends.
+        """Replace the checkpoint of ``folder``. The files must be on disk up to the offsets in it.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk fails.
         """
         totals, steps = self.totals, self.steps
         table = {
@@ -136,8 +140,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint, not checked against the logs; None if it is missing, or is not byte for byte what a run
-    wrote."""
+    """Return the checkpoint without checking the logs; None if it is missing or was modified."""
     try:
         content = read_bytes(folder / CHECKPOINT, _MOST_BYTES)
         found = orjson.loads(content)
@@ -161,7 +164,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def check_log(folder: Path) -> None:
-    """Check the whole log before a run's records are read: against the checkpoint, and behind it line by line.
+    """Check the whole log before a run's records are read: against the checkpoint, then line by line.
 
     Raises:
         StoreError: the log is missing or damaged.
@@ -172,15 +175,15 @@ def check_log(folder: Path) -> None:
 
 
 def damage_in(folder: Path, known: Checkpoint) -> str | None:
-    """What is wrong with a log of ``folder``, of which ``known`` is the checkpoint, and the remedy; None if nothing is.
+    """Return the damage of a log of ``folder`` (with checkpoint ``known``) and its remedy, or None.
 
     Raises:
-        OSError: it can't be read.
+        OSError: a log can't be read.
     """
     results = damage_of(folder / RESULTS, known.checksum)
     return results or damage_of(folder / STEPS, known.steps.checksum)
 
 
 def _sealed(content: bytes) -> bytes:
-    """The JSON object ``content`` with its own checksum as its last member."""
+    """Return the JSON object ``content`` with its checksum added as the last member."""
     return content[:-1] + _SEAL + str(zlib.crc32(content)).encode() + b"}"

@@ -1,4 +1,4 @@
-"""Writing files so that no reader sees half of one, and never through a symbolic link; temporary folders."""
+"""File operations that never show half a file or write through a symbolic link; temporary folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchkit.errors import StoreError
 
 
 def open_private(path: Path, flags: int) -> int:
-    """A descriptor of a file in a run folder; a symbolic link is not followed.
+    """Return a descriptor of a file in a run folder; symbolic links are not followed.
 
     Raises:
         OSError: as ``descriptor_of``; also if ``path`` is a symbolic link.
@@ -29,13 +29,13 @@ def open_private(path: Path, flags: int) -> int:
         return descriptor_of(path, flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            error.strerror = "is a symbolic link, and nothing is written through one"
+            error.strerror = "is a symbolic link; batchkit does not write through links"
         raise
 
 
 @contextmanager
 def disk_errors(path: Path, what: str = "can't write", advice: str = "") -> Iterator[None]:
-    """Inside, an error of the disk becomes a StoreError: ``path`` ``what``: why, and ``advice``."""
+    """Turn an OSError inside the block into a StoreError with the message ``path: what: reason`` and ``advice``."""
     try:
         yield
     except OSError as error:
@@ -43,10 +43,10 @@ def disk_errors(path: Path, what: str = "can't write", advice: str = "") -> Iter
 
 
 def open_log(path: Path) -> BinaryIO:
-    """A file that is only appended to.
+    """Return a file opened for appending.
 
     Raises:
-        StoreError: it can't be written.
+        StoreError: the file can't be written.
     """
     with disk_errors(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -54,10 +54,10 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def write_all(file: int, block: bytes | memoryview) -> None:
-    """Write ``block`` to the descriptor ``file``, in as many calls as it takes.
+    """Write ``block`` to the descriptor ``file``, repeating the system call as needed.
 
     Raises:
-        OSError: as ``os.write``; then part of it may be written.
+        OSError: as ``os.write``; part of the block may be written then.
     """
     rest = memoryview(block)
     while rest:
@@ -65,7 +65,7 @@ def write_all(file: int, block: bytes | memoryview) -> None:
 
 
 def is_same_file(path: Path, file: int, size: int) -> bool:
-    """Whether the file of the descriptor ``file`` is still the one at ``path``, and has ``size`` bytes."""
+    """Return whether the descriptor's file is still the one at ``path``, with ``size`` bytes."""
     try:
         there = path.lstat()
     except OSError:
@@ -76,12 +76,11 @@ def is_same_file(path: Path, file: int, size: int) -> bool:
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Replace ``path`` so that a reader sees either the old content or all of the new.
 
-    ``content`` may come in parts, and may be read from ``path`` itself.
-
-    Only the process that holds the folder may call it: two writers would share a temporary file.
+    ``content`` may come in parts, and may be read from ``path`` itself. Only the process that holds the folder
+    may call this: two writers would share a temporary file.
     """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # left by a process that was killed, or planted
+    temporary.unlink(missing_ok=True)  # left by a killed process, or placed by an attacker
     with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.writelines([content] if isinstance(content, bytes) else content)
         file.flush()
@@ -108,7 +107,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` that is renamed to ``path`` on success, else removed."""
+    """Yield a temporary file next to ``path``; rename it to ``path`` on success, otherwise remove it."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         os.close(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -120,8 +119,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside ``folder`` that is renamed to it on success, else removed; so are those that
-    killed processes have left."""
+    """Yield a temporary folder next to ``folder``; rename it to ``folder`` on success, otherwise remove it.
+
+    Also removes temporary folders that killed processes have left.
+    """
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
     for left in folder.parent.glob(f".{escape(folder.name)}.{'[0-9a-f]' * 16}.tmp"):
         if not _is_held(left):
@@ -154,19 +155,21 @@ def _is_held(folder: Path) -> bool:
 
 
 def free_name(path: Path, infix: str) -> Path:
-    """``<path><infix><n>`` with the first n, from 1 on, that is not taken."""
+    """Return ``<path><infix><n>`` with the first free n, counting from 1."""
     numbered = (path.with_name(f"{path.name}{infix}{n}") for n in count(1))
     return next(free for free in numbered if not free.exists())
 
 
 OWNER = ".owner"
-# Besides the temporary folder of this process, which may have too long a name for Ray.
+# Searched in addition to this process's temporary folder, whose name may be too long for Ray.
 HOMES = ("/tmp",)
 
 
 class OwnFolder:
-    """A new folder ``batchkit-KIND-…``, until ``close``. This process, or a fork of it, locks a file in it as long as it
-    lives."""
+    """A new temporary folder ``batchkit-KIND-…``, removed by ``close``.
+
+    This process, or a fork of it, locks a file in the folder while it lives.
+    """
 
     def __init__(self, kind: str, home: str | None = None) -> None:
         made = Path(tempfile.mkdtemp(prefix=f".batchkit-{kind}-", dir=home))
@@ -175,7 +178,7 @@ class OwnFolder:
         self.path = made.rename(made.with_name(made.name[1:]))
 
     def keep(self) -> None:
-        """Leave it to the user: it is not removed then."""
+        """Leave the folder to the user, so that it is not removed."""
         (self.path / OWNER).unlink()
         os.close(self._lock)
 
@@ -185,10 +188,10 @@ class OwnFolder:
 
 
 def remove_orphans() -> None:
-    """Remove the folders whose owner has died."""
+    """Remove the temporary folders of processes that have died."""
     for home in {tempfile.gettempdir(), *HOMES}:
         for owner in Path(home).glob(f"batchkit-*/{OWNER}"):
-            with suppress(OSError):  # its owner lives, or it is another user's
+            with suppress(OSError):  # the owner is alive, or is another user
                 lock = open_private(owner, os.O_RDWR)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

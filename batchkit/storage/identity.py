@@ -1,4 +1,4 @@
-"""The identity of a run: everything that decides what its answers are.
+"""The identity of a run: everything that decides its answers.
 
 The job file's keys that belong to it are marked ``Identity`` (``config/tables/base.py``). Keys that
 change only the speed (batch sizes, intervals) are marked ``Free``.
@@ -26,17 +26,17 @@ from batchkit.config.terminal import shortened
 from batchkit.config.tool_definitions import is_template, tools_in
 from batchkit.errors import EngineError, JobError
 
-_MOST_SHOWN, _SHOWN_BEFORE = 100, 30  # characters of a value that changed
+_MOST_SHOWN, _SHOWN_BEFORE = 100, 30  # characters of a changed value to show
 _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
-# Options that may name a file or folder which decides the answers. Others name folders that change
-# as an engine works (download_dir), or are compared as text (chat_template).
+# Options that may name a file or folder which decides the answers. Other options name folders that change
+# while an engine works (download_dir), or are compared as text (chat_template).
 _FILE_OPTIONS = ("tokenizer", "generation_config", "hf_config_path")
-# They make weights of their own; other formats only read the model's in another way.
+# These formats change the weights; other formats only read the same weights in another way.
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
-# What was found behind names, by name; compared where both sides have found something.
-_LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
+# Contents found behind names, as dicts by name; compared only if both sides have an entry.
+_LEARNED = ("engine.commits", "engine.served")  # known once an engine is loaded, or has answered
 _FOUND = (*_LEARNED, "prompt.files", "engine.loras")
-# Here the order of keys is part of a prompt, or of what a schema enforces.
+# In these keys the order of a dict counts: it is part of a prompt or of a schema.
 _ORDERED = (
     "vars.",
     "input.cross",
@@ -46,20 +46,28 @@ _ORDERED = (
     "prompt.chat_template_kwargs",
     "prompt.tools",
 )
-_MODEL = ("kind", "model", "lora", "options.revision", "server.command")  # of [engine]: its names
+_MODEL = (
+    "kind",
+    "model",
+    "lora",
+    "options.revision",
+    "server.command",
+)  # keys of an engine that name its model
 _READ_TO_SELECT = {
     *("extract", "pattern", "key", "choices", "reference", "reference_run"),
     *("mode", "tolerance", "default_reward", "rules"),
 }
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-CHANGING = "changing"  # in place of the hash of a file that changed while a run read it
-_WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
+CHANGING = "changing"  # stored instead of the hash of a file that changed while a run read it
+_WHOLE_BYTES = 8 * 2**20  # of a larger file only blocks are read
 _BLOCKS, _BLOCK_BYTES, _END_BYTES = 64, 2**16, 2**20
 
 
 def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Everything that decides the answers, flat, by dotted key. ``prompt_files``: hashes of the
-    files that the prompts of all rows include."""
+    """Return everything that decides the answers, flat, by dotted key.
+
+    ``prompt_files``: hashes of the files that the prompts of all rows include.
+    """
     found = dict(_marked(job))
     for name in ("steps", "engines", "prompt.system_file", "prompt.user_file", "retry.reask_note"):
         del found[name]
@@ -78,14 +86,14 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         found |= {"rollout.function": f"{Path(place).name}:{name}", **of_function(job)}
     if prompt_files:
         found["prompt.files"] = prompt_files
-    if not job.may_have_vectors:  # it decides nothing
+    if not job.may_have_vectors:  # without vectors it has no effect
         del found["output.vector_dtype"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
     return {k: masked(v, k, _fingerprint_mask, _fingerprint_part) for k, v in plain.items()}
 
 
 def _of_texts(job: JobConfig) -> dict[str, Any]:
-    """What decides the prompt, and may be in files of its own."""
+    """Return the parts of the prompt that may be in separate files."""
     return {
         "prompt.system": _text(job.prompt.system, job.prompt.system_file),
         "prompt.user": _text(job.prompt.user, job.prompt.user_file),
@@ -95,8 +103,7 @@ def _of_texts(job: JobConfig) -> dict[str, Any]:
 
 
 def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
-    """What decides the answers of ``job.engine``; takes the keys that it says in another way out of
-    ``found``."""
+    """Return everything that decides the answers of ``job.engine``; remove the keys that it replaces from ``found``."""
     options = found.pop("engine.options")
     its = {
         f"engine.options.{name}": value
@@ -122,7 +129,7 @@ def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_named_engine(name: str, engine: EngineTable) -> dict[str, Any]:
-    """As that of ``[engine]``; what is not set is left out."""
+    """Return the identity of one of ``[engines]``, without unset keys."""
     its = identity(JobConfig(engine=engine))
     return {
         f"engines.{name}.{key.removeprefix('engine.')}": value
@@ -132,7 +139,7 @@ def _of_named_engine(name: str, engine: EngineTable) -> dict[str, Any]:
 
 
 def _of_step(job: JobConfig, step: StepTable) -> dict[str, Any]:
-    """What decides the answers of one step, and what later steps see of them."""
+    """Return everything that decides the answers of one step, and their form for later steps."""
     its = job.of_step(step)
     of_both = ("prompt.", "sampling.")
     found = {
@@ -146,20 +153,20 @@ def _of_step(job: JobConfig, step: StepTable) -> dict[str, Any]:
 
 
 def of_function(job: JobConfig) -> dict[str, str | None]:
-    """A hash of the file of ``rollout.function``, None if it can't be read; empty without a rollout."""
+    """Return a hash of the file of ``rollout.function``, None if it can't be read; {} without a rollout."""
     if job.rollout is None:
         return {}
     place = job.rollout.function.rpartition(":")[0]
     try:
         path = place if place.endswith(".py") else getattr(find_spec(place), "origin", None)
         source = hashlib.sha256(read_bytes(path or "")).hexdigest()[:16]
-    except (OSError, ImportError, ValueError):  # what loads the function reports it
+    except (OSError, ImportError, ValueError):  # the code that loads the function reports the error
         source = None
     return {"rollout.source": source}
 
 
 def _files(job: JobConfig) -> Iterator[str]:
-    """The files and folders that decide the answers, besides the model, the adapter and templates."""
+    """Yield the files and folders that decide the answers, except the model, the adapter and templates."""
     if job.engine.server is not None and job.engine.server.command is not None:
         yield from files_named(job.engine.server.command)
     for name in _FILE_OPTIONS:
@@ -169,29 +176,29 @@ def _files(job: JobConfig) -> Iterator[str]:
 
 
 def engine_identity(job: JobConfig) -> dict[str, Any]:
-    """The part of ``identity`` that is about the engine, and the files that it opens at each start.
+    """Return the part of ``identity`` about the engine and the files that it opens at each start.
 
-    Without ``hub_commits``: loading a model may fetch a newer one.
+    Excludes ``hub_commits``, since loading a model may fetch a newer one.
     """
     found = {k: v for k, v in identity(job).items() if k.startswith(("engine.", "engines."))}
     return {k: v for k, v in found.items() if v is not None and home_of(k) not in _LEARNED}
 
 
 def names_same_model(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether both name the same models, with whatever options."""
+    """Return whether both identities name the same models, regardless of options."""
     names = {f"engine.{name}" for name in _MODEL}
     keys = {key for each in (then, now) for key in each if home_of(key) in names}
     return not differences(*({key: each.get(key) for key in keys} for each in (then, now)))
 
 
 def hub_commits(job: JobConfig) -> dict[str, str]:
-    """The commit that each name on the Hugging Face hub stands for in the local cache, if it is there."""
+    """Return the commit in the local cache of each model name on the Hugging Face hub."""
     names = {name: of for name, of in _hub_names(job).items() if name and not exists(name)}
     if not names:
         return {}
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
-    except ImportError:  # a server may be an environment of its own, with another cache
+    except ImportError:  # a server may run in another environment, with another cache
         return {}
     cache = job.engine.options.get("download_dir") or HF_HUB_CACHE
     found = {}
@@ -205,7 +212,7 @@ def hub_commits(job: JobConfig) -> dict[str, str]:
 
 
 def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
-    """What may be a name on the hub, and its revision."""
+    """Return possible names on the hub, with their revisions."""
     engine, options = job.engine, job.engine.options
     if engine.server is not None and engine.server.command is not None:
         words = what_decides_answers(engine.server.command)
@@ -223,22 +230,22 @@ def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
 
 
 def check_found(then: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """``then`` with what was ``found`` behind names once an engine was loaded.
+    """Return ``then`` with the contents that an engine ``found`` behind names when it was loaded.
 
     Raises:
-        EngineError: it is not what ``then`` has.
+        EngineError: a content differs from ``then``.
     """
     if changes := differences({key: then.get(key, {}) for key in found}, found):
         raise EngineError(
-            "the model is not the one that the run began with, and a run's answers are all of one"
-            f" model: {'; '.join(changes)}. Every finished row is on disk: bring that model back and run"
+            "the model has changed since the run began, and all answers of a run must come from one"
+            f" model: {'; '.join(changes)}. Every finished row is on disk: restore that model and run"
             " the same command again, or begin a new run (--fresh)"
         )
     return continued(then, {**then, **found})
 
 
 def _marked(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted key and the value of each field that is marked ``Identity``."""
+    """Yield the dotted key and the value of each field that is marked ``Identity``."""
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)
         if Mark.IDENTITY in field.metadata:
@@ -250,15 +257,15 @@ def _marked(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def scoring_of(job: JobConfig) -> str:
-    """A hash that differs if the scoring differs."""
+    """Return a hash that differs if the scoring differs."""
     return hash_of(orjson.loads(orjson.dumps(job.scoring.model_dump(), default=str)))
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for each key that differs: key, what it was, what it is.
+    """Return one line per key that differs: the key, its old value, its new value.
 
-    A secret that was masked, its value unknown, differs from nothing. A file that changed while
-    a run used it differs from every file, as some rows had one and some the other.
+    A masked secret of unknown value equals everything. A file that changed while a run used it
+    differs from every file, because some rows saw its old content and some the new one.
     """
     then, now = dict(then), dict(now)
     for key in _found_in(then, now):
@@ -277,21 +284,25 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of a run that began as ``then`` and continues as ``now``: what only ``then``
-    knows, of masked secrets and of files that can't be read now, is kept."""
+    """Return the identity of a run that began as ``then`` and continues as ``now``.
+
+    Values that only ``then`` knows are kept: masked secrets, and hashes of files that can't be read now.
+    """
     known: dict[str, Any] = known_of(dict(now), dict(then))
     found = {key: {**then.get(key, {}), **now.get(key, {})} for key in _found_in(then, now)}
     return known | {key: names for key, names in found.items() if names}
 
 
 def _found_in(*identities: Mapping[str, Any]) -> set[str]:
-    """The keys of all that say what was found behind names."""
+    """Return the keys of all identities for contents found behind names."""
     return {key for found in identities for key in found if home_of(key) in _FOUND}
 
 
 def known_of(value: Any, other: Any, key: str = "") -> Any:
-    """``value``, found at the dotted ``key``; each part that is masked and unknown is taken from
-    the same place in ``other``. A ``***`` that replaces no secret is a text like any other."""
+    """Return ``value`` with each masked, unknown part taken from the same place in ``other``.
+
+    ``key``: the dotted key of ``value``. A ``***`` that masks no secret stays as it is.
+    """
     if isinstance(value, dict) and isinstance(other, dict):
         return {
             name: known_of(part, other.get(name, part), f"{key}.{name}" if key else name)
@@ -305,8 +316,10 @@ def known_of(value: Any, other: Any, key: str = "") -> Any:
 
 
 def adapter_fingerprint(folder: str) -> str | None:
-    """Hash over all bytes of the files that vLLM reads of an adapter; a folder that a trainer wrote has others. None
-    if ``folder`` is a name, or has none of them."""
+    """Return a hash of the adapter files that vLLM reads; None if ``folder`` is a name or lacks them.
+
+    A folder written by a trainer has more files, which are ignored.
+    """
     paths = [path for name in ADAPTER_FILES if (path := Path(folder, name)).is_file()]
     digest = hashlib.sha256()
     for path in paths:
@@ -317,8 +330,11 @@ def adapter_fingerprint(folder: str) -> str | None:
 
 
 def model_fingerprint(model: str) -> str | None:
-    """Hash over a model's file or files: small files whole; of large ones both ends, and blocks spread evenly,
-    since reading all of a large model would take minutes. None if ``model`` is a name."""
+    """Return a hash of a model's file or files; None if ``model`` is a name.
+
+    Small files are read completely. Of large files only both ends and evenly spread blocks are read, since reading
+    a large model would take minutes.
+    """
     place = Path(model)
     if not model or not (place.is_file() or place.is_dir()):
         return None
@@ -344,7 +360,7 @@ def _spans(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _reask(job: JobConfig) -> Any:
-    """When a row is asked again, and what is added then; None if it never is, or if its steps are."""
+    """Return the settings that decide when and how ``retry.reask`` asks again; None if it never does, or with steps."""
     if not job.retry.reask or job.steps:
         return None
     looked_for = [
@@ -355,22 +371,22 @@ def _reask(job: JobConfig) -> Any:
 
 
 def _fingerprint_part(secret: str) -> str:
-    """As ``_fingerprint_mask``, for a part of a text that the model may see ("Credentials: MD").
+    """Mask a secret in a text that the model may see ("Credentials: MD"), like ``_fingerprint_mask``.
 
-    A URL that is signed again with another credential leads to the same file, so that is no change.
+    Credentials of a signed URL get no fingerprint: signed again, the URL leads to the same file.
     """
     return MASK if _CREDENTIAL.fullmatch(secret) else _fingerprint_mask(secret)
 
 
 def _fingerprint_mask(secret: str) -> str:
-    """Makes two secrets distinguishable without showing them; one masked before stays unknown."""
+    """Return a mask that tells secrets apart without showing them; a secret masked before stays unknown."""
     if FINGERPRINT.fullmatch(secret):
         return secret
     return MASK + hashlib.sha256(secret.encode()).hexdigest()[:6]
 
 
 def _text(inline: str | None, path: str | None) -> str | None:
-    """A template's text, from the job file or from its own file."""
+    """Return a template's text, from the job file or from a separate file."""
     if path is None:
         return inline
     try:
@@ -380,7 +396,7 @@ def _text(inline: str | None, path: str | None) -> str | None:
 
 
 def _tools(tools: Any) -> Any:
-    """The definitions themselves, wherever they are written."""
+    """Return the tool definitions, read from their file if ``tools`` names one."""
     if not isinstance(tools, str) or is_template(tools):
         return tools
     try:
@@ -390,23 +406,26 @@ def _tools(tools: Any) -> Any:
 
 
 def _chat_template(template: Any) -> str | None:
-    """The text of the file that ``template`` names, if it names one."""
-    path = str(template or "")  # or the template itself
+    """Return the text of the file that ``template`` names, or None if it is not a file name."""
+    path = str(template or "")  # may also be the template itself
     return _text(None, path) if is_file(path) else None
 
 
 def hash_of(value: Any) -> str:
-    """16 hex digits that are the same for equal JSON values."""
+    """Return 16 hex digits that are the same for equal JSON values."""
     return hashlib.sha256(_json(value)).hexdigest()[:16]
 
 
 def _json(value: Any, *, sort: bool = True) -> bytes:
-    """Python's ``==`` finds 1, 1.0 and True equal; a template writes each in another way."""
+    """Return ``value`` as JSON for a comparison.
+
+    Python's ``==`` finds 1, 1.0 and True equal, but templates print them differently.
+    """
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort else None)
 
 
 def _beside(old: Any, new: Any) -> str:
-    """Both as JSON; of long ones, the part that differs."""
+    """Return both values as JSON, old → new; of long values only the part that differs."""
     texts = [orjson.dumps(value).decode() for value in (old, new)]
     if any(len(text) > _MOST_SHOWN for text in texts):
         pairs = enumerate(zip(*texts, strict=False))

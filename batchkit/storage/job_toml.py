@@ -1,4 +1,4 @@
-"""``job.toml``: the job of a run as it was resolved, secrets masked."""
+"""``job.toml``: the resolved job of a run, with secrets masked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchkit.storage.runfolder import JOB
 
 
 def write_job(folder: Path, job: JobConfig) -> None:
-    """``job.toml``: the job as resolved, secrets masked."""
+    """Write ``job.toml``: the resolved job, with secrets masked."""
     with disk_errors(folder / JOB):
         write_atomically(folder / JOB, toml_of(job).encode())
 
@@ -30,17 +30,19 @@ def toml_of(
     only_set: bool = False,
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda table: table,
 ) -> str:
-    """``job`` as TOML, secrets masked; with ``only_set``, without defaults. ``change`` may leave
-    out or replace parts of its tables."""
+    """Return ``job`` as TOML with secrets masked; with ``only_set``, without defaults.
+
+    ``change`` may remove or replace parts of its tables.
+    """
     table = masked(_without_none(job.model_dump(exclude_defaults=only_set)))
     return tomlkit.dumps(_sections(job, change(table)))
 
 
 def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The job that a run folder was made from, as it was resolved then.
+    """Return the resolved job that a run folder was made from.
 
     Raises:
-        JobError: its ``job.toml`` is missing or was damaged.
+        JobError: its ``job.toml`` is missing or damaged.
     """
     path = folder / JOB
     job = load_job(path, overrides) if overrides else resolved_job(path)
@@ -54,8 +56,10 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def without_masked(job: JobConfig) -> JobConfig:
-    """``job`` without the secrets that were masked in its ``job.toml``: the environment may have
-    them; a template that uses one fails and names it."""
+    """Return ``job`` without the secrets that were masked in its ``job.toml``.
+
+    The environment may provide them; a template that uses one fails and names it.
+    """
 
     def plain(engine: EngineTable) -> EngineTable:
         options = masking.without_masked(engine.options, "engine.options")
@@ -67,13 +71,14 @@ def without_masked(job: JobConfig) -> JobConfig:
 
 
 def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:
-    """``job``, with the values masked in its ``job.toml`` taken from ``source``, its job file."""
+    """Return ``job`` with the values masked in its ``job.toml`` taken from its job file, ``source``."""
     return JobConfig.model_validate(known_of(job.model_dump(), source.model_dump()))
 
 
 def check_secrets(job: JobConfig) -> None:
-    """Refuse a job that would run without its secrets, for example one read from a ``job.toml``. That of
-    ``output.upload`` is looked for where it is needed.
+    """Refuse a job whose secrets are masked, for example one read from a ``job.toml``.
+
+    The secret of ``output.upload`` is checked later, before an upload.
 
     Raises:
         JobError: names the keys.
@@ -81,14 +86,16 @@ def check_secrets(job: JobConfig) -> None:
     keys = [*masking.masked_keys(job.model_dump(exclude={"scoring": True, "output": {"upload"}}))]
     if keys:
         raise JobError(
-            f"{', '.join(keys)}: a secret, of which a run folder keeps only {MASK}; name the job file"
+            f"{', '.join(keys)}: a secret, which a run folder stores only as {MASK}; name the job file"
             " that has it, or give the whole value with --set"
         )
 
 
 def _sections(table: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` of ``table``, whose free tables, in which order may count, are in one line: in a
-    section, TOML has plain values before tables."""
+    """Return the ``values`` of ``table`` for TOML, with free tables inline.
+
+    The order of a free table may count, but a TOML section has all plain values before tables.
+    """
     return {name: _section(getattr(table, name, None), value) for name, value in values.items()}
 
 
@@ -103,7 +110,7 @@ def _section(part: Any, value: Any) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: a key without a value is left out."""
+    """Return ``value`` without keys that are None, since TOML has no null."""
     if isinstance(value, dict):
         return {name: _without_none(part) for name, part in value.items() if part is not None}
     if isinstance(value, list):

@@ -1,9 +1,9 @@
 """The writing side of a run folder: its logs, its vectors, and their checkpoint.
 
-The logs are the truth; the checkpoint is a cache of what they say. A row counts as settled only once its
-record is in ``results.jsonl``, and the checkpoint moves only after an fsync. So a kill at any time loses
-nothing that was written, and a power cut nothing before the checkpoint. What a record relies on, its vector and
-its row's generations, survives both before the record is written.
+The logs are the truth; the checkpoint is a cache. A row counts as settled only once its record is in
+``results.jsonl``, and the checkpoint moves only after an fsync. So a kill at any time loses no written line,
+and a power cut loses no line before the checkpoint. A record's vector and its row's generations are on disk
+(fsync) before the record is written.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 _AT_ONCE = 1000
-_SHARED_S = 1.0  # an fsync of what records rely on is for all that came in this time
+_SHARED_S = 1.0  # records with vectors or generations wait up to this long, to share one fsync
 _SHARED_BYTES = 64 << 20
 
 
 class RecordLine(NamedTuple):
-    """A record as it is in the log, newline included, and the part of it that counts.
+    """A record's line in the log, newline included, and the fields of it that are counted.
 
-    ``vector`` (float32 or float16): the ledger writes it, and completes the line with its place.
+    ``vector`` (float32 or float16): the ledger writes it, and adds its place to the line.
     """
 
     raw: bytes
@@ -52,8 +52,10 @@ def line_of(
     vector_dtype: str = "float32",
     tokens: int | None = None,
 ) -> RecordLine:
-    """The log line for ``record``; its vector (float32, little endian) will be stored as ``vector_dtype``, as a
-    matrix if it is of several ``tokens``."""
+    """Return the log line for ``record`` with ``vector`` (float32, little endian).
+
+    The vector will be stored as ``vector_dtype``; with ``tokens``, as a matrix of one vector per token.
+    """
     if vector is None:
         return RecordLine(lines.encoded(record), record)
     import numpy as np
@@ -64,30 +66,33 @@ def line_of(
 
 
 def raw_line(raw: bytes, vector: np.ndarray[Any, Any] | None = None) -> RecordLine:
-    """The line of a record that was written before."""
+    """Return the line of a record that was written before."""
     record = record_in(raw)
     assert record is not None
     return RecordLine(raw, record, vector)
 
 
 def rewritten(record: Mapping[str, Any], vector: np.ndarray[Any, Any] | None = None) -> RecordLine:
-    """The line of a record that is not quite as it was written before."""
+    """Return the line of a record that was written before and has been changed."""
     return raw_line(encoded(record), vector)
 
 
 class Ledger:
-    """What is written of a run: ``results.jsonl``, ``steps.jsonl``, vectors and the checkpoint.
+    """The writer of a run's ``results.jsonl``, ``steps.jsonl``, vectors and checkpoint.
 
-    Used by one process at a time (``lock``, the folder's) and by one thread. ``write`` takes lines, and from then
-    on they survive a kill, but for records with a vector or with generations: these wait up to a second, for an
-    fsync of what they rely on is shared. ``flush`` writes them at once, and ``sync`` makes all survive a power cut and moves
-    the checkpoint. ``totals`` count the records, and ``steps`` are the generations. ``messages``: what opening it set
-    aside. Vectors go to segments with numbers from ``first_segment`` on.
+    Used by one process at a time (it holds ``lock``, the folder's lock) and by one thread. Lines passed to ``write``
+    survive a kill. Records with vectors or generations wait up to 1 s so that several share one fsync. ``flush``
+    writes them immediately; ``sync`` makes all lines survive a power cut and moves the checkpoint.
 
-    Every method raises StoreError if a disk operation fails, and the logs then end in a whole line; or
-    LostLockError if the folder's lock was lost, and writes nothing then. Opening a log that was damaged before its
-    checkpoint raises StoreError, too, and LostVectorError if the vector of a record is gone. ``lost``: how many
-    generations of a row are gone that its record behind the checkpoint counts, and doesn't call lost.
+    ``totals``: counts of records. ``steps``: the generations. ``messages``: data that was set aside when the logs were
+    opened. ``lost``: by row, the generations that a record after the checkpoint counts and that are missing, unless the
+    record knows this already. Vectors go to segments with numbers from ``first_segment`` on.
+
+    Raises (every method):
+        StoreError: a disk operation failed, and the logs end with a whole line; or, when opened, a log was damaged
+            before its checkpoint.
+        LostLockError: the folder's lock was lost; nothing was written.
+        LostVectorError: when opened, the vector of a record was missing.
     """
 
     def __init__(
@@ -103,7 +108,7 @@ class Ledger:
         known = read_checkpoint(folder) or Checkpoint.none()
         self.totals = known.totals
         checksum, self._stored = known.checksum, Vectors(folder)
-        # What records behind the checkpoint say of generations.
+        # By row: generations that records after the checkpoint count, and those known to be lost.
         self._uncovered = dict[int, Spent]()
         self._known_lost = dict[int, int]()
         self._records = Log(folder / RESULTS, record_in, checksum, self._take, start=checksum.end)
@@ -113,19 +118,19 @@ class Ledger:
         self._waiting_bytes = 0
         self._next_flush = 0.0
         self._at_checkpoint: tuple[int, int] | None = None
-        self._records.append(b"")  # a run that was begun has the file
+        self._records.append(b"")  # creates the file, which every run has from its beginning
 
     @property
     def messages(self) -> list[str]:
         logs = [log for log in (self._records, self.steps.log) if log.salvaged_bytes]
         found = [
-            f"{log.path.name} ended in {log.salvaged_bytes} broken bytes; they are set aside"
+            f"{log.path.name} ended with {log.salvaged_bytes} broken bytes, which were moved to a .torn file"
             for log in logs
         ]
         if lost := self.lost:
             found.append(
                 f"{STEPS} has lost {sum(lost.values()):,} generations that the records of {len(lost):,} rows"
-                f" count, for example of row {min(lost)}. Their answers are whole, and their tokens count"
+                f" count, for example of row {min(lost)}. The rows' answers are whole, and their tokens still count"
             )
         return found
 
@@ -136,14 +141,15 @@ class Ledger:
 
     @property
     def usage(self) -> Usage:
-        """The tokens of all that is in the folder. A generation that a row got again, after a failure
-        or a restart, counts once, though each record of the row has it."""
+        """The tokens of everything in the folder.
+
+        A generation that several records of its row contain, after a failure or a restart, counts once.
+        """
         of = self.steps.spent if self.steps.spent.generations else self.totals
         return Usage(of.prompt_tokens, of.completion_tokens)
 
     def write(self, lines: Iterable[RecordLine | GenerationLine]) -> None:
-        """Write ``lines``, in their order in each log, generations first. Of many, a thousand are in memory
-        at a time."""
+        """Write ``lines`` in their order, generations first. At most 1,000 are in memory at a time."""
         generations = list[GenerationLine]()
         for line in lines:
             if isinstance(line, GenerationLine):
@@ -156,7 +162,7 @@ class Ledger:
         self._write_some(generations)
 
     def flush(self) -> None:
-        """Write the records that wait; after this their rows count as settled."""
+        """Write the waiting records. After this their rows count as settled."""
         if not self._waiting:
             return
         self._check_lock()
@@ -170,7 +176,7 @@ class Ledger:
             self.steps.settle(line.record.index)
 
     def sync(self) -> float:
-        """Flush, fsync, then move the checkpoint. Returns the seconds that it took."""
+        """Flush, fsync, then move the checkpoint. Return the seconds that this took."""
         self._check_lock()
         for log in (self._records, self.steps.log):
             log.check()
@@ -180,7 +186,7 @@ class Ledger:
         ends = self._records.end, self.steps.log.end
         if self._at_checkpoint == ends:
             return 0.0
-        self.steps.log.sync()  # before the records that follow from it
+        self.steps.log.sync()  # before the records that rely on its generations
         self._records.sync()
         advice = f"; every finished row is in {RESULTS}. Make room, then run the same command again"
         with disk_errors(self.folder / CHECKPOINT, advice=advice):
@@ -189,7 +195,7 @@ class Ledger:
         return time.monotonic() - started
 
     def checkpoint(self) -> None:
-        """Replace the checkpoint with one for all of the logs; ``sync`` is the safe way."""
+        """Replace the checkpoint with one for all of the logs, without an fsync of them; call ``sync`` instead."""
         Checkpoint(self.totals, self._records.checksum, self.steps.point, self._vectors.ends).write(
             self.folder
         )
@@ -204,7 +210,7 @@ class Ledger:
             self._vectors.close()
 
     def _take(self, line: LogLine[Record]) -> None:
-        """Count a record behind the checkpoint. Raises LostVectorError if its vector is not there."""
+        """Count a record after the checkpoint. Raises LostVectorError if its vector is missing."""
         record = line.record
         assert record is not None
         if record.generations and not self.totals.is_settled(record.index):
@@ -220,7 +226,7 @@ class Ledger:
             self._lock.check()
 
     def _write_some(self, generations: list[GenerationLine]) -> list[GenerationLine]:
-        """Write these, and the records if they don't have to wait. Returns an empty list for the next ones."""
+        """Write ``generations``, and the records unless they must wait. Return an empty list for the next ones."""
         if generations:
             self._check_lock()
             self.steps.write(generations)
@@ -231,9 +237,9 @@ class Ledger:
         return []
 
     def _lines(self) -> Iterator[bytes]:
-        """The waiting lines, whose vectors have survived a power cut by then.
+        """Yield the waiting lines, after an fsync of their vectors.
 
-        They are all in one order, so that the newest record of a row stays the last.
+        They keep their order, so that the newest record of a row stays the last.
         """
         with_vector = [line for line in self._waiting if line.vector is not None]
         vectors = [line.vector for line in with_vector if line.vector is not None]
@@ -243,7 +249,7 @@ class Ledger:
 
 
 def _relies(line: RecordLine) -> bool:
-    """Whether the record relies on something that is written beside it."""
+    """Return whether the record needs data in another file: a vector or generations."""
     return line.vector is not None or line.record.generations is not None
 
 

@@ -1,6 +1,6 @@
-"""What a line of a log is: a ``Record`` (``types.py``) in ``results.jsonl``, a ``Generation`` in ``steps.jsonl``.
+"""The lines of the logs: a ``Record`` (``types.py``) in ``results.jsonl``, a ``Generation`` in ``steps.jsonl``.
 
-A line is sound if msgspec decodes it as that. Recovery, ``verify`` and readers all ask this module.
+A line is sound if msgspec decodes it as that type. Recovery, ``verify`` and readers all use this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_TEXT = ("embedding", "label", "score", "segments")  # answers that may have n
 class Generation(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line of ``steps.jsonl``: one of the generations of a row with several.
 
-    ``replay``: "fresh" if an earlier one of its row may be lost, or if the row may ask for something else now.
+    ``replay``: "fresh" if earlier generations of the row may be lost, or if the row may make other requests now.
     """
 
     index: Count
@@ -58,46 +58,46 @@ _generations = msgspec.json.Decoder(Generation)
 
 
 def encoded(line: Record | Generation) -> bytes:
-    """``line`` as one line of JSON, newline included; a lone surrogate is written as ``?``."""
+    """Return ``line`` as one line of JSON, newline included; a lone surrogate is written as ``?``."""
     try:
         return _encoder.encode(line) + b"\n"
     except UnicodeEncodeError:
-        # Raw is a part that was encoded before, for example a row's fields.
+        # A Raw value was encoded before, for example a row's fields.
         table = msgspec.to_builtins(line, enc_hook=lambda raw: orjson.loads(memoryview(raw)))
         return plain_json.encoded(table)
 
 
 def record_in(raw: bytes) -> Record | None:
-    """The record in the line ``raw``, newline included; None if it is not one."""
+    """Return the record in the line ``raw``, newline included; None if the line is not a record."""
     return _decoded(_records, raw)
 
 
 def generation_in(raw: bytes) -> Generation | None:
-    """The generation in the line ``raw``, newline included; None if it is not one."""
+    """Return the generation in the line ``raw``, newline included; None if the line is not a generation."""
     return _decoded(_generations, raw)
 
 
 def record_of(raw: bytes) -> dict[str, Any] | None:
-    """``record_in``, as the table that it is in the log."""
+    """Return the record in the line ``raw`` as a dict; None if the line is not a record."""
     return None if record_in(raw) is None else orjson.loads(raw)
 
 
 def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
-    """As ``sound_record``, as the table that it is in the log."""
+    """Return the record of ``sound_record`` as a dict."""
     sound_record(raw, path, offset)
     record: dict[str, Any] = orjson.loads(raw)
     return record
 
 
 def sound_record(raw: bytes, path: Path, offset: int) -> Record:
-    """The record in the line ``raw``, which begins at byte ``offset`` of ``path``.
+    """Return the record in the line ``raw``, which begins at byte ``offset`` of ``path``.
 
     Raises:
-        StoreError: it is damaged.
+        StoreError: the line is damaged.
     """
     try:
         if not raw.isascii():
-            raw.decode()  # msgspec skips what it does not know
+            raw.decode()  # msgspec does not check the UTF-8 of unknown keys
         return _records.decode(raw)
     except (msgspec.MsgspecError, ValueError) as error:
         raise StoreError(
@@ -107,7 +107,7 @@ def sound_record(raw: bytes, path: Path, offset: int) -> Record:
 
 
 def failure_kind(record: Mapping[str, Any]) -> str | None:
-    """The record's error kind; ``empty`` for an ok record without an answer; None for an answer."""
+    """Return the record's error kind; "empty" for an ok record without an answer; None for an answer."""
     if record["status"] == "failed":
         return str((record.get("error") or {}).get("kind", "unknown"))
     if any(record.get(name) is not None for name in NO_TEXT):
@@ -118,8 +118,7 @@ def failure_kind(record: Mapping[str, Any]) -> str | None:
 
 
 def tokens_in(line: Counted | Generation) -> tuple[int, int]:
-    """Prompt and completion tokens of a record or of a generation, those of its earlier attempts
-    included."""
+    """Return prompt and completion tokens of a record or a generation, including its earlier attempts."""
     prompt_tokens = completion_tokens = 0
     for usage in (line.usage, line.earlier_usage):
         if usage is not None:
@@ -129,7 +128,7 @@ def tokens_in(line: Counted | Generation) -> tuple[int, int]:
 
 
 class Spent(NamedTuple):
-    """How many generations, how many of them failed, and their tokens."""
+    """The number of generations, the failed ones among them, and their tokens."""
 
     generations: int = 0
     failed: int = 0
@@ -146,7 +145,7 @@ class Spent(NamedTuple):
         )
 
     def with_tokens_of(self, counted: Spent, there: Spent) -> Spent:
-        """With those that a record has ``counted`` beyond what is ``there``."""
+        """Return the sum with the tokens that a record ``counted`` beyond the generations that are ``there``."""
         return self._replace(
             prompt_tokens=self.prompt_tokens + counted.prompt_tokens - there.prompt_tokens,
             completion_tokens=self.completion_tokens
@@ -161,7 +160,7 @@ def _decoded(decoder: msgspec.json.Decoder[Sound], raw: bytes) -> Sound | None:
     try:
         found = decoder.decode(raw)
         if not raw.isascii():
-            raw.decode()  # msgspec skips what it does not know
+            raw.decode()  # msgspec does not check the UTF-8 of unknown keys
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return found
@@ -171,7 +170,7 @@ _MOST_SHOWN = 20
 
 
 def answers_in_words(record: Mapping[str, Any]) -> list[str]:
-    """One for each choice: its text and its tool calls; of a pooling task, what the model found."""
+    """Return one text per choice (its text and tool calls); for a pooling task, the result in words."""
     if (label := record.get("label")) is not None:
         likeliest = max(record.get("probabilities") or [], default=None)
         return [label if likeliest is None else f"{label} ({likeliest:.3g})"]
@@ -186,7 +185,7 @@ def answers_in_words(record: Mapping[str, Any]) -> list[str]:
 
 
 def _scores(scores: Sequence[float], order: Sequence[int] | None) -> str:
-    """The best first."""
+    """Return the scores of the documents as text, best first."""
     numbers = range(len(scores)) if order is None else order
     return _first_of((f"document {n}: {scores[n]:.4g}" for n in numbers), len(numbers))
 
@@ -203,18 +202,18 @@ def _first_of(texts: Iterator[str], count: int) -> str:
 
 
 def calls_in_words(message: Mapping[str, Any]) -> list[str]:
-    """``name(arguments)`` for each tool call of a choice or a message."""
+    """Return ``name(arguments)`` for each tool call of a choice or a message."""
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return [f"{call.get('name')}({call.get('arguments') or ''})" for call in calls]
 
 
 def choice_in_words(choice: Mapping[str, Any]) -> str:
-    """Its text, and its tool calls."""
+    """Return the choice's text and its tool calls."""
     return "\n".join([*filter(None, [choice.get("text")]), *calls_in_words(choice)])
 
 
 def call_in_words(generation: Mapping[str, Any]) -> str:
-    """Which of its row's generations it is: its step, and of several calls which one, from 1."""
+    """Return the name of a generation within its row: its step, and the number of a repeated call, from 1."""
     step, call = generation.get("step"), generation.get("call") or 0
     if not step:
         return f"call {call + 1}"

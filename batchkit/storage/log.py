@@ -1,7 +1,7 @@
 """The append-only logs of a run, ``results.jsonl`` and ``steps.jsonl``: writing, recovering, reading.
 
-A line is sound if ``lines.py`` finds a record or a generation in it: a start, ``verify`` and every
-reader ask the same. A kill can only cut off the last line, which then has no newline.
+A line is sound if ``lines.py`` decodes a record or a generation from it; a start, ``verify`` and every
+reader use the same test. A kill can only cut off the last line, which then has no newline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from batchkit.types import Record
 
 RESULTS = "results.jsonl"
 STEPS = "steps.jsonl"
-REQUEUE = ".requeue"  # a folder beside the log: holds what a requeue or a repair replaces it with
+REQUEUE = ".requeue"  # a folder next to the log with the files that replace it after a requeue or a repair
 _BLOCK_BYTES = 1 << 20
 _IF_FULL = "; every line before is on disk. Make room, then run the same command again"
 
@@ -38,10 +38,10 @@ Parsed = TypeVar("Parsed", bound=Record | Generation)
 
 
 class LogLine(NamedTuple, Generic[Parsed]):
-    """One line of a log; ``record`` is None if the bytes are not a record, or not a generation.
+    """One line of a log; ``record`` is None if the bytes are not a record or a generation.
 
-    ``offset`` and ``end`` are byte positions, ``end`` behind the newline (or at the end of the
-    file if the newline is missing: such a line is torn and never a record).
+    ``offset`` and ``end`` are byte positions. ``end`` is after the newline, or at the end of the
+    file if the newline is missing: such a line is torn and never a record.
     """
 
     offset: int
@@ -51,13 +51,12 @@ class LogLine(NamedTuple, Generic[Parsed]):
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[LogLine[Record]]:
-    """The lines of a ``results.jsonl`` from byte ``offset`` on, in the order in which they were written. A
-    missing log has none."""
+    """Yield the lines of a ``results.jsonl`` from byte ``offset`` on, in file order; a missing file has no lines."""
     return _lines(path, offset, record_in)
 
 
 def read_generations(folder: Path, offset: int = 0) -> Iterator[LogLine[Generation]]:
-    """As ``read_lines``, of the ``steps.jsonl`` of ``folder``."""
+    """Yield the lines of the ``steps.jsonl`` in ``folder``, like ``read_lines``."""
     return _lines(folder / STEPS, offset, generation_in)
 
 
@@ -73,10 +72,10 @@ def _lines(
 
 
 def opened_log(path: Path) -> BinaryIO:
-    """The file, for reading; an empty one if it is missing.
+    """Return the file, open for reading; an empty one if it is missing.
 
     Raises:
-        StoreError: it can't be read.
+        StoreError: the file can't be read.
     """
     with disk_errors(path, "can't be read"):
         try:
@@ -88,7 +87,7 @@ def opened_log(path: Path) -> BinaryIO:
 def with_pieces(
     lines: Iterable[LogLine[Parsed]], parse: Callable[[bytes], Parsed | None]
 ) -> Iterator[LogLine[Parsed]]:
-    """``lines``, and behind one that is not sound the sound ones within it: a newline between two may be lost.
+    """Yield ``lines``, and after a damaged one the sound lines inside it: a newline between two may be lost.
 
     The first bytes of a line never occur inside a JSON string, because quotes are escaped there.
     """
@@ -101,10 +100,10 @@ def with_pieces(
 
 
 def log_of(folder: Path) -> Path:
-    """The path of a run's log.
+    """Return the path of a run's log.
 
     Raises:
-        StoreError: it is missing, or it is being replaced.
+        StoreError: the log is missing, or is being replaced.
     """
     path = folder / RESULTS
     if os.path.lexists(folder / REQUEUE):
@@ -119,21 +118,21 @@ def log_of(folder: Path) -> Path:
 
 
 class Checksum(NamedTuple):
-    """CRC-32 of a log's bytes before ``end``.
+    """The CRC-32 of a log's bytes before ``end``.
 
-    CRC-32 detects every burst of up to 32 wrong bits, and misses one in 2^32 of all other changes;
-    it can be continued from its own value, and reads 2 GiB/s.
+    CRC-32 detects every burst of up to 32 wrong bits, and misses one in 2^32 of all other changes.
+    It can be continued from its own value, and reads 2 GiB/s.
     """
 
     crc32: int = 0
     end: int = 0
 
     def and_of(self, block: bytes) -> Checksum:
-        """Continued with ``block``, the bytes from ``end`` on."""
+        """Return the checksum continued with ``block``, the bytes from ``end`` on."""
         return Checksum(zlib.crc32(block, self.crc32), self.end + len(block))
 
     def extended(self, path: Path, end: int) -> Checksum:
-        """Continued with the file's own bytes, up to ``end``."""
+        """Return the checksum continued with the file's own bytes up to ``end``."""
         found = self
         for block in _blocks(path, self.end, end):
             found = found.and_of(block)
@@ -141,14 +140,14 @@ class Checksum(NamedTuple):
 
 
 class Log(Generic[Parsed]):
-    """One log, whose lines ``parse`` reads, open for appending by one thread of the process that holds the folder.
+    """One log, open for appending by one thread of the process that holds the folder.
 
-    ``checksum`` is that of the last checkpoint at first; opening checks the file against it, then reads on from byte
-    ``start`` and gives each line to ``take``. An end without a sound line is cut off and set aside as
-    ``<name>.torn-<n>``; ``salvaged_bytes`` is its size. The file is made when its first line is written.
+    ``checksum`` comes from the last checkpoint. Opening checks the file against it, then passes each line from byte
+    ``start`` on, parsed by ``parse``, to ``take``. An end without a sound line is cut off and kept as
+    ``<name>.torn-<n>``; ``salvaged_bytes`` is its size. The file is created with its first line.
 
     Raises:
-        StoreError: the log is not what it was at the checkpoint, or is damaged behind it, or the disk refuses.
+        StoreError: the log differs from the checkpoint, or is damaged after it, or the disk fails.
     """
 
     def __init__(
@@ -178,10 +177,10 @@ class Log(Generic[Parsed]):
         return self.checksum.end
 
     def append(self, block: bytes) -> None:
-        """Write whole lines in one call; from now on they survive a kill.
+        """Write whole lines in one call; they survive a kill from then on.
 
         Raises:
-            StoreError: the disk refuses; the log is as it was before.
+            StoreError: the disk fails; the log is unchanged.
         """
         with disk_errors(self.path, advice=_IF_FULL):
             if self._file is None:
@@ -196,30 +195,30 @@ class Log(Generic[Parsed]):
         self.checksum = self.checksum.and_of(block)
 
     def read(self, start: int, end: int) -> bytes:
-        """Any thread may call it."""
+        """Return the bytes from ``start`` to ``end``. Any thread may call this."""
         assert self._file is not None
         return os.pread(self._file, end - start, start)
 
     def check(self) -> None:
-        """Check that the file is still there.
+        """Check that the file is still in place.
 
         Raises:
-            StoreError: it was removed, replaced or cut.
+            StoreError: the file was removed, replaced or cut.
         """
         if self._file is not None and not is_same_file(self.path, self._file, self.end):
             if self.path.name == RESULTS and not self.path.exists():
                 raise StoreError(_missing(self.path, "was removed while this run worked"))
             raise StoreError(
-                f"{self.path}: was removed, replaced or cut while this run worked, so lines of it are gone."
-                f" Put it back, if there is a copy; `batchkit verify --repair {self.path.parent}` keeps what"
-                " is left, and the next start runs the rows without a record"
+                f"{self.path}: was removed, replaced or cut while this run worked, so some lines are lost."
+                f" Restore a copy if there is one; otherwise `batchkit verify --repair {self.path.parent}` keeps"
+                " the remaining lines, and the next start runs the rows without a record"
             )
 
     def sync(self) -> None:
-        """What was written survives a power cut.
+        """Make everything written so far survive a power cut.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: the disk fails.
         """
         if self._file is not None and self._synced_end != self.end:
             with disk_errors(self.path, advice=_IF_FULL):
@@ -252,10 +251,10 @@ class Log(Generic[Parsed]):
 
 
 def difference(path: Path, checksum: Checksum, parse: Callable[[bytes], Any]) -> str | None:
-    """Where and how the log differs from ``checksum``, and the remedy; None if it does not.
+    """Return where and how the log differs from ``checksum``, and the remedy; None if it is equal.
 
     Raises:
-        OSError: it can't be read.
+        OSError: the log can't be read.
     """
     if checksum.end == 0:
         return None
@@ -272,19 +271,21 @@ def difference(path: Path, checksum: Checksum, parse: Callable[[bytes], Any]) ->
     repair = f"`batchkit verify --repair {path.parent}`"
     if size < checksum.end:
         return (
-            f"{path}: has {size} bytes, and had {checksum.end} at the last checkpoint; put a copy of it"
-            f" back, or keep what is left with {repair}"
+            f"{path}: has {size} bytes, but had {checksum.end} at the last checkpoint; restore a copy"
+            f" of it, or keep the remaining lines with {repair}"
         )
     return (
-        f"{path}: was changed since the last checkpoint, before byte {checksum.end}, and each line there is"
+        f"{path}: was changed since the last checkpoint, before byte {checksum.end}, but each line there is"
         " a whole record, so the change can't be located. Restore a copy, or accept the file as it is now"
         f" with {repair}"
     )
 
 
 def damage_of(path: Path, checksum: Checksum) -> str | None:
-    """As ``difference``; or the first line behind that is not sound. The last line may be torn: it is being written,
-    or a kill cut it off."""
+    """Return the result of ``difference``, or the first damaged line after the checkpoint; None if there is no damage.
+
+    The last line may be torn: it is being written, or a kill cut it off.
+    """
     parse = record_in if path.name == RESULTS else generation_in
     if (found := difference(path, checksum, parse)) is not None:
         return found
@@ -303,13 +304,13 @@ def _damaged(line: LogLine[Any], path: Path) -> str:
 
 def _missing(path: Path, what: str = "is missing") -> str:
     return (
-        f"{path}: {what}; put it back, if there is a copy. Without one, run the job from nothing: `batchkit"
+        f"{path}: {what}; restore a copy if there is one. Otherwise run the job from the beginning: `batchkit"
         " run JOB --fresh`, which keeps the rest of this folder"
     )
 
 
 def _blocks(path: Path, start: int, end: int) -> Iterator[bytes]:
-    """The file's bytes in blocks: a log may be larger than memory."""
+    """Yield the file's bytes in blocks, because a log may be larger than memory."""
     if start >= end:
         return
     with opened_log(path) as file:

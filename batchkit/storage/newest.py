@@ -1,4 +1,4 @@
-"""Where each row's lines are in a log: its newest record, or all of its generations."""
+"""An index of a log's lines by row: the newest record of each row, or all of its generations."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     Numbers = np.ndarray[Any, Any]
 
 _AT_ONCE = 4096  # rows
-_PLACES_AT_ONCE = 2**20  # numpy makes an int64 of each
-_DENSE = 4  # how many numbers there may be for each row
+_PLACES_AT_ONCE = 2**20  # limits memory: numpy makes an int64 of each
+_DENSE = 4  # use a table if row numbers reach at most this many times the number of lines
 
 
 class NewestLine(NamedTuple):
-    """The newest line of the row with the index ``row``: bytes ``start`` to ``end`` of the log."""
+    """The newest line of the row with index ``row``: bytes ``start`` to ``end`` of the log."""
 
     row: int
     start: int
@@ -35,12 +35,12 @@ class NewestLine(NamedTuple):
 
 
 class NewestLog:
-    """The newest line of each row of a log, or all lines of each row if ``every``, in the order of the rows.
+    """The newest line of each row of a log (with ``every``, all lines), in the order of the rows.
 
-    A missing log has no lines. Lines that are not a row's, and a torn end, are left out. Holds 20 bytes for each line.
+    A missing log has no lines. Lines without a row, and a torn end, are left out. Memory: 20 bytes per line.
 
-    ``view`` is the log as it was when this object was made, even if a requeue replaces it meanwhile; only the parts
-    that are read are in memory. ``rows`` (uint32) has the row of each line.
+    ``view``: the log as it was when this object was made, even if a requeue replaces it meanwhile; only the parts
+    that are read are in memory. ``rows`` (uint32): the row of each line.
     """
 
     def __init__(self, path: Path, *, every: bool = False) -> None:
@@ -59,7 +59,7 @@ class NewestLog:
 
     @property
     def sizes(self) -> Numbers:
-        """The bytes of each line (uint32)."""
+        """The size of each line in bytes (uint32)."""
         return self._sizes[self._lines]
 
     def lines(self, part: slice) -> list[NewestLine]:
@@ -90,9 +90,9 @@ class NewestLog:
 
 
 def read_newest(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the newest record of each row, in the order of the input.
+    """Yield the newest record of each row, in input order.
 
-    Makes two passes over one open file. Between them it holds 20 bytes for each record, never the records.
+    Makes two passes over one open file. Memory: 20 bytes per record between them.
     """
     with closing(NewestLog(path)) as log:
         for line in log:
@@ -100,10 +100,10 @@ def read_newest(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Generations:
-    """What the ``steps.jsonl`` of ``folder`` has of each row; nothing, if there is none.
+    """A reader of the ``steps.jsonl`` of ``folder`` by row; empty if there is no file.
 
-    From the first question on it holds 20 bytes for each line, and it reads only lines that are asked
-    for. A line that is not a generation is left out.
+    From the first call on it holds 20 bytes per line, and it reads only the requested lines. Lines that are
+    not generations are left out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,14 +111,14 @@ class Generations:
         self._log: NewestLog | None = None
 
     def of(self, index: int) -> list[dict[str, Any]]:
-        """The row's, in the order in which they ended."""
+        """Return the row's generations, in the order in which they ended."""
         if self._log is None:
             self._log = NewestLog(self._path, every=True)
         lines = self._log.of(index)
         return [orjson.loads(raw) for raw in lines if generation_in(raw) is not None]
 
     def of_record(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Of a row with several: its generations; of ``[[steps]]``, each with what its record has of it."""
+        """Return the generations of the record's row; with ``[[steps]]``, each merged with its entry in the record."""
         found = self.of(record["index"]) if record.get("generations") is not None else []
         if (steps := record.get("steps")) is None:
             return found
@@ -131,14 +131,16 @@ class Generations:
 
 
 def last_of_each(rows: Numbers) -> Numbers:
-    """Return the places of the last of equal ``rows`` (not negative), in the order of the rows."""
+    """Return the positions of the last of equal ``rows`` (not negative), in the order of the rows."""
     import numpy as np
 
     if not len(rows):
         return np.empty(0, np.int32)
     n_numbers = int(rows.max()) + 1
     if n_numbers > _DENSE * len(rows):
-        order = np.argsort(rows, kind="stable")  # stable: the newest of a row stays the last
+        order = np.argsort(
+            rows, kind="stable"
+        )  # stable, so that the newest line of a row stays the last
         in_order = rows[order]
         last: Numbers = order[np.append(in_order[1:] != in_order[:-1], True)]
         return last
@@ -158,7 +160,7 @@ _decoder = msgspec.json.Decoder(_Line)
 
 
 def _lines(log: BinaryIO) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the row (uint32), the first byte (int64) and the size (uint32) of each line that is a row's."""
+    """Return the row (uint32), the first byte (int64) and the size (uint32) of each line that has a row."""
     import numpy as np
 
     rows, starts, sizes = array("I"), array("q"), array("I")

@@ -1,4 +1,4 @@
-"""Values as JSON: any Python value can be written, and foreign JSON can be read."""
+"""JSON for any Python value, and reading of JSON from other programs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 def encoded(value: Any) -> bytes:
-    """``value`` as one line of JSON, newline included.
+    """Return ``value`` as one line of JSON, newline included.
 
-    Bytes become base64, a set a list, NaN and infinities null. An integer past 64 bits and any
-    other type that JSON lacks become text, a lone surrogate ``?``. What is nested past 100 levels
-    is replaced if orjson can't write the value as it is.
+    Bytes become base64, a set a list, NaN and infinities null. An integer beyond 64 bits and any other
+    type that JSON lacks become text, a lone surrogate ``?``. If orjson can't write the value as it is,
+    anything nested deeper than 100 levels is replaced.
     """
     try:
         return orjson.dumps(value, option=_OPTIONS | orjson.OPT_APPEND_NEWLINE)
@@ -29,7 +29,7 @@ def encoded(value: Any) -> bytes:
 
 
 def parsed(content: bytes) -> Any:
-    """JSON as any server or script writes it, including NaN, lone surrogates and huge integers.
+    """Return the value of JSON from any server or script, including NaN, lone surrogates and huge integers.
 
     Raises:
         ValueError: it is not JSON, or nested too deeply for Python's reader.
@@ -45,12 +45,12 @@ def parsed(content: bytes) -> Any:
 
 
 def valid(text: str) -> str:
-    """``text`` without lone surrogates, which UTF-8 can't encode."""
+    """Return ``text`` without lone surrogates, which UTF-8 can't encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """``value`` in JSON's own types."""
+    """Return ``value`` in JSON's own types."""
     if isinstance(value, str):
         return valid(value)
     if isinstance(value, bool | None):
@@ -69,7 +69,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, Mapping):
             return {_key(key): _plain(part, depth + 1) for key, part in value.items()}
         return [_plain(part, depth + 1) for part in value]
-    try:  # as ``encoded`` writes it if no other value is odd
+    try:  # the same form as ``encoded`` gives the value without this detour
         return orjson.loads(orjson.dumps(value, option=_OPTIONS))
     except (TypeError, RecursionError):
         return _text(value)
@@ -87,5 +87,7 @@ def _key(key: Any) -> str:
 def _text(value: Any) -> str:
     try:
         return valid(str(value))
-    except Exception:  # any code may run here; and Python writes no integer of over 4,300 digits
+    except (
+        Exception
+    ):  # __str__ may raise anything, and Python refuses integers of over 4,300 digits
         return f"({type(value).__name__})"

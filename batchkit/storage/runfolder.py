@@ -22,14 +22,14 @@ from batchkit.types import utc_now
 JOB = "job.toml"
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-LOG = "run.log"  # what happened
+LOG = "run.log"
 _HOLDER = ".holder.json"
-# Trying again won't help.
+# Errors that another try would not remove.
 _REFUSED = (EACCES, EPERM, EROFS, EEXIST, ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP)
 
 
 def is_of_run(job_file: Path) -> bool:
-    """Whether it is the ``job.toml`` of a run folder."""
+    """Return whether ``job_file`` is the ``job.toml`` of a run folder."""
     return job_file.name == JOB and is_run(job_file.parent)
 
 
@@ -38,18 +38,23 @@ class Claim:
 
     def __init__(self, folder: Path, lock: FileLock) -> None:
         self._lock = folder / LOCK
-        self._locked = os.fstat(cast(int, lock._context.lock_file_fd))  # it has no public name
+        self._locked = os.fstat(
+            cast(int, lock._context.lock_file_fd)
+        )  # filelock has no public name for it
 
     @property
     def is_lost(self) -> bool:
-        """No other file gets the number of this one while it is held open."""
+        """True if the lock file was removed or replaced.
+
+        The open lock file keeps its inode number, so no other file can have the same one.
+        """
         try:
             return not os.path.samestat(self._lock.lstat(), self._locked)
         except OSError:
             return True
 
     def check(self) -> None:
-        """Call it before each write: without its lock file, another process can take the folder.
+        """Check the lock; call this before each write. Without its lock file, another process can take the folder.
 
         Raises:
             LostLockError: the lock file was removed or replaced.
@@ -57,8 +62,8 @@ class Claim:
         if self.is_lost:
             raise LostLockError(
                 f"{self._lock}: was removed while this run worked, so another process may be"
-                " working in the run folder now; this one stops and writes nothing more. If no"
-                " other works there, run the same command again"
+                " working in the run folder now; this one stops without writing more. If no"
+                " other process works there, run the same command again"
             )
 
 
@@ -80,7 +85,7 @@ def claim(folder: Path) -> Iterator[Claim]:
         raise StoreError(_refusal(folder, held_by(folder) or {})) from None
     except OSError as error:
         if error.errno in _REFUSED:
-            is_there = os.path.lexists(folder / MANIFEST)  # raises nothing, whatever is refused
+            is_there = os.path.lexists(folder / MANIFEST)  # False, not an error, without permission
             or_copy = ", or name a copy of the run in such a folder" * is_there
             raise JobError(
                 f"{folder}: can't be used as a run folder: {error.strerror}; set output.dir to a folder"
@@ -93,7 +98,9 @@ def claim(folder: Path) -> Iterator[Claim]:
         _sign(folder)
         yield held
     finally:
-        with suppress(LostLockError, OSError):  # the file says nothing once the lock is released
+        with suppress(
+            LostLockError, OSError
+        ):  # the holder file is ignored once the lock is released
             held.check()  # raises if another process may have written its own holder file
             (folder / _HOLDER).unlink(missing_ok=True)
         lock.release()
@@ -102,14 +109,14 @@ def claim(folder: Path) -> Iterator[Claim]:
 def _refusal(folder: Path, holder: Mapping[str, Any]) -> str:
     since = holder.get("since") or "a moment ago"
     advice = "wait for it, stop it, or give this job another name"
-    here = socket.gethostname()  # where the kernel unlocks what a dead process has held
+    here = socket.gethostname()  # on this machine the kernel releases the locks of dead processes
     if holder.get("host") not in (None, here):
         advice += f". If that machine is gone, remove {folder / LOCK}"
     return f"{folder}: {named(holder)} is working in this run folder (since {since}); {advice}"
 
 
 def named(holder: Mapping[str, Any]) -> str:
-    """The process that ``held_by`` has found, for a message."""
+    """Return the name of the process from ``held_by``, for a message."""
     if holder.get("pid") is None:
         return "another process"
     return f"process {holder['pid']} on {holder['host']}"
@@ -117,7 +124,9 @@ def named(holder: Mapping[str, Any]) -> str:
 
 def _locked(folder: Path, lock: FileLock) -> Claim:
     folder.mkdir(parents=True, exist_ok=True)
-    os.close(open_private(folder / LOCK, os.O_RDWR | os.O_CREAT))  # it may be a pipe or a link
+    os.close(
+        open_private(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    )  # fails for a pipe or a link, which filelock would follow
     # `status` takes the lock for an instant: wait that long before reporting it as held.
     lock.acquire(timeout=0.5)
     return Claim(folder, lock)
@@ -130,9 +139,9 @@ def _sign(folder: Path) -> None:
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """Pid, host and start of the process that holds ``folder``, or None.
+    """Return pid, host and start time of the process that holds ``folder``, or None.
 
-    Writes nothing, so that it also works in a folder that is mounted read-only.
+    Writes nothing, so it also works in a folder that is mounted read-only.
     """
     try:
         lock = open_private(folder / LOCK, os.O_RDONLY)
@@ -153,17 +162,17 @@ def held_by(folder: Path) -> dict[str, Any] | None:
 
 
 def is_run(folder: Path) -> bool:
-    return os.path.lexists(folder / MANIFEST)  # False where it can't be looked at
+    return os.path.lexists(folder / MANIFEST)  # False without permission to look
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename ``folder`` to ``<name>.1``, ``.2`` …, the first name that is free.
+    """Rename ``folder`` to the first free name of ``<name>.1``, ``.2`` …
 
     Raises:
         StoreError: it can't be renamed, for example because it is a mount point.
     """
     free = free_name(folder, ".")
-    advice = "; move what is in it to another folder, or give the job another name"
+    advice = "; move its files to another folder, or give the job another name"
     with disk_errors(folder, f"can't be moved aside to {free}", advice):
         folder.rename(free)
     return free

@@ -1,7 +1,7 @@
-"""What a record may hold, in one place.
+"""Conversion of a server's answers into values that a record may hold.
 
-When a server's answer becomes a Completion, ``choice_of`` and ``possible`` make it fit, so that nothing is
-written that a reader would refuse (``lines.py``).
+``choice_of`` and ``possible`` make an answer valid, so that no line is written that a reader would refuse
+(``lines.py``).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LEAST_LOGPROB = -9999.0  # OpenAI and vLLM's server use it for an impossible tok
 
 
 def is_count(value: Any) -> bool:
-    """True if ``value`` can be a number of tokens."""
+    """Return True if ``value`` can be a number of tokens."""
     return type(value) is int and 0 <= value < COUNT_LIMIT
 
 
 def possible(usage: Usage | None) -> Usage | None:
-    """None if one of the first two counts can't be true, whatever they are; the answer itself stays usable."""
+    """Return ``usage`` without impossible counts; None if one of the first two is impossible. The answer stays usable."""
     if usage is None or not (is_count(usage.prompt_tokens) and is_count(usage.completion_tokens)):
         return None
     parts = {"reasoning_tokens": usage.reasoning_tokens, "cached_tokens": usage.cached_tokens}
@@ -36,16 +36,16 @@ def possible(usage: Usage | None) -> Usage | None:
 
 
 def error_of(error: RowError) -> ErrorInfo:
-    """How a record describes ``error``; secrets are masked."""
+    """Return the record's form of ``error``, with secrets masked."""
     return ErrorInfo(error.kind, type(error).__name__, masked_text(str(error)), error.retryable)
 
 
 def choice_of(
     text: str, finish_reason: Any, logprobs: Any, reasoning: Any = None, tool_calls: Any = None
 ) -> Choice:
-    """The choice, with a ``finish_reason`` that is text or None, and the others as in ``Choice``.
+    """Return a Choice from parts of a server's answer, which may be any JSON.
 
-    They may be any JSON; what does not have the right shape is None, or left out of a list.
+    Parts of the wrong shape become None, or are left out of a list.
     """
     reason = bounded(valid(finish_reason)) if isinstance(finish_reason, str) else None
     thought = valid(reasoning) if isinstance(reasoning, str) and reasoning else None
@@ -55,12 +55,12 @@ def choice_of(
 
 
 def seconds_of(value: float) -> float:
-    """``value``, or 0 if it can't be a duration."""
+    """Return ``value``, or 0 if it can't be a duration."""
     return value if math.isfinite(value) and value >= 0 else 0.0
 
 
 def _tool_call(found: Any) -> dict[str, Any] | None:
-    """A call of a function; its arguments are text in OpenAI's API, and a table in that of others."""
+    """Return a function call in OpenAI's shape; other APIs send the arguments as an object instead of text."""
     function = found.get("function") if isinstance(found, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
@@ -75,7 +75,7 @@ def _tool_call(found: Any) -> dict[str, Any] | None:
 
 
 def _logprobs(found: Any) -> list[dict[str, Any]] | None:
-    """A list of tokens, from either of the two shapes of OpenAI's API."""
+    """Return a list of tokens, from either of the two shapes of OpenAI's API; None if it has another shape."""
     try:
         if "content" in found:
             return [

@@ -1,9 +1,9 @@
-"""``scores.jsonl``: what ``batchkit score`` found, one line per row, beside ``results.jsonl``.
+"""``scores.jsonl``: the scores of ``batchkit score``, one line per row, next to ``results.jsonl``.
 
-The log is append-only and holds what the model wrote and the scores that were known when the row
-finished. Scores that came later (charts, a judge, another scoring) are here. A line counts only
-for the record that it was made from: a row that was run again has its own scores, and so has a
-record whose row index changed (``--on-change requeue``).
+The log is append-only and holds the model's answers and the scores that were known when the row
+finished. Later scores (charts, a judge, another scoring) are here. A line counts only for the record
+that it was made from: a row that was run again has new scores, and so has a record whose row index
+changed (``--on-change requeue``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCORES = "scores.jsonl"
 class ScoreLine(msgspec.Struct, frozen=True):
     """The scores of the record of row ``index`` that was finished at ``finished_at``.
 
-    ``input_hash`` is the record's: many rows finish within one millisecond.
+    ``input_hash`` is the record's; it is needed because many rows finish within one millisecond.
     """
 
     index: Count
@@ -41,21 +41,21 @@ class ScoreLine(msgspec.Struct, frozen=True):
     finished_at: str
     prediction: str | None
     scores: Mapping[str, float | None]
-    unscored: str | None = None  # why some of them could not be computed
+    unscored: str | None = None  # why some scores could not be computed
 
 
 _decoder = msgspec.json.Decoder(ScoreLine)
 
 
 class Scores:
-    """The scores of the run in ``folder``, if it has some. It must be asked for ascending rows."""
+    """A reader of the scores of the run in ``folder``, if any. Call it for rows in ascending order."""
 
     def __init__(self, folder: Path) -> None:
         self._lines = score_lines(folder / SCORES)
         self._line = next(self._lines, None)
 
     def of(self, index: int, input_hash: str | None, finished_at: str | None) -> ScoreLine | None:
-        """The line of the row's record with this hash and time. Raises StoreError if one is damaged."""
+        """Return the line of the row's record with this hash and time, or None. Raises StoreError if a line is damaged."""
         while (line := self._line) is not None and line.index < index:
             self._line = next(self._lines, None)
         if line is None or (line.index, line.input_hash, line.finished_at) != (
@@ -68,12 +68,12 @@ class Scores:
 
 
 def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
-    """The newest record of each row, in the order of the input, with its newest scores."""
+    """Yield the newest record of each row with its newest scores, in input order."""
     return scored(read_newest(folder / RESULTS), folder)
 
 
 def scored(records: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
-    """``records`` of the run, in the order of the input, with their newest scores."""
+    """Yield ``records`` of the run, which are in input order, with their newest scores."""
     scores = Scores(folder)
     for record in records:
         line = scores.of(record["index"], record.get("input_hash"), record["finished_at"])
@@ -84,7 +84,7 @@ def scored(records: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str
 
 
 def join_scores(folders: Sequence[Path], picked: Sequence[IndexSet]) -> Iterator[ScoreLine]:
-    """The lines of the rows that are ``picked`` of each folder, in the order of the rows."""
+    """Yield the lines of the rows ``picked`` from each folder, in the order of the rows."""
 
     def of(folder: Path, rows: IndexSet) -> Iterator[ScoreLine]:
         return (line for line in score_lines(folder / SCORES) if line.index in rows)
@@ -93,9 +93,9 @@ def join_scores(folders: Sequence[Path], picked: Sequence[IndexSet]) -> Iterator
 
 
 def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[], None]) -> None:
-    """Replace the scores of a run in one step; ``lines`` in the order of the input.
+    """Replace the scores of a run in one step; ``lines`` must be in input order.
 
-    ``before`` is called when all of them are on disk and the old ones are not yet replaced.
+    ``before`` is called when all lines are on disk and the old file is not yet replaced.
 
     Raises:
         StoreError: the file can't be written.
@@ -110,8 +110,9 @@ def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[
 
 
 def references_of(job: JobConfig) -> dict[str, str | None] | None:
-    """The right answers by id, from the run in ``scoring.reference_run``; None if it is not set. With ``input.cross``,
-    those of a row count for all of its values, unless that run has the values, too.
+    """Return the right answers by id, from the run in ``scoring.reference_run``; None if that is not set.
+
+    With ``input.cross``, an answer counts for all values of its row, unless the reference run has these values, too.
 
     Raises:
         JobError: there is no such run, it has no predictions, or an id names several of its rows.
@@ -128,15 +129,15 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
         if record["id"] in ids:
             raise JobError(
                 f"scoring.reference_run: {folder}: id {record['id']!r} names two of its rows; give"
-                " both runs an input.id that names one"
+                " both runs an input.id that is unique"
             )
         ids.add(record["id"])
         if record["status"] != "ok":
             continue
         if "prediction" not in record:
             raise JobError(
-                f"scoring.reference_run: {folder}: its answers have no prediction; give it"
-                f" [scoring] extract, and `batchkit score` it"
+                f"scoring.reference_run: {folder}: its answers have no prediction; set [scoring] extract"
+                " for that run, and score it with `batchkit score`"
             )
         found[record["id"]] = record["prediction"]
     if not job.input.cross:
@@ -147,16 +148,16 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
 
 
 def check_one_row_each(references: Mapping[str, Any], shared_ids: Iterable[str]) -> None:
-    """Raises JobError if one of ``references`` is for an id that several rows have: it may be for any."""
+    """Raise JobError if an id in ``references`` belongs to several rows: its answer may be for any of them."""
     if names := sorted(references.keys() & {*shared_ids}):
         raise JobError(
-            f"scoring.reference_run: id {names[0]!r} names several rows of this run, and the answer"
-            " there may be for any of them; give both runs an input.id that names one"
+            f"scoring.reference_run: id {names[0]!r} names several rows of this run, and the reference's"
+            " answer may be for any of them; give both runs an input.id that is unique"
         )
 
 
 def score_lines(path: Path) -> Iterator[ScoreLine]:
-    """The lines of a ``scores.jsonl``; a missing one has none. Raises StoreError if one is damaged."""
+    """Yield the lines of a ``scores.jsonl``, if it exists. Raises StoreError if one is damaged."""
     with opened_log(path) as file:
         for number, raw in enumerate(file, start=1):
             try:

@@ -1,11 +1,11 @@
-"""``steps.jsonl``: every generation of the rows that have several, in the order in which they ended.
+"""``steps.jsonl``: every generation of rows with several, in the order in which they ended.
 
-A generation is in it before its row asks for the next one. So a row that was interrupted gets the
-answers that it had, and repeats only what was in flight (``execution/rollouts/open_row.py``).
+A generation is in the log before its row requests the next one. So an interrupted row gets the
+answers that it had, and repeats only the requests in flight (``execution/rollouts/open_row.py``).
 
-A resume needs the lines of rows that have no record yet, and these are near the end. So the checkpoint
-has the place of the first of them, and what all lines count (``StepsPoint``): a resume parses the lines
-from there on.
+A resume needs the lines of rows that have no record yet, which are near the end. So the checkpoint
+stores the offset of the first such line, and counts over all lines (``StepsPoint``); a resume parses
+only the lines from that offset on.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from batchkit.types import Choice, Completion, Request, Usage, line_of_choice, u
 
 
 class GenerationLine(NamedTuple):
-    """A line of ``steps.jsonl``, newline included, and what it says."""
+    """A line of ``steps.jsonl``, newline included, and its generation."""
 
     raw: bytes
     generation: Generation
 
 
 def generation_line(completion: Completion) -> GenerationLine:
-    """The line for ``completion``, one generation of its row."""
+    """Return the line for ``completion``, one generation of its row."""
     request, error = completion.request, completion.error
     call = request.call
     assert call is not None
@@ -71,7 +71,7 @@ def generation_line(completion: Completion) -> GenerationLine:
 
 
 def fresh_line(generation: Generation) -> GenerationLine:
-    """One that was recorded before; its row may ask for something else now."""
+    """Return the line of a recorded generation whose row may make other requests now."""
     return line_with(replace(generation, replay="fresh"))
 
 
@@ -80,7 +80,7 @@ def line_with(generation: Generation) -> GenerationLine:
 
 
 def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
-    """What a recorded generation answered to ``request``; which of several answers counts is chosen again."""
+    """Return the completion of ``request`` from a recorded generation. ``[select]`` must choose again."""
     if "choices" in line:
         choices = tuple(map(_choice, line["choices"]))
     else:
@@ -96,14 +96,17 @@ def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
 
 
 class StepsLog:
-    """The generations of one run folder, open for appending. ``totals`` say which rows have a record, and ``point``
-    is that of the last checkpoint. ``uncovered``: what the records behind it count, by row.
+    """The generations of one run folder, open for appending.
 
-    Used by one process and one thread, as the Ledger that owns it, but for ``known``. ``spent``: on all generations.
-    ``lost``: how many of those that a row in ``uncovered`` counts are not there; their tokens are in ``spent``.
+    ``totals``: the rows with a record. ``point``: from the last checkpoint. ``uncovered``: by row, the generations that
+    records after the checkpoint count.
+
+    Used by one process and one thread, like the Ledger that owns it, except ``known``. ``spent``: totals of all
+    generations. ``lost``: by row, the generations counted in ``uncovered`` that are missing; their tokens are in
+    ``spent``.
 
     Raises:
-        StoreError: the disk refuses, or the file is not what it was at the last checkpoint.
+        StoreError: the disk fails, or the file differs from the last checkpoint.
     """
 
     def __init__(
@@ -111,8 +114,8 @@ class StepsLog:
     ) -> None:
         self._totals = totals
         self.spent = point.spent
-        # Where the lines of a row begin and end, by turns: of rows without a record, in the order of their
-        # first lines, and of those that were recalled.
+        # Start and end offsets of each row's lines, alternating: for rows without a record, in the order of
+        # their first lines, and for recalled rows.
         self._places: dict[int, array[int]] = {}
         self._recalled: Container[int] = ()
         self._recalled_end = 0
@@ -138,18 +141,20 @@ class StepsLog:
                 self.spent = self.spent.with_tokens_of(counted, there[row])
 
     def known(self, index: int) -> list[dict[str, Any]]:
-        """What is recorded of the row, in the order of the log; of a row that is tried again, what came of
-        earlier attempts says ``earlier``. Another thread may ask for rows of which nothing is being written.
+        """Return the recorded generations of a row, in the order of the log.
+
+        In a retry, generations of earlier attempts have the key ``earlier``. Another thread may call this for rows
+        whose generations are not being written.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: the disk fails.
         """
         places = self._places.get(index, ())
         with disk_errors(self.log.path, "can't be read"):
             return [self._read(*place) for place in zip(places[::2], places[1::2], strict=True)]
 
     def recall(self, rows: Container[int]) -> None:
-        """From now on, know the generations of ``rows``, too, though they have a record."""
+        """Make ``known`` return also the generations of ``rows``, which have records."""
         self._recalled, self._recalled_end = rows, self.log.end
         for line in read_generations(self.log.path.parent):
             index = -1 if line.record is None else line.record.index
@@ -157,7 +162,7 @@ class StepsLog:
                 self._hold(index, line.offset, line.end)
 
     def write(self, lines: Sequence[GenerationLine]) -> None:
-        """Append ``lines``; from now on they survive a kill."""
+        """Append ``lines``; they survive a kill from then on."""
         end = self.log.end
         self.log.append(b"".join(line.raw for line in lines))
         for line in lines:
@@ -168,12 +173,12 @@ class StepsLog:
                 self._hold(index, start, end)
 
     def settle(self, index: int) -> None:
-        """The row has its record now."""
+        """Forget the generations of a row that has its record now."""
         self._places.pop(index, None)
 
     @property
     def point(self) -> StepsPoint:
-        """For a checkpoint."""
+        """The point for a checkpoint."""
         settled = self._totals.is_settled
         open_rows = (places for row, places in self._places.items() if not settled(row))
         first = next((places[0] for places in open_rows), self.log.end)
@@ -188,7 +193,7 @@ class StepsLog:
 
 
 def spent_in(folder: Path, point: StepsPoint) -> Spent:
-    """What was spent at ``point``, and on what was written since then. Safe while a run writes."""
+    """Return the totals at ``point`` plus all generations written since then. Safe while a run writes."""
     spent = point.spent
     for line in read_generations(folder, point.checksum.end):
         if line.record is not None:
@@ -197,7 +202,7 @@ def spent_in(folder: Path, point: StepsPoint) -> Spent:
 
 
 def totals_by_step(folder: Path) -> dict[str, Spent]:
-    """Of all of ``steps.jsonl``, by the step's name, in the order in which they first ended."""
+    """Return the totals of all of ``steps.jsonl`` by step name, in the order in which the steps first ended."""
     found: dict[str, Spent] = {}
     for line in read_generations(folder):
         if (generation := line.record) is not None:

@@ -1,11 +1,10 @@
-"""The vectors of a run: ``vectors/000000.arrow``, ``vectors/000001.arrow``, … beside the log.
+"""The vectors of a run: ``vectors/000000.arrow``, ``vectors/000001.arrow``, …
 
-Each file is a segment, an Arrow IPC stream of the columns ``index`` (int64: the row that the vector
-belongs to), ``vector`` (a fixed-size list of float32 or float16) and ``crc32`` (of the vector's bytes).
-A record names its vector by
-``{"segment", "row", "dimensions"}``; a matrix, of ``task = "token_embed"``, is as many vectors as it has ``tokens``,
-from that row on, and all in one record batch. A record is written once the vector is on disk. Nothing is added to a
-segment that an earlier start left, so no record names its torn end if that start was killed.
+Each file is a segment: an Arrow IPC stream with the columns ``index`` (int64: the vector's row), ``vector`` (a
+fixed-size list of float32 or float16) and ``crc32`` (of the vector's bytes). A record names its vector by
+``{"segment", "row", "dimensions"}``. A matrix (``task = "token_embed"``) is stored as ``tokens`` vectors from that
+row on, all in one record batch. A record is written once its vector is on disk. A start never appends to a
+segment of an earlier start, which may have a torn end after a kill; no record names vectors in that end.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ DTYPES = ("float32", "float16")
 _NAME = re.compile(r"(\d{6,})\.arrow", re.ASCII)
 _RELEASE_BYTES = 64 << 20
 _IF_FULL = "; every row before is on disk. Make room, then run the same command again"
-_ADVICE = "A start runs the rows again whose vector is gone; put a copy of the file back before, if there is one"
+_ADVICE = "The next start runs rows without their vector again; before it, restore a copy of the file if there is one"
 
 
 class VectorType(NamedTuple):
-    """``dtype`` is "float32" or "float16"; ``dimensions`` is None for vectors of several lengths."""
+    """A type of vectors: ``dtype`` "float32" or "float16"; ``dimensions`` is None for several lengths."""
 
     dtype: str
     dimensions: int | None
@@ -55,7 +54,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segments_of(folder: Path) -> dict[int, Path]:
-    """The segments of the run in ``folder`` by number, ascending; other files there are ignored."""
+    """Return the segments of the run in ``folder`` by number, ascending; other files are ignored."""
     with suppress(FileNotFoundError, NotADirectoryError):
         matches = (_NAME.fullmatch(path.name) for path in (folder / VECTORS).iterdir())
         numbers = sorted(int(found[1]) for found in matches if found is not None)
@@ -64,18 +63,18 @@ def segments_of(folder: Path) -> dict[int, Path]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Of the segments, by their files' names."""
+    """Return the sizes of the segments, by file name."""
     return {path.name: path.stat().st_size for path in segments_of(folder).values()}
 
 
 class VectorWriter:
-    """Writes vectors to new segments of the run in ``folder``, one for each type of them.
+    """A writer of vectors to new segments of the run in ``folder``, one for each type of vectors.
 
-    The segments get numbers that are free, from ``first`` on. ``ends``: how many bytes each segment of the run has at
-    least, by its file's name; at first, as of the last checkpoint.
+    The segments get free numbers from ``first`` on. ``ends``: the minimum size in bytes of each segment of the run,
+    by file name; at first from the last checkpoint.
 
     Raises:
-        LostVectorError: one of those is missing or shorter now.
+        LostVectorError: a segment is missing or shorter now.
     """
 
     def __init__(self, folder: Path, first: int, ends: Mapping[str, int]) -> None:
@@ -86,23 +85,23 @@ class VectorWriter:
         self.ends |= _sizes(folder)
 
     def check(self) -> None:
-        """Check that the segments are still there.
+        """Check that the segments are still in place.
 
         Raises:
-            LostVectorError: one was removed or cut.
+            LostVectorError: a segment was removed or cut.
         """
         sizes = _sizes(self._folder)
         for name, end in self.ends.items():
             if (size := sizes.get(name, 0)) < end:
                 raise LostVectorError(
-                    f"{self._folder / VECTORS / name}: has {size} bytes, and had {end}: vectors are gone. {_ADVICE}"
+                    f"{self._folder / VECTORS / name}: has {size} bytes, but had {end}: vectors are lost. {_ADVICE}"
                 )
 
     def write(self, indexes: Sequence[int], vectors: Sequence[Vector]) -> list[VectorPlace]:
-        """The places of the vectors of the rows ``indexes``. They have survived a power cut then.
+        """Write the vectors of the rows ``indexes``, with an fsync, and return their places.
 
         Raises:
-            StoreError: the disk refuses. What was written before stays as it is.
+            StoreError: the disk fails. Vectors written before are unchanged.
         """
         by_type: dict[VectorType, list[int]] = {}
         for number, vector in enumerate(vectors):
@@ -128,7 +127,9 @@ class VectorWriter:
         try:
             write_all(segment.file, memoryview(block))
             os.fsync(segment.file)
-        except BaseException:  # what its end is, is not known: the next ones go to a new segment
+        except (
+            BaseException
+        ):  # the file's end is unknown now, so the next vectors go to a new segment
             with suppress(OSError):
                 os.ftruncate(segment.file, self.ends[name])
             self._close(kind)
@@ -168,8 +169,10 @@ class _OpenSegment:
 
 
 class Vectors:
-    """The vectors of the run in ``folder``, for reading. A segment is opened when it is needed, and
-    only what is being read is in memory."""
+    """A reader of the vectors of the run in ``folder``.
+
+    Segments are opened on demand, and only the parts being read are in memory.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -177,15 +180,15 @@ class Vectors:
         self._read_bytes = 0
 
     def of(self, record: Mapping[str, Any]) -> Vector:
-        """A copy of the vector, or of the matrix, that ``record`` names. Raises StoreError as ``read``."""
+        """Return a copy of the vector or matrix that ``record`` names. Raises StoreError as ``read``."""
         place = VectorPlace(**record["embedding"])
         return self.read(record["index"], place).copy()
 
     def read(self, index: int, place: VectorPlace) -> Vector:
-        """The vector, or the matrix, at ``place``, which is that of the row ``index``; a view of the segment's file.
+        """Return the vector or matrix of row ``index`` at ``place``, as a view of the segment's file.
 
         Raises:
-            LostVectorError: it is not there, is damaged, or is another row's.
+            LostVectorError: it is missing, is damaged, or belongs to another row.
             StoreError: its file can't be read.
         """
         segment = self._segment(place.segment, place.row)
@@ -211,10 +214,10 @@ class Vectors:
         return vector
 
     def fault_at(self, index: int, place: VectorPlace) -> str | None:
-        """What is wrong with the vector at ``place`` of the row ``index``; None if nothing is.
+        """Return the fault of the vector of row ``index`` at ``place``, or None if it is sound.
 
         Raises:
-            StoreError: its file can't be read, which says nothing about the vector.
+            StoreError: its file can't be read, so the vector's state is unknown.
         """
         import numpy as np
 
@@ -225,11 +228,11 @@ class Vectors:
         return None if is_finite else f"the vector of row {index} is not finite"
 
     def type_of(self, number: int) -> VectorType | None:
-        """The type of the vectors in a segment; None if there are none."""
+        """Return the type of the vectors in a segment; None if it has no vectors."""
         return self._segment(number, 0).type
 
     def _segment(self, number: int, row: int) -> _Segment:
-        """Opened again if ``row`` is behind the part that was read: it may have grown."""
+        """Return the segment, opened again if ``row`` is beyond the part that was read: it may have grown."""
         found = self._segments.get(number)
         if found is None or row >= found.n_rows:
             found = self._segments[number] = _Segment(segment_path(self._folder, number))
@@ -246,7 +249,7 @@ class Vectors:
 
 
 class _Batch(NamedTuple):
-    """A record batch: the rows' indexes, their vectors (a matrix), and the checksums of those."""
+    """A record batch: row indexes, a matrix of their vectors, and the vectors' checksums."""
 
     indexes: Vector
     vectors: Vector
@@ -254,9 +257,9 @@ class _Batch(NamedTuple):
 
 
 class _Segment:
-    """The whole record batches of a segment's file, mapped; none if it is missing.
+    """The whole record batches of a segment's file, memory-mapped; a missing file has no batches.
 
-    Batch n begins with the vector number ``firsts[n]``.
+    Batch n begins with vector number ``firsts[n]``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -311,7 +314,7 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
 
 
 def _whole_batches(view: mmap.mmap | bytes) -> Iterator[pa.RecordBatch]:
-    """Those before a torn end, or before damage."""
+    """Yield the record batches before a torn end or damage."""
     import pyarrow as pa
 
     try:
@@ -325,4 +328,4 @@ def _whole_batches(view: mmap.mmap | bytes) -> Iterator[pa.RecordBatch]:
                 return
             yield batch
     except (pa.ArrowException, OSError, KeyError, UnicodeError, MemoryError):
-        return  # what pyarrow raises for part of a stream, and for noise
+        return  # pyarrow raises these for an incomplete stream and for damaged bytes

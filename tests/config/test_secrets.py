@@ -331,7 +331,7 @@ def test_input_may_be_a_signed_url_and_is_the_same_when_it_is_signed_anew(signed
     assert json.loads(batchkit("run", "job.toml").stdout)["ok"] == 1
     found = batchkit("retry-failed", str(RUN), "--set", "vars.nowhere=x")
     assert found.exit_code == 2
-    assert "input.path: a secret, of which a run folder keeps only ***" in found.stderr
+    assert "input.path: a secret, which a run folder stores only as ***" in found.stderr
     again = f"input.path={signed}{CANARY}-anew"
     found = batchkit("retry-failed", str(RUN), "--set", "vars.nowhere=x", "--set", again)
     assert found.exit_code == 0, found.stderr

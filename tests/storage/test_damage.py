@@ -348,7 +348,7 @@ def in_time() -> Iterator[None]:
 
 def log_gone() -> str:
     LOG.unlink()
-    return "results.jsonl: is missing; put it back, if there is a copy"
+    return "results.jsonl: is missing; restore a copy if there is one"
 
 
 def manifest_gone() -> str:

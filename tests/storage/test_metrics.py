@@ -88,7 +88,7 @@ def test_a_full_disk_is_said_once_and_no_reason_to_stop(tmp_path: Path) -> None:
             lines.append(at(n))
     lines.close()
     assert len(said) == 1
-    assert "File too large; the run goes on without it" in said[0]
+    assert "File too large; the run continues without metrics" in said[0]
 
 
 def test_a_file_that_can_not_be_written_is_no_reason_to_stop() -> None:
@@ -97,7 +97,8 @@ def test_a_file_that_can_not_be_written_is_no_reason_to_stop() -> None:
     found = run()
     assert (found.exit_code, found.json["ok"]) == (0, 5)
     assert (
-        f"{RUN / METRICS}: can't write: Is a directory; the run goes on without it" in found.stderr
+        f"{RUN / METRICS}: can't write: Is a directory; the run continues without metrics"
+        in found.stderr
     )
 
 

@@ -84,7 +84,7 @@ def test_torn_generation_is_asked_for_again(solve: str | None, n: int, torn: byt
     found = run()
     assert found.exit_code == 0, found.stderr
     if not torn.endswith(b"\n"):
-        assert f"{STEPS} ended in {len(torn)} broken bytes; they are set aside" in found.stderr
+        assert f"{STEPS} ended with {len(torn)} broken bytes, which were moved" in found.stderr
         assert (RUN / f"{STEPS}.torn-1").read_bytes() == torn
     assert LEDGER.read_bytes().startswith(before)
     again = verify()
@@ -132,7 +132,7 @@ def shifted() -> None:
     ("damage", "said"),
     [
         (cut_in_half, "is damaged"),
-        (LEDGER.unlink, "has 0 bytes, and had"),
+        (LEDGER.unlink, "has 0 bytes, but had"),
         (shifted, "the record at byte 0 is damaged"),
     ],
 )

@@ -104,7 +104,7 @@ def test_torn_tail_is_redone_and_kept_under_a_number_of_its_own(tmp_path: Path) 
         with (tmp_path / RESULTS).open("ab") as file:
             file.write(torn)
         ledger = Ledger(tmp_path)
-        assert f"ended in {len(torn)} broken bytes" in ledger.messages[0]
+        assert f"ended with {len(torn)} broken bytes" in ledger.messages[0]
         assert (tmp_path / f"{RESULTS}.torn-{number}").read_bytes() == torn
         assert (tmp_path / RESULTS).read_bytes() == whole
         assert not ledger.totals.is_settled(2)
@@ -252,7 +252,7 @@ def test_what_was_cut_off_before_the_checkpoint_is_noticed(tmp_path: Path) -> No
         with pytest.raises(StoreError, match=r"results\.jsonl: .*verify --repair"):
             Ledger(tmp_path)
     (tmp_path / RESULTS).write_bytes(whole[: whole.index(b"\n") + 1])
-    with pytest.raises(StoreError, match=rf"has \d+ bytes, and had {len(whole)} at the last"):
+    with pytest.raises(StoreError, match=rf"has \d+ bytes, but had {len(whole)} at the last"):
         Ledger(tmp_path)
 
 

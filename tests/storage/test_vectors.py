@@ -230,8 +230,8 @@ def test_segment_without_the_vector_is_named(
         Vectors(tmp_path).of(next(read_newest(tmp_path / RESULTS)))
     assert str(raised.value) == (
         f"{segment_path(tmp_path, 0)}: {fault}; the record of row 0 names vector 0 of this file, with 4"
-        " dimensions. A start runs the rows again whose vector is gone; put a copy of the file back before, if"
-        " there is one"
+        " dimensions. The next start runs rows without their vector again; before it, restore a copy of the"
+        " file if there is one"
     )
 
 
@@ -273,7 +273,7 @@ def test_vectors_that_are_lost_while_the_store_works_stop_it(
     lose(segment_path(tmp_path, 0))
     ledger.write([line_of(record(1, None))])
     for act in (ledger.sync, ledger.close, lambda: Ledger(tmp_path)):
-        with pytest.raises(StoreError, match="vectors are gone"):
+        with pytest.raises(StoreError, match="vectors are lost"):
             act()
 
 
