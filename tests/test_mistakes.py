@@ -52,8 +52,8 @@ PROMPTS = [
             files={"odd.csv": "id,my review,is-good,label\n" + "1,Fine,yes,positive\n" * 3},
         )
         for prompt, said in {
-            "{{ my review }}": 'a column whose name is no plain word is written {{ row["my column"] }}',
-            "{{ 2nd }}": 'no plain word is written {{ row["my column"] }}',
+            "{{ my review }}": 'write {{ row["my column"] }} for a column whose name is not a plain word',
+            "{{ 2nd }}": 'write {{ row["my column"] }} for',
             "{{ is-good }}": 'write {{ row["is-good"] }}',
             "{{ review }": "write {{ name }}, with two braces on both sides",
         }.items()
@@ -437,7 +437,7 @@ KEYS = [
     *(
         Mistake(command, (said,), exit_code, gone=gone)
         for command, said, exit_code, gone in (
-            ("run job.toml\nrun job.toml", "results.jsonl: is missing; put it back", 1, (LOG,)),
+            ("run job.toml\nrun job.toml", "results.jsonl: is missing; restore a copy", 1, (LOG,)),
             ("run job.toml\nstatus output/mood", "but no manifest.json", 1, (MANIFEST,)),
             ("run job.toml\nstatus output/mood", "but no manifest.json", 1, (LOG, MANIFEST)),
         )
@@ -486,7 +486,7 @@ PAGE = [
     Mistake("init txt", ("init …: known kinds are …",)),
     Mistake(
         "run batch.toml",
-        ('… url: … is for task = "…", and the job has task = "…", which serves …: …',),
+        ('… url: … is for task = "…", but the job has task = "…", which serves …: …',),
         files={
             "batch.jsonl": EMBEDDINGS,
             "batch.toml": 'input.path = "batch.jsonl"\nengine.kind = "dry-run"\n',

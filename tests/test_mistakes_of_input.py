@@ -208,10 +208,14 @@ TEMPLATES = [
         ("{{ review | json }}", "No filter named 'json'; did you mean 'tojson'?", 2),
         ("{{ len(review) }}", "'len' is undefined", 3),
         ("{{ len(review) }}", "a function of Python is a filter here: {{ … | length }}", 3),
-        ('{% include "a.txt" %}{{ review }}', "include: prompt.user_file reads", 2),
+        (
+            '{% include "a.txt" %}{{ review }}',
+            "include is not available: prompt.user_file reads",
+            2,
+        ),
         (
             "{% if stars > 3 %}{{ review }}{% endif %}",
-            "a column of text is no number: write … | int > 3",
+            "the column is text, not a number: write … | int > 3",
             3,
         ),
     ]

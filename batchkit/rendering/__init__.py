@@ -1,1 +1,1 @@
-"""Makes requests from rows."""
+"""Rendering: from rows to requests."""

@@ -1,9 +1,9 @@
-"""The body of an OpenAI batch line, in vLLM's terms, and a request's sampling parameters.
+"""Conversion of OpenAI batch lines to vLLM's terms, and the sampling parameters of a request.
 
 https://platform.openai.com/docs/api-reference/batch: ``/v1/chat/completions`` has ``messages``,
-``/v1/completions`` has ``prompt``, and ``responses.py`` reads ``/v1/responses``. For a pooling model, as ``vllm run-batch`` takes it, ``/v1/embeddings``
-has ``input`` or ``messages``, ``/v1/score`` and ``/v1/rerank`` have a query and its documents.
-``/classify``, which run-batch does not know, is like ``/v1/embeddings``.
+``/v1/completions`` has ``prompt``; ``responses.py`` reads ``/v1/responses``. For pooling models, as in
+``vllm run-batch``, ``/v1/embeddings`` has ``input`` or ``messages``; ``/v1/score`` and ``/v1/rerank`` have a query
+and documents. ``/classify``, which run-batch does not support, is like ``/v1/embeddings``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from batchkit.errors import RequestError, WrongTaskError
 from batchkit.rendering.responses import as_chat
 from batchkit.sources.reader import shown
 
-# Keys that are no sampling parameters, or do not change the answer when one model answers the whole
-# file. ``rendering/tools.py`` reads those about tools and the chat template.
+# Keys that are not sampling parameters, or do not change the answer when one model answers the whole
+# file. ``rendering/tools.py`` reads the keys about tools and the chat template.
 _NO_SAMPLING = {
     *("model", "messages", "prompt", "stream", "stream_options", "user", "metadata", "store"),
     *("service_tier", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"),
@@ -37,8 +37,8 @@ _TASKS: dict[str, TaskName] = {
     "rerank": "score",
     "audio/transcriptions": "transcribe",
 }
-# By a job's task, those whose lines its engine may answer: a model that gives vectors compares texts by
-# them, and one with classes by its only class.
+# For each task of a job: the tasks of the lines that its engine can answer. An embedding model can also score
+# pairs by the similarity of their vectors, and a classifier with one class by that class.
 _SERVED: dict[TaskName, tuple[TaskName, ...]] = {
     "generate": ("generate",),
     "embed": ("embed", "score"),
@@ -48,14 +48,14 @@ _SERVED: dict[TaskName, tuple[TaskName, ...]] = {
     "score": ("score", "embed", "classify"),
     "transcribe": ("transcribe",),
 }
-# By a job's task, that of lines which get an answer for each token there.
+# Line tasks that a job with this task answers once per token.
 _FOR_EACH_TOKEN = {"token_embed": "embed", "token_classify": "classify"}
 # vLLM's names for the two sides of a pair.
 _QUERY = ("query", "queries", "text_1", "data_1")
 _DOCUMENTS = ("documents", "items", "text_2", "data_2")
 _TEXTS = ("messages", "input", "prompt")
 _NEWER_POOLING_NAMES = {"normalize": "use_activation"}  # vLLM's older name
-# What is asked, how the answer is written, and what changes no answer; an export reads some of them.
+# Keys of the prompt, of the answer's format, and without effect on the answer; an export reads some of them.
 _IGNORED = {
     *("model", "input", "messages", "chat_template_kwargs", "instruction", *_QUERY, *_DOCUMENTS),
     *("encoding_format", "embed_dtype", "endianness", "top_n", "return_documents"),
@@ -64,7 +64,7 @@ _IGNORED = {
 
 
 def messages_of(body: Any) -> tuple[Any, str | None]:
-    """The chat messages, or the plain prompt; the other one is None.
+    """Return the chat messages or the plain prompt; the other one is None.
 
     Raises:
         RequestError: the body has neither, or a key that a batch does not support.
@@ -84,15 +84,15 @@ def messages_of(body: Any) -> tuple[Any, str | None]:
 
 
 def is_null(value: Any) -> bool:
-    """Whether a parameter is not given: null, or NaN, which pandas has for a missing number."""
+    """Return whether a parameter is missing: null, or NaN, which pandas uses for a missing number."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body's parameters under the names of ``vllm.SamplingParams``."""
+    """Return the body's parameters under the names of ``vllm.SamplingParams``."""
     sampling: dict[str, Any] = {}
     body = {name: value for name, value in body.items() if not is_null(value)}
-    if "max_completion_tokens" in body:  # as in vLLM's server, it counts over its older name
+    if "max_completion_tokens" in body:  # overrides its older name, as in vLLM's server
         body.pop("max_tokens", None)
     for name, value in body.items():
         if name in _NO_SAMPLING or name in _REFUSED:
@@ -126,12 +126,12 @@ def _structured_outputs(response_format: Any) -> dict[str, Any]:
 def row_sampling(
     sampling: Mapping[str, Any], fields: Mapping[str, Any], *, column: str | None, with_body: bool
 ) -> Mapping[str, Any]:
-    """``sampling`` with the parameters of the row's ``body``, if asked for, and of its ``column``. A
-    null, which Parquet gives each row that lacks a name of another row, is none; so is NaN, which
-    pandas has in its place.
+    """Return ``sampling`` with the parameters of the row's ``body`` (``with_body``) and of its ``column``.
+
+    Null is ignored: in Parquet every row has the keys of all rows. So is NaN, which pandas uses instead.
 
     Raises:
-        RequestError: the column is not a table, or the body asks for an unknown format.
+        RequestError: the column is not a table, or the body has an unknown response format.
     """
     if with_body and isinstance(body := fields.get("body"), Mapping):
         sampling = {**sampling, **sampling_of(body)}
@@ -148,7 +148,7 @@ def row_sampling(
 def with_temperature(
     sampling: Mapping[str, Any], attempt: int, retry: RetryTable
 ) -> Mapping[str, Any]:
-    """``sampling`` with the temperature that ``retry.temperatures`` gives for ``attempt``, from 1."""
+    """Return ``sampling`` with the temperature of ``retry.temperatures`` for ``attempt``, counted from 1."""
     if not retry.temperatures:
         return sampling
     last = len(retry.temperatures) - 1
@@ -156,7 +156,7 @@ def with_temperature(
 
 
 class Sides(NamedTuple):
-    """What a body compares; each side is text or a list of parts, whose images are not loaded."""
+    """The two sides to compare; each is text or a list of parts, whose images are not loaded."""
 
     query: Any
     documents: list[Any]
@@ -164,10 +164,10 @@ class Sides(NamedTuple):
 
 
 def endpoint_of(url: Any, task: TaskName) -> str | None:
-    """The endpoint that a line of a job with ``task`` is for; None if the line has no url, and so fits any task.
+    """Return the endpoint that a batch line is for; None without a url, which fits any task.
 
     Raises:
-        WrongTaskError: the job's engine serves no such lines.
+        WrongTaskError: the job's engine can't answer such lines.
         RequestError: no task has such lines.
     """
     if not isinstance(url, str) or not url:
@@ -178,24 +178,24 @@ def endpoint_of(url: Any, task: TaskName) -> str | None:
     if (found := _TASKS[endpoint]) not in served:
         ends = [end for end in _TASKS if _TASKS[end] in served]
         raise WrongTaskError(
-            f'url: {url} is for task = "{found}", and the job has task = "{task}", which serves'
+            f'url: {url} is for task = "{found}", but the job has task = "{task}", which serves'
             f' {", ".join(ends)}: put task = "{found}" at the top of the job file, or run it with'
-            f" --set task={found}; lines that no one model answers need a job for each"
+            f" --set task={found}; a file with lines for several models needs a job for each model"
         )
     return endpoint
 
 
 def task_of(endpoint: str | None, task: TaskName) -> TaskName:
-    """The task of a line for ``endpoint`` in a job with ``task``."""
+    """Return the task of a line for ``endpoint`` in a job with ``task``."""
     found = _TASKS.get(endpoint or "", task)
     return task if _FOR_EACH_TOKEN.get(task) == found else found
 
 
 def in_chat_terms(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``fields``, with the body of a line for ``/v1/responses`` as ``/v1/chat/completions`` has it.
+    """Return ``fields``, with the body of a line for ``/v1/responses`` converted to ``/v1/chat/completions``.
 
     Raises:
-        RequestError: it has what is not supported.
+        RequestError: the body has an unsupported key.
     """
     if _named_in(fields.get("url")) != "responses":
         return fields
@@ -209,10 +209,10 @@ def _named_in(url: Any) -> str | None:
 
 
 def input_of(body: Any) -> tuple[Any, str | None]:
-    """The chat messages, or the text, of what is embedded or classified; the other one is None.
+    """Return the chat messages or the text to embed or classify; the other one is None.
 
     Raises:
-        RequestError: there is neither, or several texts.
+        RequestError: there is neither, or there are several texts.
     """
     body = _checked(body)
     found = body.get("messages", body.get("input"))
@@ -229,12 +229,12 @@ def input_of(body: Any) -> tuple[Any, str | None]:
     if isinstance(found, str):
         return None, found
     raise RequestError(
-        f"body.input: found {shown(found)}, expected a text; numbers of tokens are not supported"
+        f"body.input: found {shown(found)}, expected a text; token ids are not supported"
     )
 
 
 def sides_of(body: Any) -> Sides:
-    """The query and the documents of what is scored.
+    """Return the query and the documents to score.
 
     Raises:
         RequestError: one of them is missing, or there are several queries.
@@ -245,7 +245,7 @@ def sides_of(body: Any) -> Sides:
         if len(query) != 1:
             raise RequestError(
                 f"body: has {len(query)} queries; a row has one query, with one document or more:"
-                " make each pair a line of its own"
+                " write one line per pair"
             )
         (query,) = query
     is_list = isinstance(documents, list)
@@ -256,7 +256,7 @@ def sides_of(body: Any) -> Sides:
 
 
 def contents_of(body: Any) -> list[Mapping[str, Any]]:
-    """What may have images: the messages, or the sides of a pair as if they were messages."""
+    """Return the parts of the body that may have images: its messages, or the sides of a pair as messages."""
     names = [name for name in (*_QUERY, *_DOCUMENTS) if name in _checked(body)]
     sides = [body[name] for name in names]
     parts = [one for side in sides for one in (side if isinstance(side, list) else [side])]
@@ -265,13 +265,13 @@ def contents_of(body: Any) -> list[Mapping[str, Any]]:
 
 
 def texts_in(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of the body that are sent to the model, without its parameters."""
+    """Return the parts of the body that are sent to the model, without its parameters."""
     names = (next((n for n in group if n in body), None) for group in (_TEXTS, _QUERY, _DOCUMENTS))
     return {name: body[name] for name in names if name is not None}
 
 
 def pooling_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body's parameters under the names of ``vllm.PoolingParams``."""
+    """Return the body's parameters under the names of ``vllm.PoolingParams``."""
     return {
         _NEWER_POOLING_NAMES.get(name, name): value
         for name, value in body.items()
@@ -287,8 +287,8 @@ def _checked(body: Any) -> Mapping[str, Any]:
 
 def _several(what: str, count: int) -> RequestError:
     return RequestError(
-        f"body: has {count} {what}; a row has one answer: make each of them a line of its own, with"
-        " its own custom_id"
+        f"body: has {count} {what}, but a row has one answer: write one line for each, with"
+        " a different custom_id"
     )
 
 
@@ -308,7 +308,7 @@ def _side(body: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _content(side: Any) -> Any:
-    """Text, or the parts of vLLM's ``{"content": [parts]}``."""
+    """Return text, or the parts of vLLM's ``{"content": [parts]}``."""
     content = side.get("content") if isinstance(side, Mapping) else side
     if isinstance(content, str) or (isinstance(side, Mapping) and isinstance(content, list)):
         return content

@@ -1,4 +1,4 @@
-"""The limit on decoded media that a run holds, which the runs of one process share."""
+"""The limit on decoded media in memory, shared by the runs of one process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ Holders = set[object]
 
 
 class HeldMedia:
-    """Bytes of decoded media that one run holds, from rendering a row to writing its record.
+    """A count of the bytes of decoded media that one run holds, from rendering a row to writing its record.
 
     ``max_bytes`` is divided equally among the ``holders``. A row that is being rendered counts with the bytes of the
-    row before it, since its own are not known yet. A run that holds nothing may always begin one row, so none waits
-    for another. The caller guards against use by two threads at once.
+    row before it, since its own size is not known yet. A run that holds nothing may always begin one row, so runs don't
+    wait for each other forever. Not thread-safe: the caller holds a lock.
     """
 
     def __init__(self, max_bytes: int, holders: Holders | None = None) -> None:
@@ -30,7 +30,7 @@ class HeldMedia:
         self._n_begun += 1
 
     def end(self, n_bytes: int) -> None:
-        """Count ``n_bytes`` in place of a row that was begun."""
+        """Replace the estimate for a row that was begun by its real ``n_bytes``."""
         self._n_begun -= 1
         self._newest_bytes = n_bytes
         self.free(-n_bytes)

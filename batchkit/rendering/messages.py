@@ -1,4 +1,4 @@
-"""Chat messages: as a row holds them, with the names of images; as a request does, with pixels."""
+"""Chat messages: with names of images, as a row holds them, and with pixels, as a request does."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from batchkit.types import CLIPS, Content, Request
 Message = Mapping[str, Any]
 
 Load = Callable[[str, Any], Any]
-"""Makes the part of a message for a kind of media (image, audio, video) and its source."""
+"""A function that makes the part of a message for a kind of media (image, audio, video) and its source."""
 
 MEDIA_PARTS = {
     **dict.fromkeys(("image_url", "image", "image_pil"), "image"),
     **dict.fromkeys(("video_url", "video"), "video"),
     **dict.fromkeys(("audio_url", "input_audio", "audio"), "audio"),
 }
-"""By the type of a message's part, the kind of its media."""
+"""The kind of media for each type of a message's part."""
 
 
 def loaded(messages: Any, load: Load) -> list[Message]:
-    """``messages`` of a row; ``load`` makes the part for the source of each image or clip.
+    """Return ``messages`` of a row; ``load`` makes the part for the source of each image or clip.
 
     Raises:
         RequestError: they are not chat messages, or have a part of another type.
@@ -41,7 +41,7 @@ def loaded(messages: Any, load: Load) -> list[Message]:
 
 
 def media_sources(messages: Any, *kinds: str) -> list[Any]:
-    """The sources of all parts of these kinds; a value that is not a chat message has none."""
+    """Return the sources of all parts of these kinds; [] if ``messages`` are not chat messages."""
     return [
         _source_in(part)
         for message in (messages if isinstance(messages, list) else [])
@@ -52,9 +52,9 @@ def media_sources(messages: Any, *kinds: str) -> list[Any]:
 
 
 def with_note(request: Request) -> Request | None:
-    """``request`` with its note added; None if it has none.
+    """Return ``request`` with its note added; None if it has no note.
 
-    It is added after the plain prompt, after the user's last text, or else after the last message.
+    The note goes after the plain prompt, or after the user's last text, or after the last message.
     """
     note, messages = request.note, request.messages or ()
     if not note:
@@ -70,7 +70,7 @@ def with_note(request: Request) -> Request | None:
 
 
 def as_text(request: Request, image: str = "<image>") -> str:
-    """The prompt for people, without a chat template, and ``image`` in place of each image."""
+    """Return the prompt for people, without a chat template, with ``image`` in place of each image."""
     return "\n".join(_lines(request, image))
 
 
@@ -91,7 +91,7 @@ def _lines(request: Request, image: str) -> Iterator[str]:
 
 
 def said(message: Message, image: str) -> str:
-    """A message of a request for people: its text and tool calls, and ``image`` for each image."""
+    """Return a message for people: its text and tool calls, with ``image`` in place of each image."""
     text = _plain(message["content"] or "", image)
     if not message.get("tool_calls"):
         return text
@@ -123,12 +123,12 @@ def _loaded(message: Any, load: Load) -> Message:
     if message["role"] in ("human", "gpt"):  # many chat templates leave out a role they do not know
         raise RequestError(f"messages: role is {message['role']!r}; write user or assistant")
     content = message.get("content")
-    # Parquet gives each message the keys of all, and a template may ask which ones it has.
+    # In Parquet each message has the keys of all, and a template may test which keys exist.
     message = {key: value for key, value in message.items() if value is not None}
     if "tool_calls" in message:
         message = {**message, "tool_calls": _loaded_calls(message["tool_calls"])}
     if content is None and message["role"] == "assistant":
-        return {**message, "content": None}  # as OpenAI has it beside tool calls
+        return {**message, "content": None}  # OpenAI's form of a message with only tool calls
     if not isinstance(content, str | list):
         raise RequestError(f"messages: content is {shown(content)}, expected text or parts")
     return (
@@ -139,8 +139,9 @@ def _loaded(message: Any, load: Load) -> Message:
 def placed(
     text: str, places: Mapping[str, str], clips: Mapping[str, list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """``text`` as parts, with the next of ``clips`` in each of the ``places`` of its kind; these are taken out of
-    ``clips``.
+    """Return ``text`` as parts, with the next of ``clips`` at each of the ``places`` of its kind.
+
+    The clips used are removed from ``clips``.
 
     Raises:
         RequestError: there are more places than clips.
@@ -159,12 +160,12 @@ def placed(
 
 
 def with_parts(content: Content, load: Load) -> Content:
-    """A message's ``content``; ``load`` makes the part for the source of each image or clip."""
+    """Return a message's ``content``; ``load`` makes the part for the source of each image or clip."""
     return content if isinstance(content, str) else [_loaded_part(part, load) for part in content]
 
 
 def _loaded_calls(calls: Any) -> list[dict[str, Any]]:
-    """Copies, with arguments as text, which is OpenAI's shape: vLLM changes those it gets."""
+    """Return copies with arguments as text (OpenAI's shape). Copies, because vLLM modifies the calls it gets."""
     if not isinstance(calls, list):
         raise RequestError(f"messages: tool_calls is {shown(calls)}, expected a list")
     copies = []
@@ -191,7 +192,7 @@ def _loaded_part(part: Any, load: Load) -> Any:
 
 
 def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
-    """``made``, with OpenAI's ``detail`` of the image ``part``, which only servers read."""
+    """Return ``made`` with OpenAI's ``detail`` of the image ``part``, which only servers read."""
     url = part.get("image_url")
     detail = url.get("detail") if isinstance(url, Mapping) else part.get("detail")
     if not isinstance(detail, str):
@@ -202,7 +203,7 @@ def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
 
 
 def _source_in(part: Mapping[str, Any]) -> Any:
-    """The source that the part of an image or a clip names."""
+    """Return the source that the part of an image or a clip names."""
     kind = part["type"]
     if kind == "input_audio":
         sound = part.get("input_audio")

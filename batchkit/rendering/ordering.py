@@ -1,12 +1,11 @@
 """The order in which rows go to the engine: similar rows together, long answers first at the end.
 
-Rows of one adapter come together first, since few adapters fit into the engine at once, and what is computed with
-one is of no use to another.
+Rows with the same adapter come together first, since the engine holds only few adapters at the same time, and
+cached values of one adapter are useless for another.
 
-The engine caches what it computed for an image or a prompt's beginning only for a while, so rows
-that share one should be in flight together. And a long answer that begins last runs alone in the
-engine at the end. Both are corrected within a bounded look-ahead; rows that share nothing keep their
-order.
+The engine caches the values of an image or a prompt's prefix only for a while, so rows that share one
+should be in flight together. And a long answer that begins last runs alone in the engine at the end.
+Both are corrected within a bounded look-ahead; rows that share nothing keep their order.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from typing import Any
 
 from batchkit.types import Row, RowHint
 
-LOOK_AHEAD_BYTES = 32 * 2**20  # of the rows' own values
-_SAME = 256  # characters that must be equal after the beginning that all rows share
+LOOK_AHEAD_BYTES = 32 * 2**20  # size of the values of the rows held
+_SAME = 256  # characters that must be equal after the prefix that all rows share
 _OF_PART = 8
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _TEXTS, _LISTS = (str, bytes, bytearray), (list, tuple, set, frozenset)
 
-_Seen = tuple[RowHint, Row, int]  # the last one is the size of the row's own fields
+_Seen = tuple[RowHint, Row, int]  # the number is the size of the row's fields in bytes
 
 
 def well_ordered(
     rows: Iterator[Row], hint: Callable[[Row], RowHint], look_ahead: int
 ) -> Iterator[tuple[Row, int]]:
-    """All of ``rows``; ``look_ahead`` are held, and none is overtaken by more than twice as many.
+    """Yield all of ``rows``, reordered; ``look_ahead`` rows are held.
 
-    With each comes a number, the same for rows that follow each other and begin alike. An error from
-    reading them is raised once everything read before has been handed out.
+    At most twice that number overtake a row. Each row comes with a number that is equal for adjacent rows with the
+    same prefix. An error from reading is raised after all rows read before it.
     """
     coming: list[_Seen] = []
-    lora = ""  # of the row that was handed out last
+    lora = ""  # adapter of the row yielded last
     going: deque[tuple[int, _Seen]] = deque()
     held_bytes = 0
     broken: Exception | None = None
@@ -67,8 +66,7 @@ def well_ordered(
 
 
 def _alike_together(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
-    """The rows of one adapter together, those of ``lora`` first; of each, groups of rows that begin alike, in the
-    order of their first rows, and a number of each group."""
+    """Yield rows grouped by adapter (``lora`` first), then by prefix in the order of first rows, with a group number."""
     by_lora: dict[str, list[_Seen]] = {lora: []}
     for seen in rows:
         by_lora.setdefault(seen[0].lora, []).append(seen)
@@ -86,10 +84,9 @@ def _of_one_lora(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]
 
 
 def size_of(values: Iterable[Any], most: int) -> int:
-    """Characters and bytes that ``values`` hold, at any depth; if more than ``most``, some number
-    above it.
+    """Return the size of ``values`` in characters and bytes, at any depth; some number above ``most`` if it is larger.
 
-    Each part of a list counts, whatever it is, so this also ends for a list that contains itself.
+    Each part of a list counts at least ``_OF_PART``, so this also ends for a list that contains itself.
     """
     size = 0
     waiting: list[Iterable[Any]] = [values]
@@ -112,8 +109,8 @@ def size_of(values: Iterable[Any], most: int) -> int:
 
 
 def _array_bytes(value: Any) -> int:
-    """Of an array of NumPy's or another library's."""
+    """Return the size of an array of NumPy or another library."""
     try:
         return int(value.nbytes)
-    except Exception:  # the value's own code runs here
+    except Exception:  # nbytes may be a property that raises anything
         return 0

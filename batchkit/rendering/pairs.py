@@ -1,4 +1,4 @@
-"""The pair of a row, for ``task = "score"``: a query, and the documents that it is compared with."""
+"""The pair of a row, for ``task = "score"``: a query, and the documents to compare it with."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MakePart = Callable[[str, Any], dict[str, Any]]
 
 
 def pair_of(templates: PromptTemplates, names: Mapping[str, Any], part: MakePart) -> Pair:
-    """``templates`` filled in with ``names``; ``part`` makes the part for a kind of media and its source.
+    """Return ``templates`` rendered with ``names``; ``part`` makes the part for a kind of media and its source.
 
     Raises:
-        RowError: a template can't be filled in, or the documents are no texts.
+        RowError: a template can't be rendered, or the documents are not texts.
     """
     query = "" if templates.query is None else templates.query.text(names)
     sources = [
@@ -31,7 +31,7 @@ def pair_of(templates: PromptTemplates, names: Mapping[str, Any], part: MakePart
 
 
 def _documents(templates: PromptTemplates, names: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """The texts, and whether the row gives a list of them."""
+    """Return the texts, and whether the row has a list of them."""
     if templates.documents is None:
         return [""], False
     found = templates.documents.value(names)
@@ -42,14 +42,14 @@ def _documents(templates: PromptTemplates, names: Mapping[str, Any]) -> tuple[li
             f"pair.documents: found {shown(found)}, expected a text or a list of texts"
         )
     if not found:
-        raise RequestError("pair.documents: found an empty list; there is nothing to compare with")
+        raise RequestError("pair.documents: found an empty list, expected at least one document")
     return list(found), True
 
 
 def _images_of_each(
     templates: PromptTemplates, names: Mapping[str, Any], documents: int | None
 ) -> Sequence[Sequence[Any]]:
-    """The sources of each document's images; ``documents`` is None if the row does not give a list."""
+    """Return the sources of each document's images; ``documents`` is None if the row has no list."""
     given = [sources_of(template, names) for template in templates.files.document_images]
     if documents is None:
         return [[source for sources in given for source in sources]]

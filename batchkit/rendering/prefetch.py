@@ -1,4 +1,4 @@
-"""Renders rows ahead of the engine, in threads, within two limits: rows and decoded pixels."""
+"""A queue that renders rows ahead of the engine, in threads, limited by rows and decoded pixels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READ_AHEAD = 1024
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-_SLOW_S = 0.05  # after rows that took longer, one is read at a time
+_SLOW_S = 0.05  # after rows that took longer, a thread reads one row at a time
 _CLOSE_S = 5.0
 
 
@@ -34,8 +34,10 @@ def read_ahead(
     may_wait: bool,
     weigh: Callable[[Task], int] = lambda task: 0,
 ) -> Prefetch[Task, Task]:
-    """``tasks`` as they were read, on a thread of its own, because reading may block; if it ``may_wait``,
-    one at a time. ``weigh`` and ``max_bytes`` as for a Prefetch."""
+    """Return a Prefetch that reads ``tasks`` on its own thread, because reading may block.
+
+    With ``may_wait`` it reads one at a time. For ``weigh`` and ``max_bytes`` see Prefetch.
+    """
     return Prefetch(
         tasks,
         lambda task: task,
@@ -50,14 +52,14 @@ def read_ahead(
 class Prefetch(Generic[Given, Made]):
     """An out-of-order queue of rendered rows; a slow image delays no other row.
 
-    No row is begun while ``ahead`` rendered rows wait here, or while ``max_bytes`` of decoded
-    pixels are held by requests that wait or were handed out and not yet released; runs with the same
-    ``holders`` share the second limit (``HeldMedia``). So each limit
-    is exceeded by at most one row per thread; the first by ``at_once`` if rows have no images.
+    No row is begun while ``ahead`` rendered rows wait here, or while requests that wait or were handed out and not
+    released hold ``max_bytes`` of decoded pixels. Runs with the same ``holders`` share the second limit
+    (``HeldMedia``). Each limit is exceeded by at most one row per thread; the first by ``at_once`` if rows have no
+    images.
 
-    Threads: ``threads`` render threads read a few rows at a time under ``_reading`` and render them
-    concurrently (one row at a time if rows have images: the others would wait for their thread);
-    the worker's thread calls ``get`` and ``release``; ``_changed`` guards the rest.
+    Threads: ``threads`` render threads read a few rows at a time under ``_reading`` and render them concurrently (one
+    row at a time if rows have images, because the other rows would wait for that thread). The worker's thread calls
+    ``get`` and ``release``. ``_changed`` guards the rest.
     """
 
     def __init__(
@@ -92,10 +94,10 @@ class Prefetch(Generic[Given, Made]):
             thread.start()
 
     def get(self, timeout_s: float) -> Made | None:
-        """The next rendered row, or None if none was ready within ``timeout_s``.
+        """Return the next rendered row, or None after ``timeout_s``.
 
-        A row that can't be rendered is a Completion with its error. Raises what reading the rows
-        raised, once everything that was read before has been handed out.
+        A row that can't be rendered is a Completion with its error. An error from reading the rows is raised
+        after all rows read before it were handed out.
         """
         with self._changed:
             if not self._ready and timeout_s > 0:
@@ -116,17 +118,17 @@ class Prefetch(Generic[Given, Made]):
 
     @property
     def all_read(self) -> bool:
-        """True once no row will come that was not read yet."""
+        """True once all rows were read."""
         return not self._working
 
     @property
     def broken(self) -> bool:
-        """True once the next ``get`` raises what reading the rows raised."""
+        """True once the next ``get`` raises an error from reading the rows."""
         with self._changed:
             return self._error is not None and not self._ready and not self._working
 
     def release(self, made: Made) -> None:
-        """Its row is settled: its bytes no longer count."""
+        """Stop counting the bytes of a row that is settled."""
         if n_bytes := self._weigh(made):
             with self._changed:
                 self._held.free(n_bytes)
@@ -156,7 +158,7 @@ class Prefetch(Generic[Given, Made]):
                         return
                 is_slow = time.monotonic() - began > _SLOW_S
                 wanted = 1 if self._hand_out(rendered) or is_slow else self._at_once
-                # Otherwise their pixels would stay in memory until the next row is rendered.
+                # Without this, their pixels would stay in memory until the next row is rendered.
                 del row, rows, rendered
         except BaseException as error:  # get() raises it in its caller's thread
             self._error = self._error or error
@@ -166,7 +168,7 @@ class Prefetch(Generic[Given, Made]):
                 self._changed.notify_all()
 
     def _hand_out(self, rendered: list[Made]) -> int:
-        """Make them ready; returns the bytes of pixels that they hold."""
+        """Make the rows ready; return the bytes of pixels that they hold."""
         n_bytes = sum(map(self._weigh, rendered))
         with self._changed:
             if not self._stopped:
@@ -176,7 +178,7 @@ class Prefetch(Generic[Given, Made]):
         return n_bytes
 
     def _read(self, wanted: int) -> list[Given]:
-        """Up to ``wanted`` rows; empty at the end. Rows that were read before an error are kept."""
+        """Return up to ``wanted`` rows; [] at the end. Rows read before an error are kept."""
         rows: list[Given] = []
         with self._reading:
             try:
@@ -186,7 +188,7 @@ class Prefetch(Generic[Given, Made]):
         return rows
 
     def _may_begin(self) -> bool:
-        """Wait for room; False once no more rows are needed."""
+        """Wait for room; return False once no more rows are needed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (

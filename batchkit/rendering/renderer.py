@@ -1,4 +1,4 @@
-"""Makes a request from a row: templates filled in, images loaded, sampling merged."""
+"""Rendering of a row into a request: fills in templates, loads images, merges sampling parameters."""
 
 from __future__ import annotations
 
@@ -51,22 +51,23 @@ from batchkit.sources.where import is_blank
 from batchkit.storage.schema import is_count
 from batchkit.types import CLIPS, Clip, Pair, Request, Row, RowHint
 
-_BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
-# Of [pooling]: lines of other tasks than the job's don't get them from it.
+_BYTES_PER_PIXEL = 4  # Pillow's memory for RGB
+# Parameters of [pooling] for the job's own task; lines of other tasks don't get them.
 _OF_ITS_TASK = ("dimensions", "use_activation", "max_tokens_per_query", "max_tokens_per_doc")
-_BEGINNING = 4096  # characters by which prompts are compared
+_BEGINNING = 4096  # characters of the prefix by which prompts are compared
 
 AdjustSampling = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 LoadMedia = Callable[[str, Any, MediaTable], Media]
 
 
 class PromptRenderer:
-    """Renders rows for one job. Several threads may share it, and call ``adjust_sampling`` and
-    ``load``, which makes the image or the clip of a source, by default as the engine takes it. ``chat_template_kwargs`` are added to those that the
-    engine has from its own job.
+    """A renderer of rows for one job. Several threads may share it, so they call its functions concurrently.
+
+    ``load`` makes the image or the clip of a source, by default in the engine's form. ``chat_template_kwargs`` are
+    added to the engine's own, which come from its job.
 
     Raises:
-        JobError: a template or template file of the job can't be used, or its ``media.root`` is a
+        JobError: a template or template file of the job is invalid, or its ``media.root`` is a
             URL that can't be opened.
     """
 
@@ -89,31 +90,32 @@ class PromptRenderer:
             check_root(job.media)
         self._system, self._user = self.templates.system, self.templates.user
         self._images, self._clips = self.templates.files.images, self.templates.files.clips
+        # The text that marks a clip's place in the user's template, by kind. Random, so no row can contain it.
         self._places = {kind: f"<{kind} {token_hex(8)}>" for kind in self._clips}
-        """What the user's template gets for the place of each kind; no row can write it."""
         self._sampling, self._loras = job.params(), job.engine.loras
         self._shared = SharedMedia()
         self.job = self.templates.job
-        """The job with the texts of its template files: they are read only once."""
+        """The job with the texts of its template files, which are read only once."""
         self.takes_long = self.templates.takes_long
         """True if a row's templates are rendered in a separate process."""
         self.opens_files = bool(self.templates.files.all) or self._user is None
         """False if no row's prompt has an image, a clip or the text of a file."""
 
     def messages(self, messages: Any) -> list[Message]:
-        """Chat messages with their images and clips opened.
+        """Return chat messages with their images and clips opened.
 
         Raises:
-            RowError: they are no messages, or one of these can't be opened.
+            RowError: they are not chat messages, or an image or a clip can't be opened.
         """
         return loaded(messages, self._part)
 
     def render(self, row: Row, attempt: int = 1, of_input: str | None = None) -> Request:
-        """The request for ``row``, its images and clips decoded. ``of_input`` is its hash, by default that of the
-        row's fields.
+        """Return the request for ``row``, with decoded images and clips.
+
+        ``of_input``: the row's input hash, by default the hash of its fields.
 
         Raises:
-            RowError: the row's own fault; otherwise only errors of the machine are raised.
+            RowError: the row is at fault. Other exceptions are errors of the machine.
         """
         if row.error is not None:
             raise row.error
@@ -127,7 +129,7 @@ class PromptRenderer:
     def _request(
         self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str, note: str
     ) -> Request:
-        """As ``render``; ``fields`` are the row's own, and the texts of its files."""
+        """Return the request as ``render`` does; ``fields`` include the texts of the row's files."""
         own, endpoint = self._own_prompt(fields), None
         if own == "body":
             endpoint = endpoint_of(fields.get("url"), self._job.task)
@@ -141,7 +143,7 @@ class PromptRenderer:
         body = body if isinstance(body, Mapping) else {}
         tools = self._tools(fields, body)
         if tools.tools and messages is None:
-            raise RequestError("tools need messages, and the row has a plain prompt")
+            raise RequestError("tools need messages, but the row has a plain prompt")
         request = Request(
             row=row,
             lora=self._lora(fields),
@@ -167,10 +169,9 @@ class PromptRenderer:
         return with_media_bytes(request) if self.opens_files else request
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
-        """``request`` with its row's longest text cut in the middle, if ``on_too_long`` says so.
+        """Return ``request`` with its row's longest text cut in the middle, if ``on_too_long`` allows it.
 
-        If ``error`` is raised again for that request, this makes one with a larger cut. None if no
-        cut helps.
+        If the shorter request is still too long, call this again with it for a larger cut. None if no cut helps.
         """
         if self._job.retry.on_too_long != "truncate-middle":
             return None
@@ -178,7 +179,7 @@ class PromptRenderer:
         try:
             whole = self._with_texts(row.fields)
             place = self._longest_text(row, whole)
-            wanted = request.sampling.get("max_tokens")  # a row's own may be anything
+            wanted = request.sampling.get("max_tokens")  # may be any value if it comes from the row
             max_tokens = wanted if wanted and is_count(wanted) else 0
             cut = place and next_cut(place.length, request.cut, error, max_tokens)
             if not place or not cut:
@@ -190,10 +191,10 @@ class PromptRenderer:
         return replace(shorter, sampling=request.sampling, media_bytes=request.media_bytes, cut=cut)
 
     def sources(self, row: Row) -> list[tuple[str, Any]]:
-        """The kind and the source of each of the row's images, and then of its clips; nothing is opened.
+        """Return the kind and source of each of the row's images, then of its clips; no file is opened.
 
         Raises:
-            RowError: as ``render``.
+            RowError: as for ``render``.
         """
         templates = {"image": self._images, **self._clips}
         return [
@@ -211,36 +212,41 @@ class PromptRenderer:
         return [found for template in templates for found in sources_of(template, row.fields)]
 
     def hint(self, row: Row) -> RowHint:
-        """Opens no file. A row that can't be rendered is like no other row."""
+        """Return a forecast of the row's request, without opening files.
+
+        A row that can't be rendered gets a prefix that matches no other row.
+        """
         try:
             own = self._own_prompt(row.fields)
             fields = self._line(row.fields) if own == "body" else row.fields
             max_tokens = self._row_sampling(fields, own, self._job.task).get("max_tokens")
             beginning, lora = self._files(row) or self._beginning(row), self._lora(row.fields)
-        except Exception:  # the values' own code runs here; rendering will report the error
+        except (
+            Exception
+        ):  # code of the row's values may raise anything; rendering reports the error
             return RowHint(str(row.index), 0)
         return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0, lora or "")
 
     def _files(self, row: Row) -> str:
-        """The images, clips and texts that the prompt includes."""
+        """Return the names of the images, clips and texts in the prompt, as the prefix to compare."""
         has_text = self._user is not None or self._job.task == "score"
         files = self.templates.files.all
         if has_text and not files:
             return ""
         if any(template.is_apart for template in files):
-            return ""  # all rows behind this one would wait for it
+            return ""  # rendering it here would delay all later rows
         paths = [path.text(row.fields) for path in self.templates.files.texts.values()]
         media = self._sources(row, self.templates.files.media, "image", *CLIPS)
         return "\n".join(map(_known_by, [*media, *paths]))
 
     def _beginning(self, row: Row) -> str:
-        """The fields that the prompt's templates use, in their order, or the row's own prompt."""
+        """Return the fields that the prompt's templates use, in their order, or the row's own prompt."""
         own = self._own_prompt(row.fields)
         names = self.templates.fields_in_order if own is None else [own]
         return "\n".join([str(row.fields.get(name, row.index))[:_BEGINNING] for name in names])
 
     def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The row's fields, with each text of ``prompt.texts`` under its name; a line's body as chat has it."""
+        """Return the row's fields with each text of ``prompt.texts``, and a batch line's body in the form for chat."""
         if self._own_prompt(fields) == "body":
             fields = self._line(fields)
         if not self.templates.files.texts:
@@ -252,7 +258,7 @@ class PromptRenderer:
         return {**fields, **texts}
 
     def _line(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A batch line whose body the rest of this class can read."""
+        """Return a batch line with a body that the rest of this class can read."""
         return in_chat_terms(fields) if self._job.task == "generate" else fields
 
     def _longest_text(self, row: Row, fields: Mapping[str, Any]) -> Place | None:
@@ -265,19 +271,19 @@ class PromptRenderer:
         return longest_text(fields, self.templates.names | {own})
 
     def _is_shown(self, row: Row, fields: Mapping[str, Any], place: Place) -> bool:
-        """Whether the prompt has the text at ``place``: of a table, a template may read another part."""
+        """Return whether the prompt contains the text at ``place``; a template may read another part of a table."""
         if len(place.path) == 1:
             return True
         try:
             without = self._request(row, cut_at(fields, place.path, 0), 1, "", "")
-        except RowError:  # so it is read
+        except RowError:  # the template fails without the text, so it reads it
             return True
         whole = self._request(row, fields, 1, "", "")
         parts = ("messages", "prompt", "pair")
         return any(getattr(without, part) != getattr(whole, part) for part in parts)
 
     def _own_prompt(self, fields: Mapping[str, Any]) -> str | None:
-        """The name of the field with the row's own prompt; None with ``prompt.user`` or ``[pair]``."""
+        """Return the name of the field with the row's own prompt; None with ``prompt.user`` or ``[pair]``."""
         if self._user is not None or self._job.pair.is_set:
             return None
         if self._job.task == "score":
@@ -291,7 +297,7 @@ class PromptRenderer:
     def _content(
         self, fields: Mapping[str, Any], own: str | None
     ) -> tuple[Sequence[Message] | None, str | None]:
-        """Messages or plain text: from the job's templates, else from the row itself."""
+        """Return messages or plain text, from the job's templates or from the row itself."""
         if own == "messages":
             return loaded(fields["messages"], self._part), None
         if own == "body":
@@ -324,13 +330,13 @@ class PromptRenderer:
         return messages, None
 
     def _with_places(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``fields``, in which those of clips are their places; ``row`` has the columns of that name."""
+        """Return ``fields`` with place marks under the names of clips; ``row`` keeps the columns of these names."""
         if not self._places or not self._job.prompt.chat:
             return fields
         return {ROW: {**self._job.vars, **fields}, **fields, **self._places}
 
     def _pair(self, fields: Mapping[str, Any]) -> Pair:
-        """From the job's templates, else from the row's body."""
+        """Return the pair, from the job's templates or from the row's body."""
         if self._job.pair.is_set:
             return pair_of(self.templates, fields, self._part)
         if "body" not in fields:
@@ -343,13 +349,16 @@ class PromptRenderer:
         return Pair(with_parts(query, self._part), loaded_documents, is_list)
 
     def _tools(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> RequestTools:
-        """Those of the row's body, else of the job."""
+        """Return the tools of the row's body, by default the job's tools."""
         of_job = partial(self.templates.tools.of_row, fields)
         return tools_of_body(body, of_job) if body else of_job()
 
     def _lora(self, fields: Mapping[str, Any]) -> str | None:
-        """The name of the row's adapter; raises RequestError if the job has none of that name. A line of a batch
-        file names it as its model."""
+        """Return the name of the row's adapter; in a batch line this is the ``model``.
+
+        Raises:
+            RequestError: the job has no adapter of this name.
+        """
         if self.templates.lora is None:
             body = fields.get("body")
             asked = body.get("model") if isinstance(body, Mapping) else None
@@ -375,7 +384,7 @@ class PromptRenderer:
             for kind in self._clips
         }
         text_parts = placed(text, self._places, clips)
-        parts += chain.from_iterable(clips.values())  # those without a place
+        parts += chain.from_iterable(clips.values())  # clips without a place in the text
         if self._job.prompt.order == "text-first":
             return text_parts + parts
         return parts + text_parts
@@ -384,7 +393,7 @@ class PromptRenderer:
         return [found for template in self._clips[kind] for found in sources_of(template, fields)]
 
     def _own_clips(self, fields: Mapping[str, Any]) -> list[Clip]:
-        """Those of a plain prompt."""
+        """Return the clips of a plain prompt."""
         return [
             self._part(kind, source)[kind]
             for kind in self._clips
@@ -402,7 +411,7 @@ class PromptRenderer:
     def _row_sampling(
         self, fields: Mapping[str, Any], own: str | None, task: TaskName
     ) -> Mapping[str, Any]:
-        """``own``: the name of the field with the row's own prompt. ``task``: the row's."""
+        """Return the row's sampling parameters. ``own``: field with the row's own prompt; ``task``: the row's task."""
         if task != "generate":
             of_job = self._sampling
             if task != self._job.task:
@@ -416,18 +425,20 @@ class PromptRenderer:
         found = row_sampling(of_job, fields, column=column, with_body=own == "body")
         if self._adjust_sampling is None:
             return found
-        return self._adjust_sampling(deepcopy(found))  # it may change what it gets; rows share it
+        return self._adjust_sampling(
+            deepcopy(found)
+        )  # a copy, because it may modify the dict, which rows share
 
 
 def with_media_bytes(request: Request) -> Request:
-    """``request``, with the bytes of its decoded images and clips."""
+    """Return ``request`` with the size of its decoded images and clips."""
     images = sum(_BYTES_PER_PIXEL * image.width * image.height for image in request.images)
     n_bytes = images + sum(clip.n_bytes for clip in request.all_clips)
     return replace(request, media_bytes=n_bytes) if n_bytes else request
 
 
 def _known_by(source: Any) -> str:
-    """A path or URL itself; otherwise a hash of the image's content, or its identity."""
+    """Return a key for a source: a path or URL itself, otherwise a hash of the image's bytes, or its identity."""
     if isinstance(source, str):
         return source if len(source) < _BEGINNING else str(crc32(source.encode()))
     return str(crc32(source)) if isinstance(source, bytes) else str(id(source))

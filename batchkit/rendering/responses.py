@@ -1,7 +1,7 @@
-"""The body of a line for ``/v1/responses``, in the terms of ``/v1/chat/completions``.
+"""Conversion of a batch line for ``/v1/responses`` to ``/v1/chat/completions``.
 
-https://platform.openai.com/docs/api-reference/responses/create, as far as a model that keeps nothing between
-requests can answer it: messages with text and images, functions and their outputs, and a form for the text.
+https://platform.openai.com/docs/api-reference/responses/create, as far as a model without memory between
+requests can answer it: messages with text and images, functions and their outputs, and a format for the text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from batchkit.errors import RequestError
 from batchkit.sources.reader import shown
 
-# What only a server with a memory, or OpenAI's own, can do; or would not show in the answer's record.
+# Keys that need a server with memory or OpenAI's own server, or whose result a record can't show.
 _REFUSED = (
     *("previous_response_id", "conversation", "background", "stream", "prompt", "include"),
     *("max_tool_calls", "top_logprobs", "context_management", "moderation"),
@@ -31,16 +31,16 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def as_chat(body: Any) -> dict[str, Any]:
-    """The body for ``/v1/chat/completions`` that asks the same.
+    """Return the equivalent body for ``/v1/chat/completions``.
 
     Raises:
-        RequestError: it has what is not supported; one line names all fields that are not.
+        RequestError: unsupported keys; one message names them all.
     """
     if not isinstance(body, Mapping):
         raise RequestError(f"body: found {type(body).__name__}, expected an object")
     if found := [*_refused(body)]:
         raise RequestError(
-            f"body: of /v1/responses these are not supported: {', '.join(found)}; leave them out"
+            f"body: these keys of /v1/responses are not supported: {', '.join(found)}; leave them out"
         )
     others = {n: v for n, v in body.items() if n not in (*_READ, *_REFUSED, *_IGNORED)}
     chat: dict[str, Any] = {**others, "messages": _messages(body)}
@@ -144,7 +144,7 @@ def _part(part: Any, place: str) -> dict[str, Any]:
 
 
 def _response_format(form: Any) -> dict[str, Any]:
-    """Of a schema, chat has the name and the schema one level deeper."""
+    """Return the format in chat's shape, where name and schema are one level deeper."""
     kind = form.get("type") if isinstance(form, Mapping) else None
     if kind in ("text", "json_object"):
         return {"type": kind}

@@ -1,4 +1,4 @@
-"""The recording of a row of ``task = "transcribe"``, and the requests for its parts."""
+"""The recording of a row of ``task = "transcribe"``, and the requests for its chunks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.types import Audio, Request, Row, RowHint, Speech
 
-_OF_LINES = ("file_url", "file")  # of a batch line's body: vLLM's name, and OpenAI's
+_OF_LINES = ("file_url", "file")  # keys of a batch line's body: vLLM's and OpenAI's name
 
 
 class Recording(NamedTuple):
-    """A row's, decoded. ``request`` asks about all of it, and holds its samples."""
+    """A row's decoded recording. ``request`` is for all of it, and holds its samples."""
 
     request: Request
     sound: Sound
@@ -34,29 +34,33 @@ class Recording(NamedTuple):
         return self.request.speech
 
     def asked_with(self, **changes: Any) -> Recording:
-        """With another ``speech``."""
+        """Return the recording with other ``speech`` settings."""
         speech = self.speech._replace(**changes)
         return self._replace(request=replace(self.request, speech=speech))
 
     def language_request(self) -> Request:
-        """The request for the language of the first part that has sound."""
+        """Return the request for the language of the first chunk that has sound."""
         part = next((it for it in self.parts if self.sound.without((), it.own)), self.parts[0])
         asked = self.asked_with(asks_language=True).request_for(part.heard)
         return replace(asked, sampling={"temperature": 0.0, "max_tokens": 1})
 
     def request_for(self, span: Span) -> Request:
-        """The request for what is heard in ``span``."""
+        """Return the request for the sound in ``span``."""
         (audio,) = self.request.clips
         first, last = (round(at * audio.sample_rate) for at in span)
         heard = Audio(audio.samples[first:last], audio.sample_rate)
-        return replace(self.request, clips=[heard], media_bytes=0)  # the recording holds them
+        return replace(
+            self.request, clips=[heard], media_bytes=0
+        )  # 0, because the recording's own request counts the samples
 
 
 class SpeechRenderer:
-    """As ``PromptRenderer``, for a job that transcribes; what makes one request makes that for a recording's first part.
+    """A renderer for a job that transcribes, with the interface of ``PromptRenderer``.
+
+    Methods that return one request return the one for a recording's first chunk.
 
     Raises:
-        JobError: a template of the job can't be used.
+        JobError: a template of the job is invalid.
     """
 
     def __init__(
@@ -81,13 +85,13 @@ class SpeechRenderer:
         }
         self.takes_long = self._of_recordings.takes_long
         self.opens_files = True
-        self.finds_language = job.engine.kind == "vllm"  # a server does it by itself
+        self.finds_language = job.engine.kind == "vllm"  # servers detect the language themselves
 
     def recording(self, row: Row, attempt: int = 1) -> Recording:
-        """The row's, decoded, and cut into parts.
+        """Return the row's recording, decoded and cut into chunks.
 
         Raises:
-            RowError: as ``PromptRenderer.render``.
+            RowError: as for ``PromptRenderer.render``.
         """
         if row.error is not None:
             raise row.error
@@ -106,7 +110,7 @@ class SpeechRenderer:
         return replace(first, media_bytes=first.clips[0].n_bytes, speech=speech)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
-        return None  # a recording's end is never left out
+        return None  # a recording is never shortened
 
     def sources(self, row: Row) -> list[tuple[str, Any]]:
         if self.job.prompt.audios:
@@ -127,11 +131,13 @@ class SpeechRenderer:
             request = self._of_recordings.render(row, attempt)
             if len(request.clips) != 1:
                 raise RequestError(
-                    f"prompt.audios: found {len(request.clips)} recordings, expected one a row; give each"
-                    " a row of its own"
+                    f"prompt.audios: found {len(request.clips)} recordings, expected one; write one row for"
+                    " each recording"
                 )
             return replace(request, speech=self._asked(texts))
-        if not isinstance(path := row.fields.get("path"), str):  # of a folder of clips
+        if not isinstance(
+            path := row.fields.get("path"), str
+        ):  # set if the input is a folder of clips
             raise RequestError(
                 'nothing to transcribe: set prompt.audios, for example to ["{{ recording }}"]; the row has'
                 f" {', '.join(map(str, row.fields)) or 'no fields'}"
@@ -139,7 +145,7 @@ class SpeechRenderer:
         return self._made(row, attempt, path, texts)
 
     def _of_line(self, row: Row, attempt: int, body: Mapping[str, Any]) -> Request:
-        """Of a line of a batch file."""
+        """Return the request for a line of a batch file."""
         endpoint = endpoint_of(row.fields.get("url"), "transcribe")
         source = _named_in(body)
         if not isinstance(source, str):

@@ -1,4 +1,4 @@
-"""The prompts of ``[[steps]]``: each is rendered as the prompt of a job of its own."""
+"""The prompts of ``[[steps]]``: each is rendered like the prompt of a separate job."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ ANSWER = (
     *("text", "reasoning", "tool_calls", "json", "choices", "selected", "votes", "finish_reason"),
     *("skipped", "prediction", "scores"),
 )
-"""What templates see of a step's answer."""
-NO_ANSWER = "no step gave an answer: the when of each was false"
+"""The keys of a step's answer that templates can read."""
+NO_ANSWER = "no step gave an answer: the `when` of every step was false"
 _NO = ("", "false", "no", "none", "0")
 
 
 class StepsRenderer:
-    """As ``PromptRenderer``, for a job with steps; what has no step's name is about the first one.
+    """A renderer for a job with steps, with the interface of ``PromptRenderer``.
+
+    Methods without a step's name are about the first step.
 
     Raises:
-        JobError: a template or template file of a step can't be used.
+        JobError: a template or template file of a step is invalid.
     """
 
     def __init__(
@@ -76,15 +78,15 @@ class StepsRenderer:
         self._ambiguous = next(whole, None)
 
     def check(self, row: Row) -> None:
-        """Raises TemplateError if a template reads ``steps``, which may be the row's own field."""
+        """Raise TemplateError if a template reads ``steps`` and the row has a field of that name."""
         if self._ambiguous is not None and STEPS in row.fields:
             raise TemplateError(
-                f"{self._ambiguous}: the row has a field {STEPS!r}, and templates know the answers of"
-                " [[steps]] by that name; rename the field in the input"
+                f"{self._ambiguous}: the row has a field {STEPS!r}, but in templates this name is for the"
+                " answers of [[steps]]; rename the field in the input"
             )
 
     def runs(self, step: str, row: Row) -> bool:
-        """Whether the step is not skipped; ``row`` as for ``render_step``.
+        """Return whether the step is not skipped; ``row`` as for ``render_step``.
 
         Raises:
             RowError: its template can't be rendered.
@@ -93,20 +95,20 @@ class StepsRenderer:
         return when is None or when.text(row.fields).strip().lower() not in _NO
 
     def step_takes_long(self, step: str) -> bool:
-        """True if ``runs`` and ``render_step`` open files, or wait for a process."""
+        """Return True if ``runs`` and ``render_step`` open files, or wait for a process."""
         when, renderer = self._when.get(step), self._by_name[step]
         return renderer.takes_long or renderer.opens_files or bool(when and when.is_apart)
 
     def render_step(self, step: str, row: Row) -> Request:
-        """The request of a step, without a hash; ``row`` has what ``with_answers`` adds.
+        """Return the request of a step, without a hash; ``row`` has the fields added by ``with_answers``.
 
         Raises:
-            RowError: as ``PromptRenderer.render``.
+            RowError: as for ``PromptRenderer.render``.
         """
         return self._by_name[step].render(row, 1, "")
 
     def render(self, row: Row, attempt: int = 1) -> Request:
-        """The first request of a row: that of the first step that it does not skip."""
+        """Return the first request of a row, from the first step that is not skipped."""
         if row.error is not None:
             raise row.error
         self.check(row)
@@ -133,7 +135,7 @@ class StepsRenderer:
         return self._first.hint(with_answers(row, {}))
 
     def _misread(self) -> Iterator[str]:
-        """A line for each name of a step, or of a part of its answer, that a template can't read."""
+        """Yield a line for each template that reads an unknown step, or an unknown part of its answer."""
         for number, place, name, part in self._reads():
             if name is None or hasattr(dict, name):  # steps.items()
                 continue
@@ -142,14 +144,14 @@ class StepsRenderer:
                 yield f"{place}: steps.{name} {problem}"
 
     def _reads(self) -> Iterator[tuple[int, str, str | None, str | None]]:
-        """Where a template reads ``steps``: its step's number, its place, the name and the part."""
+        """Yield each read of ``steps``: number of the reading step, its template, the step's name and the part read."""
         for number, step in enumerate(self.job.steps):
             for place, source in self._sources(step.name):
                 for name, part in keys_read(source, STEPS):
                     yield number, place, name, part
 
     def _sources(self, step: str) -> Iterator[tuple[str, str]]:
-        """The place and the text of each template of a step."""
+        """Yield the key and the text of each template of a step."""
         if (when := self._when.get(step)) is not None:
             yield when.key, when.source
         for template in self._by_name[step].templates.all:
@@ -158,7 +160,7 @@ class StepsRenderer:
 
 @contextmanager
 def _naming(step: str) -> Iterator[None]:
-    """An error of a template names the step that has it."""
+    """Add the step's name to an error of a template inside the block."""
     try:
         yield
     except JobError as error:
@@ -175,7 +177,7 @@ def _problem(name: str, part: str | None, earlier: Mapping[str, StepTable]) -> s
         hint = did_you_mean(part, ANSWER) or f"; it has {', '.join(ANSWER)}"
         return f"has no {part!r}{hint}"
     if part in ("prediction", "scores") and not earlier[name].scoring.is_on:
-        return f"has no {part!r}, as the step has neither extract nor scorers"
+        return f"has no {part!r}, because the step has neither extract nor scorers"
     return None
 
 
@@ -188,7 +190,7 @@ def renderer_of(
     adjust_sampling: AdjustSampling | None = None,
     load: LoadMedia | None = None,
 ) -> Renderer:
-    """What renders the rows of ``job``; raises JobError if a template of it can't be used."""
+    """Return the renderer for the rows of ``job``. Raises JobError if a template is invalid."""
     made: type[Renderer] = StepsRenderer if job.steps else PromptRenderer
     if job.task == "transcribe":
         made = SpeechRenderer
@@ -196,7 +198,7 @@ def renderer_of(
 
 
 def render_or_fail(renderer: Renderer, row: Row, attempt: int = 1) -> Request | Completion:
-    """As its ``render``; a row error is returned as a failed Completion."""
+    """Return the rendered request, or a failed Completion with the row's error."""
     try:
         return renderer.render(row, attempt)
     except RowError as error:
@@ -207,7 +209,6 @@ def render_or_fail(renderer: Renderer, row: Row, attempt: int = 1) -> Request | 
 def with_answers(
     row: Row, answers: Mapping[str, Any], candidates: Sequence[str] | None = None
 ) -> Row:
-    """``row`` with ``answers`` of its steps, by name, as templates see them, and for a step that judges
-    the ``candidates``."""
+    """Return ``row`` with the ``answers`` of its steps, by name, and the ``candidates`` for a step that judges."""
     seen = {STEPS: answers} if candidates is None else {STEPS: answers, CANDIDATES: candidates}
     return replace(row, fields={**row.fields, **seen})

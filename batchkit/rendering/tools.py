@@ -1,4 +1,4 @@
-"""The tools of a request, and whatever else a row says about tools and its chat template."""
+"""The tools of a request, and other settings of a row for tools and its chat template."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from batchkit.rendering.templates import RowTemplate
 from batchkit.sources.reader import shown
 from batchkit.types import Request
 
-_OF_THE_JOB = ("chat_template", "tokenize")  # not names for a template
-_MAY_BE_NULL = ("const", "default")  # of a JSON schema: null is a value there
+_OF_THE_JOB = (
+    "chat_template",
+    "tokenize",
+)  # arguments of the chat template's caller, not of the template
+_MAY_BE_NULL = ("const", "default")  # keys of a JSON schema in which null is a value
 
 
 class RequestTools(NamedTuple):
-    """A request's fields of these names."""
+    """The fields of a Request that are about tools."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: Any = None
@@ -27,7 +30,7 @@ class RequestTools(NamedTuple):
 
 
 class JobTools:
-    """``prompt.tools`` and ``prompt.tool_choice``. Several threads may share it.
+    """The job's ``prompt.tools`` and ``prompt.tool_choice``. Several threads may share it.
 
     Raises:
         JobError: the file can't be read, or its definitions or the choice are wrong.
@@ -36,8 +39,8 @@ class JobTools:
     def __init__(self, job: JobConfig) -> None:
         tools, self._choice = job.prompt.tools, job.prompt.tool_choice
         self._of_all = RequestTools()
+        # Renders a row's own definitions; None if all rows have the same ones, or no tools.
         self.template: RowTemplate | None = None
-        """Gives a row's own definitions; None if all rows have the same, or none."""
         if is_template(tools):
             self.template = RowTemplate(job, "prompt.tools", tools, keeps_type=True)
         elif tools is not None:
@@ -45,13 +48,13 @@ class JobTools:
             choice = _chosen(self._choice, tools, JobError, "prompt.tool_choice")
             self._of_all = RequestTools(tools, choice)
         self.inline = tools
-        """``prompt.tools``, no file."""
+        """The definitions of ``prompt.tools``, read from its file if it names one."""
 
     def of_row(self, fields: Mapping[str, Any]) -> RequestTools:
-        """The tools for a row.
+        """Return the tools for a row.
 
         Raises:
-            RowError: the row's definitions are wrong, or it has none and has to call one.
+            RowError: the row's definitions are wrong, or it must call a tool and has none.
         """
         if self.template is None:
             return self._of_all
@@ -60,20 +63,20 @@ class JobTools:
 
 
 def ignored_tools(request: Request, prompt: str | None) -> str:
-    """Return a warning if the model's chat template left the request's tools out of the ``prompt``; else ""."""
+    """Return a warning if the model's chat template left the request's tools out of the ``prompt``; otherwise ""."""
     names = [tool["function"]["name"] for tool in request.tools or ()]
     if prompt is None or not names or request.tool_choice == "none":
         return ""
     if any(name in prompt for name in names):
         return ""
     return (
-        f"tools: the model's chat template ignores them, so the model does not see {', '.join(names)}; take a model that"
+        f"tools: the model's chat template ignores them, so the model does not see {', '.join(names)}; use a model that"
         " was trained for tools, or set engine.options.chat_template"
     )
 
 
 def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -> RequestTools:
-    """The tools in the body of an OpenAI batch line, else those ``of_job``, with the body's choice.
+    """Return the tools of an OpenAI batch line's body (by default ``of_job``), with the body's choice.
 
     Raises:
         RequestError: they are wrong.
@@ -92,11 +95,12 @@ def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -
 
 
 def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body's names for the chat template; ``reasoning_effort`` is one of them, and for pairs
-    ``instruction``.
+    """Return the body's variables for the chat template.
+
+    They include ``reasoning_effort`` and, for pairs, ``instruction``.
 
     Raises:
-        RequestError: they are no table, or have a name that is not for a template.
+        RequestError: they are not a table, or have a name that is not for a template.
     """
     found = body.get("chat_template_kwargs") or {}
     if not isinstance(found, Mapping):
@@ -114,7 +118,7 @@ def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> RequestTools:
-    """Those of one row; ``key`` and ``choice_key`` name them in errors.
+    """Return the tools of one row; ``key`` and ``choice_key`` name them in errors.
 
     Raises:
         RequestError: they are wrong.
@@ -127,7 +131,7 @@ def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> Request
     if tools is None or tools == []:
         if _chosen(choice, None, RequestError, choice_key) in (None, "none", "auto"):
             return RequestTools()
-        raise RequestError(f"{choice_key}: is {shown(choice)}, and the row has no tools")
+        raise RequestError(f"{choice_key}: is {shown(choice)}, but the row has no tools")
     try:
         check_tools(tools)
     except ValueError as error:
@@ -136,8 +140,7 @@ def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> Request
 
 
 def _without_nulls(definitions: Any) -> Any:
-    """``definitions`` of a row without the keys that are null: Parquet gives those of each row the
-    parameters of all."""
+    """Return ``definitions`` without keys that are null: in Parquet each tool has the parameters of all."""
     if isinstance(definitions, list):
         return [_without_nulls(one) for one in definitions]
     if not isinstance(definitions, Mapping):

@@ -1,13 +1,12 @@
-"""Cuts a row's longest text in the middle, so that a prompt that was too long fits.
+"""Cuts of a row's longest text in the middle, to make a prompt fit that was too long.
 
 Only the engine knows how many tokens a text has. So a cut is estimated from the size of the last
 prompt, tried, and made larger if it was not enough. Two or three prompts are enough.
 
-An estimate never removes more than seven eighths of what the last one kept: if the middle of a
-text has far fewer tokens than its ends, the estimate goes too far. A prompt may be refused although
-it should fit by its token count, for example by a server that includes the whole answer in its
-count: then half is kept. Every cut is shorter than the one before, and a row is cut at most
-``_MOST_CUTS`` times.
+An estimate keeps at least an eighth of the last cut's text: if the middle of a text has far fewer tokens
+than its ends, the estimate removes too much. An engine may refuse a prompt that should fit by its token
+count, for example a server that includes the whole answer in its count; then half is kept. Every cut is
+shorter than the one before, and a row is cut at most ``_MOST_CUTS`` times.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from batchkit.types import Cut
 
 MARK = " […] "
 _NO_TEXT = (*MEDIA_PARTS, "role", "tool_calls", "type")
-_MARK_TOKENS = len(MARK.encode())  # at most
+_MARK_TOKENS = len(MARK.encode())  # an upper bound
 _LEAST_SHARE = 8
 _MOST_CUTS = 10
 _MOST_TEXTS = 10
 
 
 class Place(NamedTuple):
-    """The position of a text in a row: the keys and indexes that lead to it, and its characters."""
+    """The position of a text in a row: its path of keys and indexes, and its length in characters."""
 
     path: Sequence[Any]
     length: int
@@ -41,8 +40,10 @@ def longest_text(
     names: Container[str],
     is_shown: Callable[[Place], bool] = lambda place: True,
 ) -> Place | None:
-    """The longest text in the fields called ``names``, at any depth: the first of a few that
-    ``is_shown``, or else the longest of all."""
+    """Return the longest text in the fields called ``names``, at any depth.
+
+    Prefers the first of the ten longest for which ``is_shown`` is true.
+    """
     used = {name: value for name, value in fields.items() if name in names}
     longest = nlargest(_MOST_TEXTS, _texts(used, ()), key=lambda place: place.length)
     return next(filter(is_shown, longest), longest[0] if longest else None)
@@ -51,15 +52,15 @@ def longest_text(
 def next_cut(
     length: int, last: Cut | None, error: PromptTooLongError, max_tokens: int
 ) -> Cut | None:
-    """How much of a text of ``length`` characters to keep after ``error``; None if no cut helps.
+    """Return the cut of a text of ``length`` characters to try after ``error``; None if no cut helps.
 
-    Room is left for the answer of ``max_tokens``, if that is not more than half of the context.
+    Leaves room for an answer of ``max_tokens``, but at most half of the context.
     """
     tokens, max_model_len = error.prompt_tokens, error.max_model_len
     times = 1 if last is None else last.times + 1
     if tokens is None or max_model_len is None or times > _MOST_CUTS:
         return None
-    # A little less than needed: else each try comes closer to it, and none reaches it.
+    # Aim a little below the limit: otherwise each try comes closer to it without reaching it.
     room = max(1, min(max_tokens, max_model_len // 2))
     target = max_model_len - room - 1 - max_model_len // 64
     if last is None:
@@ -74,7 +75,7 @@ def next_cut(
 
 
 def cut_at(value: Any, path: Sequence[Any], kept: int) -> Any:
-    """``value`` with the text at ``path`` cut to ``kept`` characters, with a mark in the middle."""
+    """Return ``value`` with the text at ``path`` cut to ``kept`` characters, with a mark in the middle."""
     if not path:
         tail = kept // 2
         return value[: kept - tail] + MARK + value[len(value) - tail :]

@@ -111,9 +111,9 @@ LINES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 ASKED_TWICE = (0, 2, 4, 6, 8)
 REFUSED = {
-    11: 'url: /v1/embeddings is for task = "embed", and the job has task = "generate", which serves chat',
-    12: 'url: /v1/score is for task = "score", and the job has task = "generate", which serves chat',
-    13: "body: of /v1/responses these are not supported: stream, tools (web_search); leave them out",
+    11: 'url: /v1/embeddings is for task = "embed", but the job has task = "generate", which serves chat',
+    12: 'url: /v1/score is for task = "score", but the job has task = "generate", which serves chat',
+    13: "body: these keys of /v1/responses are not supported: stream, tools (web_search); leave them out",
     14: "url: '/v1/images/generations' is not one of",
 }
 

@@ -137,9 +137,9 @@ def test_lines_for_embeddings_have_a_vector_each() -> None:
     )
     assert run().exit_code == 3
     assert errors() == {
-        4: "body: has 2 texts; a row has one answer: make each of them a line of its own, with its"
-        " own custom_id",
-        5: "body.input: found [1, 2], expected a text; numbers of tokens are not supported",
+        4: "body: has 2 texts, but a row has one answer: write one line for each, with a different"
+        " custom_id",
+        5: "body.input: found [1, 2], expected a text; token ids are not supported",
     }
     found = {r["id"]: r["embedding"]["dimensions"] for r in records() if not r["error"]}
     assert found == {"c0": 8, "c1": 8, "c2": 4, "c3": 8}

@@ -28,8 +28,16 @@ FAULTS = {
     "returns nothing": ("pass", "rollout: ", "returned None (NoneType), expected a text, a dict"),
     "returns a list": ("return [1]", "rollout: ", r"returned \[1\] \(list\)"),
     "returns a blank": ("return ' '", "empty: ", "returned no text"),
-    "returns no JSON": ("return {'a': object()}", "rollout: ", "a dict that is no JSON"),
-    "returns keys that are no text": ("return {1: 2}", "rollout: ", "a dict that is no JSON"),
+    "returns no JSON": (
+        "return {'a': object()}",
+        "rollout: ",
+        "a dict that can't be converted to JSON",
+    ),
+    "returns keys that are no text": (
+        "return {1: 2}",
+        "rollout: ",
+        "a dict that can't be converted to JSON",
+    ),
     "exits": ("sys.exit(7)", "rollout: ", "SystemExit: 7"),
     "exits in a task": ("await asyncio.create_task(leave())", "rollout: ", "SystemExit: 9"),
     "interrupts": ("raise KeyboardInterrupt", "rollout: ", "KeyboardInterrupt"),
@@ -42,7 +50,7 @@ FAULTS = {
     "swallows its cancellation": (
         "while True:\n        try: await asyncio.Event().wait()\n        except BaseException: pass",
         "timeout: ",
-        "neither asked for a generation nor ended",
+        "neither generated nor returned",
     ),
     "asks for no messages": ("await generate(7)", "invalid_request: ", "generate: found 7"),
     "asks for an unknown engine": (

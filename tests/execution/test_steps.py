@@ -172,4 +172,4 @@ def test_a_step_that_judges_is_never_the_rows_answer() -> None:
         assert record["steps"]["check"]["text"] == "<check>"
         write(None, 1, server, steps=[{**DRAFT, "when": ""}, judge | {"prompt": {"user": "x"}}])
         assert run("--fresh").exit_code == 3
-    assert errors()[0] == "empty: no step gave an answer: the when of each was false"
+    assert errors()[0] == "empty: no step gave an answer: the `when` of every step was false"

@@ -71,7 +71,7 @@ def test_the_next_start_takes_the_safe_setting_unless_the_user_has_changed_it(
     ended = run(OWN, "engine.options.max_num_seqs=1", over=3)
     assert_only_failed(ended, calm, {})
     assert "engine options have changed: smaller settings are forgotten" in ended.log
-    assert "up to 1 requests run at once" in ended.log
+    assert "up to 1 requests run at the same time" in ended.log
 
 
 def test_out_of_memory_at_load_is_halved_until_it_fits(run: Run, calm: list[str]) -> None:

@@ -177,7 +177,7 @@ BAD_FILES: dict[str, tuple[bytes, list[str]]] = {
     "webp signature": (b"RIFF\x24\0\0\0WEBPVP8 " + bytes(20), ["broken, cut short"]),
     "webp cut": (encoded(gradient(), "WEBP")[:60], ["broken, cut short"]),
     "tiff cut": (encoded(gradient(), "TIFF")[:-500], ["broken, cut short"]),
-    "floats": (encoded(Image.new("F", (2, 2)), "TIFF"), ["its gray has 32 bits", "save it in 16"]),
+    "floats": (encoded(Image.new("F", (2, 2)), "TIFF"), ["has 32-bit gray", "save it with 16"]),
 }
 
 

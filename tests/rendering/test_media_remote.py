@@ -136,7 +136,7 @@ BAD = {
     ("source", "words"),
     [
         *((path, f"{path}: contains a .., which could lead outside media.root {ROOT}") for path in UPWARD),
-        *((path, f"lies outside media.root {ROOT}; give the path below it") for path in OUTSIDE),
+        *((path, f"is outside media.root {ROOT}; give the path below it") for path in OUTSIDE),
         *BAD.items(),
     ],
 )  # fmt: skip
@@ -167,7 +167,7 @@ def test_syntax_of_a_store_s_own_does_not_lead_out_of_the_root() -> None:
     table = media("own://bucket/images")
     assert load_image("a.png", table).size == (4, 2)
     for source in ("x:bucket/beside.png", "x@/bucket/beside.png", "x@in/a.png:beside.png"):
-        assert "lies outside media.root" in refused(source, table)
+        assert "is outside media.root" in refused(source, table)
 
 
 def test_a_file_of_max_bytes_is_read(bucket: Any) -> None:

@@ -60,7 +60,7 @@ def write_job(second: dict[str, Any], first: dict[str, Any] | None = None, **tab
         (
             {"when": "{{ steps.draft.prediction == 'x' }}"},
             (
-                "steps.revise.when: steps.draft has no 'prediction', as the step has neither extract nor"
+                "steps.revise.when: steps.draft has no 'prediction', because the step has neither extract nor"
                 " scorers"
             ),
         ),
@@ -115,8 +115,8 @@ def test_a_rows_own_field_called_steps_is_not_taken_for_answers(place: str, temp
     assert (good["status"], bad["error"]["kind"]) == ("ok", "template")
     step = {"first": "draft", "second": "revise"}[place]
     assert bad["error"]["message"] == (
-        f"steps.{step}.prompt.user: the row has a field 'steps', and templates know the answers of"
-        " [[steps]] by that name; rename the field in the input"
+        f"steps.{step}.prompt.user: the row has a field 'steps', but in templates this name is for the"
+        " answers of [[steps]]; rename the field in the input"
     )
 
 

@@ -166,7 +166,7 @@ def test_an_error_is_the_same_from_a_process(
 @pytest.mark.parametrize("keeps_type", [False, True])
 def test_a_field_called_self_is_refused(keeps_type: bool) -> None:
     """Jinja would fill in an object of its own, in every row."""
-    with pytest.raises(JobError, match=r"prompt\.user: .*self is a name of Jinja's own"):
+    with pytest.raises(JobError, match=r"prompt\.user: .*self is a reserved name of Jinja"):
         RowTemplate(job(), "prompt.user", "{{ self }}", keeps_type=keeps_type)
 
 

@@ -164,7 +164,7 @@ OF_A_COLUMN: list[tuple[Any, str]] = [
     ([WEATHER], "prompt.tool_choice: no tool is called 'clock'; tools has weather"),
 ]
 OF_A_BODY: list[tuple[dict[str, Any], str]] = [
-    ({"tool_choice": "required"}, "body.tool_choice: is 'required', and the row has no tools"),
+    ({"tool_choice": "required"}, "body.tool_choice: is 'required', but the row has no tools"),
     ({"tools": TOOLS, "tool_choice": 1}, "body.tool_choice: found 1, expected 'auto'"),
     ({"tools": TOOLS, "parallel_tool_calls": 1}, "body.parallel_tool_calls: found 1"),
     ({"reasoning_effort": 3}, "body.reasoning_effort: found 3, expected text"),
@@ -196,7 +196,7 @@ def test_a_row_without_tools_is_sent_without(none: Any) -> None:
     request = render({"t": none}, user="x", tools="{{ t }}", tool_choice="auto")
     assert (request.tools, request.tool_choice) == (None, None)
     message = refusal(RowError, {"t": none}, user="x", tools="{{ t }}", tool_choice="required")
-    assert message == "prompt.tool_choice: is 'required', and the row has no tools"
+    assert message == "prompt.tool_choice: is 'required', but the row has no tools"
 
 
 @pytest.mark.parametrize("choice", ["required", "clock", NAMED])

@@ -1,8 +1,8 @@
-"""Images, sound, video and texts: from what a row names to RGB pixels of the right size, samples or text.
+"""Images, sound, video and texts: from the name in a row to RGB pixels, samples or text.
 
 ``load_media``, ``load_image`` and ``load_text`` are the entry points. ``source`` turns a name into bytes and stays
-within the media root, a folder or an fsspec URL; ``download`` does it for web addresses on the listed
-hosts. ``pixels`` turns bytes into the image, and ``apart`` those of a PDF, sound or video.
+within the media root, a folder or an fsspec URL; ``download`` does so for web addresses on the listed
+hosts. ``pixels`` decodes images; ``apart`` decodes PDFs, sound and video in a separate process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from batchkit.rendering.media.source import (
 )
 from batchkit.types import Clip, VideoFile
 
-_BEGINNING = 8000  # bytes in which git, too, takes a NUL as a sign that a file is no text
+_BEGINNING = 8000  # bytes to search for a NUL, the sign of a binary file (git's rule)
 
-_TYPES = {  # what browsers play, by how it begins; audio or video where either may be inside
+_TYPES = {  # types that browsers play, by the file's first bytes; {kind} if a file may hold sound or video
     re.compile(rb"RIFF....WAVE", re.DOTALL): "audio/wav",
     re.compile(rb"fLaC"): "audio/flac",
     re.compile(rb"OggS"): "{kind}/ogg",
@@ -51,18 +51,24 @@ Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, 
 
 
 def load_image(source: Source, media: MediaTable) -> Image.Image:
-    """A new RGB image, fully decoded, upright by its EXIF, scaled to the limits of ``media``.
+    """Return a new RGB image, fully decoded, upright by its EXIF, scaled to the limits of ``media``.
 
-    ``source`` is a path below ``media.root`` (absolute, relative to it, ``file://`` or, if the
-    root is an fsspec URL, a URL that begins with it), a base64 ``data:`` URI, an http(s) URL on
-    ``media.allow_urls``, the bytes of an image file, ``{"bytes": …, "path": …}`` as Hugging Face
-    datasets store it, or an image (which is not modified).
-    PNG, JPEG, WebP, GIF, BMP and TIFF are read, recognised by their content; of an animation, the
-    first frame, and no TIFF of several pages. Of a PDF, the page that ``#page=3`` after its path or URL names, or the only one. Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
+    ``source`` is one of
+
+    - a path below ``media.root`` (absolute, relative to it, ``file://``, or, if the root is an fsspec URL, a URL
+      that begins with it);
+    - a base64 ``data:`` URI;
+    - an http(s) URL on ``media.allow_urls``;
+    - the bytes of an image file, or ``{"bytes": …, "path": …}`` as in Hugging Face datasets;
+    - an image, which is not modified.
+
+    Formats are recognised by content: PNG, JPEG, WebP, GIF, BMP and TIFF. Of an animation the first frame is used; a
+    TIFF with several pages is refused. A PDF gives the page in ``#page=3`` after its path or URL, or its only page.
+    Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
 
     Safe to call from many threads. Memory, without the result, stays within
     ``media.max_decode_bytes``, twice ``media.max_bytes`` and 64 MiB; N threads need N - 1 times
-    128 MiB more (images that need more than that take turns), and the files' bytes.
+    128 MiB more (larger images take turns), and the files' bytes.
 
     Raises:
         MediaError: missing, refused, too large, or not an image. The only exception.
@@ -71,23 +77,25 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
 
 
 def load_media(kind: str, source: Source, media: MediaTable) -> Media:
-    """As ``load_image``, of any ``kind``: "image", "audio" or "video". A clip has no page, and is no PIL image;
-    it is read by its content, too."""
+    """Return the media of ``source``; ``kind`` is "image", "audio" or "video".
+
+    For sources and exceptions see ``load_image``; a clip has no page and is never a PIL image.
+    """
     try:
         return _image(source, media) if kind == "image" else _clip(kind, source, media)
     except MediaError as error:
         message = str(error)
-    # A new error without its cause: a failed row waits for its record, and the frames of the first
-    # error would keep the file's bytes and its pixels in memory until then.
+    # A new error without its cause: until the failed row has its record, the stack frames of the first
+    # error would keep the file's bytes and its pixels in memory.
     raise MediaError(message)
 
 
 def load_text(path: str, media: MediaTable) -> str:
-    """The text of the file at ``path``, below ``media.root``; invalid UTF-8 becomes U+FFFD.
+    """Return the text of the file at ``path``, below ``media.root``; invalid UTF-8 becomes U+FFFD.
 
     Raises:
-        MediaError: missing, outside the root, over ``media.max_bytes``, or not text, as UTF-16 is
-            not to a model. The only exception.
+        MediaError: missing, outside the root, over ``media.max_bytes``, or not text (UTF-16 is
+            refused, too). The only exception.
     """
     data = _read(path, shown(path), media)
     if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
@@ -98,10 +106,10 @@ def load_text(path: str, media: MediaTable) -> str:
 
 
 def load_bytes(source: object, media: MediaTable) -> bytes:
-    """The bytes of the file at the path ``source``, below ``media.root``.
+    """Return the bytes of the file at the path ``source``, below ``media.root``.
 
     Raises:
-        MediaError: as ``load_text``; or it is no path, but for example a web address.
+        MediaError: as for ``load_text``; or ``source`` is not a path, for example a web address.
     """
     name = shown(source)
     if not isinstance(source, str) or is_for_fetch(source, media):
@@ -110,10 +118,10 @@ def load_bytes(source: object, media: MediaTable) -> bytes:
 
 
 def load_clip_bytes(source: Source, media: MediaTable) -> bytes:
-    """The file of a clip, not decoded.
+    """Return the undecoded file of a clip.
 
     Raises:
-        MediaError: as ``load_media``, or it names no file.
+        MediaError: as for ``load_media``, or ``source`` names no file.
     """
     name = shown(source, "clip")
     data = _data_of(source, name, media)
@@ -123,7 +131,10 @@ def load_clip_bytes(source: Source, media: MediaTable) -> bytes:
 
 
 def load_for_server(kind: str, source: Source, media: MediaTable) -> Media:
-    """As ``load_media``, but a video is not decoded. Its type is "video/mp4" if it is none that browsers play."""
+    """Return the media of ``source`` like ``load_media``, but a video undecoded.
+
+    Its type is "video/mp4" unless browsers play it by another type.
+    """
     if kind != "video" or isinstance(source, VideoFile):
         return load_media(kind, source, media)
     data = load_clip_bytes(source, media)
@@ -131,13 +142,13 @@ def load_for_server(kind: str, source: Source, media: MediaTable) -> Media:
 
 
 def media_type(kind: str, data: bytes) -> str | None:
-    """Of a clip that browsers play; None of others."""
+    """Return the MIME type of a clip that browsers play; None for other clips."""
     names = (name for mark, name in _TYPES.items() if mark.match(data[:64]))
     return next((name.format(kind=kind) for name in names), None)
 
 
 def load_still(source: Source, side: int, media: MediaTable) -> Image.Image:
-    """A frame near the middle of a video, no side longer than ``side``. Raises MediaError as ``load_media``."""
+    """Return a frame near the middle of a video; no side is longer than ``side``. Raises MediaError as ``load_media``."""
     return decode_still(load_clip_bytes(source, media), shown(source, "video"), side, media)
 
 
@@ -174,7 +185,7 @@ def _image(source: Source, media: MediaTable) -> Image.Image:
 
 
 def _data_of(source: Any, name: str, media: MediaTable) -> bytes | None:
-    """The bytes of what ``source`` names; None if it is nothing that names a file."""
+    """Return the bytes of the file that ``source`` names; None if it does not name a file."""
     match source:
         case bytes() | bytearray() | memoryview():
             return bytes(source)
@@ -196,12 +207,12 @@ def _data_of(source: Any, name: str, media: MediaTable) -> bytes | None:
 
 
 def _read(source: str, name: str, media: MediaTable) -> bytes:
-    """The bytes of a file under ``media.root``, wherever that is."""
+    """Return the bytes of a file under ``media.root``, a folder or a URL."""
     return (read_remote if is_remote(media.root) else read_file)(source, name, media)
 
 
 class SharedMedia:
-    """Images and clips by name, in weak references, so no limit is needed. Many threads may use it."""
+    """A cache of images and clips by name, in weak references, so it needs no limit. Thread-safe."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -209,7 +220,7 @@ class SharedMedia:
         self._loading: WeakValueDictionary[Hashable, threading.Lock] = WeakValueDictionary()
 
     def get(self, name: Hashable, load: Callable[[], _Shared]) -> _Shared:
-        """What has that name; calls ``load`` if no row holds it. One thread at a time loads it.
+        """Return the media of that name; call ``load`` if no row holds it. One thread at a time loads it.
 
         Callers must not modify it. Raises what ``load`` raises.
         """

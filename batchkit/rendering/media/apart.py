@@ -1,4 +1,4 @@
-"""Files that a process of its own decodes: the pages of PDFs, sound and video."""
+"""Decoding in a separate process: pages of PDFs, sound and video."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from batchkit.rendering.media.pixels import LARGE_BYTES, Size, one_large_image, 
 from batchkit.types import Audio, Video
 
 _POINTS_PER_INCH = 72
-_SPARE_BYTES = 2**30  # for the library of a reader itself, and what it keeps while it decodes
+_SPARE_BYTES = 2**30  # memory for a reader's library and its buffers
 
 
 def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> Image.Image:
-    """The page at ``media.pdf_dpi``, within ``media``'s limits as any image.
+    """Return the page at ``media.pdf_dpi``, within ``media``'s limits for images.
 
     Raises:
-        MediaError: the PDF is broken or needs a password, has no such page, or has several and none
+        MediaError: the PDF is broken or needs a password; it has no such page, or several and none
             is named; or the page's pictures need more than ``media.max_decode_bytes``.
     """
     with _asking(PDF_READER, data, name, media) as asked:
@@ -52,7 +52,7 @@ def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> I
 
 
 def decode_audio(data: bytes, name: str, media: MediaTable) -> Audio:
-    """The first sound of the clip in ``data``: mono, ``media.audio_sample_rate`` samples a second.
+    """Return the first sound track in ``data``: mono, ``media.audio_sample_rate`` samples per second.
 
     Raises:
         MediaError: it is broken, cut short, or longer than ``media.max_audio_seconds``.
@@ -66,7 +66,7 @@ def decode_audio(data: bytes, name: str, media: MediaTable) -> Audio:
 
 
 def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
-    """Frames of the first video of the clip in ``data``, evenly from first to last, within ``media``'s limits for images.
+    """Return evenly spaced frames of the first video track in ``data``, within ``media``'s limits for images.
 
     Raises:
         MediaError: it is broken, cut short, longer than ``media.max_video_seconds``, or its frames need
@@ -79,7 +79,7 @@ def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
         wide, high, total, seconds = asked("video", most_s)
         size = target_of(Size(wide, high), name, media)
         found = 0
-        while found != total:  # the header's number, or that of the packets, may be wrong
+        while found != total:  # the header or the packet count may give a wrong number
             total = found or total
             chosen = _evenly(total, seconds, media)
             need_bytes = _need_bytes(Size(wide, high), size, len(chosen), name, media)
@@ -93,10 +93,10 @@ def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
 
 
 def decode_still(data: bytes, name: str, side: int, media: MediaTable) -> Image.Image:
-    """A frame near the middle of the first video of the clip in ``data``; no side of it is longer than ``side``.
+    """Return a frame near the middle of the first video track in ``data``, with no side longer than ``side``.
 
     Raises:
-        MediaError: none can be decoded.
+        MediaError: no frame can be decoded.
     """
     with _asking(CLIP_READER, data, name, media) as asked:
         wide, high, pixels = asked("still", side)
@@ -107,10 +107,10 @@ def decode_still(data: bytes, name: str, side: int, media: MediaTable) -> Image.
 def _asking(
     reader: Reader, data: bytes, name: str, media: MediaTable
 ) -> Iterator[Callable[..., Any]]:
-    """Gives what asks ``reader`` about the file in ``data``, called ``name``.
+    """Yield a function that sends questions about the file ``data`` to ``reader``; ``name`` is for messages.
 
     Raises:
-        MediaError: it is broken, or can't be read here.
+        MediaError: the file is broken, or can't be read here.
     """
     if (missing := reader.missing) is not None:
         raise MediaError(f"{name}: {missing}")
@@ -124,7 +124,7 @@ def _asking(
 
 
 def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
-    """Indexes from the first frame to the last, as vLLM's own loader picks them."""
+    """Return evenly spaced frame indexes from first to last, chosen like vLLM's own loader."""
     import numpy as np
 
     wanted = media.video_frames
@@ -134,7 +134,7 @@ def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
 
 
 def _need_bytes(full: Size, size: Size, n_frames: int, name: str, media: MediaTable) -> int:
-    """Two copies of the frames, and a decoded one."""
+    """Return the memory for two copies of the frames and one decoded frame. Raises MediaError above the limit."""
     need_bytes = 2 * 3 * n_frames * size.width * size.height + 4 * full.width * full.height
     if need_bytes > media.max_decode_bytes:
         raise MediaError(

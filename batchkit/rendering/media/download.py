@@ -1,7 +1,7 @@
-"""Images from http(s) URLs, only from hosts that the job names.
+"""Downloads of images from http(s) URLs, only from hosts that the job names.
 
 An entry of ``media.allow_urls`` is a host for ports 80 and 443, or ``host:port``. A name must
-resolve to public addresses only, so that no name, listed or redirected to, reaches into the
+resolve to public addresses only, so that neither a listed name nor a redirect leads into the
 network that batchkit runs in. A literal address (``10.0.0.5``, ``127.0.0.1:8123``, ``[::1]:80``)
 is the user's explicit choice and is allowed without this check.
 """
@@ -29,32 +29,31 @@ MAX_REDIRECTS = 3
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "batchkit"}
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
-# IANA has assigned public addresses only from this range. Outside of it are, among others,
-# 64:ff9b:1::/48 (RFC 8215: a network's own translation to IPv4) and ::a.b.c.d, which Python's
-# is_global accepts.
+# IANA has assigned public addresses only from this range. Python's is_global also accepts
+# 64:ff9b:1::/48 (RFC 8215: a network's own translation to IPv4) and ::a.b.c.d, which are outside of it.
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 
 class _Hop(NamedTuple):
-    """An allowed URL, with the addresses of its host that may be connected to."""
+    """An allowed URL, with the checked addresses of its host."""
 
     url: httpx.URL
     addresses: list[str]
 
 
 def fetch(url: str, name: str, media: MediaTable, *, timeout_s: float = TIMEOUT_S) -> bytes:
-    """The body at ``url``; at most ``MAX_REDIRECTS`` redirects, every hop checked again.
+    """Return the body at ``url``; follows at most ``MAX_REDIRECTS`` redirects and checks every hop.
 
     Connects only to the addresses that were checked: the name is resolved once per hop, so it
-    can't change in between. No proxy is used. ``timeout_s`` covers everything but the resolver,
-    which has limits of its own.
+    can't change in between. Uses no proxy. ``timeout_s`` covers everything except name resolution,
+    which has its own limits.
 
     Raises:
         MediaError: refused, unreachable, too slow, over ``media.max_bytes``, or not status 200.
     """
     try:
         # httpx's timeouts start again with each byte; an event loop can end the whole download. It
-        # runs in a thread of its own, because the caller's may already run one (in a notebook).
+        # runs in its own thread, because the caller's thread may already run one (in a notebook).
         with start_blocking_portal() as portal:
             return portal.call(_follow, url, name, media, timeout_s)
     except TimeoutError as error:
@@ -89,16 +88,16 @@ def _tls() -> ssl.SSLContext:
 
 
 def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
-    """``url``, if ``media.allow_urls`` and the addresses of its host allow it."""
+    """Return ``url`` if ``media.allow_urls`` and the addresses of its host allow it."""
     at = name if shown(url) == name else f"{name}: redirected to {shown(url)}"
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL:  # it quotes what may be a key
+    except httpx.InvalidURL:  # its message quotes the URL, which may contain a key
         raise MediaError(f"{at}: its host or port is not valid; write https://host/path") from None
     if parsed.scheme not in ("http", "https"):
         raise MediaError(
             f"{at}: images can't be read from {parsed.scheme}://;"
-            " use http(s), set media.root to a URL that they lie below, or download them under it"
+            " use http(s), set media.root to a URL above them, or download them below media.root"
         )
     host = parsed.host.rstrip(".")
     port = parsed.port or (443 if parsed.scheme == "https" else 80)
@@ -118,7 +117,7 @@ def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
 
 
 def _public_addresses(host: str, port: int, at: str) -> list[str]:
-    """The addresses of ``host``: itself if it is one, else all that its name resolves to."""
+    """Return the addresses of ``host``: itself if it is an address, otherwise all that its name resolves to."""
     try:
         return [str(ipaddress.ip_address(host))]
     except ValueError:
@@ -129,7 +128,7 @@ def _public_addresses(host: str, port: int, at: str) -> list[str]:
         if not _is_public(ipaddress.ip_address(address)):
             raise MediaError(
                 f"{at}: {host} resolves to {address}, which is not a public address;"
-                f' if that is meant, put the address in the URL and "{address}:{port}" on'
+                f' if you want this, write the address in the URL and add "{address}:{port}" to'
                 " media.allow_urls"
             )
     return addresses
@@ -148,7 +147,7 @@ def _is_public(address: _IPAddress) -> bool:
 
 
 async def _get(client: httpx.AsyncClient, hop: _Hop, name: str, media: MediaTable) -> bytes | str:
-    """The body or, for a redirect, the new location."""
+    """Return the body or, for a redirect, the new location."""
     response = await _connect(client, hop)
     try:
         if response.has_redirect_location:
@@ -171,14 +170,16 @@ async def _get(client: httpx.AsyncClient, hop: _Hop, name: str, media: MediaTabl
 
 
 async def _connect(client: httpx.AsyncClient, hop: _Hop) -> httpx.Response:
-    """The response, without its body, of the first of the checked addresses that answers."""
-    problem = httpx.ConnectError("its name resolves to nothing")
+    """Return the response, without its body, of the first checked address that answers."""
+    problem = httpx.ConnectError("its name has no address")
     for address in hop.addresses:
         request = client.build_request(
             "GET",
             hop.url.copy_with(host=address),
             headers={"Host": hop.url.netloc.decode("ascii")},
-            extensions={"sni_hostname": hop.url.raw_host.decode("ascii")},  # of the certificate
+            extensions={
+                "sni_hostname": hop.url.raw_host.decode("ascii")
+            },  # the name in the certificate
         )
         try:
             return await client.send(request, stream=True)

@@ -1,6 +1,6 @@
 """From the bytes of an image file to RGB pixels within the limits, in little memory.
 
-Large images are never copied whole: what Pillow decoded is flattened to RGB or gray tile by tile,
+Large images are never copied whole: the decoded image is flattened to RGB or gray tile by tile,
 each tile is averaged down by an integer factor, and only that small image is resampled. JPEGs are
 decoded at a half, a quarter or an eighth of their size if that is enough.
 """
@@ -28,7 +28,7 @@ from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
 from batchkit.sources.rowhash import loaded, orientation_of
 
-# Opened by these and not by Image.open, which supports 40 more formats and refuses images over
+# These open images, not Image.open: it supports 40 more formats and refuses images over
 # Image.MAX_IMAGE_PIXELS, a global of the user's process that batchkit must not change.
 # media.max_decode_bytes is the limit instead.
 _OPENERS: dict[re.Pattern[bytes], Callable[[IO[bytes]], ImageFile]] = {
@@ -44,16 +44,16 @@ _READABLE = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 _NEW_SUBFILE_TYPE = 254  # TIFF 6.0, section 8: bit 0 for a smaller copy, bit 2 for a mask
 _OF_ANOTHER = 0b101
 
-# How many copies of the pixels a decoder holds at its peak (measured at 60 MP): WebP two canvases,
-# the bytes and the image; TIFF the image and either a strip, which may be all of it, or the image
-# turned upright; GIF and run-length BMP a second frame.
+# Copies of the pixels that a decoder holds at its peak (measured at 60 MP). WebP: two canvases, the
+# bytes and the image. TIFF: the image, and either a strip (maybe the whole image) or the image
+# turned upright. GIF and run-length BMP: a second frame.
 _COPIES = {"WEBP": 4, "TIFF": 2, "GIF": 2, "BMP": 2}
 _STORED_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # else 4
 _ROW_POINTER_BYTES = 8
 
-# Averaging leaves at least this many times the target size for the resampling (Image.resize's
-# reducing_gap). A rendered table from 32 to 1.6 MP, against resampling alone: 2.5 times as fast,
-# 41 dB alike; with 3 there was nothing left to average.
+# Averaging stops at this multiple of the target size; the rest is resampling (Image.resize's
+# reducing_gap). Measured on a rendered table from 32 to 1.6 MP: 2.5 times as fast as resampling
+# alone, PSNR 41 dB; with 3 there was nothing left to average.
 _REDUCING_GAP = 2
 _TILE_PIXELS_A_SIDE = 1024
 
@@ -75,7 +75,7 @@ LARGEST_ASPECT = 200
 
 
 def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
-    """The image in ``data``, as ``load_image`` describes it; ``name`` is for messages.
+    """Return the image in ``data`` as described at ``load_image``; ``name`` is for messages.
 
     Raises:
         MediaError: not a readable image, or too large to decode.
@@ -86,7 +86,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
         image = _open(data, name)
         if isinstance(image, TiffImageFile) and _has_pages(data):
             raise MediaError(
-                f"{name}: is a TIFF of several pages; save each as an image of its own"
+                f"{name}: is a TIFF of several pages; save each page as a separate image"
             )
         full = Size(*image.size)
         target = target_of(full, name, media)
@@ -105,7 +105,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
 
 
 def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
-    """A copy of ``image``, as ``load_image`` describes it.
+    """Return a copy of ``image`` as described at ``load_image``.
 
     Raises:
         MediaError: it has no pixels, or can't be converted to RGB.
@@ -120,7 +120,7 @@ def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
 
 
 def target_of(full: Size, name: str, media: MediaTable) -> Size:
-    """The size that the model gets it in. Raises MediaError if its aspect is one that no model takes."""
+    """Return the image's size for the model. Raises MediaError if no model accepts its aspect ratio."""
     limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
     if media.factor is None:
         return target_size(*full, **limits)
@@ -136,7 +136,7 @@ def target_of(full: Size, name: str, media: MediaTable) -> Size:
 
 @contextmanager
 def _translated(name: str, found: str) -> Iterator[None]:
-    """Raise every exception as MediaError: no list of what Pillow's readers raise is complete."""
+    """Turn every exception into a MediaError: no list of the exceptions of Pillow's readers is complete."""
     try:
         yield
     except MediaError:
@@ -149,7 +149,7 @@ def _translated(name: str, found: str) -> Iterator[None]:
 
 
 def _open(data: bytes, name: str) -> ImageFile:
-    """The image with its header read and no pixel decoded."""
+    """Return the image with its header read and no pixel decoded."""
     for signature, opener in _OPENERS.items():
         if signature.match(data):
             return opener(io.BytesIO(data))
@@ -160,17 +160,17 @@ def _open(data: bytes, name: str) -> ImageFile:
 
 
 def _has_pages(data: bytes) -> bool:
-    """Whether a second image in a TIFF is a page, and no smaller copy or mask of the first."""
+    """Return whether the second image in a TIFF is a page, not a smaller copy or a mask of the first."""
     second = TiffImageFile(io.BytesIO(data))
     try:
         second.seek(1)
-    except Exception:  # there is none, or it is broken; what counts is the first
+    except Exception:  # there is no second image, or it is broken; only the first one is used
         return False
     return not second.tag_v2.get(_NEW_SUBFILE_TYPE, 0) & _OF_ANOTHER
 
 
 def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
-    """The peak memory of decoding and flattening, without the result."""
+    """Return the peak memory of decoding and flattening, without the result."""
     drafted = Size(*image.size)
     decoded = _stored_bytes(image.mode, drafted) * _COPIES.get(image.format or "", 1)
     if isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > 1:
@@ -183,13 +183,13 @@ def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
 
 
 def _stored_bytes(mode: str, size: Size) -> int:
-    """The memory that Pillow uses for it: rows padded to 4 bytes, and one pointer per row."""
+    """Return Pillow's memory for an image: rows padded to 4 bytes, and one pointer per row."""
     row = -(-size.width * _STORED_BYTES.get(mode, 4) // 4) * 4
     return size.height * (row + _ROW_POINTER_BYTES)
 
 
 def _factor(size: Size, target: Size) -> Size:
-    """The factors by which to average down before the resampling."""
+    """Return the factors by which to average down before resampling."""
     return Size(
         max(1, size.width // (_REDUCING_GAP * target.width)),
         max(1, size.height // (_REDUCING_GAP * target.height)),
@@ -199,15 +199,15 @@ def _factor(size: Size, target: Size) -> Size:
 def _scaled(
     image: Image.Image, extent: tuple[float, float], target: Size, name: str
 ) -> Image.Image:
-    """A new RGB image of size ``target``.
+    """Return a new RGB image of size ``target``.
 
-    ``extent`` is the part of ``image`` that is filled: in a drafted JPEG, the last column and row
-    may be filled only in part.
+    ``extent`` is the filled part of ``image``: in a drafted JPEG, the last column and row
+    may be filled only partly.
     """
     factor = _factor(Size(*image.size), target)
     flat = _flattened(image, factor, name)
     box = (0.0, 0.0, extent[0] / factor.width, extent[1] / factor.height)
-    # Image.resize copies if there is nothing to resize.
+    # With nothing to resize, Image.resize returns a copy, so the result is always new.
     scaled = flat.resize(target, Image.Resampling.LANCZOS, box=box)
     rgb = scaled if scaled.mode == "RGB" else scaled.convert("RGB")
     rgb.info.clear()
@@ -215,11 +215,13 @@ def _scaled(
 
 
 def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
-    """``image`` as L or RGB, averaged down by ``factor``; itself if there is nothing to do."""
+    """Return ``image`` as L or RGB, averaged down by ``factor``; itself if it needs no change."""
     if image.mode in ("L", "RGB") and not image.has_transparency_data:
         return image.reduce(factor) if factor != (1, 1) else image
     if image.mode in ("I", "F"):
-        raise MediaError(f"{name}: its gray has 32 bits, which have no range; save it in 16 or 8")
+        raise MediaError(
+            f"{name}: has 32-bit gray, whose value range is unknown; save it with 16 or 8 bits"
+        )
     flat: Image.Image | None = None
     tile_width, tile_height = (max(f, _TILE_PIXELS_A_SIDE // f * f) for f in factor)
     for top in range(0, image.height, tile_height):
@@ -238,7 +240,7 @@ def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
 
 
 def _flat_tile(tile: Image.Image) -> Image.Image:
-    """``tile`` as L or RGB, over white where it is transparent."""
+    """Return ``tile`` as L or RGB, with transparency over white."""
     if tile.mode.startswith("I;16"):
         return tile.convert("F").point(lambda value: value * (255 / 65535) + 0.5).convert("L")
     if tile.has_transparency_data:
@@ -257,20 +259,19 @@ def _upright(image: Image.Image, orientation: int | None) -> Image.Image:
 
 
 class Size(NamedTuple):
-    """In pixels."""
+    """A size in pixels."""
 
     width: int
     height: int
 
 
 def target_size(width: int, height: int, *, min_pixels: int, max_pixels: int) -> Size:
-    """The size with the aspect of ``width`` × ``height`` and a product within the limits.
+    """Return the size with the aspect ratio of ``width`` × ``height`` and a product within the limits.
 
-    A size within the limits is kept. Otherwise both sides are scaled by
-    √(limit / (width · height)), rounded down when shrinking and up when growing, in integers, so
-    without float errors. ``max_pixels`` always holds: if it conflicts with the aspect (a side would
-    fall below one pixel) or with ``min_pixels``, the longer side is cut. Both sides must be at
-    least 1.
+    A size within the limits is kept. Otherwise both sides are scaled by √(limit / (width · height)), rounded
+    down when shrinking and up when growing; in integers, so without float errors. ``max_pixels`` always holds:
+    if it conflicts with the aspect ratio (a side would fall below one pixel) or with ``min_pixels``, the longer
+    side is cut. Both sides must be at least 1.
     """
     pixels = width * height
     if pixels > max_pixels:
@@ -287,11 +288,11 @@ def target_size(width: int, height: int, *, min_pixels: int, max_pixels: int) ->
 
 
 def smart_size(width: int, height: int, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
-    """As ``smart_resize`` of transformers' Qwen-VL processors: both sides multiples of ``factor``.
+    """Return the size of ``smart_resize`` in transformers' Qwen-VL processors: both sides multiples of ``factor``.
 
-    Rounded to the nearest multiple within the limits; scaled by √(limit / pixels) outside of them,
-    down to a multiple when shrinking and up when growing. The processor keeps such a size, but
-    refuses one whose longer side is more than ``LARGEST_ASPECT`` times the shorter.
+    Within the limits, sides are rounded to the nearest multiple; outside of them they are scaled by
+    √(limit / pixels), down to a multiple when shrinking and up when growing. The processor keeps such a
+    size, but refuses one whose longer side is more than ``LARGEST_ASPECT`` times the shorter.
     """
     wide, high = (round(side / factor) * factor for side in (width, height))
     if wide * high > max_pixels:
@@ -304,5 +305,5 @@ def smart_size(width: int, height: int, *, factor: int, min_pixels: int, max_pix
 
 
 def _root_up(numerator: int, denominator: int) -> int:
-    """√(numerator / denominator), rounded up."""
+    """Return √(numerator / denominator), rounded up."""
     return isqrt(-(-numerator // denominator) - 1) + 1

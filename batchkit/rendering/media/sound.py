@@ -1,4 +1,4 @@
-"""Where there is sound in a recording, and where it may be cut into parts that a model can hear."""
+"""Detection of sound and silence in a recording, and cuts into chunks that a model can hear."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from batchkit.types import Audio
 
 FRAME_S = 0.02
-_FLOOR_DB = -60.0  # below it is silence in every recording
-_OVER_NOISE = 0.3  # of the way from the noise to the loud parts, in dB
-_OVER_SILENCE = 0.1  # the same; what is below has nothing but noise
+_FLOOR_DB = -60.0  # anything quieter counts as silence
+_OVER_NOISE = 0.3  # threshold of sound: share of the way from the noise to the loud parts, in dB
+_OVER_SILENCE = 0.1  # the same; quieter frames have only noise
 _UNDER_LOUD_DB = 10.0
 _SHORTEST_PAUSE_S = 0.1
-_NEAR_S = 0.1  # how exact a model's times are taken to be
+_NEAR_S = 0.1  # assumed precision of a model's time stamps
 _SHORTEST_SOUND_S = 0.14
 
 
 class Span(NamedTuple):
-    """In seconds from the recording's start."""
+    """A time span, in seconds from the recording's start."""
 
     start: float
     end: float
@@ -33,8 +33,11 @@ class Span(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What the model is given is ``heard``; what counts of its answer is ``own``, and the parts' own spans make the
-    recording. ``is_cut``: it ends within speech, as there was no silence."""
+    """A chunk of a recording.
+
+    The model gets ``heard``, but only its answer for ``own`` counts; the own spans of all chunks make up the recording.
+    ``is_cut``: the chunk ends within speech, because there was no silence.
+    """
 
     own: Span
     heard: Span
@@ -42,8 +45,10 @@ class Part(NamedTuple):
 
 
 class Sound:
-    """The loudness of a recording in frames of 20 ms. A frame has sound if it is louder than a threshold between the
-    recording's own noise and its loud parts."""
+    """The loudness of a recording in frames of 20 ms.
+
+    A frame has sound if it is louder than a threshold between the recording's noise and its loud parts.
+    """
 
     def __init__(self, audio: Audio) -> None:
         self.seconds = audio.seconds
@@ -52,7 +57,7 @@ class Sound:
         self._is_silent = self._db <= _threshold(self._db, _OVER_SILENCE)
 
     def is_silent(self, start: float, end: float) -> bool:
-        """Whether there is nothing but the recording's noise, until 0.1 s before and after."""
+        """Return whether there is only noise from 0.1 s before ``start`` to 0.1 s after ``end``."""
         first, last = _frame(start - _NEAR_S), max(_frame(start), _frame(end + _NEAR_S))
         return bool(self._is_silent[first:last].all())
 
@@ -61,8 +66,10 @@ class Sound:
         return float(self._has_sound[_frame(start) : _frame(end)].sum() * FRAME_S)
 
     def without(self, covered: Iterable[tuple[float, float]], within: Span) -> list[Span]:
-        """The sound ``within`` that no span of ``covered`` has. What is shorter than 0.14 s is left out, as is what is
-        within 0.1 s of a covered span."""
+        """Return the spans of sound ``within`` that no span of ``covered`` includes.
+
+        Sound within 0.1 s of a covered span, and spans shorter than 0.14 s, are left out.
+        """
         left = self._has_sound.copy()
         left[: _frame(within.start)] = False
         left[_frame(within.end) :] = False
@@ -72,12 +79,14 @@ class Sound:
         return [span for span in found if span.seconds >= _SHORTEST_SOUND_S]
 
     def parts(self, most_s: float, overlap_s: float) -> list[Part]:
-        """The recording in parts of at most ``most_s``, cut in the middle of the longest silence of each part's second
-        half, or else at its quietest moment. A part reaches by ``overlap_s`` over its ends, but in silence not into the
-        speech beyond."""
+        """Return the recording in chunks of at most ``most_s``.
+
+        Each is cut in the middle of the longest silence of its second half, or at its quietest moment. A chunk overlaps
+        its neighbors by ``overlap_s``, but never beyond a silence into the next speech.
+        """
         cuts, silences = [0.0], [Span(0.0, 0.0)]
         while self.seconds - max(0.0, cuts[-1] - overlap_s) > most_s:
-            # A part is heard from overlap_s before its start to overlap_s behind its end.
+            # A chunk is heard from overlap_s before its start to overlap_s after its end.
             latest = cuts[-1] + most_s - (2 if len(cuts) > 1 else 1) * overlap_s
             silence = self._silence(cuts[-1] + most_s / 2, latest)
             cuts.append((silence.start + silence.end) / 2)
@@ -100,7 +109,10 @@ class Sound:
         return Span(start, end)
 
     def _silence(self, earliest: float, latest: float) -> Span:
-        """The longest one between the two, the later of equal ones; of no length at the quietest moment if there is none."""
+        """Return the longest silence between the two times, the later of equal ones.
+
+        Without silence, return an empty span at the quietest moment.
+        """
         first, last = _frame(earliest), max(_frame(earliest) + 1, _frame(latest))
         found = _runs(~self._has_sound[first:last])
         silence = max(found, key=lambda run: (run.seconds, run.start), default=Span(0, 0))
@@ -111,7 +123,7 @@ class Sound:
 
 
 def _loudness(audio: Audio) -> NDArray[np.float64]:
-    """In dB of full scale, by frames; the last may be shorter."""
+    """Return the loudness of each frame in dB of full scale; the last frame may be shorter."""
     size = max(1, round(audio.sample_rate * FRAME_S))
     starts = np.arange(0, len(audio.samples), size)
     if not len(starts):

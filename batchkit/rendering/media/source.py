@@ -1,4 +1,4 @@
-"""From what a row names to the bytes of a file below the media root, a folder or an fsspec URL."""
+"""From the name in a row to the bytes of a file below the media root, a folder or an fsspec URL."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _PAGE = re.compile(  # RFC 8118; a URL may have a query
 
 
 class PageOf(NamedTuple):
-    """The path or URL of a file, and the number of a page of it, if one is named."""
+    """The path or URL of a file, and the page number in it, if any."""
 
     file: str
     page: int | None
 
 
 def page_of(source: str) -> PageOf:
-    """``scans/a.pdf`` and 3 for ``scans/a.pdf#page=3``."""
+    """Return ``scans/a.pdf`` and 3 for ``scans/a.pdf#page=3``."""
     match = _PAGE.fullmatch(source)
     return PageOf(source, None) if match is None else PageOf(match[1], int(match[2]))
 
 
 def is_for_fetch(source: str, media: MediaTable) -> bool:
-    """Whether it is a URL to download: with a folder as root, any URL but ``file://``."""
+    """Return whether ``source`` is a URL to download. If the root is a folder, this is any URL except ``file://``."""
     scheme = _SCHEME.match(source)
     if scheme is None or scheme[0].lower() == "file://":
         return False
@@ -51,10 +51,10 @@ def is_for_fetch(source: str, media: MediaTable) -> bool:
 
 
 def read_file(source: str, name: str, media: MediaTable) -> bytes:
-    """The file at ``source``, a path or ``file://`` URL, which must be under ``media.root``.
+    """Return the file at ``source``, a path or ``file://`` URL, which must be under ``media.root``.
 
     Raises:
-        MediaError: missing, outside the root, not a regular file, over ``media.max_bytes``.
+        MediaError: missing, outside the root, not a regular file, or over ``media.max_bytes``.
     """
     path = _file_path(source, name)
     try:
@@ -63,7 +63,7 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
         if not resolved.is_relative_to(root):
             raise _outside(name, resolved, root)
         with io.BufferedReader(open_regular(resolved)) as file:
-            # The path may have been replaced since the check, a folder by a link to the outside.
+            # Since the check, a folder in the path may have been replaced by a link to the outside.
             found = Path(f"/proc/self/fd/{file.fileno()}").readlink()
             if not found.is_relative_to(root):
                 raise _outside(name, found, root)
@@ -87,12 +87,12 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
 def _outside(name: str, found: Path, root: Path) -> MediaError:
     return MediaError(
         f"{name}: the file is {found}, outside media.root {root};"
-        " move it there, or set media.root to a folder that holds both"
+        " move it below the root, or set media.root to a folder above both"
     )
 
 
 def read_data_uri(uri: str, name: str, media: MediaTable) -> bytes:
-    """The bytes of a base64 ``data:`` URI; its media type is ignored.
+    """Return the bytes of a base64 ``data:`` URI; its media type is ignored.
 
     Raises:
         MediaError: not base64, or over ``media.max_bytes``.
@@ -114,7 +114,7 @@ def read_data_uri(uri: str, name: str, media: MediaTable) -> bytes:
 
 
 def check_bytes(n_bytes: int, name: str, media: MediaTable) -> None:
-    """Raises MediaError for a file over ``media.max_bytes``."""
+    """Raise MediaError for a file over ``media.max_bytes``."""
     if n_bytes > media.max_bytes:
         raise MediaError(
             f"{name}: has {n_bytes} bytes or more, media.max_bytes is {media.max_bytes};"
@@ -123,7 +123,7 @@ def check_bytes(n_bytes: int, name: str, media: MediaTable) -> None:
 
 
 def shown(source: object, kind: str = "image") -> str:
-    """The name of ``source`` in messages: short, on one line, without secrets in a URL."""
+    """Return the name of ``source`` for messages: short, on one line, without secrets in a URL."""
     match source:
         case Image.Image():
             return f"PIL image ({source.width}×{source.height}, {source.mode})"
@@ -143,13 +143,13 @@ def shown(source: object, kind: str = "image") -> str:
 
 
 def line(text: str) -> str:
-    """``text`` on one printable line, cut if it is long."""
+    """Return ``text`` on one printable line, cut if it is long."""
     found = text if text.isprintable() else repr(text)
     return found if len(found) <= 200 else f"{found[:120]}… ({len(found)} characters)"
 
 
 def check_named(source: str, name: str) -> None:
-    """Raises MediaError for a source without any text."""
+    """Raise MediaError if ``source`` is an empty text."""
     if not source:
         raise MediaError(
             f"{name}: the template in prompt.images, videos, audios or texts gave no text; check the row's field"
@@ -173,7 +173,7 @@ def _file_path(source: str, name: str) -> str:
 
 
 def check_root(media: MediaTable) -> None:
-    """Raises JobError if ``media.root`` is a URL that can't be opened; a folder is not checked."""
+    """Raise JobError if ``media.root`` is a URL that can't be opened; a folder is not checked."""
     if not is_remote(media.root):
         return
     try:
@@ -183,7 +183,7 @@ def check_root(media: MediaTable) -> None:
 
 
 def read_remote(source: str, name: str, media: MediaTable) -> bytes:
-    """The file at ``source``, a path below ``media.root``, or a URL that begins with it.
+    """Return the file at ``source``, a path below ``media.root``, or a URL that begins with it.
 
     Raises:
         MediaError: missing, outside the root, a folder, over ``media.max_bytes``, or any error of
@@ -196,8 +196,8 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
         raise MediaError(f"{name}: {_unopened(media.root, error)}") from error
     path = f"{folder.rstrip('/')}/{below}" if folder else below
     try:
-        # Some filesystems have their own syntax: for git and GitHub, the path is what follows a
-        # ":" or "@", whatever comes before it.
+        # Some filesystems have their own syntax: for git and GitHub, only the text after a ":" or "@"
+        # is the path, so a name could leave the folder.
         if folder and not filesystem._strip_protocol(path).startswith(folder.rstrip("/") + "/"):
             raise _outside_url(name, root)
         found = filesystem.info(path)
@@ -205,7 +205,7 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
             raise MediaError(f"{name}: is a folder there; give the path of a file")
         size = found.get("size")
         check_bytes(size or 0, name, media)
-        # Not open(): memory:// gives all threads one file. An empty object has no range to request.
+        # Not open(): memory:// shares one file among threads. An empty object has no range to request.
         end = media.max_bytes + 1
         data: bytes = b"" if size == 0 else filesystem.cat_file(path, start=0, end=end)
     except MediaError:
@@ -225,8 +225,10 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
 
 
 def _filesystem_of(url: str) -> tuple[Any, str]:
-    """The filesystem behind ``url``, and the folder in its own form: one for each thread, as not all
-    promise to be safe in several, and for each process."""
+    """Return the filesystem behind ``url``, and the folder in its own syntax.
+
+    One per thread, as not all filesystems are thread-safe, and per process.
+    """
     return _opened_filesystem(url, threading.get_ident(), os.getpid())
 
 
@@ -239,7 +241,7 @@ def _opened_filesystem(url: str, thread: int, process: int) -> tuple[Any, str]:
 
 
 def _below(source: str, name: str, root: str) -> str:
-    """The path of ``source`` below ``root``, checked for parts that lead out of it."""
+    """Return the path of ``source`` below ``root``; refuse parts that lead out of it."""
     check_named(source, name)
     folder = root if root.endswith("/") else root + "/"
     if source.startswith(folder):
@@ -258,8 +260,8 @@ def _below(source: str, name: str, root: str) -> str:
 
 def _outside_url(name: str, root: str) -> MediaError:
     return MediaError(
-        f"{name}: lies outside media.root {root}; give the path below it, or set media.root to a"
-        " URL that holds both"
+        f"{name}: is outside media.root {root}; give the path below it, or set media.root to a"
+        " URL above both"
     )
 
 

@@ -1,7 +1,7 @@
 """The job's templates, filled in with a row's fields.
 
-A plain template (``plain``) is rendered in the caller's thread. Any other may run forever or use all
-memory, and nothing in Python can stop it there: it is rendered in a process that can be killed
+A plain template (``plain``) is rendered in the caller's thread. Any other template may run forever or use all
+memory, and Python can't stop it in a thread: it is rendered in a process that can be killed
 (``child``), within limits of time, memory and text.
 """
 
@@ -33,20 +33,21 @@ from batchkit.rendering.templates.sandbox import (
 )
 
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
-ROW = "row"  # what a template calls all of the row's fields
+ROW = "row"  # the name in templates for all fields of the row
 _HANDLER = "batchkit.rendering.templates.child"
-_CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))  # more would only be slower
+# More processes would only be slower.
+_CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 _UNKNOWN_NAME = re.compile(
     r"'(?:\{\{[-+]?\s*)?([^'{}]+?)(?:\s*[-+]?\}\})?' is undefined|'dict object' has no attribute '(\w+)'"
 )
-# What Jinja and Python raise for a template that can't be compiled.
+# Exceptions of Jinja and Python for a template that can't be compiled.
 _CANT_BE_COMPILED = (JinjaError, RecursionError, MemoryError, SyntaxError, ValueError)
 
 
 class RowTemplate:
-    """A template of ``job``, whose text is ``source``; ``key`` is its name in errors. Several threads may share it.
+    """A template of ``job`` with the text ``source``; ``key`` is its name in errors. Several threads may share it.
 
-    ``keeps_type``: a lone ``{{ expression }}`` gives its value unchanged, for example bytes or a
+    ``keeps_type``: a lone ``{{ expression }}`` returns its value unchanged, for example bytes or a
     list.
 
     Raises:
@@ -64,11 +65,12 @@ class RowTemplate:
             self.is_apart = not is_plain(tree)
             if any(tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends))):
                 raise JinjaError(
-                    "include: prompt.user_file reads the prompt from a file, prompt.texts a text of each row"
+                    "include is not available: prompt.user_file reads the prompt from a file, prompt.texts reads"
+                    " a text for each row"
                 )
             self.names = fields_read(source)
             if "self" in names_in_order(source):  # Jinja fills in an object that lists its blocks
-                raise JinjaError("self is a name of Jinja's own; rename the row's field")
+                raise JinjaError("self is a reserved name of Jinja; rename the row's field")
             self._here = None if self.is_apart else self._compiled()
         except _CANT_BE_COMPILED as error:
             shown = repr(shortened(source))
@@ -77,16 +79,16 @@ class RowTemplate:
             raise JobError(f"{key}: {place}: {reason}{_how_to_write(reason)}") from error
 
     def text(self, names: Mapping[str, Any]) -> str:
-        """The template filled in with ``names``.
+        """Return the template filled in with ``names``.
 
         Raises:
-            TemplateError: a name is missing, an expression fails, or memory or text is too much.
+            TemplateError: a name is missing, an expression fails, or it needs too much memory or text.
             RenderTimeoutError: it took too long.
         """
         return str(self.value(names))
 
     def value(self, names: Mapping[str, Any]) -> Any:
-        """As ``text``; with ``keeps_type``, the value of a lone expression.
+        """Return the result of ``text``; with ``keeps_type``, the value of a lone expression.
 
         A value from another process is text, bytes, numbers, None, or lists and tables of them.
         """
@@ -112,7 +114,7 @@ class RowTemplate:
             question = pickle.dumps((self.source, self._expression, read), protocol=5)
         except Exception as error:  # pickling runs the objects' own code
             raise TemplateError(
-                f"{self.key}: a field can't be given to the process that renders it: {_named(error)}"
+                f"{self.key}: a field can't be sent to the process that renders it: {_named(error)}"
             ) from error
         try:
             with _CORES:
@@ -123,7 +125,7 @@ class RowTemplate:
             ) from error
         except client.Gone as error:
             raise TemplateError(
-                "the process that rendered its template died twice over it; it may need too much"
+                "the process that rendered the template died twice; the template may need too much"
                 " memory"
             ) from error
         if kind == "undefined":
@@ -137,14 +139,14 @@ class RowTemplate:
         return f"{self.key}: {self.source!r} is undefined"
 
     def _check(self) -> None:
-        """Raises an error if the template is wrong. Computes nothing in it."""
+        """Raise an error if the template is wrong. Computes nothing in it."""
         if self._expression is None:
             reading().compile(self.source)
         else:
             reading().compile_expression(self._expression)
 
     def _compiled(self) -> Callable[[Mapping[str, Any]], Any]:
-        """The compiled template. It takes the names as one table: a column may be called "self"."""
+        """Return the compiled template. It takes the names as one table, since a column may be called "self"."""
         environment = with_functions()
         if self._expression is not None:
             return environment.compile_expression(self._expression, undefined_to_none=False)
@@ -152,16 +154,16 @@ class RowTemplate:
         if "{" not in self.source:
             text = template.render()
             return lambda names: text
-        template.globals = dict(template.globals)  # a ChainMap would be searched for every row
+        template.globals = dict(template.globals)  # looking names up in Jinja's ChainMap is slow
         return template.render
 
 
 def _how_to_write(reason: str) -> str:
-    """What a name that can't be compiled has to look like."""
+    """Return how to write a name that can't be compiled, as the end of a message."""
     if "'}'" in reason:
         return "; write {{ name }}, with two braces on both sides"
     if "'end of print statement'" in reason:
-        return '; a column whose name is no plain word is written {{ row["my column"] }}'
+        return '; write {{ row["my column"] }} for a column whose name is not a plain word'
     if reason.startswith("No filter named"):
         return did_you_mean(reason.split("'")[1], reading().filters)
     return ""
@@ -171,7 +173,7 @@ def _undefined(message: str, names: Mapping[str, Any]) -> TemplateError:
     return TemplateError(_of_unknown_name(message, tuple(map(str, names))))
 
 
-@lru_cache(maxsize=256)  # all rows that lack the same field
+@lru_cache(maxsize=256)  # often all rows lack the same field
 def _of_unknown_name(message: str, known: tuple[str, ...]) -> str:
     name = _UNKNOWN_NAME.search(message)
     hint = "" if name is None else _hint(name[1] or name[2], known)
@@ -179,7 +181,7 @@ def _of_unknown_name(message: str, known: tuple[str, ...]) -> str:
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    """What the name that the row lacks probably should have been."""
+    """Return a guess at the name that the row lacks, as the end of a message."""
     longer = [k for k in known if re.match(rf"{re.escape(name)}\W", k)]
     if near := next(iter(longer), nearest(name, known)):
         is_word = near.isidentifier()
@@ -193,7 +195,7 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 def _with_remedy(error: str) -> str:
     is_text = "not supported between" in error and "'str'" in error
-    return error + "; a column of text is no number: write … | int > 3" * is_text
+    return error + "; the column is text, not a number: write … | int > 3" * is_text
 
 
 def _named(error: Exception) -> str:

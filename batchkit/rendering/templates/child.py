@@ -1,4 +1,4 @@
-"""The handler that renders templates.
+"""The process that renders templates.
 
 It refuses a template that needs more memory or makes more text than any prompt has.
 """
@@ -17,8 +17,8 @@ from jinja2 import StrictUndefined, UndefinedError
 from batchkit.isolation.child import Refusal, answer_all, limit_memory
 from batchkit.rendering.templates.sandbox import functions_called, with_functions
 
-MOST_MEMORY = 1 << 30  # bytes, plus eight times the size of the question
-MOST_BYTES = 16_000_000  # of text, plus four times the size of the question: 4 million tokens
+MOST_MEMORY = 1 << 30  # bytes, plus eight times the size of the input
+MOST_BYTES = 16_000_000  # of text (4 million tokens), plus four times the size of the input
 
 
 def main(connection: Connection) -> None:
@@ -35,7 +35,7 @@ def _answer(question: bytes) -> Any:
         plain = _plain(found)
         most, n_bytes = MOST_BYTES + 4 * len(question), len(marshal.dumps(plain))
         if n_bytes > most:
-            raise Refusal("error", f"its template gives {n_bytes:,} bytes; the most is {most:,}")
+            raise Refusal("error", f"its template makes {n_bytes:,} bytes; the limit is {most:,}")
         return plain
     except UndefinedError as error:
         raise Refusal("undefined", str(error)) from None
@@ -53,7 +53,7 @@ def _compiled(source: str, expression: str | None) -> Callable[[Mapping[str, Any
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in types that ``marshal`` takes."""
+    """Return ``value`` in types that ``marshal`` supports."""
     match value:
         case str():
             return str(value)

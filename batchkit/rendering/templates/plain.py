@@ -1,8 +1,8 @@
-"""Decides which templates are rendered in the run's own process: those whose steps can't hang.
+"""A test for templates that can't hang, which are rendered in the run's own process.
 
-A list of what they may contain decides; any other template is rendered in a process that can be
-killed. A filter may make its input up to 16 times as long, twice. A loop may read nothing but its own
-item and has no loop within, so nothing is multiplied.
+A list of allowed constructs decides; any other template is rendered in a process that can be
+killed. A filter may make its input up to 16 times longer, twice. A loop may read only its own
+item and contains no other loop, so sizes are not multiplied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST_GROWTH = 2  # growing filters, one applied to the other
 
 
 def is_plain(tree: nodes.Template) -> bool:
-    """See above; ``tree`` must come from the sandbox's parser."""
+    """Return whether the template can't hang; ``tree`` must come from the sandbox's parser."""
     return (
         all(map(_is_known, tree.find_all(nodes.Node)))
         and all(map(_is_simple, tree.find_all(nodes.For)))
@@ -71,7 +71,7 @@ def _is_known(node: nodes.Node) -> bool:
 
 
 def _is_known_call(name: str, known: set[str], arguments: list[nodes.Expr]) -> bool:
-    """Of a filter, or of a method of a value."""
+    """Return whether a filter or method with these arguments is allowed."""
     given: list[Any] = [arg.value for arg in arguments if isinstance(arg, nodes.Const)]
     if len(given) < len(arguments):
         return False
@@ -90,7 +90,7 @@ def _is_known_call(name: str, known: set[str], arguments: list[nodes.Expr]) -> b
 
 
 def _is_simple(loop: nodes.For) -> bool:
-    """Linear in what it iterates over, which is a part of the row."""
+    """Return whether the loop's time is linear in its iterable, which must be a part of the row."""
     own = {"loop", *(name.name for name in _names([loop.target]))}
     parts = [*loop.body, *([loop.test] if loop.test else [])]
     return (
@@ -102,7 +102,7 @@ def _is_simple(loop: nodes.For) -> bool:
 
 
 def _growth(node: nodes.Node) -> int:
-    """How many filters and methods in it make a text longer."""
+    """Return how many filters and methods in ``node`` make a text longer."""
     return sum(map(_grows, [node, *node.find_all(nodes.Expr)]))
 
 

@@ -1,4 +1,4 @@
-"""The templates of a job's prompt or pair, and the files that they name for every row, as a picture of a good answer."""
+"""The templates of a job's prompt or pair, and the files that they name for every row (for example a sample image)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FileTemplates:
             for kind in CLIPS
             if getattr(job.prompt, f"{kind}s")
         }
-        """Of each kind that the prompt has."""
+        """The templates of each kind of clip in the prompt."""
         self.texts = {
             name: RowTemplate(job, f"prompt.texts.{name}", source)
             for name, source in job.prompt.texts.items()
@@ -58,7 +58,7 @@ class PromptTemplates:
     Several threads may share it.
 
     Raises:
-        JobError: a template or template file of the job can't be used.
+        JobError: a template or template file of the job is invalid.
     """
 
     def __init__(self, job: JobConfig) -> None:
@@ -93,14 +93,14 @@ class PromptTemplates:
         texts = [*filter(None, (self.system, self.user, self.query, self.documents))]
         tools = [*filter(None, [self.tools.template])]
         self.names = _names_of([*texts, *self.captions])
-        """What the prompt's text is made of: names of the row, of its texts or of ``[vars]``."""
+        """The names in the prompt's text: fields of the row, its texts, or entries of ``[vars]``."""
         in_order = [name for text in texts for name in names_in_order(text.source)]
         fields = self.names - job.vars.keys()
         # Most chat templates put the tools before the messages.
         self.fields_in_order = sorted(_names_of(tools) - job.vars.keys())
         self.fields_in_order += [name for name in dict.fromkeys(in_order) if name in fields]
         self.all = [*texts, *self.captions, *tools, *self.files.all]
-        """Those of the prompt."""
+        """The templates of the prompt."""
         others = filter(None, [self._note, self.lora, *self.sampling.values()])
         self.takes_long = any(part.is_apart for part in (*self.all, *others))
         """True if a row's templates are rendered in a separate process."""
@@ -127,7 +127,11 @@ class PromptTemplates:
 
 
 def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
-    """What one of ``prompt.images``, ``videos`` or ``audios`` names; raises MediaError if it names nothing."""
+    """Return the sources that a template of ``prompt.images``, ``videos`` or ``audios`` names.
+
+    Raises:
+        MediaError: it names none.
+    """
     found = template.value(names)
     if found is None or (isinstance(found, str | list) and not found):
         kind = template.key.split(".")[1].removesuffix("s").rpartition("_")[2]
@@ -136,7 +140,7 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
 
 
 def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
-    """The number that a template gives, also from a text; raises RequestError if it gives none."""
+    """Return the number that a template gives, possibly as text. Raises RequestError if it gives no number."""
     found = template.value(names)
     if not isinstance(number := from_json(found), int | float):
         raise RequestError(f"{template.key}: found {shown(found)}, expected a number")
@@ -144,10 +148,10 @@ def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
 
 
 def constant_files(job: JobConfig) -> dict[str, str]:
-    """A hash of each file of a template of a text or an image that reads no field of the row, by the
-    template's key, and the file's number if there are several.
+    """Return a hash of each file named by a template that reads no field of the row.
 
-    Web addresses are left out, and files that can't be read: they fail each row.
+    Keyed by the template's key, followed by the file's number if there are several. Web addresses and files that
+    can't be read are left out; the latter fail each row.
 
     Raises:
         JobError: a template is not valid.
@@ -171,11 +175,13 @@ def _hashes(key: str, template: RowTemplate, job: JobConfig) -> Iterator[tuple[s
 
 
 def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str]) -> set[str]:
-    """The row's fields that ``prompt`` and ``templates`` read."""
+    """Return the row's fields that ``prompt`` and ``templates`` read."""
     names = set[str]().union(*map(fields_read, templates))
     if prompt is not None:
         made = PromptTemplates(job.model_copy(update={"prompt": prompt}))
-        texts = _names_of(made.files.texts.values())  # may read the field that its text replaces
+        texts = _names_of(
+            made.files.texts.values()
+        )  # a text's path may read the field that the text replaces
         shown = (part for part in made.all if part not in made.files.texts.values())
         names |= (_names_of(shown) - prompt.texts.keys()) | texts
     return names - job.vars.keys()

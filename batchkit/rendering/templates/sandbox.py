@@ -1,7 +1,7 @@
 """Jinja's sandbox in two forms: for parsing and for rendering.
 
 Both refuse private attributes, and changes to a row's values: a template that appended to a list
-would change the row, and its fingerprint.
+would change the row and its hash.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OPERATORS = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
 
 class _Method:
-    """A method that a template found. It can only be called: its text would be an address."""
+    """A method that a template found. It can only be called: printing it would show an address."""
 
     def __init__(self, method: Any) -> None:
         self._method = method
@@ -32,7 +32,7 @@ class _Method:
         return self._method(*args, **kwargs)
 
     def _refuse(self, *args: Any) -> Any:
-        """For ``data.items``, Jinja takes the method of dict, not the field."""
+        """Raise TypeError: for ``data.items``, Jinja takes the method of dict, not the field."""
         name = self._method.__name__
         raise TypeError(
             f"{name} is a method of {type(self._method.__self__).__name__}; to read a field of that"
@@ -51,18 +51,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _only_called(super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Of a table, only its keys: Jinja would go on to its methods."""
+        """Return only keys of a table: Jinja would also try its methods."""
         if isinstance(obj, Mapping) and isinstance(argument, str) and argument not in obj:
             return self.undefined(obj=obj, name=argument)
         return _only_called(super().getitem(obj, argument))
 
     def handle_exception(self, source: str | None = None) -> NoReturn:
-        """Called where an error is handled. Jinja would write a new traceback, which nobody reads."""
+        """Re-raise the error being handled. Jinja would write a new traceback, which batchkit never shows."""
         raise
 
 
 class _Reading(ImmutableSandboxedEnvironment):
-    """Never renders. Jinja evaluates constants when it compiles, and `9**9**9` would never end."""
+    """An environment that never renders. Jinja evaluates constants when it compiles; `9**9**9` would never end."""
 
     intercepted_binops = _OPERATORS
 
@@ -72,13 +72,13 @@ class _Reading(ImmutableSandboxedEnvironment):
         self.globals = {}  # a row's field may have the name of a Jinja global, such as `range`
 
 
-@pass_context  # with a context, a filter is not evaluated as a constant
+@pass_context  # Jinja does not evaluate filters with a context as constants
 def _never_called(context: Context, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError
 
 
 def _indented(value: Any, *args: Any, **kwargs: Any) -> str:
-    """Jinja's own filter adds a line break to its input in place: a list of the row would grow."""
+    """Return the indented text. Jinja's own filter modifies a list passed to it."""
     return do_indent(value if isinstance(value, str) else str(value), *args, **kwargs)
 
 
@@ -87,8 +87,11 @@ def _only_called(value: Any) -> Any:
 
 
 def with_functions(names: Set[str] = frozenset()) -> ImmutableSandboxedEnvironment:
-    """For rendering, with Jinja's functions of these names; without them, a row that lacks the field
-    ``range`` has none. Only for templates that ``is_plain`` allows, compiling and rendering end."""
+    """Return an environment for rendering, with Jinja's functions of these names.
+
+    Without them, ``range`` is undefined in a row that lacks a field of that name. Compiling and rendering are
+    certain to end only for templates that ``is_plain`` allows.
+    """
     made = _Sandbox(undefined=StrictUndefined, keep_trailing_newline=True)
     made.globals = {name: made.globals[name] for name in names}
     return made
@@ -96,18 +99,20 @@ def with_functions(names: Set[str] = frozenset()) -> ImmutableSandboxedEnvironme
 
 @cache
 def reading() -> ImmutableSandboxedEnvironment:
-    """For parsing and for finding mistakes; its templates can't be rendered."""
+    """Return the environment for parsing and for finding mistakes; it can't render."""
     return _Reading(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
 def fields_read(source: str) -> set[str]:
-    """The names that a template takes from outside, without Jinja's functions that are only called,
-    such as `range(3)`."""
+    """Return the names that a template reads from outside, without Jinja functions that it only calls.
+
+    An example of such a function is ``range(3)``.
+    """
     return find_undeclared_variables(reading().parse(source)) - functions_called(source)
 
 
 def functions_called(source: str) -> set[str]:
-    """Jinja's functions without those that a template names as it names a field."""
+    """Return the Jinja functions that a template only calls; a name also used as a field is left out."""
     tree = reading().parse(source)
     called = Counter(
         call.node.name for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)
@@ -117,13 +122,13 @@ def functions_called(source: str) -> set[str]:
 
 
 def names_printed(source: str) -> Iterator[str]:
-    """The names whose values a template writes as they are: ``{{ name }}``."""
+    """Yield the names whose values a template prints unchanged: ``{{ name }}``."""
     for output in reading().parse(source).find_all(nodes.Output):
         yield from (part.name for part in output.nodes if isinstance(part, nodes.Name))
 
 
 def keys_read(source: str, table: str) -> Iterator[tuple[str | None, str | None]]:
-    """The key and the part of each ``table.key.part``; None for what is left out or computed."""
+    """Yield the key and the part of each ``table.key.part``; None for a missing or computed one."""
     tree = reading().parse(source)
     if table not in find_undeclared_variables(tree):
         return
@@ -136,7 +141,7 @@ def keys_read(source: str, table: str) -> Iterator[tuple[str | None, str | None]
 
 
 def _key_of(node: Any) -> str | None:
-    """What ``value.key`` or ``value["key"]`` names; None for any other node."""
+    """Return the name in ``value.key`` or ``value["key"]``; None for any other node."""
     match node:
         case nodes.Getattr(attr=str(name)):
             return name
@@ -146,5 +151,5 @@ def _key_of(node: Any) -> str | None:
 
 
 def names_in_order(source: str) -> list[str]:
-    """Every name in a template, as often as it occurs."""
+    """Return every name in a template, repeated as it occurs."""
     return [name.name for name in reading().parse(source).find_all(nodes.Name)]
