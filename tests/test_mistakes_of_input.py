@@ -207,7 +207,7 @@ TEMPLATES = [
         ("{{ review | upper_case }}", "No filter named 'upper_case'; did you mean 'upper'?", 2),
         ("{{ review | json }}", "No filter named 'json'; did you mean 'tojson'?", 2),
         ("{{ len(review) }}", "'len' is undefined", 3),
-        ("{{ len(review) }}", "a function of Python is a filter here: {{ … | length }}", 3),
+        ("{{ len(review) }}", "in templates this function is a filter: {{ … | length }}", 3),
         (
             '{% include "a.txt" %}{{ review }}',
             "include is not available: prompt.user_file reads",

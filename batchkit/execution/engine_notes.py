@@ -79,7 +79,7 @@ class EngineNotes:
             self._screen.say(text)
             if engine.options.get("trust_remote_code"):
                 self._screen.say(
-                    f"trust_remote_code: vLLM runs Python code that comes with {model}"
+                    f"trust_remote_code: the engine runs Python code that comes with {model}"
                 )
 
     def note_versions(self, versions: Mapping[str, Mapping[str, str]]) -> None:

@@ -36,7 +36,7 @@ class EngineHistory(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Hashes of the files that an engine really loaded: key of the run's identity, then file name."""
+    """Facts that an engine reports about its models (hub commits, served models): by identity key, then by name."""
 
     found: Mapping[str, Mapping[str, Any]]
 

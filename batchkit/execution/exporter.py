@@ -47,11 +47,11 @@ class Family(NamedTuple):
 FAMILIES = {
     "batchkit_rows": Family("Rows that have a record.", "", "status"),
     "batchkit_rows_expected": Family("Rows of the job.", "rows_total"),
-    "batchkit_rows_retried_total": Family("Further attempts of rows in this start.", "retried"),
+    "batchkit_rows_retried_total": Family("Retries of rows in this start.", "retried"),
     "batchkit_run_seconds_total": Family("Run time of all starts.", "seconds"),
     "batchkit_prompt_tokens_total": Family("Tokens of answered prompts.", "prompt_tokens"),
     "batchkit_generation_tokens_total": Family("Tokens of answers.", "completion_tokens"),
-    "batchkit_generations_total": Family("Generations of rows with several.", "generations"),
+    "batchkit_generations_total": Family("Generations of multi-generation rows.", "generations"),
     "batchkit_num_requests_in_flight": Family("Requests handed to the engines.", "in_flight"),
     "batchkit_num_requests_allowed": Family("Maximum requests in flight.", "window"),
     "batchkit_num_requests_running": Family("Requests that the engines run.", "running"),

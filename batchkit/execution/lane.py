@@ -122,7 +122,7 @@ class Engines(Protocol):
 
 
 class Opening(NamedTuple):
-    """How a worker opens its engines."""
+    """The settings with which a worker opens its engines."""
 
     hear: Hear  # receives the engines' events
     engines: Engines  # lends idle engines, and gets them back

@@ -267,7 +267,7 @@ def _settle_changes(
         raise ChangedError(
             f"{folder}: job or input changed since this run began\n{listed}\n"
             "Undo the change, or choose: --fresh or --on-change new (begin a new run and keep the old"
-            " one), --on-change requeue (run the changed rows again), or another name"
+            " one), --on-change requeue (run the affected rows again), or another name"
             " (--set name=…)"
         )
     if changes:

@@ -52,7 +52,7 @@ class Start:
 
     ``references``: the right answers by id, if another run gives them. ``identity``: hashes of the files that
     engines and the rollout's function are loaded from. ``prompt_files``: hashes of the files that all prompts
-    include. Both are from the beginning of the start.
+    include. Both are computed when the start begins.
     """
 
     job: JobConfig

@@ -1,7 +1,7 @@
 """Reasons to end a start early: a signal, a used-up budget, or too many failures.
 
-While rows are in flight, a signal only sets a flag that the loop reads. Before and after, no request must be
-finished, and the handler raises Interrupted immediately.
+While rows are in flight, a signal only sets a flag that the loop reads. Before and after, no request is
+running, and the handler raises Interrupted immediately.
 
 ``run.max_seconds`` counts from the beginning of each start, because a reservation on a cluster does, too.
 Tokens and price count over all starts of the run.

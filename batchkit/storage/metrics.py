@@ -30,7 +30,10 @@ class GpuLoad(msgspec.Struct, frozen=True):
 
 
 class Metrics(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line. Rows, tokens and ``seconds`` count all starts of the run; the other values are for one start."""
+    """One line of ``metrics.jsonl``.
+
+    Rows, tokens and ``seconds`` count all starts of the run; the other values are for one start.
+    """
 
     at: str
     start: int  # number of the start, from 1

@@ -2,8 +2,8 @@
 
 The log is append-only and holds the model's answers and the scores that were known when the row
 finished. Later scores (charts, a judge, another scoring) are here. A line counts only for the record
-that it was made from: a row that was run again has new scores, and so has a record whose row index
-changed (``--on-change requeue``).
+that it was made from. It is ignored once its row was run again, or has another index
+(``--on-change requeue``).
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class RayPool:
         from ray.exceptions import ActorUnavailableError, RayActorError
 
         is_gone = isinstance(error, ActorUnavailableError)  # its own message tells nothing more
-        cause = "its process or its node is gone" if is_gone else cause_of(error)
+        cause = "its process or its node has died" if is_gone else cause_of(error)
         self._hear(
             EngineLine(
                 f"worker {worker.number} died{worker.life.where} with {len(worker.held)} rows: {cause}"

@@ -174,7 +174,7 @@ def _check_gpus(job: JobConfig) -> None:
 def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
     """Return the resources of one worker that loads ``engines``, by Ray's names.
 
-    By default, GPUs are the most that one of the engines needs, if the cluster has GPUs. Without GPUs, the
+    By default, ``num_gpus`` is the maximum over its engines, if the cluster has GPUs. Without GPUs, the
     cores are divided among the workers, and Ray sets each worker's OpenMP threads to its cores.
     """
     import ray

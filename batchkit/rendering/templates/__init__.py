@@ -187,9 +187,9 @@ def _hint(name: str, known: Sequence[str]) -> str:
         is_word = near.isidentifier()
         return f"; did you mean {near!r}?" if is_word else f'; write {{{{ row["{near}"] }}}}'
     if here := called_here(name, kind="|"):
-        return f"; a function of Python is a filter here: {{{{ … {here} }}}}"
+        return f"; in templates this function is a filter: {{{{ … {here} }}}}"
     if any(k[:1].isdigit() or " " in k for k in known):
-        return "; line 1 of a CSV is read as its header: add one if that is a row"
+        return "; line 1 of a CSV is read as its header: add a header if line 1 is a row"
     return ""
 
 
