@@ -240,12 +240,10 @@ class Request(Struct, frozen=True):
     # The row's own values, which override the job's. ``reasoning_effort`` is OpenAI's parameter.
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pair: Pair | None = None  # for ``task = "score"``
-    lora: str | None = (
-        None  # adapter name; "" for the base model; None if the job has no ``prompt.lora``
-    )
-    endpoint: str | None = (
-        None  # of the row's OpenAI batch line ("chat/completions"); None for other rows
-    )
+    # Adapter name; "" for the base model; None if the job has no ``prompt.lora``.
+    lora: str | None = None
+    # Of the row's OpenAI batch line ("chat/completions"); None for other rows.
+    endpoint: str | None = None
     call: Call | None = None  # None if the row has one generation
     # Sound and video of a plain prompt, whose text has the model's own placeholders. The type is Clip, but
     # msgspec does not support a union of two such types.
@@ -380,9 +378,8 @@ class Completion(Struct, frozen=True):
     pooled: Pooled | None = None  # for pooling tasks
     earlier_usage: Usage | None = None  # of earlier attempts in this start; None if there were none
     generations: int | None = None  # set on the outcome of a row with several: their number
-    steps: Mapping[str, Any] | None = (
-        None  # set with ``[[steps]]``: each step's answer, as in the record
-    )
+    # Set with ``[[steps]]``: each step's answer, as in the record.
+    steps: Mapping[str, Any] | None = None
     selected: int | None = None  # number, from 0, of the choice that ``[select]`` picked
     votes: Mapping[str, int] | None = None  # choices per prediction, if ``[select]`` counted them
     transcript: Transcript | None = None  # of a whole recording
@@ -479,9 +476,8 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     reasoning: str | None = None  # failed records have it, too
     tool_calls: Sequence[ToolCall] | None = None
     parsed: Any = None  # JSON value of the text, with ``output.parse``
-    prediction: str | UnsetType | None = (
-        UNSET  # unset if the job scores nothing; None if the answer has none
-    )
+    # Unset if the job scores nothing; None if the answer has none.
+    prediction: str | UnsetType | None = UNSET
     scores: Mapping[str, float | None] | None = None  # None if the job scores nothing
     unscored: str | None = None  # why some scores could not be computed
     choices: Sequence[ChoiceLine] | None = None  # set if there are several, or logprobs

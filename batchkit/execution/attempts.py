@@ -36,8 +36,6 @@ _MOST_DOUBLINGS = 60  # longer than any run; a float overflows past 1023
 
 @dataclass
 class _RetryState:
-    """Retry state of one row."""
-
     tries: int = 0  # failed tries since the last ``reask``
     asked: int = 0  # retries because the answer was missing (``retry.reask``)
     answer: Completion | None = None  # the best attempt so far, possibly a failed one
@@ -69,9 +67,8 @@ class Attempts:
 
     def settle(self, completion: Completion) -> Completion | None:
         """Return the completion that settles the request, or None if the request is retried."""
-        if completion.error is None and not (
-            self._rows or self._retry.reask
-        ):  # the usual case, kept fast
+        # The usual case, kept fast.
+        if completion.error is None and not (self._rows or self._retry.reask):
             return completion
         key = completion.request.key
         row = self._rows.pop(key, None) or _RetryState()

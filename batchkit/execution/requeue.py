@@ -107,9 +107,8 @@ def finish_requeue(folder: Path) -> str | None:
                 segment.replace(folder / VECTORS / segment.name)
             sync_folder(folder / VECTORS)
         for name in (STEPS, RESULTS):
-            if (made / name).exists() and (
-                folder / name
-            ).exists():  # False if a killed process has moved it already
+            # False if a killed process has moved it already.
+            if (made / name).exists() and (folder / name).exists():
                 aside = free_name(folder / name, ".before-")
                 (folder / name).rename(aside)
         if (made / RESULTS).exists():

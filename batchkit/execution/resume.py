@@ -88,16 +88,14 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
     job = start.options.begun_with or start.job  # the run folder keeps the job without overrides
     _import_what_writes(job)
     folder, messages = job.folder, list[str]()
-    as_read = (
-        start.options.begun_with or start.renderer.job
-    )  # the renderer holds template files as read
+    # The renderer holds template files as read.
+    as_read = start.options.begun_with or start.renderer.job
     new = Manifest.new(as_read, source.files or [], constant_files(job))
     with ExitStack() as held:
         lock = held.enter_context(claim(folder))
         if _must_move_aside(start, source, new, messages):
-            aside = move_aside(
-                folder
-            )  # moves the lock file, too, so the new folder needs another claim
+            # Moves the lock file, too, so the new folder needs another claim.
+            aside = move_aside(folder)
             held.close()
             if job.is_trial:
                 shutil.rmtree(aside, ignore_errors=True)

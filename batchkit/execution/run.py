@@ -76,9 +76,8 @@ def _check_before(start: Start, source: Input) -> None:
             f"rows from an iterator can be read only once, but {why}; pass a list of rows"
         )
     if start.options.fresh or start.options.on_change == "new":
-        for (
-            name
-        ) in job.engine_names:  # a mistyped option must show before the folder is moved aside
+        # A mistyped option must show before the folder is moved aside.
+        for name in job.engine_names:
             open_preflight(job.with_engine(name))
 
 

@@ -36,9 +36,8 @@ _RECORD_S = 1.0
 _MACHINE_S = 5.0  # seldom, because reading the host's processes may take some milliseconds
 _RATE_SPAN_S = 60.0
 _CLOCK_S, _LINE_S = 1.0, 10.0
-_PREFIX = re.compile(
-    r"^(\(\w+ pid=\d+\) )?[A-Z]+ [\d-]+ [\d:]+ \[[^]]+\] "
-)  # the prefix of vLLM's log lines
+# The prefix of vLLM's log lines.
+_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?[A-Z]+ [\d-]+ [\d:]+ \[[^]]+\] ")
 _OF_LOAD = set(Load._fields) & set(Metrics.__struct_fields__) - {"kv_cache_usage"}
 _IS_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 

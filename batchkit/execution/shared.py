@@ -60,9 +60,8 @@ class SharedEngines:
         self._kept, self._on_death = KeptEngine(log), on_death
         self._environment = environment
         self._shared: dict[str, tuple[SharedEngine, Loaded]] = {}
-        self._lock = (
-            threading.Lock()
-        )  # held while a model is loaded, so that other runs wait for it
+        # Held while a model is loaded, so that other runs wait for it.
+        self._lock = threading.Lock()
 
     def of(self, claim: Claim) -> Share:
         """Return the engines as one run uses them."""
@@ -94,7 +93,6 @@ class SharedEngines:
             return loaded._replace(engine=shared.seat(claim))
 
     def close(self) -> None:
-        """Close all engines and launchers."""
         for shared, _ in self._shared.values():
             shared.close()
         self._kept.close()
@@ -129,13 +127,11 @@ class SharedEngine:
         self.died_shared = False
         self.seats: list[Seat] = []  # replaced as a whole, because other threads iterate over it
         self._lock = threading.Lock()  # guards the engine and the requests in flight
-        self._noting = (
-            threading.Lock()
-        )  # guards the load, which is read without waiting for the engine
+        # Guards the load, which is read without waiting for the engine.
+        self._noting = threading.Lock()
         self._window = Window(engine.max_num_seqs)
-        self._in_flight: dict[
-            int, tuple[Seat, Request]
-        ] = {}  # by ``id(request)``: runs may share keys
+        # By ``id(request)``: runs may share keys.
+        self._in_flight: dict[int, tuple[Seat, Request]] = {}
         self._of_owner = Counter[str]()  # requests in flight, by owner
         self._load = engine.load()
         self._turned_at = time.monotonic()
@@ -272,9 +268,8 @@ class Seat:
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         self._shared.work(self, time.monotonic() + timeout_s)
-        death = (
-            self._shared.death
-        )  # read before the inbox, which then has all answers before the death
+        # Read before the inbox, which then has all answers before the death.
+        death = self._shared.death
         done = [self.inbox.popleft() for _ in range(len(self.inbox))]
         if death is None or done:
             return done

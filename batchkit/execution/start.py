@@ -37,9 +37,8 @@ class Options:
     # attempt, 0 if it has no record.
     attempts: Mapping[int, int] | None = None
     quarantined: Collection[int] = ()  # rows that killed an engine, and must run alone
-    begun_with: JobConfig | None = (
-        None  # the run folder's job, if ``overrides`` change it for this start
-    )
+    # The run folder's job, if ``overrides`` change it for this start.
+    begun_with: JobConfig | None = None
     overrides: Sequence[str] = ()
     adjust_sampling: AdjustSampling | None = None
     rollout: Function | None = None  # used instead of the function that the job names

@@ -32,9 +32,8 @@ class StopRequest:
 
     def __init__(self, *, drain_s: float = DRAIN_S) -> None:
         self._drain_s = drain_s
-        self.began = (
-            time.monotonic()
-        )  # when the command began; ``run.max_seconds`` counts from here
+        # When the command began; ``run.max_seconds`` counts from here.
+        self.began = time.monotonic()
         self.signum: int | None = None
         self._deadline = float("inf")
         self._deferred = False
@@ -90,9 +89,8 @@ class StopRequest:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         first = self.signum is None
-        if (
-            not first
-        ):  # a loop that hangs never reads the flag, so let the next signal end the process
+        # A loop that hangs never reads the flag, so let the next signal end the process.
+        if not first:
             signal.signal(signum, signal.SIG_DFL)
         self.ask(signum, drain_s=self._drain_s if first and signum == signal.SIGINT else 0.0)
         if not self._deferred:

@@ -54,9 +54,8 @@ class RunSummary:
     # Exit code: 0 all rows ok; 3 some failed; 1 stopped by an error, or rows without a record remain; 130 or
     # 143 interrupted.
     exit: int
-    stopped_by: str | None = (
-        None  # the budget that stopped it, for example ``run.max_seconds = 60``
-    )
+    # The budget that stopped it, for example ``run.max_seconds = 60``.
+    stopped_by: str | None = None
     price: float | None = None  # None if the job has no price
     uncovered: int = 0  # transcripts that lack text for some of the sound
     # Empty if the start was stopped.
@@ -64,9 +63,8 @@ class RunSummary:
     source: Input | None = field(default=None, repr=False, compare=False)  # the input of the rows
     # When the run began; tells it from another run in the same folder.
     run: str = field(default="", repr=False, compare=False)
-    generates: bool = field(
-        default=True, repr=False, compare=False
-    )  # False if the task gives no text
+    # False if the task gives no text.
+    generates: bool = field(default=True, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         names = [field.name for field in fields(self) if field.repr]

@@ -287,10 +287,8 @@ class SupervisedEngine:
             try:
                 self._engine = self._open()
                 self._restart_due = ""
-            except (
-                StartFailed,
-                JobError,
-            ) as error:  # the engine started before, so this may be temporary
+            except (StartFailed, JobError) as error:
+                # The engine started before, so this may be temporary.
                 self._say(f"the next engine did not start: {' '.join(str(error).split())}")
                 self._count_death(error)
                 if isinstance(error, JobError):  # the engine does not allow the smaller settings
@@ -312,9 +310,8 @@ class SupervisedEngine:
                 if not self._job.run.max_engine_restarts:
                     raise
                 fault = self._judged(error.fault)
-                if (
-                    fault.is_unexplained_kill
-                ):  # a single kill proves nothing; a second one counts as memory
+                # A single kill proves nothing; a second one counts as memory.
+                if fault.is_unexplained_kill:
                     self._say(f"engine died at load ({fault}): trying once more")
                     continue
                 step = None

@@ -68,9 +68,8 @@ class Tasks:
             self._run.ledger.steps.recall(self._attempts)
             rows = self._only(self._attempts)
         else:
-            if (
-                self._run.manifest.skipped_elsewhere
-            ):  # without --skip-from, this start runs those rows, too
+            # Without --skip-from, this start runs those rows, too.
+            if self._run.manifest.skipped_elsewhere:
                 self._run.manifest.skipped_elsewhere = 0
                 self._run.save()
             rows = self._without_records()
@@ -220,7 +219,6 @@ class Tasks:
                 yield row
 
     def _only(self, indexes: Container[int] | IndexSet) -> Iterator[Row]:
-        """Yield the rows with these indexes."""
         return self.input.watched(self.input.source.everything(lambda index: index not in indexes))
 
 

@@ -221,9 +221,7 @@ class PromptRenderer:
             fields = self._line(row.fields) if own == "body" else row.fields
             max_tokens = self._row_sampling(fields, own, self._job.task).get("max_tokens")
             beginning, lora = self._files(row) or self._beginning(row), self._lora(row.fields)
-        except (
-            Exception
-        ):  # code of the row's values may raise anything; rendering reports the error
+        except Exception:  # the row's values may raise anything; rendering reports the error
             return RowHint(str(row.index), 0)
         return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0, lora or "")
 
@@ -393,7 +391,6 @@ class PromptRenderer:
         return [found for template in self._clips[kind] for found in sources_of(template, fields)]
 
     def _own_clips(self, fields: Mapping[str, Any]) -> list[Clip]:
-        """Return the clips of a plain prompt."""
         return [
             self._part(kind, source)[kind]
             for kind in self._clips
@@ -425,9 +422,8 @@ class PromptRenderer:
         found = row_sampling(of_job, fields, column=column, with_body=own == "body")
         if self._adjust_sampling is None:
             return found
-        return self._adjust_sampling(
-            deepcopy(found)
-        )  # a copy, because it may modify the dict, which rows share
+        # A copy, because it may modify the dict, which rows share.
+        return self._adjust_sampling(deepcopy(found))
 
 
 def with_media_bytes(request: Request) -> Request:

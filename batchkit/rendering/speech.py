@@ -49,9 +49,8 @@ class Recording(NamedTuple):
         (audio,) = self.request.clips
         first, last = (round(at * audio.sample_rate) for at in span)
         heard = Audio(audio.samples[first:last], audio.sample_rate)
-        return replace(
-            self.request, clips=[heard], media_bytes=0
-        )  # 0, because the recording's own request counts the samples
+        # 0, because the recording's own request counts the samples.
+        return replace(self.request, clips=[heard], media_bytes=0)
 
 
 class SpeechRenderer:
@@ -135,9 +134,8 @@ class SpeechRenderer:
                     " each recording"
                 )
             return replace(request, speech=self._asked(texts))
-        if not isinstance(
-            path := row.fields.get("path"), str
-        ):  # set if the input is a folder of clips
+        # Set if the input is a folder of clips.
+        if not isinstance(path := row.fields.get("path"), str):
             raise RequestError(
                 'nothing to transcribe: set prompt.audios, for example to ["{{ recording }}"]; the row has'
                 f" {', '.join(map(str, row.fields)) or 'no fields'}"
@@ -145,7 +143,6 @@ class SpeechRenderer:
         return self._made(row, attempt, path, texts)
 
     def _of_line(self, row: Row, attempt: int, body: Mapping[str, Any]) -> Request:
-        """Return the request for a line of a batch file."""
         endpoint = endpoint_of(row.fields.get("url"), "transcribe")
         source = _named_in(body)
         if not isinstance(source, str):

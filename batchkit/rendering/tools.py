@@ -14,10 +14,8 @@ from batchkit.rendering.templates import RowTemplate
 from batchkit.sources.reader import shown
 from batchkit.types import Request
 
-_OF_THE_JOB = (
-    "chat_template",
-    "tokenize",
-)  # arguments of the chat template's caller, not of the template
+# Arguments of the chat template's caller, not of the template.
+_OF_THE_JOB = ("chat_template", "tokenize")
 _MAY_BE_NULL = ("const", "default")  # keys of a JSON schema in which null is a value
 
 

@@ -101,7 +101,6 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def none(cls) -> Checkpoint:
-        """Return the checkpoint of empty logs."""
         return cls(Totals(), Checksum(), StepsPoint(Checksum()), {})
 
     def write(self, folder: Path) -> None:

@@ -46,13 +46,8 @@ _ORDERED = (
     "prompt.chat_template_kwargs",
     "prompt.tools",
 )
-_MODEL = (
-    "kind",
-    "model",
-    "lora",
-    "options.revision",
-    "server.command",
-)  # keys of an engine that name its model
+# Keys of an engine that name its model.
+_MODEL = ("kind", "model", "lora", "options.revision", "server.command")
 _READ_TO_SELECT = {
     *("extract", "pattern", "key", "choices", "reference", "reference_run"),
     *("mode", "tolerance", "default_reward", "rules"),

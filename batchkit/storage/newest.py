@@ -63,7 +63,6 @@ class NewestLog:
         return self._sizes[self._lines]
 
     def lines(self, part: slice) -> list[NewestLine]:
-        """Return the lines in ``part`` of this log."""
         lines = self._lines[part]
         starts = self._starts[lines]
         ends = starts + self._sizes[lines]
@@ -138,9 +137,8 @@ def last_of_each(rows: Numbers) -> Numbers:
         return np.empty(0, np.int32)
     n_numbers = int(rows.max()) + 1
     if n_numbers > _DENSE * len(rows):
-        order = np.argsort(
-            rows, kind="stable"
-        )  # stable, so that the newest line of a row stays the last
+        # Stable, so that the newest line of a row stays the last.
+        order = np.argsort(rows, kind="stable")
         in_order = rows[order]
         last: Numbers = order[np.append(in_order[1:] != in_order[:-1], True)]
         return last

@@ -87,7 +87,5 @@ def _key(key: Any) -> str:
 def _text(value: Any) -> str:
     try:
         return valid(str(value))
-    except (
-        Exception
-    ):  # __str__ may raise anything, and Python refuses integers of over 4,300 digits
+    except Exception:  # __str__ may raise anything; Python refuses integers of over 4,300 digits
         return f"({type(value).__name__})"

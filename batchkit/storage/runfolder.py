@@ -38,9 +38,8 @@ class Claim:
 
     def __init__(self, folder: Path, lock: FileLock) -> None:
         self._lock = folder / LOCK
-        self._locked = os.fstat(
-            cast(int, lock._context.lock_file_fd)
-        )  # filelock has no public name for it
+        # Filelock has no public name for it.
+        self._locked = os.fstat(cast(int, lock._context.lock_file_fd))
 
     @property
     def is_lost(self) -> bool:
@@ -98,9 +97,8 @@ def claim(folder: Path) -> Iterator[Claim]:
         _sign(folder)
         yield held
     finally:
-        with suppress(
-            LostLockError, OSError
-        ):  # the holder file is ignored once the lock is released
+        # The holder file is ignored once the lock is released.
+        with suppress(LostLockError, OSError):
             held.check()  # raises if another process may have written its own holder file
             (folder / _HOLDER).unlink(missing_ok=True)
         lock.release()
@@ -124,9 +122,8 @@ def named(holder: Mapping[str, Any]) -> str:
 
 def _locked(folder: Path, lock: FileLock) -> Claim:
     folder.mkdir(parents=True, exist_ok=True)
-    os.close(
-        open_private(folder / LOCK, os.O_RDWR | os.O_CREAT)
-    )  # fails for a pipe or a link, which filelock would follow
+    # Fails for a pipe or a link, which filelock would follow.
+    os.close(open_private(folder / LOCK, os.O_RDWR | os.O_CREAT))
     # `status` takes the lock for an instant: wait that long before reporting it as held.
     lock.acquire(timeout=0.5)
     return Claim(folder, lock)

@@ -38,7 +38,6 @@ class GenerationLine(NamedTuple):
 
 
 def generation_line(completion: Completion) -> GenerationLine:
-    """Return the line for ``completion``, one generation of its row."""
     request, error = completion.request, completion.error
     call = request.call
     assert call is not None
@@ -178,7 +177,6 @@ class StepsLog:
 
     @property
     def point(self) -> StepsPoint:
-        """The point for a checkpoint."""
         settled = self._totals.is_settled
         open_rows = (places for row, places in self._places.items() if not settled(row))
         first = next((places[0] for places in open_rows), self.log.end)

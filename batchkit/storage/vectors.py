@@ -127,9 +127,7 @@ class VectorWriter:
         try:
             write_all(segment.file, memoryview(block))
             os.fsync(segment.file)
-        except (
-            BaseException
-        ):  # the file's end is unknown now, so the next vectors go to a new segment
+        except BaseException:  # the file's end is unknown now: continue in a new segment
             with suppress(OSError):
                 os.ftruncate(segment.file, self.ends[name])
             self._close(kind)

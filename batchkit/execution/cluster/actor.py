@@ -78,9 +78,8 @@ class Actor:
     ) -> None:
         import ray
 
-        if (
-            start.job.rollout is not None
-        ):  # its module may be in a folder of the run's sys.path only
+        # Its module may be in a folder of the run's sys.path only.
+        if start.job.rollout is not None:
             sys.path += [place for place in import_from if place not in sys.path]
         self._number, self._start, self._engines = number, start, engines
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
@@ -130,9 +129,8 @@ class Actor:
             with ExitStack() as held:
                 requests = requests_of(self._start, tasks, self._engines, may_wait=True)
                 held.enter_context(closing(requests))
-                held.callback(
-                    self._inbox.put, None
-                )  # ends the threads that wait for rows to render
+                # Ends the threads that wait for rows to render.
+                held.callback(self._inbox.put, None)
                 log = _engine_log(self._start.job.folder, self._number)
                 engines = held.enter_context(closing(KeptEngine(log)))
                 environments = grouping_of(self._start.job).environments

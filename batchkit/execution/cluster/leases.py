@@ -129,9 +129,8 @@ class Leases:
             return worker.capacity
         answered = sum(one.settled + 1 for one in self.workers.values() if one.capacity)
         share = math.ceil((left + self.n_held) * (worker.settled + 1) / answered)
-        if (
-            not worker.settled
-        ):  # it may be slow, so start with the number that its engine runs at the same time
+        # It may be slow, so start with the number that its engine runs at the same time.
+        if not worker.settled:
             share = min(share, worker.capacity // 2)
         return max(1, share)
 
@@ -189,7 +188,6 @@ class RayWorker:
         return settled
 
     def begin(self, actor: Any, known: Mapping[str, EngineHistory]) -> None:
-        """Start the worker's next life."""
         histories = {name: learned._replace(restarts=0) for name, learned in known.items()}
         self.lives.append(Life(actor, histories))
 

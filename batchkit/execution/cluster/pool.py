@@ -77,9 +77,8 @@ class RayPool:
         Raises:
             JobError, EngineError: no worker is left, or none can load the model.
         """
-        if (
-            self._broken is not None
-        ):  # raised here and not in poll(), which may have lines to return
+        # Raised here and not in poll(), which may have lines to return.
+        if self._broken is not None:
             raise self._broken
         if self._tasks.broken and self._leases.are_settled:  # rows in flight are finished first
             self._tasks.get(timeout_s=0)  # raises the input's error

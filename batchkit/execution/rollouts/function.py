@@ -48,9 +48,8 @@ class Rollout:
     async def solve(self, row: OpenRow) -> Completion:
         """Return the outcome of the row: the value that the function returned, or its error."""
         generate = Generate(row, self._start)
-        fields = deepcopy(
-            dict(row.row.fields)
-        )  # a copy, because the row is scored and recorded as it was read
+        # A copy, because the row is scored and recorded as it was read.
+        fields = deepcopy(dict(row.row.fields))
         try:
             text, parsed = _answer(await self._function(fields, generate))
         except (asyncio.CancelledError, GeneratorExit):

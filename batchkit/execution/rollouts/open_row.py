@@ -49,9 +49,8 @@ class OpenRow:
         self._replay = Replay(task, strict=start.job.output.replay == "strict")
         self._calls = Counter[str]()
         self._answered: list[tuple[float, Usage | None, Usage | None]] = []
-        self._endpoint: str | None = (
-            None  # of the row's batch line, if a step sent that line's body
-        )
+        # Of the row's batch line, if a step sent that line's body.
+        self._endpoint: str | None = None
         self._n_rendering = 0
         self.pending: dict[Key, Asked] = {}
         self.since = time.monotonic()
@@ -118,7 +117,6 @@ class OpenRow:
         self._rollouts.renders.free(request)
 
     def failed(self, error: RowError) -> Completion:
-        """Return the row's outcome with ``error``."""
         return replace(self.outcome(None, ()), error=error)
 
     def outcome(self, last: Completion | None, choices: Sequence[Choice]) -> Completion:

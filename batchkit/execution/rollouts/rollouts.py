@@ -57,12 +57,14 @@ class Rollouts:
     ``get`` returns requests for an engine, and the outcome of each row as a Completion with ``generations``.
     ``may_wait``: reading ``tasks`` may block.
 
-    Rows begin as the engines have room: at most ``rollout.concurrency`` at a time (for ``[[steps]]`` 4,096, and
-    at most 256 that wait for no generation), and none while ``media.max_memory_bytes`` of decoded pixels are held. While
-    there are rows to read, requests of rows that are further come first, so that rows end soon. Once the input has
-    been read, they come last: then the last rows begin as early as possible, and the run ends sooner. A row that
-    waits only for engines that are not in ``engines`` is paused: it is dropped, and begins again, with its recorded
-    generations, once its engine is loaded.
+    Rows begin as the engines have room: at most ``rollout.concurrency`` at the same time (for ``[[steps]]`` 4,096, and
+    at most 256 that wait for no generation). No row begins while ``media.max_memory_bytes`` of decoded pixels are held.
+
+    While there are rows to read, requests of rows that already had an answer come first, so that rows end soon. Once
+    the input has been read, they come last: then the last rows begin early, and the run ends sooner.
+
+    A row that waits only for engines that are not in ``engines`` is paused: it is dropped, and begins again, with its
+    recorded generations, once its engine is loaded.
 
     Threads: the event loop's thread runs the coroutines; ``run.render_threads`` render; the worker's thread calls
     ``get``, ``ended``, ``answer`` and ``release``. ``_changed`` guards the state shared by the first and the last.
@@ -192,9 +194,8 @@ class Rollouts:
 
     def _queue(self, row: OpenRow, asked: Asked) -> None:
         with self._changed:
-            if (
-                self._open.get(row.row.index) is not row
-            ):  # its code still runs after the row has ended
+            # Its code still runs after the row has ended.
+            if self._open.get(row.row.index) is not row:
                 asked.answer.cancel()
                 self.release(asked.request)
                 return
@@ -317,7 +318,7 @@ class Rollouts:
             self._changed.notify_all()
 
     def _end_late_rows(self) -> None:
-        """Fail rows that neither ask nor return for ``run.row_timeout_s``."""
+        """Fail rows that neither generate nor return for ``run.row_timeout_s``."""
         now, limit_s = time.monotonic(), self._job.run.row_timeout_s
         with self._changed:
             late = [row for row in self._open.values() if row.idle_s(now) > limit_s]

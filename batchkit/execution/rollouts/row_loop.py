@@ -210,7 +210,6 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def shown_error(error: BaseException) -> str:
-    """Return the error with its traceback."""
     shown = traceback.TracebackException.from_exception(error)
     _cut(shown)
     text = "".join(shown.format()).strip()

@@ -179,9 +179,8 @@ def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str
     names = set[str]().union(*map(fields_read, templates))
     if prompt is not None:
         made = PromptTemplates(job.model_copy(update={"prompt": prompt}))
-        texts = _names_of(
-            made.files.texts.values()
-        )  # a text's path may read the field that the text replaces
+        # A text's path may read the field that the text replaces.
+        texts = _names_of(made.files.texts.values())
         shown = (part for part in made.all if part not in made.files.texts.values())
         names |= (_names_of(shown) - prompt.texts.keys()) | texts
     return names - job.vars.keys()
