@@ -40,7 +40,7 @@ _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, if the engine died be
 
 
 class SupervisedEngine:
-    """An engine that is restarted when it dies, and searched for poison rows.
+    """A wrapper that restarts a dead engine and finds the rows that kill it.
 
     ``hear`` gets events, and an EngineHistory before the next engine is opened. ``restarts`` counts attempts to
     open an engine after the first. ``ladder``: steps that an earlier start took. ``quarantined``: indexes of rows

@@ -33,7 +33,7 @@ _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
 _FILE_OPTIONS = ("tokenizer", "generation_config", "hf_config_path")
 # These formats change the weights; other formats only read the same weights in another way.
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
-# Contents found behind names, as dicts by name; compared only if both sides have an entry.
+# Keys of dicts by name, such as the commit of each hub name; compared only if both sides have the name.
 _LEARNED = ("engine.commits", "engine.served")  # known once an engine is loaded, or has answered
 _FOUND = (*_LEARNED, "prompt.files", "engine.loras")
 # In these keys the order of a dict counts: it is part of a prompt or of a schema.
@@ -225,10 +225,10 @@ def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
 
 
 def check_found(then: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``then`` with the contents that an engine ``found`` behind names when it was loaded.
+    """Return ``then`` with the values that a loaded engine ``found`` for names (hub commits, served models).
 
     Raises:
-        EngineError: a content differs from ``then``.
+        EngineError: a value differs from ``then``.
     """
     if changes := differences({key: then.get(key, {}) for key in found}, found):
         raise EngineError(
@@ -289,7 +289,7 @@ def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _found_in(*identities: Mapping[str, Any]) -> set[str]:
-    """Return the keys of all identities for contents found behind names."""
+    """Return the keys of all identities that store values found for names (``_FOUND``)."""
     return {key for found in identities for key in found if home_of(key) in _FOUND}
 
 

@@ -198,7 +198,7 @@ class Manifest(_Part):
     def renewed(self, new: Manifest, *, has_records: bool = True) -> Manifest:
         """Return this run's manifest for a start with the job and the input of ``new``.
 
-        Without records, it need not agree with the contents that earlier starts have found.
+        Without records, values that earlier starts found (hub commits, served models) are dropped.
         """
         keys = ("input", "model", "hosts", "seed", "total")
         update = {key: getattr(new, key) for key in keys}
