@@ -61,5 +61,8 @@ def test_no_page_or_module_has_a_private_idiom(path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(cli.commands))
 def test_help_texts_are_sentences(name: str) -> None:
     command = cli.commands[name]
-    texts = [command.help or "", *(o.help or "" for o in command.params if isinstance(o, click.Option))]
+    texts = [
+        command.help or "",
+        *(o.help or "" for o in command.params if isinstance(o, click.Option)),
+    ]
     assert [text for text in texts if not re.match(r"[A-Z].*\.\s*$", text, re.DOTALL)] == []

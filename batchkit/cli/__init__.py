@@ -125,9 +125,7 @@ def cli() -> None:
 @options.NOTIFY
 @SET
 @click.option("--resume", is_flag=True, help="Resume the run if it exists (the default).")
-@click.option(
-    "--fresh", is_flag=True, help="Start a new run, and keep the old folder as <name>.1."
-)
+@click.option("--fresh", is_flag=True, help="Start a new run, and keep the old folder as <name>.1.")
 @click.option(
     "--on-change",
     type=click.Choice(["fail", "new", "requeue"]),
