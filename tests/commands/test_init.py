@@ -75,7 +75,7 @@ def test_kinds_are_listed_with_what_they_are_for() -> None:
     assert all(re.search(rf"^  {kind} +\w+ .*\.$", listed, re.MULTILINE) for kind in KINDS)
     assert batchkit("init", "--list").stdout == listed
     help_text = " ".join((cli.commands["init"].help or "").split())
-    assert f"KIND is {', '.join(KINDS[:-1])} or {KINDS[-1]};" in help_text
+    assert f"KIND is {', '.join(KINDS[:-1])} or {KINDS[-1]}." in help_text
 
 
 @pytest.mark.parametrize(
