@@ -1,4 +1,4 @@
-"""``forecast.json`` in the run folder: what ``run`` says of a forecast, and how it turned out."""
+"""``forecast.json`` in the run folder: the forecast that ``run`` prints and later compares with the result."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ FORECAST = "forecast.json"
 
 
 def write_forecast(folder: Path, forecast: Mapping[str, Any]) -> None:
-    """Raises StoreError if the disk refuses."""
+    """Write the forecast. Raise StoreError if writing fails."""
     with disk_errors(folder / FORECAST):
         write_atomically(folder / FORECAST, orjson.dumps(forecast, option=orjson.OPT_INDENT_2))
 
 
 def hash_of_job(job: JobConfig) -> str:
-    """Equal for jobs with the same rows, prompts, engine and speed; their prices may differ."""
+    """Return a hash that is equal for jobs with the same rows, prompts, engine and speed. Prices may differ."""
     tables = job.model_dump(mode="json", exclude={"name", "run", "output", "scoring"})
     run = job.run.model_dump(include={"sample", "seed", "workers", "max_in_flight"})
     return hash_of([masked(tables), run])
 
 
 def read_forecast(folder: Path, job: JobConfig) -> dict[str, Any] | None:
-    """That of the run which is in ``folder`` now; None if it has none, or one of another job."""
+    """Return the forecast of the run in ``folder``, or None if there is none or it belongs to another job."""
     try:
         found: dict[str, Any] = orjson.loads(read_bytes(folder / FORECAST))
         is_current = found["run"] == read_manifest(folder).created_at
@@ -48,7 +48,7 @@ def read_forecast(folder: Path, job: JobConfig) -> dict[str, Any] | None:
 
 
 def announced(job: JobConfig) -> str | None:
-    """What a start will take by the forecast of its run; None if there is none, or nothing is left."""
+    """Return the expected time and price of this start, or None without a forecast or remaining rows."""
     found = read_forecast(job.folder, job)
     if found is None:
         return None
@@ -58,14 +58,15 @@ def announced(job: JobConfig) -> str | None:
         return None
     share = left / max(left, found["left"])
     time = {name: found["load_seconds"] + share * s for name, s in found["seconds"].items()}
-    text = f"forecast for the {left:,} rows that are left: {shown(time, time_of)}, loading included"
+    text = f"forecast for the {left:,} remaining rows: {shown(time, time_of)}, loading included"
     if found["price"] is not None:
         text += f"; price of the whole run: {shown(found['price'], number)}"
     return text
 
 
 def turned_out(job: JobConfig, summary: RunSummary) -> str | None:
-    """What a run has taken, and its forecast; None if it has none, or rows are left."""
+    """Return the time and price of a finished run next to its forecast, or None without a forecast or if rows are
+    left."""
     found = read_forecast(job.folder, job)
     if found is None:
         return None
@@ -84,13 +85,13 @@ def turned_out(job: JobConfig, summary: RunSummary) -> str | None:
 
 
 def shown(interval: Mapping[str, float], how: Callable[[float], str]) -> str:
-    """As ``12 min [10 min to 15 min]``."""
+    """Format an interval like ``12 min [10 min to 15 min]``."""
     low, expected, high = (how(interval[name]) for name in ("low", "expected", "high"))
     return expected if low == high else f"{expected} [{low} to {high}]"
 
 
 def time_of(seconds: float) -> str:
-    """``4.2 s``, ``42 s``, ``6 min``."""
+    """Format seconds like ``4.2 s``, ``42 s``, ``6 min``."""
     return f"{seconds:.1f} s" if 0 < seconds < 10 else duration(seconds)
 
 

@@ -1,4 +1,4 @@
-"""``generate``: answers prompts from the command line, in a run of their own."""
+"""The ``generate`` command: answers prompts from the command line in a new run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from batchkit.storage.lines import answers_in_words
 
 
 def prompts_of(texts: Sequence[str], file: Path | None) -> list[str]:
-    """``texts``, and the lines of ``file`` that are not blank.
+    """Return ``texts`` and the non-blank lines of ``file``.
 
     Raises:
-        JobError: the file can't be read, or there is no prompt.
+        JobError: The file can't be read, or there is no prompt.
     """
     prompts = [*texts]
     for row in read_rows(InputTable(path=str(file), format="prompts")) if file else ():
@@ -35,7 +35,8 @@ def prompts_of(texts: Sequence[str], file: Path | None) -> list[str]:
 
 
 def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) -> RunSummary:
-    """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises as ``run_job``."""
+    """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises the same exceptions as
+    ``run_job``."""
     job = make_job({"name": "generate", "engine": {"model": model}}, "generate", overrides)
     with StopRequest().installed() as stop:
         source = from_python(list(prompts), job.input)
@@ -44,7 +45,7 @@ def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) 
 
 
 def in_words(prompt: str, record: Mapping[str, Any]) -> str:
-    """A prompt, and what its record says."""
+    """Return a prompt and its answer or error as text."""
     error = record["error"]
     reply = answers_in_words(record)[0] if error is None else f"({error['message']})"
     return f"> {prompt}\n{reply}\n"

@@ -1,4 +1,4 @@
-"""``merge``: several runs of one job (its shards, a base run and later ones) become one run."""
+"""The ``merge`` command: combines several runs of one job (shards, or a base run and later ones) into one run."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ from batchkit.storage.steps import GenerationLine, fresh_line
 from batchkit.storage.vectors import Vectors
 from batchkit.types import utc_now
 
-NAMED = 5  # ids shown of the rows that are missing, and of those in conflict
+NAMED = 5  # ids shown for missing and for conflicting rows
 _RELEASE_EVERY = 4096  # rows
 _SHOWN = 3  # runs of another job whose differences are shown
 
 
 @dataclass(slots=True)
 class Merged:
-    """The result of a merge. All but ``runs`` and ``folder`` count rows of the job's input.
+    """The result of a merge. All numbers except ``runs`` count rows of the job's input.
 
-    ``double``: rows that several runs answered, with the same text; ``conflicting``: with differing
-    texts, of which the newest was taken. ``folder`` is None if nothing was written.
+    ``double``: rows that several runs answered with the same text. ``conflicting``: rows with differing texts; the
+    newest
+    was taken. ``folder`` is None if nothing was written.
     """
 
     runs: list[str]
@@ -72,7 +73,7 @@ class Merged:
         counts = f"{self.ok:,} ok, {self.failed:,} failed, {self.missing:,} missing"
         lines = [f"{len(self.runs)} runs: {counts} of {self.total:,} rows"]
         same = f"{self.double:,} with the same text"
-        differing = f"{self.conflicting:,} with differing ones (the newest counts)"
+        differing = f"{self.conflicting:,} with different texts (the newest is used)"
         lines.append(f"answered more than once: {same}, {differing}")
         for what, count, ids in (
             ("missing", self.missing, self.missing_ids),
@@ -95,8 +96,10 @@ class Merged:
 
 
 class _Part(NamedTuple):
-    """One of the runs, locked by this process; ``job`` as it was resolved when the run began. ``picked``: the rows
-    whose record is taken from this run."""
+    """One of the runs, locked by this process. ``job`` is the job as resolved when the run began.
+
+    ``picked``: the rows whose record is taken from this run.
+    """
 
     folder: Path
     manifest: Manifest
@@ -106,9 +109,10 @@ class _Part(NamedTuple):
 
 
 class NewestRecord(NamedTuple):
-    """The record of a row that counts, as the line ``raw`` of ``part``.
+    """The record chosen for a row, as the line ``raw`` of ``part``.
 
-    ``answers``: how many runs have an answer for the row; ``agree``: their texts, labels and scores are equal.
+    ``answers``: how many runs have an answer for the row. ``agree``: whether their texts, labels and scores are
+    equal.
     """
 
     part: _Part
@@ -119,11 +123,14 @@ class NewestRecord(NamedTuple):
 
 
 def _newest_records(parts: Sequence[_Part]) -> Iterator[NewestRecord]:
-    """Of each row, in the order of the input. In each log the newest record of a row counts; of those the
-    newest answer, by ``finished_at``, and a failure only if no log has an answer.
+    """Yield the chosen record of each row, in input order.
+
+    Each log contributes its newest record of the row. The answer with the latest ``finished_at`` is chosen; a
+    failure is
+    chosen only if no log has an answer.
 
     Raises:
-        StoreError: a record is damaged.
+        StoreError: A record is damaged.
     """
 
     def read(line: NewestLine, part: _Part) -> NewestRecord:
@@ -146,7 +153,7 @@ def _newest_records(parts: Sequence[_Part]) -> Iterator[NewestRecord]:
 
 
 def _answer(record: dict[str, Any]) -> bytes:
-    """What two answers have to have in common to be the same; ids of tool calls are random."""
+    """Return the part that must be equal in two answers. Ids of tool calls are random and left out."""
     parts = [
         (choice.get("text"), [call["function"] for call in choice.get("tool_calls") or ()])
         for choice in record.get("choices") or [record]
@@ -155,18 +162,19 @@ def _answer(record: dict[str, Any]) -> bytes:
 
 
 def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
-    """Join ``runs`` into the new run folder ``into``, which appears whole or not at all.
+    """Merge ``runs`` into the new run folder ``into``, which appears complete or not at all.
 
-    The newest answer of a row counts, and a failure only if no run has an answer. If a row of the
-    input has no record in any run, nothing is written, unless ``partial``. The runs are kept.
+    The newest answer of a row is used; a failure only if no run has an answer. If a row of the input has no record
+    in any
+    run, nothing is written unless ``partial``. The runs are kept.
 
     Raises:
         JobError: ``into`` exists or is one of the runs, or the rows can't be distinguished.
-        ChangedError: the runs are of different jobs, or the input is no longer theirs.
-        StoreError: a process works on one of the runs, a log is damaged, the disk refuses.
+        ChangedError: The runs belong to different jobs, or the input has changed.
+        StoreError: Another process uses one of the runs, a log is damaged, or writing fails.
     """
     _check_places(runs, into)
-    # Of each run: its lock, log, scores, some segments of vectors.
+    # For each run: its lock, log, scores, and some segments of vectors.
     _allow_open_files(8 * len(runs) + 100)
     with ExitStack() as held:
         parts = []
@@ -208,7 +216,7 @@ def _check_places(runs: Sequence[Path], into: Path) -> None:
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise the limit of open files as far as allowed; a job array may have a thousand tasks."""
+    """Raise the limit of open files as far as allowed. A job array may have a thousand tasks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -216,7 +224,7 @@ def _allow_open_files(count: int) -> None:
 
 
 def _check_same_job(parts: Sequence[_Part]) -> None:
-    """Compared as in a resume, but shards and limits may differ between the parts of a job."""
+    """Compare the jobs as a resume does, except that shards and limits may differ."""
     first, known = parts[0], _answers(parts[0].manifest)
     if first.job.input.path is None and not first.manifest.input:
         raise JobError(
@@ -224,10 +232,10 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
             " another run"
         )
     changed = []
-    for part in parts:  # the first, too: what changed while it ran differs even from itself
+    for part in parts:  # include the first run: its settings may have changed while it ran
         answers = _answers(part.manifest)
         changes = differences(known, answers)
-        known = continued(known, answers)  # a part without rows has not found all
+        known = continued(known, answers)  # a part without rows did not resolve all values
         changes += input_changes(first.manifest.input, part.manifest.input)
         if changes:
             changed.append("\n".join([f"{part.folder}:", *(f"  {change}" for change in changes)]))
@@ -240,9 +248,9 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
 
 
 def _check_same_vectors(parts: Sequence[_Part]) -> None:
-    """A model may be another one under the same name, and a server's always is.
+    """Check that all vectors have the same type: the same name may refer to another model, above all on a server.
 
-    Vectors of several lengths within one run were asked for.
+    Vectors of several lengths within one run were requested and are allowed.
     """
     found = [(part.folder, kind) for part in parts if (kind := vector_type(part.folder, part.job))]
     uniform = [(folder, kind) for folder, kind in found if kind.dimensions is not None]
@@ -256,12 +264,12 @@ def _check_same_vectors(parts: Sequence[_Part]) -> None:
 
 
 def _answers(manifest: Manifest) -> dict[str, Any]:
-    """The part of the manifest's identity that decides the answers, without the shard."""
+    """Return the part of the manifest's identity that decides the answers, without the shard."""
     return {key: value for key, value in manifest.identity.items() if key != "input.shard"}
 
 
 def _missing(parts: Sequence[_Part], there: IndexSet) -> Iterator[str]:
-    """The ids of the rows that are not ``there``, of all that the runs were to answer."""
+    """Yield the ids of rows that the runs should have answered and that are not in ``there``."""
     job, files = _whole(parts[0].job, parts), parts[0].manifest.input
     if job.input.path is None:
         yield from (str(index) for index in range(files[0].size) if index not in there)
@@ -277,7 +285,7 @@ def _missing(parts: Sequence[_Part], there: IndexSet) -> Iterator[str]:
 
 
 def _whole(job: JobConfig, parts: Sequence[_Part]) -> JobConfig:
-    """``job`` over all rows that ``parts`` were to answer."""
+    """Return ``job`` over all rows that ``parts`` should have answered."""
     limits = [part.job.input.limit for part in parts]
     known = [limit for limit in limits if limit is not None]
     limit = max(known) if len(known) == len(limits) else None
@@ -314,13 +322,12 @@ def _records(parts: Sequence[_Part], merged: Merged) -> Iterator[RecordLine]:
             yield raw_line(newest.raw)
         else:
             vector = vectors[newest.part.folder].of(newest.record)
-            del newest.record["embedding"]  # it gets another place here
+            del newest.record["embedding"]  # the vector gets another position here
             yield rewritten(newest.record, vector)
 
 
 def _generations(parts: Sequence[_Part], settled: IndexSet) -> Iterator[GenerationLine]:
-    """Those of each row from the run whose record was picked; of a row without a record, from the
-    first run that has some."""
+    """Yield each row's generations from the run whose record was picked, or from the first run that has some."""
     taken = IndexSet()
     for part in parts:
         begun = IndexSet()
@@ -332,16 +339,16 @@ def _generations(parts: Sequence[_Part], settled: IndexSet) -> Iterator[Generati
                 yield GenerationLine(line.raw, line.record)
             elif row not in settled and row not in taken:
                 begun.add(row)
-                yield fresh_line(line.record)  # a damaged one may be missing
+                yield fresh_line(line.record)  # a damaged generation may be missing
         taken |= begun
 
 
 def _manifest(
     folder: Path, newest: _Part, parts: Sequence[_Part], job: JobConfig, merged: Merged
 ) -> Manifest:
-    """The newest run's, with the starts of all, and one for the merge.
+    """Return the newest run's manifest with the starts of all runs and one for the merge.
 
-    The versions noted for the last start are those that made the answers: the newest run's.
+    The versions of the last start are those of the newest run, which produced the answers.
     """
     starts = [
         start.model_copy(update={"run": str(part.folder)})

@@ -1,4 +1,4 @@
-"""``run --model … --input …``: a job that is given on the command line, without a job file."""
+"""``run --model … --input …``: a job given on the command line, without a job file."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from batchkit.config.tables import JobConfig
 from batchkit.sources import read_rows
 from batchkit.sources.files import COMPRESSIONS, name_of
 
-_MAGIC = re.compile(r"[*?\[]")  # of a glob
+_MAGIC = re.compile(r"[*?\[]")  # characters of a glob
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
-    """The job of the keys that are ``given``, with the ``KEY=VALUE`` overrides applied.
+    """Return the job with the ``given`` keys and the ``KEY=VALUE`` overrides.
 
-    Its name follows from the input and the model, so that the same line continues the same run:
-    ``reviews-Qwen3-4B`` for ``data/reviews.csv`` and ``Qwen/Qwen3-4B``.
-
-    Images are looked up in the working directory, or beside an input that lies outside of it. Rows with a field
-    ``id`` are named by it.
+    Its name is derived from the input and the model, so the same command resumes the same run: ``reviews-Qwen3-4B``
+    for
+    ``data/reviews.csv`` and ``Qwen/Qwen3-4B``. Images are looked up in the working directory, or in the input's
+    folder if
+    the input is outside it. A field ``id`` names the rows.
 
     Raises:
-        JobError: as ``make_job``.
-        InputError: the input can't be read.
+        JobError: As ``make_job``.
+        InputError: The input can't be read.
     """
     path, model = given["input.path"], given.get("engine.model") or ""
     media = {} if "://" in path else {"root": _media_root(path)}
@@ -42,19 +42,19 @@ def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job
 
 
 def run_name(path: str, model: str) -> str:
-    """Of the file's or folder's name, and the last part of the model's."""
+    """Return a name made of the input's file or folder name and the last part of the model's name."""
     names = [_stem(path), PurePosixPath(model.rstrip("/")).name.removesuffix(".gguf")]
     return "-".join(filter(None, map(_plain, names))) or "batch"
 
 
 def _media_root(path: str) -> str:
-    """Never a folder that a glob would have to name."""
+    """Return the folder for images. It never contains a glob pattern."""
     here, beside = Path.cwd(), Path(_MAGIC.split(path)[0] + "x").resolve().parent
     return str(here if beside.is_relative_to(here) else beside)
 
 
 def _stem(path: str) -> str:
-    """``reviews`` for ``data/reviews.jsonl.gz``, ``part`` for ``part-*.csv``, and ``photos`` for
+    """Return ``reviews`` for ``data/reviews.jsonl.gz``, ``part`` for ``part-*.csv``, ``photos`` for
     ``photos/*.jpg``."""
     named = PurePosixPath(name_of(path).rstrip("/"))
     if named.suffix.lower() in COMPRESSIONS:
@@ -65,5 +65,5 @@ def _stem(path: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """``name`` with only the characters that a run's name may have."""
+    """Return ``name`` with only the characters allowed in a run's name."""
     return _NOT_IN_NAMES.sub("-", name).lstrip(".-_").rstrip("-_")

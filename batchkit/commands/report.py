@@ -1,4 +1,4 @@
-"""``batchkit report``: the page of ``batchkit view`` as one file, with its data inside."""
+"""The ``report`` command: writes the page of ``batchkit view`` as one file that contains its data."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _ALL_S = 1e6
 MAX_ROWS = 20_000
 MAX_FAILED = 5_000
 _SEED = 0
-_MAX_TEXT_BYTES = 14 * 2**20  # of all rows: the more there are, the shorter the texts of each
+_MAX_TEXT_BYTES = 14 * 2**20  # of all rows together; with more rows, each text is shorter
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 500, 40_000  # of each text
-_FIELD_SHARE = 8  # a field has less space than an answer
-_MOST_GENERATIONS = 20  # of a function's row
-# Of a record: they are beside it, or too large.
+_FIELD_SHARE = 8  # a field gets this fraction of an answer's space
+_MOST_GENERATIONS = 20  # of a row answered by a function
+# Keys of a record that are stored next to it, or are too large.
 _LEFT_OUT = ("fields", "prompt", "steps", "logprobs")
 
 
 class Report(NamedTuple):
-    """The scores of a run, and where its page is."""
+    """The scores of a run, and the path of its page."""
 
     scores: Scores
     path: Path
@@ -65,16 +65,17 @@ def report(
     media: Sequence[Path] = (),
     say: Say = lambda text: None,
 ) -> Report:
-    """Write the page of a run: to ``path``, or to ``report.html`` in its folder.
+    """Write the page of a run to ``path``, or to ``report.html`` in its folder.
 
-    One file without references to others. The model's texts are in it as data, and are shown as
-    text only. It has all rows up to 20,000, and a sample beyond that; its tables and charts are
-    over all rows. ``images=False`` leaves the thumbnails out. ``media``: folders of which inputs and images may
-    be read (``Reach``).
+    The page is one file without links to other files. The model's texts are embedded as data and shown only as text.
+    It
+    has all rows up to 20,000 and a sample beyond that; tables and charts cover all rows. ``images=False`` omits
+    thumbnails.
+    ``media``: folders whose inputs and images may be read (``Reach``).
 
     Raises:
-        InputError: the table needs fields that the run did not keep, and the input changed.
-        StoreError: not a run folder, no row has finished, its log is damaged, or the file can't be
+        InputError: The table needs fields that the run did not keep, and the input changed.
+        StoreError: The folder is not a run folder, no row has finished, the log is damaged, or the file can't be
             written.
     """
     path, look = path or folder / REPORT, look_at(folder)
@@ -89,7 +90,7 @@ def report(
     rows = _read_rows(index, snapshot, reach, images=images)
     scores = Scores.of(table, folder)
     found = overview(look, index, snapshot, table)
-    notes = ["The run had not ended when this page was made."] * (look.state == "running")
+    notes = ["The run had not ended when this page was written."] * (look.state == "running")
     data = {
         "status": {**found, "folder": folder.name, "notes": [*notes, *found["notes"], *rows.notes]},
         "about": about(folder, reach),
@@ -105,13 +106,13 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
     """Write ``comparison`` as one self-contained web page.
 
     Raises:
-        StoreError: the file can't be written, or its name is not that of a web page.
+        StoreError: The file can't be written, or its name is not that of a web page.
     """
     return write_page(path, ", ".join(comparison.runs), {"comparison": comparison.to_json()})
 
 
 class _Shown(NamedTuple):
-    """What the page shows of the rows; ``notes`` say what it does not show, and why."""
+    """The rows for the page. ``notes`` explain what the page leaves out, and why."""
 
     rows: list[dict[str, Any]]
     pictures: list[dict[str, Any]]
@@ -119,7 +120,7 @@ class _Shown(NamedTuple):
 
 
 def _read_rows(index: Index, snapshot: Snapshot, reach: Reach, *, images: bool) -> _Shown:
-    """Reads the records again, and the input along with them if it still exists."""
+    """Read the records again, together with the input if it still exists."""
     entries = snapshot.entries[_chosen(snapshot)]
     limit = int(np.clip(_MAX_TEXT_BYTES / len(entries), _LEAST_CHARACTERS, _MOST_CHARACTERS))
     scoring, problem = _scoring(reach)
@@ -144,8 +145,10 @@ def _read_rows(index: Index, snapshot: Snapshot, reach: Reach, *, images: bool) 
 
 
 def _chosen(snapshot: Snapshot) -> Table:
-    """Numbers of the entries: of all rows, or of failed ones first, then of a seeded sample of the
-    others; in the order of the input."""
+    """Return the positions of the entries to show, in input order.
+
+    These are all rows, or the failed rows and a seeded sample of the others.
+    """
     newest = snapshot.newest
     if len(newest) <= MAX_ROWS:
         return newest
@@ -162,7 +165,7 @@ def _sample(rng: np.random.Generator, places: Table, size: int) -> Table:
 
 
 def _cut_to(limit: int, row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what the page does not need, and its texts cut to ``limit`` characters."""
+    """Return a row with only the keys that the page needs, and its texts cut to ``limit`` characters."""
     record, steps = row["record"], row["steps"]
     of_field = max(120, limit // _FIELD_SHARE)
     kept = steps if record.get("steps") is not None else steps[:_MOST_GENERATIONS]
@@ -180,7 +183,7 @@ def _cut_to(limit: int, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut(value: Any, limit: int) -> Any:
-    """``value`` with long texts cut in the middle, and without what is null."""
+    """Return ``value`` with long texts cut in the middle and null values removed."""
     if isinstance(value, str):
         return cut_in_the_middle(value, limit)
     if isinstance(value, Mapping):
@@ -189,7 +192,7 @@ def _cut(value: Any, limit: int) -> Any:
 
 
 def _scoring(reach: Reach) -> tuple[Scoring | None, list[str]]:
-    """What finds the rows' references, and a note if there is nothing."""
+    """Return the scoring that finds the rows' references, and a note if it is unavailable."""
     job = reach.job
     if not job.scoring.is_on:
         return None, []

@@ -1,4 +1,4 @@
-"""The ``retry-failed`` command: the failed rows of a run, answered again."""
+"""The ``retry-failed`` command: resubmits the failed rows of a run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ _LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
 
 
 class Retry(NamedTuple):
-    """What ``retry-failed`` found, and how it ended; ``recovered`` of the ``rows`` are ok now.
+    """The result of ``retry-failed``: ``recovered`` of the ``rows`` succeeded.
 
-    ``kinds``: the only failures that were to be retried; empty: all. ``summary`` is None if no row
-    had failed.
+    ``kinds``: the failure kinds to retry; empty means all. ``summary`` is None if no row had failed.
     """
 
     kinds: Sequence[str]
@@ -69,13 +68,14 @@ def retry_failed(
     trust: bool = False,
     say: Say = print,
 ) -> Retry:
-    """Run the rows of a run again whose newest record failed, or is ok but blank.
+    """Retry rows whose newest record failed, or succeeded with a blank answer.
 
-    ``kinds`` keeps only failures of these kinds; a blank ok record counts as ``empty``.
-    ``overrides`` apply to this start only, and are noted in the manifest. Secrets, which the run's
-    ``job.toml`` does not have, come from ``job_file``, else from ``overrides`` or the environment;
-    nothing else is taken from ``job_file``, and if it differs, ``say`` gets that. What it executes, imports
-    or sends is as ``vouched`` has it.
+    ``kinds`` limits the retry to these failure kinds; a blank ok record has kind ``empty``. ``overrides`` apply to
+    this
+    start only and are recorded in the manifest. The run's ``job.toml`` has no secrets: they come from ``job_file``,
+    else
+    from ``overrides`` or the environment. Other settings of ``job_file`` are ignored; ``say`` reports differences.
+    ``vouched`` decides whether the job may execute code, import functions or send keys.
     """
     _check_overrides(overrides, folder)
     then = read_manifest(folder).identity
@@ -112,7 +112,7 @@ def retry_failed(
 
 
 class _Due(NamedTuple):
-    """The rows to retry: the number of the last attempt by index, and those that killed an engine."""
+    """The rows to retry: their last attempt number by index, and the rows that killed an engine."""
 
     attempts: dict[int, int]
     quarantined: set[int]
@@ -132,7 +132,7 @@ def _due(folder: Path, kinds: Sequence[str]) -> _Due:
 
 
 def _check_overrides(overrides: Sequence[str], folder: Path) -> None:
-    """Raises JobError if a retry can't change what one of them sets."""
+    """Raise JobError if an override sets a key that a retry can't change."""
     for override in overrides:
         key, setting = override.partition("=")[0].strip(), masked_override(override)
         if key.partition(".")[0] == "scoring":
@@ -148,7 +148,7 @@ def _check_overrides(overrides: Sequence[str], folder: Path) -> None:
 
 
 def _check_answerable(job: JobConfig, begun: JobConfig, folder: Path) -> None:
-    """Raises JobError if ``job`` can't answer rows of the run that ``begun`` is of."""
+    """Raise JobError if ``job`` can't answer rows of the run started with job ``begun``."""
     if job.engine.kind == "dry-run" != begun.engine.kind:
         raise JobError(
             "--set engine.kind=dry-run: no model would answer, and its sentences would stand among the"
@@ -163,18 +163,18 @@ def _check_answerable(job: JobConfig, begun: JobConfig, folder: Path) -> None:
 
 
 def _with_secrets(job: JobConfig, given: JobConfig | None, say: Say) -> JobConfig:
-    """``job``, which was read from its ``job.toml``, with the secrets that are known."""
+    """Return ``job``, read from its ``job.toml``, with all available secrets filled in."""
     job = _filled(job, given)
     known = without_masked(job)
     gone = sorted({*masked_keys(job.model_dump())} - {*masked_keys(known.model_dump())})
     if gone:
         say(
-            f"left out, for it is a secret and not kept: {', '.join(gone)}; where it is needed, name"
+            f"not set, because run folders store no secrets: {', '.join(gone)}; if needed, name"
             " the job file instead of the run folder, or give it with --set"
         )
     return known
 
 
 def _filled(job: JobConfig, given: JobConfig | None) -> JobConfig:
-    """``job`` with the secrets of the ``given`` one, if there is one."""
+    """Return ``job`` with the secrets of ``given``, if any."""
     return job if given is None else with_secrets_of(job, given)

@@ -1,4 +1,4 @@
-"""The ``run`` command: a start of a job's run, then its scores and its exports."""
+"""The ``run`` command: starts or resumes a job's run, then computes its scores and writes its exports."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ def run_job(
     output: Path | None = None,
     say: Say = print,
 ) -> Outcome:
-    """Run ``job``, or continue it; SIGINT and SIGTERM stop it cleanly.
+    """Run ``job`` or resume it. SIGINT and SIGTERM stop it cleanly.
 
-    ``say`` gets the results of scoring, including the table at the end. When all rows are settled,
-    they are exported to ``output`` and as ``[output]`` has it, and sent to ``output.upload``.
+    ``say`` receives scoring results, including the table at the end. When every row has a record, the run is
+    exported to
+    ``output`` and as ``[output]`` specifies, and sent to ``output.upload``.
 
     Raises:
-        BatchkitError: the run could not begin. What stops it later is in the outcome, and its
-            ``exit_code`` says whether it can be continued.
-        Interrupted: stopped by a signal before or after rows were in flight.
+        BatchkitError: The run could not begin. Later errors are in the outcome; its ``exit_code`` tells whether the
+            run
+            can be resumed.
+        Interrupted: A signal arrived before the first request or after the last one.
     """
     end = planned(job, output, skip_from)
     forecast = None if fresh else announced(job)
@@ -58,8 +60,10 @@ def run_job(
 def started(
     job: JobConfig, options: Options, end: AtEnd, say: Say, *, scored_as: JobConfig
 ) -> Outcome:
-    """Start ``job``; once all rows have finished, score them as ``scored_as`` says, and write and send the exports.
-    ``run.on_end`` hears how it ended. Raises as ``run_job``."""
+    """Start ``job``. When all rows have finished, score them with ``scored_as`` and write and send the exports.
+
+    ``run.on_end`` is notified of the result. Raises the same exceptions as ``run_job``.
+    """
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
             outcome = start_run(job, options=options, stop=stop)
@@ -71,7 +75,7 @@ def started(
 
 
 def _with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -> Outcome:
-    """Once all rows have finished, compute the scores that had to wait until then."""
+    """Compute the deferred scores if all rows have finished."""
     summary = outcome.summary
     if outcome.error is not None or summary.exit not in (0, 3):
         return outcome
@@ -89,26 +93,26 @@ def _with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) 
 
 
 class Wanted(NamedTuple):
-    """An export; without a path, in the run folder."""
+    """An export to write; without a path it goes to the run folder."""
 
     format: str
     path: Path | None = None
 
     @property
     def flag(self) -> str:
-        """As ``batchkit export`` takes it."""
+        """The option of ``batchkit export`` that writes this export."""
         return shlex.join([f"--{self.format}", *([] if self.path is None else [str(self.path)])])
 
 
 class AtEnd(NamedTuple):
-    """What is written once a run has ended, and the address it is sent to."""
+    """The exports to write when a run has ended, and the address to send them to."""
 
     exports: Sequence[Wanted]
     address: str | None
 
 
 def planned(job: JobConfig, output: Path | None = None, skip_from: Path | None = None) -> AtEnd:
-    """Raises JobError if it can't be done, before the run begins."""
+    """Return the exports of a run. Raise JobError before the run begins if one is impossible."""
     exports = [Wanted(name) for name in dict.fromkeys(job.output.export)]
     if output is not None:
         exports.append(Wanted(format_for(output, job), output))
@@ -118,7 +122,7 @@ def planned(job: JobConfig, output: Path | None = None, skip_from: Path | None =
             f"{key}: the rows that {skip_from} has would be missing there; leave it out, and"
             " `batchkit export` both runs"
         )
-    if job.output.upload is None or job.is_trial:  # a trial's answers are no model's
+    if job.output.upload is None or job.is_trial:  # a trial's answers do not come from a model
         return AtEnd(exports, None)
     if not exports:
         raise JobError(
@@ -134,14 +138,14 @@ def planned(job: JobConfig, output: Path | None = None, skip_from: Path | None =
 
 
 def _with_exports(outcome: Outcome, end: AtEnd, say: Say) -> Outcome:
-    """Once all rows have finished, write and send them. Sending changes nothing of how the run ended."""
+    """Write and send the exports if all rows have finished. A failed upload does not change the run's exit code."""
     if not end.exports:
         return outcome
     folder = Path(outcome.summary.folder)
     if outcome.error is not None or outcome.summary.exit not in (0, 3):
         names = ", ".join(str(wanted.path or wanted.format) for wanted in end.exports)
         say(
-            f"{names}: not written, as the run has not ended; `batchkit export {folder}` writes what there is"
+            f"{names}: not written, because the run has not ended; `batchkit export {folder}` writes the rows so far"
         )
         return outcome
     files: list[Path] = []
@@ -165,6 +169,6 @@ def _send(files: Sequence[Path], end: AtEnd, address: str, folder: Path, say: Sa
         flags = " ".join(wanted.flag for wanted in end.exports)
         say(f"error: {error}")
         say(
-            f"the run is complete, but not all of it was sent. To send it again: batchkit export"
+            f"the run is complete, but sending its files failed. To send them again: batchkit export "
             f" {shlex.quote(str(folder))} {flags} (with --upload ADDRESS, to another address than in the job file)"
         )

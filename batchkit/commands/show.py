@@ -1,4 +1,4 @@
-"""``show``: rows of a run with their prompts, images, answers and errors."""
+"""The ``show`` command: prints rows of a run with their prompts, images, answers and errors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from batchkit.storage.newest import Generations
 from batchkit.storage.score_store import read_scored
 
 _MOST_THOUGHT = 300
-_MOST_SHOWN = 4_000  # characters of a prompt or an answer; --json has all of it
+_MOST_SHOWN = 4_000  # characters of a prompt or an answer; --json prints all of it
 
 
 class ShownRow(NamedTuple):
-    """``prompt`` is None if the row can't be rendered any more; then its ``fields`` are shown. ``images``: as the model
-    gets them, {name, width, height}, or {name, problem}. ``steps``: what each generation answered, of a row with
-    several. ``clips``: the kind and the name of each."""
+    """A row to print. ``prompt`` is None if the row can't be rendered again; then its ``fields`` are shown.
+
+    ``images``: {name, width, height} as the model receives them, or {name, problem}. ``steps``: the answer of each
+    generation if the row has several. ``clips``: the kind and the name of each.
+    """
 
     record: Mapping[str, Any]
     prompt: str | None
@@ -76,7 +78,7 @@ class ShownRow(NamedTuple):
         yield f"({', '.join(self._facts())})"
 
     def _step_lines(self) -> Iterator[str]:
-        """Of rows with several generations, what each answered."""
+        """Yield the answer of each generation of a row that has several."""
         for step in self.steps:
             name = call_in_words(step)
             if step.get("skipped"):
@@ -114,14 +116,14 @@ class ShownRow(NamedTuple):
 
 
 def _reasoning_line(answer: Mapping[str, Any]) -> Iterator[str]:
-    """Only its beginning: it may be far longer than the answer."""
+    """Yield the beginning of the reasoning, which may be far longer than the answer."""
     if thought := " ".join((answer.get("reasoning") or "").split()):
         more = "…" if len(thought) > _MOST_THOUGHT else ""
         yield f"(thought: {thought[:_MOST_THOUGHT]}{more})"
 
 
 class ShownRows(NamedTuple):
-    """``problem`` says why prompts are missing, if some are."""
+    """The rows to print. ``problem`` explains why prompts are missing, if any are."""
 
     rows: Sequence[ShownRow]
     problem: str | None
@@ -138,14 +140,14 @@ def show_rows(
     most: int | None,
     media: Sequence[Path] = (),
 ) -> ShownRows:
-    """The first ``most`` rows in the order of the input: only those that ``failed``, or with ``ids``. The id of a row
-    means all of its values, if the job has ``input.cross``.
+    """Return the first ``most`` rows in input order: only rows that ``failed``, or rows with ``ids``.
 
-    Without ``most``: five, or all with ``ids``. Prompts are rendered again from the input, as far as a reader
-    may open it (``Reach``).
+    With ``input.cross``, the id of a row selects all of its values. ``most`` None means five rows, or all rows with
+    ``ids``.
+    Prompts are rendered again from the input, as far as ``Reach`` allows.
 
     Raises:
-        JobError: no record has one of the ids.
+        JobError: No record has one of the ids.
     """
     check_log(folder)
     reach = Reach.of(folder, media)

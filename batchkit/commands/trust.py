@@ -1,7 +1,8 @@
-"""Whom a job is taken from: what it executes, imports or sends is said first, and is the user's own.
+"""The check of jobs from other people: batchkit reports what a job executes, imports or sends.
 
-A run folder may come from anybody. What its ``job.toml`` would execute, import or send a key to is done only if
-the user's job file, or the command line, says the same; or with ``--trust``.
+A run folder may come from anyone. Anything that its ``job.toml`` would execute, import or send a key to is allowed
+only
+if the user's job file or the command line sets the same, or with ``--trust``.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ def vouched(
     named: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> JobConfig:
-    """``job``, once ``say`` has what it executes, imports and sends, of the keys that begin with one ``of``
-    these. If it is a run folder's, ``named`` is the user's job file, by default the one that the manifest names;
-    what is ``OPTIONAL`` and not there is left out. ``fresh``: a new run begins.
+    """Return ``job`` after ``say`` has received what it executes, imports and sends, for keys that start with one
+    of ``of``.
+
+    For the job of a run folder, ``named`` is the user's job file (by default the one in the manifest). ``OPTIONAL``
+    keys that
+    are missing in it are dropped. ``fresh``: a new run begins.
 
     Raises:
-        JobError: the job file does not say the same, or a key would go to another host than the run's.
+        JobError: The job file differs, or a key would be sent to another host than the run's.
     """
     due = doings(job, of)
     if due and not trust and (not job.made_in or is_of_run(Path(job.made_in))):
@@ -59,7 +63,7 @@ def _as_in_job_file(
 ) -> JobConfig:
     try:
         theirs = None if file is None else load_job(file, overrides)
-    except JobError:  # gone, or no longer a job
+    except JobError:  # the file is gone or no longer a job
         theirs = None
     said = [] if theirs is None else doings(theirs)
     known = {*said, *(doing._replace(what=masked(doing.what)) for doing in said)}
@@ -81,7 +85,10 @@ def _as_in_job_file(
 def _with_optional(
     job: JobConfig, theirs: JobConfig, given: Collection[str], foreign: Sequence[Doing]
 ) -> JobConfig:
-    """``job`` with what is ``OPTIONAL`` as the user has it: as ``given``, else as in ``theirs``; without the ``foreign``."""
+    """Return ``job`` with the user's values for the ``OPTIONAL`` keys, and without the ``foreign`` ones.
+
+    The values come from the command line if ``given``, else from ``theirs``.
+    """
     left_out = {doing.keys[0] for doing in foreign}
     on_end = (job if ON_END in given else theirs).run.on_end
     upload = (job if UPLOAD in given else theirs).output.upload
@@ -97,5 +104,5 @@ def _check_hosts(folder: Path, due: Sequence[Doing]) -> None:
         host = recorded.get(doing.keys[0].removesuffix(".base_url"), doing.host)
         if host != doing.host:
             raise JobError(
-                f"{doing.line}, and its run asked {host} so far; if that is meant, give --trust"
+                f"{doing.line}, and its run asked {host} so far; if this is intended, add --trust"
             )

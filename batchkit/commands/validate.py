@@ -1,4 +1,4 @@
-"""``validate`` and ``run --dry-run``: rows as the engine would get them, without the model."""
+"""The ``validate`` command and ``run --dry-run``: prepare rows as for the engine, without loading the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST_SHOWN = 2000  # characters of a row
 
 @dataclass(frozen=True, order=True, slots=True)
 class Problem:
-    """A row that would fail, with the reason."""
+    """A row that would fail, and the reason."""
 
     index: int
     id: str
@@ -44,8 +44,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """``problems`` holds the first of the ``failed`` rows; token counts are exact or missing.
-    ``hints`` are likely mistakes that fail no row; ``not_checked`` is what only a run shows."""
+    """The result of ``validate``. ``problems`` has the first of the ``failed`` rows. Token counts are exact or
+    missing.
+
+    ``hints`` are likely mistakes that fail no row. ``not_checked`` lists what only a run can check.
+    """
 
     rows: int
     ok: int
@@ -77,12 +80,12 @@ class Validation:
 
 
 def validate(job: JobConfig, rows: int | None = None) -> Validation:
-    """Render and check the first ``rows`` rows (all if None): template, media, length, parameters.
+    """Render the first ``rows`` rows (None means all) and check template, media, length and parameters.
 
-    Rows that have one id are a hint: all of them are answered. Writes nothing.
+    Repeated ids give a hint, because rows with the same id are all answered. Writes nothing.
 
     Raises:
-        JobError: the job itself is invalid.
+        JobError: The job itself is invalid.
     """
     problems: list[Problem] = []
     by_kind: Counter[str] = Counter()
@@ -129,8 +132,10 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
 
 
 class Checked(NamedTuple):
-    """A row as the engine would get it; ``prompt`` is None if it would fail with ``error``, or if only
-    the row's function knows its requests."""
+    """A row as the engine would receive it.
+
+    ``prompt`` is None if the row would fail with ``error``, or if only the row's function knows its requests.
+    """
 
     row: Row
     request: Request
@@ -139,10 +144,10 @@ class Checked(NamedTuple):
 
 
 def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[Checked]:
-    """``rows``, rendered and checked, in any order.
+    """Yield ``rows``, rendered and checked, in any order.
 
     Raises:
-        JobError: the job itself is invalid.
+        JobError: The job itself is invalid.
     """
     renderer, preflights = renderer_of(job), _opened_preflights(job)
     prefetch = Prefetch(
@@ -171,11 +176,12 @@ def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[Checked]:
 
 
 def preview(job: JobConfig, rows: int) -> Iterator[str]:
-    """The first ``rows`` rows as the engine would get them, or the error that they would fail with, as
-    text. Of a job with steps, it is the first that the row does not skip.
+    """Yield the first ``rows`` rows as text, as the engine would receive them, or with their error.
+
+    For a job with steps, each row is shown with its first step that is not skipped.
 
     Raises:
-        JobError: the job itself is invalid.
+        JobError: The job itself is invalid.
     """
     in_order = job.model_copy(update={"run": job.run.model_copy(update={"render_threads": 1})})
     for row, request, prompt, error in checked(in_order, islice(read_rows(job.input), rows)):
@@ -208,14 +214,14 @@ def _shown(job: JobConfig, request: Request, prompt: RenderedPrompt) -> str:
 
 
 def not_checked(job: JobConfig) -> Iterator[str]:
-    """A line about what is known only once rows are answered."""
+    """Yield a line for each aspect that can only be checked by running the job."""
     for place, its in job.of_each_step():
         more = sorted(its.sampling.model_extra or {})
         if more and its.engine.kind == "dry-run":
             yield f'{place}sampling: {", ".join(more)} not checked, as engine.kind is "dry-run"'
     if job.rollout is not None:
         yield (
-            "[rollout]: rows are read, and the function was imported; what it asks for is known once it"
+            "[rollout]: rows were read and the function was imported; its requests are known once it"
             " runs"
         )
     if later := [step.name for step in job.steps[1:]]:
@@ -227,10 +233,10 @@ def not_checked(job: JobConfig) -> Iterator[str]:
 
 
 def _opened_preflights(job: JobConfig) -> dict[str, Preflight]:
-    """By step, "" without steps; the parameters of each are checked.
+    """Return a preflight by step name ("" without steps) after checking each step's parameters.
 
     Raises:
-        JobError: they can't be right, or the job names no function.
+        JobError: The parameters are invalid, or the job's function can't be found.
     """
     if job.rollout is not None:
         loaded_function(job.rollout.function)
@@ -251,7 +257,7 @@ def _opened_preflights(job: JobConfig) -> dict[str, Preflight]:
 def _fitted(
     request: Request, renderer: Renderer, preflights: Mapping[str, Preflight]
 ) -> tuple[Request, RenderedPrompt]:
-    """The request as the engine would answer it, shortened if too long and the job allows it."""
+    """Return the request and its prompt, shortened if it is too long and the job allows that."""
     preflight = preflights[request.step]
     while True:
         try:
@@ -264,7 +270,7 @@ def _fitted(
 
 
 def _read_only(row: Row) -> Request | Completion:
-    """For rows whose requests are not known."""
+    """Return a request without a prompt, for rows whose function creates the requests."""
     request = Request(row, None, None, {}, input_hash="")
     return request if row.error is None else Completion(request, error=row.error)
 
@@ -279,7 +285,8 @@ def _of_repeats(repeats: Mapping[int, tuple[int, str]]) -> Iterator[str]:
 
 
 def _noting_repeats(rows: Iterator[Row], repeats: dict[int, tuple[int, str]]) -> Iterator[Row]:
-    """``repeats`` maps a row with a repeated id to the first row that has it, and to the id."""
+    """Pass rows through and add each row with a repeated id to ``repeats``: row -> (first row with that id, the
+    id)."""
     first_of: dict[str, int] = {}
     for row in rows:
         if row.error is None and first_of.setdefault(row.id, row.index) != row.index:

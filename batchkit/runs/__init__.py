@@ -1,1 +1,1 @@
-"""Reading a run: its index, its newest records, its table, its scores and steps."""
+"""Readers of a run on disk: its index, newest records, table, scores and steps."""

@@ -1,4 +1,4 @@
-"""A run as an input: the newest record of each row, with the columns of the run's own input."""
+"""A run as an input of another job: the newest record of each row, with the columns of the run's input."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _IF_SET = (
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; ``path`` is the run's log, or its scores, which have no rows of their own.
+    """Yield the rows of a run; see ``Reader``. ``path`` is the run's log. A path to its scores yields no rows.
 
-    Failed rows are left out, unless ``input.where`` names the ``status`` that is wanted.
+    Failed rows are skipped unless ``input.where`` selects a ``status``.
     """
     if Path(path).name != RESULTS:
         return
@@ -45,10 +45,10 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def found(table: InputTable) -> tuple[list[str], str]:
-    """The files that decide the rows of the run in ``input.path``, and which of its rows or columns are left out.
+    """Return the files that decide the rows of the run in ``input.path``, and a note on missing rows or columns.
 
     Raises:
-        InputError: there is no run with answers.
+        InputError: The folder has no run, or the run has no answers.
     """
     folder = Path(table.path or "")
     if not is_run(folder):
@@ -60,7 +60,7 @@ def found(table: InputTable) -> tuple[list[str], str]:
 
 
 def _left_out(folder: Path, table: InputTable) -> str:
-    """Which rows of the run are not rows of this input, as of its last checkpoint."""
+    """Return a note on rows of the run that this input skips, as of the run's last checkpoint."""
     try:
         total = read_manifest(folder).total
     except StoreError as error:
@@ -81,13 +81,13 @@ def _left_out(folder: Path, table: InputTable) -> str:
 
 
 def _inputs(folder: Path) -> InputRows:
-    """The rows of the run's own input, as far as a reader of the run may open it."""
+    """Return the rows of the run's input, restricted to files that a reader of the run may open."""
     reach = Reach.of(folder)
     return InputRows(reach.job, reach=reach)
 
 
 def _lacking(folder: Path) -> str:
-    """Why rows lack columns of the run's own input; empty if none does."""
+    """Return why rows lack columns of the run's input, or "" if none do."""
     rows, first = _inputs(folder), next(read_scored(folder), None)
     if first is not None and rows.row(first) is None:
         return f"its rows have only the columns in its output.keep, because {rows.problem}"
@@ -99,8 +99,10 @@ def _lacking(folder: Path) -> str:
 
 
 def _fields(record: dict[str, Any], inputs: InputRows) -> dict[str, Any]:
-    """The columns of the row by name, beneath what was answered; ``fields`` has the kept ones, and those whose names
-    the answer takes."""
+    """Return the row's columns and the answer, by name. The answer's keys win.
+
+    ``fields`` has the kept columns, and the input columns that have the name of one of the answer's keys.
+    """
     row = inputs.row(record)
     columns = {**({} if row is None else row.fields), **(record.get("fields") or {})}
     answer = {name: record.get(name) for name in _ALWAYS}

@@ -1,4 +1,4 @@
-"""One pass over each log of a run: what ``verify`` reports of it, and what ``verify --repair`` keeps."""
+"""A single pass over each log of a run, for the report of ``verify`` and for ``verify --repair``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ def key_of(row_id: str, input_hash: str) -> int:
 
 @dataclass
 class Records:
-    """What ``results.jsonl`` has: ``totals`` of it, and ``at_checkpoint`` of the part that a checkpoint covers.
+    """The content of ``results.jsonl``: its ``totals``, and the totals ``at_checkpoint`` of the part a checkpoint
+    covers.
 
-    The arrays have an entry for each record, in the order of the log: its row, its ``key_of``, how many
-    ``generations`` it counts and doesn't call lost, whether it is an answer, and whether its vector is as it should be.
-    ``torn_bytes``: of lines that are no records. ``vector_fault`` describes the first vector that is not.
+    The arrays have one entry per record, in log order: row, ``key_of``, number of ``generations`` (without those
+    that the
+    record itself calls lost), whether it is an answer, and whether its vector is intact. ``torn_bytes`` counts bytes
+    of lines
+    that are not records. ``vector_fault`` describes the first bad vector.
     """
 
     totals: Totals = field(default_factory=Totals)
@@ -49,7 +52,7 @@ class Records:
 
     @classmethod
     def of(cls, lines: Iterable[LogLine[Record]], vectors: Vectors, checkpoint_end: int) -> Records:
-        """Raises StoreError if a file of vectors can't be read."""
+        """Build the arrays from the log. Raise StoreError if a file of vectors can't be read."""
         found, is_behind = cls(), False
         for line in lines:
             if line.end > checkpoint_end and not is_behind:
@@ -64,18 +67,20 @@ class Records:
 
     @cached_property
     def newest(self) -> Numbers:
-        """The places of the newest record of each row, in the order of the rows."""
+        """The positions of each row's newest record, in row order."""
         return last_of_each(np.frombuffer(self.rows, np.uint32))
 
     @cached_property
     def newest_rows(self) -> Numbers:
-        """The rows that have records, ascending."""
+        """The rows that have records, in ascending order."""
         found: Numbers = np.frombuffer(self.rows, np.uint32)[self.newest]
         return found
 
     def others(self, rows: array[int], keys: array[int]) -> dict[int, int]:
-        """Return the rows whose newest record has another key than that in ``keys``, with that key; ``keys`` are of
-        ``rows``, which all have records."""
+        """Return the rows whose newest record has a key other than ``keys``, with the expected key.
+
+        ``keys`` belong to ``rows``; each of these rows has a record.
+        """
         wanted = np.frombuffer(keys, np.uint32)
         theirs = np.frombuffer(rows, np.uint32)
         newest = self.newest[self.newest_rows.searchsorted(theirs)]
@@ -83,19 +88,21 @@ class Records:
         return dict(zip(theirs[is_other].tolist(), wanted[is_other].tolist(), strict=True))
 
     def answered_again(self) -> list[int]:
-        """The rows with several answers."""
+        """Return the rows with more than one answer."""
         answers = np.frombuffer(self.rows, np.uint32)[np.frombuffer(self.is_answer, np.bool_)]
         again: list[int] = np.unique(np.delete(answers, last_of_each(answers))).tolist()
         return again
 
     def without_vector(self) -> list[int]:
-        """The rows with a record whose vector is not as it should be."""
+        """Return the rows with a record whose vector is missing or damaged."""
         pairs = zip(self.rows, self.has_vector, strict=True)
         return [*dict.fromkeys(row for row, has_vector in pairs if not has_vector)]
 
     def kept(self, unknown: IndexSet, mixed: Mapping[int, int]) -> list[bool]:
-        """Which records a repair keeps: those of known rows with their vectors, and of several answers of
-        a row the newest. ``mixed``: the right key of rows whose record has another one."""
+        """Return which records a repair keeps: known rows with intact vectors, and the newest of several answers.
+
+        ``mixed`` has the expected key of each row whose record has another key.
+        """
         keep, answer_of = list[bool](), dict[int, int]()
         columns = zip(self.rows, self.keys, self.is_answer, self.has_vector, strict=True)
         for number, (row, key, is_answer, has_vector) in enumerate(columns):
@@ -123,10 +130,11 @@ class Records:
 
 @dataclass
 class Calls:
-    """What ``steps.jsonl`` has: ``at_checkpoint`` lines in the part that a checkpoint covers.
+    """The content of ``steps.jsonl``. ``at_checkpoint`` counts the lines in the part that a checkpoint covers.
 
-    The arrays have an entry for each generation: its row, and a key that only one line may have, since it is
-    the same for the same call of a row.
+    The arrays have one entry per generation: its row, and a key. The same call of a row always has the same key, so
+    a
+    repeated key is a duplicate.
     """
 
     at_checkpoint: int = 0
@@ -147,19 +155,19 @@ class Calls:
         return calls
 
     def is_again(self) -> Numbers:
-        """Which lines have the key of a line before."""
+        """Return which lines repeat the key of an earlier line."""
         _, firsts = np.unique(np.frombuffer(self.keys, np.int64), return_index=True)
         again = np.ones(len(self.keys), np.bool_)
         again[firsts] = False
         return again
 
     def again(self) -> list[int]:
-        """The row of each such line."""
+        """Return the row of each duplicate line."""
         rows: list[int] = np.frombuffer(self.rows, np.uint32)[self.is_again()].tolist()
         return rows
 
     def too_few(self, records: Records) -> dict[int, tuple[int, int]]:
-        """Return the rows whose newest record counts more generations than there are, with both numbers."""
+        """Return rows whose newest record counts more generations than the log has: row -> (counted, present)."""
         counted = np.frombuffer(records.generations, np.uint32)[records.newest]
         places = np.flatnonzero(counted)
         rows, n_there = np.unique(

@@ -1,4 +1,4 @@
-"""Compares runs with the first one: what changed, and whether it could be chance."""
+"""Compares runs with a baseline: which scores changed, and whether the change could be chance."""
 
 from __future__ import annotations
 
@@ -20,25 +20,29 @@ from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Manifest, read_manifest
 
 _SHOWN_DIFFERENCES = 12
-_NUMBERING = ("input.format", "input.records", "input.cross")  # keys that say which rows a file has
+_NUMBERING = (
+    "input.format",
+    "input.records",
+    "input.cross",
+)  # keys that decide which rows a file has
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
-    """Compare every run with the first one, row by row, by the rows' ids; or the values in one run (``compare_values``).
+    """Compare every run with the first one, row by row by id. A single run is passed to ``compare_values``.
 
-    A difference is the mean over the rows that both runs have scored; its interval is the
-    percentile interval of the paired bootstrap: rows are drawn with replacement, both of a row's
-    scores together (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13; for scores
-    of text: Koehn, Statistical Significance Tests for Machine Translation Evaluation, EMNLP 2004).
-    It shows how much the choice of rows matters, not the effect of another seed of the model.
+    A difference is the mean over the rows that both runs have scored. Its interval is the percentile interval of the
+    paired bootstrap: rows are drawn with replacement, with both scores of a row together (Efron & Tibshirani, An
+    Introduction to the Bootstrap, 1993, ch. 13; for scores of text: Koehn, Statistical Significance Tests for
+    Machine
+    Translation Evaluation, EMNLP 2004). It covers the choice of rows, not the effect of another seed of the model.
 
-    Rows are grouped as in the baseline; a row of a run that did not keep the field is in the group that it has there.
-    Rows that share an id are matched by their places in the
-    input, or in order, if the runs have not read the same one.
+    Rows use the groups of the baseline, also in runs that did not keep the group field. Rows that share an id are
+    matched
+    by index, or by their order if the runs have not read the same input.
 
     Raises:
-        JobError: one run, without ``input.cross`` or scores.
-        StoreError: one is not a run folder, or its log is damaged.
+        JobError: Only one run is given, and it has no ``input.cross`` or no scores.
+        StoreError: A folder is not a run folder, or its log is damaged.
     """
     if len(folders) == 1 and (found := compare_values(folders[0])):
         return found
@@ -46,7 +50,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
         raise JobError("a comparison needs two runs or more, or one with input.cross")
     manifests = []
     for folder in folders:
-        manifests.append(read_manifest(folder))  # raises if it is not a run
+        manifests.append(read_manifest(folder))  # raises if the folder is not a run
         check_log(folder)
     names = _names(folders)
     group_by = job_of_run(folders[0]).scoring.group_by
@@ -66,10 +70,11 @@ def compare(folders: Sequence[Path]) -> Comparison:
 
 
 def compare_values(folder: Path) -> Comparison | None:
-    """As ``compare``, of the values of ``input.cross`` in one run: each with the first one, over the same rows of the
-    input. None if the run has only one, or no scores.
+    """Compare each value of ``input.cross`` in one run with the first value, over the same input rows.
 
-    Rows are grouped as ``scoring.group_by`` says, unless that is one of the values.
+    Return None if the run has only one value, or no scores. Rows are grouped by ``scoring.group_by``, unless that
+    field
+    is part of ``input.cross``.
     """
     job, manifest = job_of_run(folder), read_manifest(folder)
     found, group_by = variants(job.input.cross), job.scoring.group_by
@@ -118,7 +123,7 @@ def _compared(name: str, baseline: Side, others: Mapping[str, tuple[Side, Pairin
 
 
 def have_same_input(a: Manifest, b: Manifest) -> bool:
-    """Whether a row has the same index in both runs; False if that is unknown."""
+    """Return whether a row has the same index in both runs. False if unknown."""
     return (
         bool(a.input)
         and not input_changes(a.input, b.input)
@@ -127,13 +132,15 @@ def have_same_input(a: Manifest, b: Manifest) -> bool:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names; if two are equal, with as much of the path as distinguishes them."""
+    """Return the folders' names. If names are equal, add as much of the path as needed to distinguish them."""
     paths = [folder.resolve() for folder in folders]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
             return names
-    return [f"{path.name} ({n})" for n, path in enumerate(paths, start=1)]  # one run, given twice
+    return [
+        f"{path.name} ({n})" for n, path in enumerate(paths, start=1)
+    ]  # the same run was given twice
 
 
 def _warnings(
@@ -142,7 +149,7 @@ def _warnings(
     manifests: Sequence[Manifest],
     group_by: str | None,
 ) -> list[str]:
-    """Differences between the runs in settings that decide their answers."""
+    """Return the differences between the runs in settings that affect answers or scores."""
     found = []
     then = job_of_run(folders[0]).scoring.model_dump()
     for name, folder, manifest in zip(names[1:], folders[1:], manifests[1:], strict=True):
@@ -166,7 +173,11 @@ def _files(manifest: Manifest) -> list[str]:
 
 
 class Scores(NamedTuple):
-    """``comparison`` is None if the run has no two values, or no scores. ``exit_code``: 3 if no judgement succeeded."""
+    """The result of ``score``. ``comparison`` is None if the run has fewer than two values of ``input.cross`` or
+    no scores.
+
+    ``exit_code`` is 3 if no judgement succeeded.
+    """
 
     table: ScoreTable
     comparison: Comparison | None

@@ -1,4 +1,4 @@
-"""The result of a comparison: differences with their intervals, and the rows that flipped."""
+"""The result of a comparison: score differences with intervals, and the rows that flipped."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from batchkit.config.numbers import when
 from batchkit.scoring.metrics import ALL, ScoreTable, head, markdown
 from batchkit.storage.manifest import Manifest
 
-RESAMPLES = 1000  # of the bootstrap
-GRADED_STEP = 0.5  # of 1: how far a graded score must move for its row to count as flipped
-REWARD_STEP = 2.0  # of 10
+RESAMPLES = 1000  # bootstrap resamples
+GRADED_STEP = 0.5  # of a score from 0 to 1: the change from which a graded score counts as flipped
+REWARD_STEP = 2.0  # the same for scores out of 10
 _SHOWN_FLIPS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One run against the baseline, one group, one scorer; over the ``n`` rows both have scored.
+    """The difference between a run and the baseline for one group and one scorer, over the ``n`` rows scored in
+    both.
 
-    ``delta`` and its 95 % interval ``low`` … ``high`` are in percent points (reward: points of 10).
-    ``better`` and ``worse`` count the rows that flipped. ``group`` is None over all rows.
+    ``delta`` and its 95 % interval ``low`` … ``high`` are in percent points (for reward: points of 10). ``better``
+    and
+    ``worse`` count the rows that flipped. ``group`` is None for all rows.
     """
 
     run: str
@@ -36,13 +38,13 @@ class Delta:
 
     @property
     def is_clear(self) -> bool:
-        """True if the interval excludes 0."""
+        """Return whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A row whose score changed: from 0 to 1 or back; a graded one by ``GRADED_STEP`` or more."""
+    """A row whose score changed from 0 to 1 or back, or by at least ``GRADED_STEP`` for a graded score."""
 
     run: str
     scorer: str
@@ -54,10 +56,12 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``runs``: their names, the baseline first; ``tables``: their score tables, in that order.
+    """The comparison of runs with a baseline. ``runs`` has the names, baseline first; ``tables`` the score tables
+    in that order.
 
-    ``origins``: by name, which model answered, and when.
-    ``only_in_baseline`` and ``only_in_run`` count rows by id, per further run.
+    ``origins`` says by run name which model answered and when. ``only_in_baseline`` and ``only_in_run`` count
+    unmatched
+    ids for each further run.
     """
 
     runs: list[str]
@@ -87,7 +91,7 @@ class Comparison:
         }
 
     def to_text(self) -> str:
-        """Markdown: warnings, one table per run against the baseline, and the rows that flipped."""
+        """Return Markdown: warnings, one table for each run against the baseline, and the rows that flipped."""
         parts = [f"{run}: {', '.join(origin)}" for run, origin in self.origins.items()]
         parts += ["", *(f"- {warning}" for warning in self.warnings)]
         parts += [""] * bool(self.warnings)
@@ -106,7 +110,7 @@ class Comparison:
 
     @property
     def method(self) -> str:
-        """What the numbers mean, shown below a table."""
+        """Return the explanation of the numbers, shown below a table."""
         return (
             "Means are over each run's own scored rows; n and Δ over the rows scored in both. 95 %:"
             f" paired bootstrap, {RESAMPLES:,} resamples; * leaves 0 out. Better and worse:"
@@ -143,7 +147,7 @@ class Comparison:
         return markdown(heads, rows) if rows else "No row is scored in both."
 
     def _flips(self, run: str) -> Iterator[str]:
-        """The first ids of the rows that flipped, by scorer."""
+        """Yield the first ids of the rows that flipped, by scorer."""
         flips = [flip for flip in self.flips if flip.run == run]
         for scorer in dict.fromkeys(flip.scorer for flip in flips):
             for way, sign in (("better", 1), ("worse", -1)):
@@ -158,7 +162,7 @@ class Comparison:
 
 
 def origin(manifest: Manifest) -> list[str]:
-    """The model, or the engine if it has none, and the time of the run."""
+    """Return the model (or the engine, if there is no model) and the time of the run."""
     model, starts = manifest.model, manifest.starts
     name = model.name or manifest.identity.get("engine.kind", "")
     revision = f" at {model.revision}" if model.revision else ""

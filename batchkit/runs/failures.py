@@ -1,4 +1,4 @@
-"""What a run's failures are, in a few lines: by kind, with an example, and what may help."""
+"""A short summary of a run's failures: kinds, an example of each, and advice."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _LONGEST = 500  # characters of a message
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The rows that failed in one way. ``index``, ``id`` and ``message`` are of the first of them.
+    """The rows that failed with one kind of error. ``index``, ``id`` and ``message`` belong to the first of them.
 
-    ``may_pass``: the same row may be answered by another try, with nothing else changed.
+    ``may_pass`` is True if a retry without any change may succeed.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Failure:
 
 
 def failures_of(log: Path, totals: Totals, job: JobConfig) -> list[Failure]:
-    """One for each kind in ``totals``, which are of ``log``; the most frequent first."""
+    """Return one ``Failure`` for each kind in ``totals`` (the totals of ``log``), the most frequent first."""
     by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if rows}
     if not by_kind:
         return []
@@ -61,7 +61,7 @@ def failures_of(log: Path, totals: Totals, job: JobConfig) -> list[Failure]:
 
 
 def uncovered_in(log: Path) -> int:
-    """How many transcripts of ``log`` lack some of the sound."""
+    """Return how many transcripts in ``log`` miss part of the audio."""
     with closing(NewestLog(log)) as newest:
         lines = (newest.view[line.start : line.end] for line in newest)
         marked = (record_of(line) for line in lines if b'"coverage":' in line)
@@ -69,7 +69,7 @@ def uncovered_in(log: Path) -> int:
 
 
 def lines_of(failures: Sequence[Failure], folder: str, *, was_retry: bool) -> Iterator[str]:
-    """What a terminal shows of them, and what to do next."""
+    """Yield the lines that a terminal shows for the failures, and the next command to run."""
     for failure in failures:
         row = f"row {failure.index} (id {failure.id})"
         yield f"failed by {failure.kind}: {failure.rows:,}, as {row}: {failure.message}"

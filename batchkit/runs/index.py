@@ -1,6 +1,6 @@
-"""An index of a run's log: rows are filtered, sorted, counted and paired without parsing the log again.
+"""An index of a run's log, to filter, sort, count and pair rows without parsing the log again.
 
-It grows with the log of a running run: each request for rows first reads on for a moment.
+It grows with the log of a running run: each request for rows first reads new lines for a short time.
 """
 
 from __future__ import annotations
@@ -33,38 +33,39 @@ from batchkit.storage.newest import last_of_each
 from batchkit.storage.score_store import SCORES, score_lines
 from batchkit.types import Record
 
-_AT_ONCE = 2_000  # lines
+_AT_ONCE = 2_000  # lines per step
 
 Table = np.ndarray[Any, Any]
 
 ENTRY = np.dtype(
     [
-        ("start", "<i8"),  # of the line in the log
+        ("start", "<i8"),  # byte offset of the line in the log
         ("length", "<u4"),
         ("row", "<u4"),
-        ("id", "<u8"),  # a hash, as are ``made`` and ``answer``
-        ("made", "<u4"),  # equal to that of the line of scores.jsonl that was made from the record
+        ("id", "<u8"),  # a hash, like ``made`` and ``answer``
+        ("made", "<u4"),  # equal to the hash in the scores.jsonl line computed from this record
         ("answer", "<u4"),
-        ("letters", "<u4"),  # of the answer
+        ("letters", "<u4"),  # characters of the answer
         ("tokens", "<u4"),
         ("prompt_tokens", "<u4"),
         ("latency", "<f4"),
-        ("group", "<u4"),  # a number in ``groups``
-        ("kind", "<u2"),  # of its failure, a number in ``kinds``; 0 is an answer
+        ("group", "<u4"),  # an index into ``groups``
+        ("kind", "<u2"),  # kind of failure: an index into ``kinds``; 0 for an answer
         ("is_ok", "?"),
         ("is_cut", "?"),  # the answer ended at max_tokens
-        ("is_shortened", "?"),  # the prompt was cut to fit
+        ("is_shortened", "?"),  # the prompt was truncated to fit
     ]
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The index at one moment. ``entries``: an ``ENTRY`` for each whole record of the log; ``scores``: a line for
-    each, a column for each of ``scorers``; nan: not scored.
+    """The index at one moment.
 
-    ``newest``: the number of each row's newest entry, in the order of the rows. ``share``: how much
-    of the log was read; 1 if all was.
+    ``entries`` has an ``ENTRY`` for each complete record of the log. ``scores`` has a row for each entry and a
+    column for
+    each of ``scorers``; nan means not scored. ``newest`` has the position of each row's newest entry, in row order.
+    ``share`` is the fraction of the log that has been read.
     """
 
     entries: Table
@@ -77,11 +78,12 @@ class Snapshot:
 
 
 class Index:
-    """The index of the log that was in ``folder`` when this was made; requests in several threads
-    share it. ``problem``: what is wrong with the log or its scores, as far as it is known by now.
+    """The index of the log that was in ``folder`` at creation. Request threads share it.
+
+    ``problem`` describes damage to the log or its scores found so far.
 
     Raises:
-        StoreError: the log can't be read.
+        StoreError: The log can't be read.
     """
 
     def __init__(self, folder: Path, group_by: str | None) -> None:
@@ -90,9 +92,9 @@ class Index:
             self._log = BufferedReader(open_regular(self.path))
         except OSError as error:
             raise StoreError(f"{self.path}: can't be read: {error.strerror}") from error
-        self._growing = threading.Lock()  # held by the request that lets it grow
+        self._growing = threading.Lock()  # held by the thread that extends the index
         self._checked: tuple[int, ...] | None = None
-        self._log_problem: str | None = ""  # not checked yet
+        self._log_problem: str | None = ""  # "": not checked yet
         self._clear()
         self._snapshot = self._now(0.0)
 
@@ -101,7 +103,7 @@ class Index:
         return self._log_problem or self._scores_problem
 
     def is_current(self, group_by: str | None) -> bool:
-        """False if the folder has another log now, or if the log was cut."""
+        """Return whether the folder still has the same log, not truncated, and the same grouping."""
         try:
             now = self.path.stat()
         except OSError:
@@ -110,9 +112,11 @@ class Index:
         return is_same and group_by == self.group_by
 
     def grow(self, budget_s: float) -> Snapshot:
-        """The index after reading on for about ``budget_s``, or to the end of the log."""
+        """Read new lines for about ``budget_s`` seconds or to the end of the log, and return the index."""
         deadline = time.monotonic() + budget_s
-        if self._growing.acquire(timeout=2 * budget_s):  # another request has it for ``budget_s``
+        if self._growing.acquire(
+            timeout=2 * budget_s
+        ):  # another thread holds it for about ``budget_s``
             try:
                 self._grow(deadline)
             finally:
@@ -120,10 +124,10 @@ class Index:
         return self._snapshot
 
     def record(self, entry: Any) -> dict[str, Any]:
-        """The record of one of a snapshot's entries, with its newest scores.
+        """Return the record of one entry of a snapshot, with its newest scores.
 
         Raises:
-            StoreError: the log was changed.
+            StoreError: The log was changed.
         """
         start = int(entry["start"])
         record = whole_record(self.raw(start, int(entry["length"])), self.path, start)
@@ -133,7 +137,7 @@ class Index:
         return record
 
     def raw(self, start: int, length: int) -> bytes:
-        """Bytes of the log, as it was when this was made."""
+        """Return bytes of the log that this index has open, even if the file was replaced."""
         return os.pread(self._log.fileno(), length, start)
 
     def _score_line(self, row: int) -> dict[str, Any]:
@@ -146,15 +150,19 @@ class Index:
         return line
 
     def _clear(self) -> None:
-        # The first ``_n`` entries are set. Memory of the others is not touched, so it costs nothing.
-        self._buffer, self._n, self._end = np.empty(0, ENTRY), 0, 0  # _end: of the last one's line
-        self._scores: dict[str, array[float]] = {}  # by scorer; not scored: nan, or past its end
+        # Only the first ``_n`` entries are set. The rest of the array is never touched, so it takes no physical memory.
+        self._buffer, self._n, self._end = (
+            np.empty(0, ENTRY),
+            0,
+            0,
+        )  # _end: end of the last indexed line
+        self._scores: dict[str, array[float]] = {}  # by scorer; nan or past the end: not scored
         self._kinds: dict[str, int] = {"": 0}
         self._groups: dict[str, int] = {}
         self._scored: BufferedReader | None = None
         self._scored_rows, self._scored_bounds = array("I"), array("q", [0])
         self._scored_by: tuple[int, ...] | None = (
-            None  # the stamp of the scores.jsonl that was read
+            None  # stamp of the scores.jsonl that was read last
         )
         self._scores_problem: str | None = None
 
@@ -189,7 +197,10 @@ class Index:
         )
 
     def _read_log(self, deadline: float) -> bool:
-        """True at the end. Broken lines there are read again the next time: a run may cut them off."""
+        """Read lines until the deadline. Return True at the end of the log.
+
+        Broken lines at the end are read again next time, because a running run may cut them off.
+        """
         start = self._log.seek(self._end)
         while True:
             lines, found = [*islice(self._log, _AT_ONCE)], list[tuple[Any, ...]]()
@@ -199,13 +210,13 @@ class Index:
                     found.append(self._entry(record, raw, start))
                     self._end = start + len(raw)
                 start += len(raw)
-            with np.errstate(over="ignore"):  # a latency may be larger than a float32
+            with np.errstate(over="ignore"):  # a latency may exceed float32
                 self._append(np.array(found, ENTRY))
             if len(lines) < _AT_ONCE or time.monotonic() >= deadline:
                 return len(lines) < _AT_ONCE
 
     def _append(self, entries: Table) -> None:
-        """Add ``entries`` behind those of earlier snapshots, which stay as they are."""
+        """Append ``entries``. Earlier snapshots share the buffer and stay valid."""
         n = self._n + len(entries)
         if n > len(self._buffer):
             size = os.fstat(self._log.fileno()).st_size
@@ -248,7 +259,7 @@ class Index:
             column[number] = nan if score is None else score
 
     def _read_scores(self, stamp: tuple[int, ...] | None) -> None:
-        """Take over each line that was made from the newest record of its row."""
+        """Take the scores from each line computed from the newest record of its row."""
         path, entries = self.folder / SCORES, self._buffer[: self._n]
         newest, self._scored_by = last_of_each(entries["row"]), stamp
         rows = entries["row"][newest]
@@ -266,7 +277,8 @@ class Index:
             self._scores_problem = str(error)
 
     def _check(self) -> None:
-        """The log against its checkpoint: once, and a log with a problem again if it may have been repaired."""
+        """Check the log against its checkpoint, once. A damaged log is checked again, because it may have been
+        repaired."""
         stamp = stamp_of(self.folder / CHECKPOINT)
         if self._log_problem is None or (self._log_problem and stamp == self._checked):
             return
@@ -287,7 +299,7 @@ def _made(input_hash: str | None, finished_at: str) -> int:
 
 
 def stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """Equal while the file is the same."""
+    """Return a value that stays equal while the file is unchanged."""
     try:
         found = path.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The rows of a run's input beside its records, if they are still there."""
+"""The input rows that belong to a run's records, if the input is still available."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ from batchkit.types import CLIPS, Audio, Request, Row
 
 
 class Prompt(NamedTuple):
-    """What a row was asked, or the ``problem`` with showing it. ``sources``: of its images; ``clips``: the kind and the
-    source of each. ``fields``: the row's, none if it is not there."""
+    """The prompt of a row, or the ``problem`` that prevents showing it.
+
+    ``sources`` are its images; ``clips`` the kind and source of each audio or video clip. ``fields`` are the row's
+    input
+    columns, empty if the row is missing.
+    """
 
     request: Request | None
     sources: Sequence[Any]
@@ -36,10 +40,11 @@ class Prompt(NamedTuple):
 
 
 class InputRows:
-    """Reads the input along with the records, which come in the same order.
+    """A reader of the input that follows the records, which come in the same order.
 
-    ``chosen``: the rows that will be asked for; None: any. ``reach``: what may be opened; None: anything.
-    ``problem`` says why a row is missing, of the first that is.
+    ``chosen``: the row indexes that will be requested; None for any. ``reach``: the files that may be opened; None
+    for any.
+    ``problem`` explains the first missing row.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class InputRows:
         if job.input.path is None:
             self.problem = "the rows came from Python"
             return
-        # Rows past the limit too: a later start may have had a larger one.
+        # Rows past the limit too: an earlier start may have had a larger limit.
         everything = job.input.model_copy(update={"limit": None, "where": {}})
         self._rows = self._read(everything, never if chosen is None else lambda i: i not in chosen)
 
@@ -64,7 +69,7 @@ class InputRows:
         yield from read_rows(table, skip=skip, files=files)
 
     def prompt(self, record: Mapping[str, Any]) -> Prompt:
-        """Renders the record's row again as the run did, without opening an image."""
+        """Render the prompt of a record's row again, as the run did, without opening images."""
         row, renderer = self.row(record), self._renderer
         fields = {} if row is None else row.fields
         if self._job.rollout is not None:
@@ -81,7 +86,7 @@ class InputRows:
             return Prompt(renderer.render(row), sources, fields, clips=clips)
         except RowError as error:
             reason = str(error) if self._reach is None else self._reach.reason(error)
-            if isinstance(error, RenderTimeoutError):  # the other rows' would take as long
+            if isinstance(error, RenderTimeoutError):  # other rows would time out as well
                 self._renderer, self.problem = None, reason
             return Prompt(None, sources, fields, masked_text(reason), clips)
 
@@ -96,7 +101,7 @@ class InputRows:
             return None
 
     def row(self, record: Mapping[str, Any]) -> Row | None:
-        """The row that the record answers; None if it is not there, or is another one now."""
+        """Return the row of a record, or None if it is missing or was replaced by another row."""
         name = f"{self._job.input.path}: row {record['index']} (id {record['id']})"
         try:
             while self._next is None or self._next.index < record["index"]:
@@ -118,8 +123,12 @@ class InputRows:
 
 
 class InputColumns:
-    """The columns of the input of the run in ``folder`` that an export has: ``names``, of ``output.keep`` and of what
-    ``[scoring]`` reads. ``problem``: why the rows could not be read, if some were needed; ``is_local``: they are on this machine, or were."""
+    """The input columns that an export adds for the run in ``folder``.
+
+    ``names``: the columns in ``output.keep`` and those that ``[scoring]`` reads. ``problem``: why needed rows could
+    not
+    be read. ``is_local``: the input is, or was, on this machine.
+    """
 
     def __init__(self, folder: Path) -> None:
         reach = Reach.of(folder)
@@ -135,7 +144,7 @@ class InputColumns:
         return self._rows.problem
 
     def of(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the row that ``record`` answers: what it kept, else what the input has."""
+        """Return the columns for a record: kept values first, the rest from the input row."""
         kept: dict[str, Any] = record.get("fields") or {}
         if kept.keys() >= self._wanted or (row := self._rows.row(record)) is None:
             return kept
@@ -143,8 +152,10 @@ class InputColumns:
         return fields | kept
 
     def _all(self, reach: Reach) -> Iterator[str]:
-        """The names of all columns but those of pictures and bytes, as they come. Of one table the first row tells:
-        any other input is read to its end."""
+        """Yield the names of all input columns except images and bytes.
+
+        For a single table the first row is enough. Other inputs are read to the end.
+        """
         table, known = reach.job.input, set[str]()
         if table.path is None:
             return
@@ -168,14 +179,14 @@ def with_fields(
     names: set[str],
     reach: Reach | None = None,
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Each record with its row's fields: those it kept if ``names`` are among them, else the row's.
+    """Yield each record with its row's fields: the kept fields if they include ``names``, else the input row.
 
-    The rows are read again if they are needed; ``records`` must be in the order of the input. A
-    failed record, which is only counted, keeps its own fields if its row is not there; so does one that
-    lacks only names that ``[vars]`` has.
+    The input is read only if needed; ``records`` must be in input order. If its input row is missing, a record keeps
+    only
+    its kept fields when it is a failed record (which is only counted) or when all missing names are in ``[vars]``.
 
     Raises:
-        InputError: the row of an answer is not there.
+        InputError: The input row of an answer is missing.
     """
     rows = InputRows(job, reach=reach)
     for record in records:
@@ -194,5 +205,5 @@ def with_fields(
 
 
 def _unopened(kind: str, *_: Any) -> Any:
-    """Takes the place of an image or a clip in the words of a prompt."""
+    """Return an empty placeholder for an image or a clip in a prompt."""
     return Audio(np.zeros(0, np.float32), 1) if kind in CLIPS else Image.new("RGB", (1, 1))

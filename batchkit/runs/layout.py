@@ -1,5 +1,8 @@
-"""The columns of a table of records: those of every record, those that only some jobs have, and one for each key of
-parsed answers (``output.parse``), or of the dicts that a function of ``[rollout]`` returned."""
+"""The columns of a table of records.
+
+Some columns exist for every record, some only for certain jobs. Each key of parsed answers (``output.parse``), or of
+dicts returned by a ``[rollout]`` function, has a column.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +23,34 @@ from batchkit.storage.vectors import Vectors, VectorType, segments_of
 EMBEDDING = "embedding"
 VECTOR, MATRIX = "vector", "matrix"
 _MOST_COLUMNS = 1_000  # an answer may use names or dates as keys
-_TEXT = "string"  # also for what has no other type, as JSON
+_TEXT = "string"  # for any other value too, as JSON
 _UNKNOWN = "null"
 _OF_SCHEMA = {"string": _TEXT, "integer": "int64", "number": "double", "boolean": "bool"}
 
 
 class Column(NamedTuple):
-    """Its Arrow type, or ``VECTOR`` or ``MATRIX``, and the keys of its value in a record."""
+    """The Arrow type of a column (or ``VECTOR``, ``MATRIX``), and the path of keys to its value in a record."""
 
     type: str
     keys: tuple[str, ...]
 
 
 class Layout(NamedTuple):
-    """The columns of a table of records by name, in order; ``embedding``: the type of the vectors."""
+    """The columns of a table of records by name, in order. ``embedding`` is the type of the vectors."""
 
     columns: Mapping[str, Column]
     embedding: VectorType | None = None
 
     @classmethod
     def of(cls, folder: Path, fields: Iterable[str] = (), *, vectors: bool = True) -> Layout:
-        """The id, the ``fields`` of the input, then what the run made: fixed by the job, so that every export of a
-        run has the same columns; those of parsed answers and of scores also depend on the answers. A field, a key of
-        the answers or a step with the name of another column gets the prefix ``fields.``, ``parsed.`` or ``steps.``
-        until its name is free. Without ``vectors``, if they are not wanted."""
+        """Return the columns: the id, ``fields`` of the input, then the run's results.
+
+        The job decides the columns, so every export of a run has the same ones. Columns of parsed answers and of
+        scores also
+        depend on the answers. If a name is already used by another column, it gets the prefix ``fields.``,
+        ``parsed.`` or
+        ``steps.``, repeated until it is free. ``vectors=False`` omits the vectors.
+        """
         job, log = job_of_run(folder), folder / RESULTS
         embedding = vector_type(folder, job) if vectors else None
         found = {**_COLUMNS, **_answer_columns(log, job)}
@@ -68,15 +75,17 @@ class Layout(NamedTuple):
 
 
 def free_name(name: str, prefix: str, taken: Container[str]) -> str:
-    """``name`` with the prefix as often as it takes."""
+    """Return ``name`` with the prefix repeated until the name is free."""
     while name in taken:
         name = f"{prefix}{name}"
     return name
 
 
 def vector_type(folder: Path, job: JobConfig) -> VectorType | None:
-    """The type of the vectors that the newest records name; None if the job's task gives none. Of ``task =
-    "score"``, lines of a batch file may have some."""
+    """Return the type of the vectors in the newest records, or None if the run has no vectors.
+
+    With ``task = "score"``, lines of a batch file may have vectors too.
+    """
     segments = segments_of(folder) if job.may_have_vectors else []
     if job.task not in WITH_VECTORS and not segments:
         return None
@@ -84,7 +93,7 @@ def vector_type(folder: Path, job: JobConfig) -> VectorType | None:
     types = {vectors.type_of(number) for number in segments} - {None}
     if len(types) == 1:
         return types.pop()
-    # Also where a segment is missing, or one is that of older records alone.
+    # The log also decides if a segment is missing or only older records use one.
     named = (record.get(EMBEDDING) for record in read_newest(folder / RESULTS))
     lengths = {place["dimensions"] for place in named if place is not None}
     return VectorType(job.output.vector_dtype, lengths.pop() if len(lengths) == 1 else None)
@@ -136,7 +145,7 @@ _SCORES = {
 
 
 def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
-    """Those for what the job's answers hold besides text."""
+    """Return the columns for answer data other than text."""
     if not job.generates:
         return _pooled_columns(log, job)
     if job.task == "transcribe":
@@ -153,8 +162,10 @@ def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
 
 
 def _pooled_columns(log: Path, job: JobConfig) -> dict[str, Column]:
-    """Those of the job's task, and of the tasks of other lines of a batch file. ``score`` holds lists if a row gave a
-    list of documents."""
+    """Return the columns of the job's pooling task and of other tasks in a batch file.
+
+    ``score`` is a list column if a row had a list of documents.
+    """
     found: set[str] = set()
     if job.task == "score" or job.may_have_lines:
         for record in read_newest(log):
@@ -168,8 +179,10 @@ def _pooled_columns(log: Path, job: JobConfig) -> dict[str, Column]:
 
 
 def _step_columns(job: JobConfig) -> dict[str, Column]:
-    """Of each of ``[[steps]]`` its text, and its prediction and its scores if it has them; null where
-    it was skipped."""
+    """Return columns for each of ``[[steps]]``: its text, and its prediction and scores if it is scored.
+
+    They are null where the step was skipped.
+    """
     found = {step.name: Column("string", ("steps", step.name, "text")) for step in job.steps}
     for step in job.steps:
         of_step = {}
@@ -183,10 +196,12 @@ def _step_columns(job: JobConfig) -> dict[str, Column]:
 
 
 def _parsed_columns(log: Path, job: JobConfig) -> dict[str, str]:
-    """The Arrow type of each key of the answers: those of the schema first, then as they come.
+    """Return the Arrow type of each key of the parsed answers: first the schema's keys, then others in order of
+    appearance.
 
-    Texts, numbers, true and false keep their type, also in a list; anything else is JSON as text.
-    Keys past the first thousand have no column.
+    Strings, numbers and booleans keep their type, also in lists. Any other value becomes JSON text. Keys after the
+    first
+    1,000 have no column.
     """
     answering = [step for step in job.steps if step.answer and step.name != job.select.step]
     last = job.of_step(answering[-1]) if answering else job
@@ -203,7 +218,7 @@ def _parsed_columns(log: Path, job: JobConfig) -> dict[str, str]:
 
 
 def _parsed(log: Path) -> Iterator[Mapping[str, Any]]:
-    """Those of all rows that are objects."""
+    """Yield the parsed answers that are JSON objects."""
     with closing(NewestLog(log)) as newest:
         for line in newest:
             if newest.view.find(b'"parsed":', line.start, line.end) >= 0:
@@ -238,7 +253,7 @@ def _list_of(inner: str, values: list[Any]) -> str:
 
 
 def _common(one: str, other: str) -> str:
-    """The type of a column that has values of both."""
+    """Return the type of a column that holds values of both types."""
     if one == other or other == _UNKNOWN:
         return one
     if one == _UNKNOWN:
@@ -254,14 +269,14 @@ def _common(one: str, other: str) -> str:
 
 
 def _of_schema(schema: Any) -> Iterator[tuple[str, str]]:
-    """The keys that ``schema`` names, with their types as far as it says them plainly."""
+    """Yield the keys in ``schema`` with their types, as far as the schema names simple types."""
     found = resolved(schema, schema)
     for key, of_key in (found.get("properties") or {}).items():
         yield str(key), _type_in(resolved(of_key, schema), schema)
 
 
 def _type_in(schema: Mapping[str, Any], root: Any) -> str:
-    """Of the one kind that ``schema`` allows besides null."""
+    """Return the only type that ``schema`` allows besides null, or unknown."""
     options = [schema, *(resolved(each, root) for each in schema.get("anyOf") or ())]
     named = [kind if isinstance(kind := each.get("type"), list) else [kind] for each in options]
     kinds = {str(kind) for kinds in named for kind in kinds} - {"None", "null"}

@@ -1,4 +1,4 @@
-"""The runs below a folder: the list, the state of each, and which one a name on the command line means."""
+"""The runs below a folder: their list, their states, and the run that a command-line argument refers to."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from batchkit.types import Usage, utc_now
 _MOST_LOOKS = 1_000
 _COUNTS = ("name", "total", "ok", "failed", "pending", "eta_s")
 _HEADS = ("run", "state", "ok", "failed", "left", "started", "model")
-_FINISHED = (0, 3)  # exit codes: all rows are settled
+_FINISHED = (0, 3)  # exit codes of runs in which every row has a record
 
 
 class Look(NamedTuple):
-    """A run at one moment."""
+    """The status and manifest of a run at one moment."""
 
     status: Status
     manifest: Manifest
@@ -47,7 +47,7 @@ class Look(NamedTuple):
 
     @property
     def state(self) -> str:
-        """running, finished, "failed to start" or stopped."""
+        """The state: "running", "finished", "failed to start" or "stopped"."""
         now, last = self.status, self.manifest.starts[-1] if self.manifest.starts else None
         if now.held_by is not None:
             return "running"
@@ -59,7 +59,7 @@ class Look(NamedTuple):
         return "stopped"
 
     def summary(self) -> dict[str, Any]:
-        """What the list of runs shows."""
+        """Return the run's entry in the list of runs."""
         manifest = self.manifest
         return {
             **{name: getattr(self.status, name) for name in _COUNTS},
@@ -71,7 +71,7 @@ class Look(NamedTuple):
         }
 
     def _budgets(self) -> Iterator[dict[str, Any]]:
-        """What was spent of each limit of ``[run]``; seconds are those of the last start."""
+        """Yield the used part of each limit of ``[run]``. Seconds are those of the last start."""
         run, starts, now = self.limits, self.manifest.starts, self.status
         tokens = Usage(now.prompt_tokens, now.completion_tokens)
         spent = {
@@ -84,17 +84,18 @@ class Look(NamedTuple):
                 yield {"name": name, "spent": value, "limit": limit}
 
     def to_json(self) -> dict[str, Any]:
-        """The dict of ``batchkit status --json``, the state, and all starts."""
+        """Return the dict of ``batchkit status --json`` with the state and all starts."""
         starts = [*map(_start, range(1, len(self.manifest.starts) + 1), self.manifest.starts)]
         return {**self.status.to_json(), "state": self.state, "starts": starts}
 
 
 @dataclass
 class Runs:
-    """The runs below a folder, or the one run that ``target`` is.
+    """The runs below a folder, or the single run in ``target``.
 
-    A run is found by its key, its folder's name, among those that are there: no part of a request
-    becomes a path. ``media``: folders that may be read, too. ``named``: the keys of those that are shown, if not all are.
+    A run is looked up by key (its folder name) among existing folders; no part of a request is used as a path.
+    ``media``:
+    further folders that may be read. ``named``: the keys to show; None shows all.
     """
 
     target: Path
@@ -103,7 +104,7 @@ class Runs:
     named: Callable[[], Collection[str]] | None = None
 
     def folders(self) -> dict[str, Path]:
-        """By key; the newest run first. Empty if the folder is gone."""
+        """Return run folders by key, the newest first. Empty if the folder was removed."""
         if self.is_single:
             return {self.target.name: self.target} if is_run(self.target) else {}
         stamps = {path: stamp_of(path) for path in self.target.glob(f"[!.]*/{MANIFEST}")}
@@ -119,7 +120,7 @@ class Runs:
         return {"runs": [*self.listed()]}
 
     def to_text(self) -> str:
-        """A table; a run that can't be read has its error below."""
+        """Return a table of the runs, with errors of unreadable runs below it."""
         runs = [*self.listed()]
         if not runs:
             return f"{self.target}: no runs"
@@ -127,7 +128,7 @@ class Runs:
         return "\n".join([markdown(_HEADS, [*map(_cells, runs)]), *errors])
 
     def listed(self) -> Iterator[dict[str, Any]]:
-        """A run that can't be read has an ``error`` instead of its counts."""
+        """Yield an entry for each run. An unreadable run has ``error`` instead of counts."""
         for key, folder in self.folders().items():
             head = {"run": key, "folder": str(folder)}
             try:
@@ -138,17 +139,17 @@ class Runs:
 
 
 def runs_below(folder: Path) -> Runs:
-    """Raises JobError if there is no such folder."""
+    """Return the runs below a folder. Raise JobError if the folder does not exist."""
     if not folder.is_dir():
         raise JobError(f"{folder}: no such folder; name one that holds run folders")
     return Runs(folder, is_single=is_run(folder))
 
 
 def look_at(folder: Path) -> Look:
-    """The run now. Its files are read again only if they changed.
+    """Return the run's current status. Its files are read again only if they changed.
 
     Raises:
-        StoreError: the run can't be read.
+        StoreError: The run can't be read.
     """
     stamps = tuple(stamp_of(folder / name) for name in (MANIFEST, RESULTS, CHECKPOINT, LOCK))
     try:
@@ -170,7 +171,7 @@ def _cells(run: Mapping[str, Any]) -> list[str]:
 
 
 def _seconds_of(start: StartNote, is_running: bool) -> float | None:
-    """How long it took or has taken; None if it was killed."""
+    """Return the seconds that a start took, or has taken so far; None if its process was killed."""
     end = start.ended_at or (utc_now() if is_running else None)
     since = datetime.fromisoformat(start.started_at)
     return None if end is None else (datetime.fromisoformat(end) - since).total_seconds()
@@ -186,26 +187,27 @@ def _start(number: int, start: StartNote) -> Mapping[str, Any]:
 
 
 def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:
-    """The run folder that ``target`` (a folder or a job file) means, even if it has no run."""
+    """Return the run folder for ``target`` (a folder or a job file), even if it has no run yet."""
     path = Path(target)
     return load_job(path, overrides).folder if path.is_file() else path
 
 
 def near_run(folder: Path) -> str:
-    """What a message about ``folder``, which is no run folder, ends with: a run in it, or beside it with nearly its name."""
+    """Return a suggestion that completes a message about ``folder``: a run inside it, or a sibling with a similar
+    name."""
     if inside := sorted(str(run) for run in folder.glob("*") if is_run(run)):
         return f"; did you mean {inside[0]!r}?"
     return did_you_mean(str(folder), (str(run) for run in folder.parent.glob("*") if is_run(run)))
 
 
 def find_run(target: str | None, overrides: Sequence[str] = ()) -> Path:
-    """The run folder that ``target`` means: a run folder, a job file, or the last run if None.
+    """Return the run folder for ``target``: a run folder or a job file; None means the latest run.
 
     ``overrides`` apply to the job file, for example to its ``name``.
 
     Raises:
-        JobError: there is no such run.
-        StoreError: its manifest is missing.
+        JobError: There is no such run.
+        StoreError: The manifest is missing.
     """
     if target is None:
         return latest_run(Path("output"))
@@ -218,7 +220,9 @@ def find_run(target: str | None, overrides: Sequence[str] = ()) -> Path:
             raise StoreError(without_manifest(folder))
         shards = folder.parent.glob(f"{escape(folder.name)}.shard-*-of-*/{MANIFEST}")
         counts = {path.parent.name.rpartition("-of-")[2] for path in shards}
-        if counts := {count for count in counts if count.isdecimal()}:  # others were moved aside
+        if counts := {
+            count for count in counts if count.isdecimal()
+        }:  # other folders were moved aside
             parts = " ".join(f"{folder}.shard-*-of-{count}" for count in sorted(counts, key=int))
             raise JobError(
                 f"{folder}: no run there, but shards of it: name one of them, or `batchkit merge {parts}"

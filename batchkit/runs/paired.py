@@ -1,4 +1,4 @@
-"""The rows of two sides of a comparison, paired; the differences of their scores, with intervals."""
+"""Pairs the rows of two runs and computes score differences with intervals."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from batchkit.runs.scores import table_of_index
 from batchkit.scoring.metrics import ERROR_RATES, OUT_OF_TEN, ScoreTable, group_name
 
 _ALL_S = 1e6
-_MOST_VALUES = 20_000  # up to so many distinct differences the draws are exact
-_DRAWS = 20_000_000  # at a time
+_MOST_VALUES = 20_000  # up to this many distinct differences, the draws are exact
+_DRAWS = 20_000_000  # drawn numbers in memory at a time
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -38,7 +38,7 @@ class Side:
         return table_of_index(self.snapshot, self.group_by)
 
     def of_value(self, number: int, of: int) -> Side:
-        """The rows with one of the values of ``input.cross``, known by their place in the input."""
+        """Return the rows with one value of ``input.cross``, identified by their index in the input."""
         snapshot = self.snapshot
         is_chosen = snapshot.entries["row"][snapshot.newest] % of == number
         entries = snapshot.entries.copy()
@@ -48,7 +48,8 @@ class Side:
         return replace(self, snapshot=chosen)
 
     def grouped_as(self, baseline: Side, pairs: Pairing) -> Side:
-        """Rows that the baseline lacks are in no group."""
+        """Return this side with the baseline's groups. Rows that the baseline lacks get the group of rows without
+        the field."""
         theirs, entries = baseline.snapshot, self.snapshot.entries.copy()
         groups = [*dict.fromkeys([*theirs.groups, group_name(None)])]
         entries["group"] = groups.index(group_name(None))
@@ -57,14 +58,14 @@ class Side:
 
 
 class Pairing(NamedTuple):
-    """Numbers of the newest entries of the same rows in two runs, in the order of the first."""
+    """The positions of the newest entries of the same rows in two runs, in the order of the first run."""
 
     before: Table
     after: Table
 
 
 def paired(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairing:
-    """Rows that share an id are paired ``by_place`` in the input, or in their order."""
+    """Pair the rows by id. Rows that share an id are paired by index if ``by_place``, else by order."""
     _, before, after = np.intersect1d(
         _unique(a, by_place), _unique(b, by_place), return_indices=True
     )
@@ -73,8 +74,8 @@ def paired(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairing:
 
 
 def _unique(snapshot: Snapshot, by_place: bool) -> Table:
-    """For each row, a number that is equal in both runs for the row with an id at the same index, or for
-    the n-th row with that id."""
+    """Return a number for each row that is equal in both runs for the same id and index, or for the n-th row with
+    that id."""
     rows = snapshot.entries[snapshot.newest]
     ids: Table = rows["id"]
     if by_place:
@@ -90,7 +91,7 @@ def _unique(snapshot: Snapshot, by_place: bool) -> Table:
 
 
 class PairedScores(NamedTuple):
-    """One scorer of one run against the baseline."""
+    """The scores of one scorer in one run and in the baseline."""
 
     run: str
     scorer: str
@@ -106,14 +107,16 @@ class PairedScores(NamedTuple):
 
     @property
     def groups(self) -> Table:
-        """A number in the baseline's ``groups`` for each pair."""
+        """The group of each pair, as an index into the baseline's ``groups``."""
         found: Table = self.baseline.snapshot.entries["group"][self.pairs.before]
         return found
 
 
 def deltas(found: PairedScores) -> Iterator[Delta]:
-    """By group, then over all rows. Each has its own random numbers: another group or scorer does
-    not change the intervals of the others."""
+    """Yield the difference for each group, then for all rows.
+
+    Each one has a separate random generator, so adding a group or scorer does not change other intervals.
+    """
     before, after = found.scores
     scored = ~np.isnan(before) & ~np.isnan(after)
     ways = flipped(found.scorer, before, after)
@@ -144,11 +147,11 @@ def deltas(found: PairedScores) -> Iterator[Delta]:
 def bootstrap_interval(
     differences: NDArray[np.float64], *, resamples: int, rng: np.random.Generator
 ) -> tuple[float, float]:
-    """The 2.5th and 97.5th percentile of the mean over rows drawn with replacement.
+    """Return the 2.5th and 97.5th percentile of the mean over rows drawn with replacement.
 
-    Rows with the same difference are drawn together, as a multinomial: the same distribution,
-    without a table of rows × resamples. Beyond 20,000 distinct differences they are rounded to
-    0.0001.
+    Rows with the same difference are drawn together as a multinomial. This gives the same distribution without a
+    table of
+    rows × resamples. With more than 20,000 distinct differences, they are rounded to 0.0001.
     """
     values, counts = np.unique(differences, return_counts=True)
     if len(values) > _MOST_VALUES:
@@ -179,7 +182,7 @@ def flips(found: PairedScores) -> Iterator[Flip]:
 
 
 def flipped(scorer: str, before: Table, after: Table) -> Table:
-    """1 better, -1 worse, 0 neither; for each row. nan: not scored."""
+    """Return for each row 1 (better), -1 (worse) or 0 (neither). nan scores count as 0."""
     change = np.nan_to_num(after - before)
     is_binary = all(np.isin(found[~np.isnan(found)], (0, 1)).all() for found in (before, after))
     graded = REWARD_STEP if scorer in OUT_OF_TEN else GRADED_STEP

@@ -1,5 +1,7 @@
-"""What a reader of a run may open besides the run folder, which may be someone else's: files below the folders that
-the reader names, or that the user's own job file does. Nothing is fetched."""
+"""The files outside the run folder that a reader of a run may open. The run may come from someone else.
+
+Allowed are files below the folders that the reader names, or that the user's job file uses. Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,20 @@ from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.manifest import place_of_job
 
 _Loaded = TypeVar("_Loaded")
-ROW_S = 5.0  # that a reader waits for a template
-_CLOSED = "/dev/null/closed"  # a root below which nothing can be
+ROW_S = 5.0  # time limit for a template, in seconds
+_CLOSED = "/dev/null/closed"  # a root that contains no file
 _NO_NETWORK = "reading a run uses no network"
 _MAGIC = re.compile(r"[*?\[]")
 _IN_ARCHIVE = re.compile(r"(?:zip|tar)://[^:]*::(?=/)")
 
 
 class Reach(NamedTuple):
-    """The ``job`` of a run for those that read it: its templates have little time, and no file that is not below one
-    of ``roots`` is opened; of a ``closed`` one, not even below its ``media.root``."""
+    """The ``job`` of a run with limits for readers.
+
+    Templates have a short time limit, and only files below one of ``roots`` are opened. If ``closed`` is set, files
+    below
+    its ``media.root`` are not opened either.
+    """
 
     job: JobConfig
     roots: Sequence[str]
@@ -39,10 +45,10 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, named: Sequence[Path] = ()) -> Reach:
-        """``named``: folders, in place of those that the user's own job file gives.
+        """Return the limits for the run in ``folder``. ``named`` folders replace those of the user's job file.
 
         Raises:
-            JobError, StoreError: the folder is not that of a run.
+            JobError, StoreError: The folder is not a run folder.
         """
         job = without_masked(job_of_run(folder))
         roots = [os.path.realpath(root) for root in named] or _own_roots(folder)
@@ -57,12 +63,12 @@ class Reach(NamedTuple):
         return cls(job.model_copy(update=update), roots, closed)
 
     def check(self, key: str, path: str) -> None:
-        """Raises InputError if the file or the folder at ``path``, which the job has at ``key``, is not to be opened."""
+        """Raise InputError if ``path``, the value of ``key`` in the job, must not be opened."""
         if not _is_below(path, self.roots):
             raise InputError(_refusal(key, path, self.roots))
 
     def files(self, table: InputTable) -> dict[str, str]:
-        """The input's files, for ``read_rows``. Raises InputError if one of them is not to be opened."""
+        """Return the input's files for ``read_rows``. Raise InputError if one of them must not be opened."""
         self.check("input.path", table.path or "")
         files = input_files(table)
         for path in files:
@@ -70,20 +76,20 @@ class Reach(NamedTuple):
         return dict.fromkeys(files, "")
 
     def check_prompts(self) -> None:
-        """Raises InputError if a file that the prompts are made of is not to be opened."""
+        """Raise InputError if a file used by the prompts must not be opened."""
         for key, path in _prompt_files(self.job):
             self.check(key, path)
 
     def image(self, source: Any, media: MediaTable | None = None) -> Image.Image:
-        """As ``load_image``. Raises MediaError, also if it is not to be opened."""
+        """Load an image like ``load_image``. Raise MediaError, also if the file must not be opened."""
         return self._opened(source, "image", lambda: load_image(source, media or self.job.media))
 
     def clip(self, source: Any) -> bytes:
-        """The file of a clip. Raises MediaError, also if it is not to be opened."""
+        """Return the bytes of a clip. Raise MediaError, also if the file must not be opened."""
         return self._opened(source, "clip", lambda: load_clip_bytes(source, self.job.media))
 
     def still(self, source: Any, side: int) -> Image.Image:
-        """A frame of a video. Raises MediaError, also if it is not to be opened."""
+        """Return a frame of a video. Raise MediaError, also if the file must not be opened."""
         return self._opened(source, "clip", lambda: load_still(source, side, self.job.media))
 
     def _opened(self, source: Any, kind: str, load: Callable[[], _Loaded]) -> _Loaded:
@@ -95,7 +101,7 @@ class Reach(NamedTuple):
             raise MediaError(self.reason(error)) from None
 
     def reason(self, error: RowError) -> str:
-        """Why a row can't be shown, in words that are about reading it."""
+        """Return why a row can't be shown, worded for a reader of the run."""
         if isinstance(error, RenderTimeoutError):
             return f"its template takes longer than {ROW_S:g} s"
         text = str(error)
@@ -103,8 +109,12 @@ class Reach(NamedTuple):
 
 
 def _own_roots(folder: Path) -> list[str]:
-    """The folder of the job file that made the run, and those that this file names, if it is the user's: if it is
-    there, and not in the run folder. Of a run without one, the folder in which it was begun, if it is below that."""
+    """Return the folder of the job file that created the run, and the folders that this file uses.
+
+    The job file counts only if it exists and is outside the run folder. For a run without a job file, return the
+    folder
+    in which the run was started, if the run is in its ``output/NAME``.
+    """
     if (place := place_of_job(folder)) is None:
         return []
     if place.is_dir():
@@ -119,14 +129,14 @@ def _own_roots(folder: Path) -> list[str]:
 
 
 def _folder_of(table: InputTable) -> Iterator[str]:
-    """The input itself, or the folder that its glob begins in."""
+    """Yield the input path, or the folder above its glob pattern."""
     if table.path is not None:
         before, *magic = _MAGIC.split(table.path, maxsplit=1)
         yield str(Path(before + "x").parent) if magic else before
 
 
 def _prompt_files(job: JobConfig) -> Iterator[tuple[str, str]]:
-    """The key and the path of each file that has a text of all prompts."""
+    """Yield the key and path of each file with text for all prompts."""
     for place, of_step in job.of_each_step():
         prompt = of_step.prompt
         tools = prompt.tools if isinstance(prompt.tools, str) else None

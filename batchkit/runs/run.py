@@ -1,4 +1,4 @@
-"""A run on disk, to read from Python."""
+"""The Python API to read a run from disk."""
 
 from __future__ import annotations
 
@@ -38,28 +38,31 @@ if TYPE_CHECKING:
     import polars as pl
     import pyarrow as pa
 
-_PREVIEW = 5  # rows in a notebook
+_PREVIEW = 5  # rows shown in a notebook
 _MOST_TEXT = 300
 
 
 class RowVector(NamedTuple):
-    """The vector of one row of an embed run, a NumPy array; of ``token_embed`` a matrix, a line for each token."""
+    """The vector of one row of an embed run, as a NumPy array; for ``token_embed`` a matrix with one line per
+    token."""
 
     id: str
     vector: np.ndarray[Any, Any]
 
 
 class Run:
-    """A run on disk, finished or not. ``target``: its folder, or the job file that made it; by default
-    the run below ``output/`` that was started last.
+    """A run on disk, finished or not. ``target`` is its folder or its job file; by default the latest run below
+    ``output/``.
 
-    Each call reads the files as they are at that moment. Nothing starts an engine or writes to the run.
-    ``record`` searches the log; use ``rows`` for many. ``rows``, ``vectors``, ``scores`` and
-    ``verify`` need the same memory for a million rows as for a thousand, a few bytes for each row aside.
+    Each call reads the current files. No call starts an engine or writes to the run. ``record`` searches the log;
+    use
+    ``rows`` to read many records. The memory use of ``rows``, ``vectors``, ``scores`` and ``verify`` grows by only a
+    few
+    bytes per row.
 
     Raises:
-        JobError: there is no such run.
-        StoreError: from any call: the run's files are missing or damaged.
+        JobError: There is no such run.
+        StoreError: From any call: the run's files are missing or damaged.
     """
 
     def __init__(self, target: str | os.PathLike[str] | None = None) -> None:
@@ -69,25 +72,27 @@ class Run:
         return f"Run({str(self.folder)!r})"
 
     def status(self) -> Status:
-        """How many rows are done, failed and left, and the rate of a process that works on them. It does
-        not check the log for damage, as ``verify`` does."""
+        """Return the counts of done, failed and remaining rows, and the rate if a process is running.
+
+        Does not check the log for damage; ``verify`` does.
+        """
         return status(self.folder)
 
     def verify(self) -> Verification:
-        """The audit of the run against its checkpoint and its input, as ``batchkit verify`` prints it."""
+        """Check the run against its checkpoint and its input, like ``batchkit verify``."""
         return verify(self.folder)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The newest record of each row, in the order of the input, with its newest scores."""
+        """Yield the newest record of each row in input order, with its newest scores."""
         check_log(self.folder)
         return read_scored(self.folder)
 
     def record(self, row: str | int) -> dict[str, Any]:
-        """As in ``rows``, of one row: by its id (a str) or its index (an int).
+        """Return the newest record of one row, given its id (a str) or its index (an int).
 
         Raises:
-            KeyError: no record has it.
-            JobError: several rows have this id.
+            KeyError: No record has this id or index.
+            JobError: Several rows have this id.
         """
         check_log(self.folder)
         with closing(NewestLog(self.folder / RESULTS)) as log:
@@ -105,15 +110,18 @@ class Run:
         return next(scored(found, self.folder))
 
     def steps(self, row: str | int) -> list[dict[str, Any]]:
-        """What each generation of a row of ``[[steps]]`` or ``[rollout]`` answered, in the order in which
-        they ended; empty for a row with one. Raises as ``record``."""
+        """Return the answers of all generations of a row of ``[[steps]]`` or ``[rollout]``, in the order they
+        ended.
+
+        Empty for a row with a single generation. Raises the same exceptions as ``record``.
+        """
         return Generations(self.folder).of(self.record(row)["index"])
 
     def vectors(self) -> Iterator[RowVector]:
-        """The vectors of the rows, in the order of the input; failed rows have none.
+        """Yield the vectors of the rows in input order. Failed rows have none.
 
         Raises:
-            JobError: the run has a task that makes no vectors.
+            JobError: The run's task produces no vectors.
         """
         if (task := job_of_run(self.folder).task) not in ("embed", *OF_TOKENS):
             raise JobError(
@@ -125,28 +133,34 @@ class Run:
                 yield RowVector(record["id"], vectors.of(record))
 
     def scores(self) -> ScoreTable:
-        """The mean of each scorer, by group and over all rows. Its ``to_json()`` is the dict of
-        ``batchkit score --json``.
+        """Return the mean of each scorer, by group and over all rows.
+
+        ``to_json()`` of the result is the dict of ``batchkit score --json``.
 
         Raises:
-            InputError: the rows are grouped by a field that the run did not keep, and the input changed.
+            InputError: The rows are grouped by a field that the run did not keep, and the input changed.
         """
         return table_of(self.folder)
 
     def compare(self, *others: Run | str | os.PathLike[str]) -> Comparison:
-        """This run against others of the same rows: differences of scores with their intervals, and the rows
-        that became better or worse, as ``batchkit report`` prints them. Without others: the values of ``input.cross``
-        in this run."""
+        """Compare this run with other runs of the same rows, like ``batchkit report``.
+
+        The result has score differences with intervals, and the rows that became better or worse. Without
+        ``others``, compare
+        the values of ``input.cross`` in this run.
+        """
         runs = [other if isinstance(other, Run) else Run(other) for other in others]
         return compare([self.folder, *(run.folder for run in runs)])
 
     def to_arrow(self, *, inputs: bool = False) -> pa.Table:
-        """The newest record of each row as a table with the columns of ``batchkit export --parquet``: ``text``
-        is the answer. ``inputs``: a line for each row of the input, with its columns first; those of the
-        record are null if it has none yet.
+        """Return the newest record of each row as a table, with the columns of ``batchkit export --parquet``.
+
+        ``text`` is the answer. With ``inputs``, the table has one line per input row: its columns first, then the
+        record's
+        columns, null if the row has no record.
 
         Raises:
-            InputError: with ``inputs``, if the input is no longer what the run has read.
+            InputError: With ``inputs``: the input changed since the run read it.
         """
         from batchkit.runs.table import joined_table, records_table
 
@@ -158,20 +172,19 @@ class Run:
         return joined_table(self.folder, from_job(job))
 
     def to_pandas(self, *, inputs: bool = False) -> pd.DataFrame:
-        """``to_arrow`` as a DataFrame; a column of whole numbers of which some are missing is of pandas'
-        type ``Int64``."""
+        """Return ``to_arrow`` as a pandas DataFrame. Integer columns with missing values have type ``Int64``."""
         from batchkit.runs.table import frame_of
 
         return frame_of(self.to_arrow(inputs=inputs))
 
     def to_polars(self, *, inputs: bool = False) -> pl.DataFrame:
-        """``to_arrow`` as a DataFrame of polars."""
+        """Return ``to_arrow`` as a polars DataFrame."""
         import polars as pl
 
         return pl.DataFrame(self.to_arrow(inputs=inputs))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the counts, and the first rows. All of the run is escaped text."""
+        """Return HTML for notebooks: the counts and the first rows. All text of the run is escaped."""
         lines = self.status().to_text().splitlines()
         body = "".join(map(_html_row, islice(self.rows(), _PREVIEW)))
         return (

@@ -1,4 +1,4 @@
-"""The table of the scores that a run has."""
+"""The score table of a run."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
 
-_OTHER = "(other)"  # a text that is none of the choices
+_OTHER = "(other)"  # label in the confusion table for answers outside the choices
 
 
 def table_of(folder: Path, job: JobConfig | None = None, media: Sequence[Path] = ()) -> ScoreTable:
     """Return the scores by group, and the confusion table if answers are one of several choices.
 
-    Groups and choices are those of ``job``, by default of the run's own job, with what a reader may open.
+    ``job`` decides groups and choices; by default it is the run's job, restricted to files that a reader may open.
 
     Raises:
-        InputError: the table needs fields that the run did not keep, and the input changed.
-        StoreError: its results are missing or damaged.
+        InputError: The table needs fields that the run did not keep, and the input changed.
+        StoreError: The results are missing or damaged.
     """
     check_log(folder)
     reach = Reach.of(folder, media) if job is None else None
@@ -53,7 +53,7 @@ def table_of(folder: Path, job: JobConfig | None = None, media: Sequence[Path] =
 
 
 def _choices_of(job: JobConfig) -> Sequence[str]:
-    """Return the answers to choose from, if each row has one reference among them."""
+    """Return the allowed answers if each row has one reference among them, else an empty tuple."""
     if job.scoring.reference is None or job.scoring.rules:
         return ()
     wanted = job.sampling.params().get("structured_outputs")
@@ -62,7 +62,7 @@ def _choices_of(job: JobConfig) -> Sequence[str]:
 
 
 def table_of_index(snapshot: Snapshot, group_by: str | None) -> ScoreTable:
-    """The table of scores, from the index."""
+    """Return the score table, computed from the index."""
     is_ok, scores = snapshot.entries["is_ok"][snapshot.newest], snapshot.scores[snapshot.newest]
     groups: dict[str, Group] = {}
     if group_by is not None:
@@ -78,9 +78,9 @@ def table_of_index(snapshot: Snapshot, group_by: str | None) -> ScoreTable:
 
 
 def is_mixed(folder: Path) -> bool:
-    """True if some of a run's rows may have been scored in another way than others.
+    """Return whether some rows may have been scored with other settings than the rest.
 
-    This is so after a change of ``[scoring]``, until the next complete `run` or `score`.
+    This is the case after a change of ``[scoring]``, until the next complete `run` or `score`.
     """
     return read_manifest(folder).scoring is None
 

@@ -1,4 +1,4 @@
-"""``status``: the state of a run, without an engine and without reading the whole log."""
+"""The state of a run, found without an engine and without reading the whole log."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from batchkit.storage.runfolder import held_by, named
 from batchkit.storage.steps import spent_in
 from batchkit.types import Usage
 
-_BAR, _EIGHTHS = 40, " ▏▎▍▌▋▊▉"  # characters; the last one is filled by eighths
-_RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
+_BAR, _EIGHTHS = 40, " ▏▎▍▌▋▊▉"  # width in characters; the last one is filled in eighths
+_RATE_BYTES = 256 * 1024  # bytes at the end of the log: a few hundred records
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of a run. ``total`` None: its rows can't be counted (rows given from Python).
-    ``generations``: of rows with several, those under way included; so are the tokens then.
+    """The state of a run. ``total`` is None if its rows can't be counted (rows given from Python).
 
-    ``engine_settings``: options that running out of memory has made smaller than the job's.
-    ``engine_events``: the newest twenty lines about the engine in the last start. ``workers``: the
-    state of each worker in it, if there are several, as of the last checkpoint.
+    ``generations`` counts generations of rows with several, including rows in progress; tokens then include them
+    too.
+    ``engine_settings``: options that an out-of-memory error has reduced below the job's values. ``engine_events``:
+    the
+    newest twenty log lines about the engine in the last start. ``workers``: the state of each worker in the last
+    start as
+    of the last checkpoint, if there are several.
     """
 
     name: str
@@ -62,7 +65,7 @@ class Status:
         return "\n".join(self._lines())
 
     def bar(self) -> str:
-        """How much of the rows is done, as a line; empty if their number is unknown."""
+        """The progress bar as a line, or "" if the number of rows is unknown."""
         if not self.total:
             return ""
         share = min(1.0, (self.ok + self.failed) / self.total)
@@ -98,7 +101,7 @@ class Status:
 
     def _worker_line(self, worker: Mapping[str, Any]) -> str:
         gpus = f", GPU {', '.join(map(str, worker['gpus']))}" if worker["gpus"] else ""
-        shown = self.held_by or worker["state"] == "given up"  # an ended run has no other states
+        shown = self.held_by or worker["state"] == "given up"  # an ended run shows only this state
         state = f" {worker['state']}," if shown else ""
         return (
             f"worker {worker['worker']} on {worker['node'] or 'no node'}{gpus}:{state}"
@@ -108,12 +111,12 @@ class Status:
 
 
 def status(folder: Path) -> Status:
-    """Reads the log past the checkpoint, the manifest, and the lock. Safe during a run.
+    """Return the run's state from the end of the log, the manifest and the lock. Safe during a run.
 
-    Trusts the checkpoint and does not check it against the log, as ``verify`` does.
+    Trusts the checkpoint; ``verify`` checks it against the log.
 
     Raises:
-        StoreError: not a run folder, or its log is missing.
+        StoreError: The folder is not a run folder, or its log is missing.
     """
     manifest, log = read_manifest(folder), log_of(folder)
     found = counts_of(folder)
@@ -146,42 +149,42 @@ def status(folder: Path) -> Status:
 
 
 class Counts(NamedTuple):
-    """``totals`` of a run's log, and ``steps`` of its generations if its rows have several."""
+    """The ``totals`` of a run's log, and the ``steps`` of its generations if rows have several."""
 
     totals: Totals
     steps: Spent
 
     @property
     def tokens(self) -> Usage:
-        """Of all answers so far."""
+        """The tokens of all answers so far."""
         of = self.steps if self.steps.generations else self.totals
         return Usage(of.prompt_tokens, of.completion_tokens)
 
 
 def counts_of(folder: Path) -> Counts:
-    """Of a run. Reads what is past the checkpoint, which it trusts.
+    """Count the run's records. Trusts the checkpoint and reads only the log after it.
 
     Raises:
-        StoreError: the log is missing.
+        StoreError: The log is missing.
     """
     log, checkpoint = log_of(folder), read_checkpoint(folder)
     if checkpoint is None or checkpoint.checksum.end > log.stat().st_size:
         checkpoint = Checkpoint.none()
     for line in read_lines(log, checkpoint.checksum.end):
-        if line.record is not None:  # the last line may not be whole yet
+        if line.record is not None:  # the last line may be incomplete
             checkpoint.totals.add(line.record)
     return Counts(checkpoint.totals, spent_in(folder, checkpoint.steps))
 
 
 def pending_rows(total: int | None, totals: Totals, manifest: Manifest) -> int | None:
-    """Rows without a record, those that ``--skip-from`` left to another run not counted."""
+    """Return the number of rows without a record, except those that ``--skip-from`` left to another run."""
     if total is None:
         return None
     return max(0, total - totals.ok - totals.failed - manifest.skipped_elsewhere)
 
 
 def total_rows(folder: Path, manifest: Manifest) -> int | None:
-    """From the manifest if a start has counted them, else counted now."""
+    """Return the number of rows, from the manifest if a start has counted them, else by counting now."""
     if manifest.total is not None:
         return manifest.total
     try:
@@ -192,7 +195,7 @@ def total_rows(folder: Path, manifest: Manifest) -> int | None:
 
 
 def _settings(manifest: Manifest) -> dict[str, Any]:
-    """Of ``[engine]``, and of each of ``[engines]`` with its name in front."""
+    """Return the reduced options of ``[engine]``, and of each of ``[engines]`` with its name as prefix."""
     named = {
         f"engines.{name}.{option}": value
         for name, notes in manifest.engines.items()
@@ -202,7 +205,7 @@ def _settings(manifest: Manifest) -> dict[str, Any]:
 
 
 def _rate(log: Path) -> float | None:
-    """Rows per second over the last records of the log."""
+    """Return rows per second over the last records of the log, or None if unknown."""
     start = max(0, log.stat().st_size - _RATE_BYTES)
     lines = islice(read_lines(log, start), 1 if start else 0, None)  # the first line may be cut off
     finished = [line.record.finished_at for line in lines if line.record is not None]

@@ -1,4 +1,4 @@
-"""The records of a run as an Arrow table with the columns of a ``Layout``, alone or beside the rows of the input."""
+"""The records of a run as an Arrow table with the columns of a ``Layout``, alone or joined with the input rows."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ _VECTOR_BYTES = 64 << 20
 
 
 def schema_of(layout: Layout) -> pa.Schema:
-    """The schema of every batch of the table. Vectors are fixed-size lists; lists if they have several lengths, or
-    if there are none."""
+    """Return the schema of every batch of the table.
+
+    Vectors are fixed-size lists, or plain lists if their lengths differ or are unknown.
+    """
     return pa.schema(
         [
             (name, _arrow_type(column.type, layout.embedding))
@@ -52,14 +54,15 @@ def schema_of(layout: Layout) -> pa.Schema:
 def read_batches(
     folder: Path, layout: Layout, inputs: InputColumns | None = None
 ) -> Iterator[pa.Table]:
-    """The newest record of each row, in the order of the input, with its newest scores, and with what ``inputs``
-    has of its row.
+    """Yield batches with the newest record of each row in input order, with its newest scores and the columns of
+    ``inputs``.
 
-    A batch has at most 10,000 records, and over 16 MB of the log, or 64 MiB of vectors, only if it is
-    a single record. Of the log, only the part being read is in memory.
+    A batch has at most 10,000 records, and at most 16 MB of log and 64 MiB of vectors unless it is a single record.
+    Only
+    the current part of the log is in memory.
 
     Raises:
-        StoreError: a record is damaged, or its vector is not there, is damaged, or is another row's.
+        StoreError: A record is damaged, or its vector is missing, damaged, or belongs to another row.
     """
     path, schema, vectors = folder / RESULTS, schema_of(layout), Vectors(folder)
     scores = Scores(folder)
@@ -82,7 +85,7 @@ def read_batches(
 
 
 def _complete(records: Sequence[Record], scores: Scores, inputs: InputColumns | None) -> None:
-    """Give them their newest scores, and the input's columns."""
+    """Add the newest scores and the input's columns to the records."""
     for record in records:
         line = scores.of(record.index, record.input_hash, record.finished_at)
         if line is not None:
@@ -93,17 +96,19 @@ def _complete(records: Sequence[Record], scores: Scores, inputs: InputColumns | 
 
 
 def joined_table(folder: Path, source: Input) -> pa.Table:
-    """A line for each row of ``source``, in its order: the row's fields, then its newest record.
+    """Return a table with one line per row of ``source``, in its order: the row's fields, then its newest record.
 
-    The record's columns are those of ``export --parquet``. They are null where a row has no record
-    yet. A field with the name of such a column gets the prefix ``fields.``; a field ``id`` that
-    names the rows takes that column's place. A field whose values have no common Arrow type is
-    text; one that holds images is left out. Rows that could be read only once are not read again:
-    then the table is that of ``export --parquet``.
+    The record's columns are those of ``export --parquet``, null where a row has no record yet. A field with the name
+    of
+    such a column gets the prefix ``fields.``; a field ``id`` that names the rows replaces that column. A field whose
+    values
+    have no common Arrow type becomes text. A field with images is left out. If the rows could be read only once, the
+    table
+    is that of ``export --parquet``.
 
     Raises:
-        InputError: the input can't be read, or is no longer what the run has read.
-        StoreError: a record is damaged.
+        InputError: The input can't be read, or changed since the run read it.
+        StoreError: A record is damaged.
     """
     if source.files is None:
         return records_table(folder)
@@ -132,15 +137,15 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
 
 
 def records_table(folder: Path) -> pa.Table:
-    """The table of ``export --parquet``."""
+    """Return the table of ``export --parquet``."""
     check_log(folder)
     inputs = InputColumns(folder)
     return _table(folder, Layout.of(folder, inputs.names), inputs)
 
 
 def frame_of(table: pa.Table) -> pd.DataFrame:
-    """``table`` in pandas; whole numbers of which some are missing have its type ``Int64``."""
-    nullable = {  # as floats, two long ids may be equal
+    """Return a pandas DataFrame. Integer columns with missing values have type ``Int64``."""
+    nullable = {  # as floats, two long ids could become equal
         column.name: str(column.type).title()
         for column in table.schema
         if str(column.type) in ("int32", "int64") and table[column.name].null_count
@@ -160,7 +165,7 @@ def _arrow_type(kind: str, embedding: VectorType | None) -> pa.DataType:
 
 
 def _parts(newest: NewestLog) -> Iterator[slice]:
-    """Which rows are read at once."""
+    """Yield slices of rows that are read together."""
     n_bytes = np.cumsum(newest.sizes, dtype=np.int64)
     start = done = 0
     while start < len(n_bytes):
@@ -171,7 +176,7 @@ def _parts(newest: NewestLog) -> Iterator[slice]:
 
 
 def _portions(records: Sequence[Record], embedding: VectorType | None) -> Iterator[list[Record]]:
-    """Which of them are one batch, by the size of their vectors."""
+    """Split records into batches by the size of their vectors."""
     largest = 0 if embedding is None else 4 * (embedding.dimensions or 4096)  # bytes of a vector
     portion, n_bytes = list[Record](), 0
     for record in records:
@@ -196,7 +201,7 @@ def _array(records: Sequence[Record], column: Column, kind: pa.DataType) -> pa.A
         ]
     if kind == pa.string():
         values = [v if v.__class__ is str or v is None else _as_text(v) for v in values]
-    elif pa.types.is_list(kind):  # of a row with one document, among rows with lists
+    elif pa.types.is_list(kind):  # a row with one document, among rows with lists of documents
         values = [[v] if isinstance(v, float | int) else v for v in values]
     return pa.array(values, kind)
 
@@ -235,7 +240,7 @@ def _table(folder: Path, layout: Layout, inputs: InputColumns | None = None) -> 
 
 
 def _of_rows(records: pa.Table, rows: Sequence[int]) -> pa.Table:
-    """The record of each of ``rows``, or nulls. Both are ordered by the rows' indexes."""
+    """Return the record of each of ``rows``, or nulls. Both are ordered by row index."""
     wanted, known = np.array(rows, np.int64), records["index"].to_numpy()
     if not np.array_equal(wanted, known):
         places = np.searchsorted(known, wanted)
@@ -245,7 +250,7 @@ def _of_rows(records: pa.Table, rows: Sequence[int]) -> pa.Table:
 
 
 def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The values of each field, None in rows that lack it."""
+    """Return the values of each field; None for rows that lack it."""
     names = dict.fromkeys(name for fields in rows for name in fields)
     return {str(name): [fields.get(name) for fields in rows] for name in names}
 
@@ -253,7 +258,7 @@ def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _field(values: Sequence[Any]) -> pa.Array | None:
     try:
         return pa.array(values)
-    except Exception:  # mixed types, or what a value's own code raises
+    except Exception:  # mixed types, or an error from a value's Python code
         if any(map(is_picture, values)):
             return None
         return pa.array(map(_field_as_text, values), pa.string())

@@ -1,4 +1,4 @@
-"""``verify``: the audit of a run's log against its checkpoint and its input."""
+"""The audit of a run's log against its checkpoint and its input, for ``verify``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchkit.storage.log import log_of, read_generations, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.vectors import Vectors
 
-NAMED = 5  # rows named of each kind of finding
+NAMED = 5  # rows listed for each kind of problem
 _AT_ONCE = 10_000  # rows
 
 
@@ -29,17 +29,19 @@ _AT_ONCE = 10_000  # rows
 class Verification:
     """The audit of a run. For each kind of row, ``…_rows`` lists the first few by index.
 
-    ``lost``: rows that the checkpoint counts but the log does not hold. ``duplicates``: rows with
-    more than one answer; a blank ok record does not count. ``unknown``: records at an index that
-    the input does not have. ``mixed``: records of another row than the one at their index, by
-    id or by ``input_hash``. ``pending``: rows without a record; none is named if ``--skip-from`` left
-    some of them to another run. ``checkpoint_matches``: the checkpoint counts what the log holds; a
-    missing one matches, since it is a cache. ``damage``: where the log differs from what it was at
-    the last checkpoint, or None. ``bad_vectors``: rows with a record whose vector is missing, damaged,
-    another row's, or not finite, and ``vector_fault`` describes the first. ``torn_bytes``: bytes of the logs that
-    are not records or generations. ``generations``: lines of ``steps.jsonl``; ``generations_lost``: of those
-    that records count and that are not there, ``generations_duplicate``: the same call of a row again.
-    ``not_compared``: why the records were not compared with the input, or None if they were.
+    - ``lost``: rows that the checkpoint counts but the log does not contain.
+    - ``duplicates``: rows with more than one answer, ignoring ok records without content.
+    - ``unknown``: records with an index that the input does not have.
+    - ``mixed``: records whose id or ``input_hash`` belongs to another row than the one at their index.
+    - ``pending``: rows without a record. No rows are listed if ``--skip-from`` left some to another run.
+    - ``checkpoint_matches``: the checkpoint agrees with the log. A missing one agrees, because it is only a cache.
+    - ``damage``: where the log differs from its state at the last checkpoint, or None.
+    - ``bad_vectors``: rows whose vector is missing, damaged, another row's, or not finite; ``vector_fault`` has the
+      first.
+    - ``torn_bytes``: bytes of the logs that are not records or generations.
+    - ``generations``: lines of ``steps.jsonl``; ``generations_lost``: those that records count but the file lacks;
+      ``generations_duplicate``: repeated lines of the same call of a row.
+    - ``not_compared``: why the records were not compared with the input, or None if they were.
     """
 
     rows: int | None
@@ -83,7 +85,7 @@ class Verification:
         return asdict(self)
 
     def to_text(self) -> str:
-        """A line for each key, with its value and the rows named for it; no line for a fault that was not found."""
+        """Return one line per key with its value and row numbers. Faults that were not found have no line."""
         found, lines = self.to_json(), []
         for name, value in found.items():
             is_fault = name in ("damage", "vector_fault", "not_compared")
@@ -100,8 +102,9 @@ class Verification:
 class Compared:
     """The result of comparing the newest record of each row with the input.
 
-    ``n_pending``: rows without a record; None if the input could not be read. ``mixed``: rows whose record is of
-    another row, with the ``key_of`` that it must have.
+    ``n_pending``: rows without a record, or None if the input could not be read. ``mixed``: rows whose record
+    belongs to
+    another row, with the ``key_of`` expected.
     """
 
     n_pending: int | None = None
@@ -112,14 +115,13 @@ class Compared:
 
 
 def verify(folder: Path, media: Sequence[Path] = ()) -> Verification:
-    """Read the whole log, and compare it with the checkpoint and the input, as far as a
-    reader may open it (``Reach``).
+    """Read the whole log and compare it with the checkpoint and with the input, as far as ``Reach`` allows.
 
     Raises:
-        StoreError: not a run folder, or its log is missing, or a file of vectors can't be read.
+        StoreError: The folder is not a run folder, its log is missing, or a file of vectors can't be read.
     """
     manifest = read_manifest(folder)
-    checkpoint = read_checkpoint(folder)  # before the log, which grows
+    checkpoint = read_checkpoint(folder)  # read before the log, which may grow
     known = checkpoint or Checkpoint.none()
     records = Records.of(read_lines(log_of(folder)), Vectors(folder), known.checksum.end)
     calls = Calls.of(read_generations(folder), known.steps.checksum.end)
@@ -164,7 +166,7 @@ def verify(folder: Path, media: Sequence[Path] = ()) -> Verification:
 def compare(
     folder: Path, manifest: Manifest, records: Records, media: Sequence[Path] = ()
 ) -> Compared:
-    """Compare the records with the rows of the input that the filter and the shard leave, whatever the limit."""
+    """Compare the records with the input rows selected by filter and shard. The limit is ignored."""
     totals = records.totals
     try:
         reach = Reach.of(folder, media)
@@ -192,7 +194,7 @@ def compare(
 
 
 def _compare_indexes(manifest: Manifest, totals: Totals) -> Compared:
-    """Only the number of rows is known if they were given from Python."""
+    """Compare only the row count: rows given from Python can't be read again."""
     if not manifest.input:
         return Compared(not_compared="its rows came from an iterator")
     size, settled = manifest.input[0].size, totals.completed | totals.failed_rows
@@ -204,13 +206,13 @@ def _compare_indexes(manifest: Manifest, totals: Totals) -> Compared:
 
 
 def _named(name: str, rows: Iterable[int]) -> dict[str, Any]:
-    """The count of ``rows`` and the first few of them, under the names that a Verification has for them."""
+    """Return the count of ``rows`` and the first few, under the keys of a Verification."""
     found = [*rows]
     return {name: len(found), f"{name.removesuffix('s')}_rows": [*dict.fromkeys(found)][:NAMED]}
 
 
 def _says(totals: Totals) -> tuple[object, ...]:
-    """The part of ``totals`` that a checkpoint stores."""
+    """Return the part of ``totals`` that a checkpoint stores."""
     by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if len(rows)}
     tokens = totals.prompt_tokens, totals.completion_tokens
     return totals.completed, by_kind, totals.records, *tokens

@@ -1,5 +1,5 @@
-"""``batchkit serve``: OpenAI's Batch API over runs.
+"""The server behind ``batchkit serve``: OpenAI's Batch API on top of runs.
 
-A batch is a run: its rows are the lines of an uploaded file, its answers and its progress are in the run folder. The
-database (``store.py``) has only what a run has no place for: files, owners, states and their times.
+A batch is a run. Its rows are the lines of an uploaded file; its answers and its progress are in the run folder. The
+database (``store.py``) holds only data that has no place in a run: files, owners, states and timestamps.
 """

@@ -1,4 +1,4 @@
-"""The application: its routes, its errors, and what guards it."""
+"""The web application: routes, error responses, and access checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def make_app(settings: Settings, store: Store) -> ASGIApp:
-    """Every error is answered in OpenAI's shape. ``/`` shows the runs of a key as ``batchkit view`` does."""
+    """Build the application. Every error response has OpenAI's shape. ``/`` shows a key's runs as ``batchkit
+    view`` does."""
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
@@ -87,10 +88,10 @@ def _on_problem(request: Request, error: Any) -> JSONResponse:
 
 
 def _on_invalid(request: Request, error: Any) -> JSONResponse:
-    """The first thing that is wrong with the parameters or the body."""
+    """Answer 400 with the first problem in the parameters or the body."""
     first, content_type = error.errors()[0], request.headers.get("content-type", "")
     if first["loc"] == ("body",) and "json" not in content_type:
-        text = f"the body's content type is {content_type or 'missing'}; send it with the header content-type: application/json"
+        text = f"the body's content type is {content_type or 'missing'}; send the header content-type: application/json"
         return _answer(Problem(400, text))
     param = ".".join(str(part) for part in first["loc"][1:])
     text = first["msg"].removeprefix("Value error, ")

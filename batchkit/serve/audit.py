@@ -1,4 +1,4 @@
-"""``batchkit serve --check``: the database against the folders."""
+"""The check behind ``batchkit serve --check``: compares the database with the folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchkit.storage.runfolder import is_run
 
 @dataclass(frozen=True)
 class Audit:
-    """``problems``: what is not as it should be, a line each."""
+    """The result of the check. ``problems`` has one line per problem."""
 
     folder: str
     files: int
@@ -40,14 +40,15 @@ class Audit:
 
 
 def audit(folder: Path) -> Audit:
-    """Read-only; while a server works with the folder, what is being written may show as a problem.
+    """Compare the database with the folders, without writing. If a server is running, files in progress may be
+    reported.
 
     Raises:
-        JobError: no server had that folder.
+        JobError: The folder has no server database.
     """
     database = folder / "serve.db"
     if not database.is_file():
-        raise JobError(f"{folder}: no server has worked with this folder: it has no serve.db")
+        raise JobError(f"{folder}: not the folder of a server: it has no serve.db")
     with closing(Store(database)) as store:
         files = [one.doc for kind in KINDS_OF_FILES for one in store.all(kind)]
         batches = [one.doc for one in store.all("batch")]
@@ -58,7 +59,7 @@ def audit(folder: Path) -> Audit:
     named = {batch["id"] for batch in batches}
     runs = (folder / "batches").glob("batch_*")
     problems += (
-        f"{run.name}: has a run, and is not in the database"
+        f"{run.name}: has a run folder but is not in the database"
         for run in runs
         if run.name not in named
     )
@@ -96,4 +97,4 @@ def _of_batch(batch: Object, folder: Path, files: set[str]) -> Iterator[str]:
         counts["completed"],
         counts["total"],
     ):
-        yield f"{name}: its run has {totals.ok:,} ok, {totals.failed:,} failed, and the batch says {counts}"
+        yield f"{name}: its run has {totals.ok:,} ok, {totals.failed:,} failed, but the database says {counts}"

@@ -1,4 +1,4 @@
-"""A batch as OpenAI's API shows it, and the states that it goes through."""
+"""A batch as OpenAI's API shows it, and the states it moves through."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class OutputExpiresAfter(BaseModel):
 
 
 class NewBatch(BaseModel):
-    """The body of ``POST /v1/batches``. ``priority`` is batchkit's own: a batch with a higher one goes first."""
+    """The body of ``POST /v1/batches``. ``priority`` is batchkit's extension: batches with a higher priority run
+    first."""
 
     input_file_id: str
     endpoint: str
@@ -67,13 +68,13 @@ class NewBatch(BaseModel):
 
 
 def seconds_of(window: str) -> int:
-    """0 if it is no time."""
+    """Return the window in seconds, or 0 if the text is not a valid duration."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})([smhd])", window)
     return int(found[1]) * _SECONDS[found[2]] if found else 0
 
 
 def check_endpoint(endpoint: str, *tasks: TaskName) -> None:
-    """Raises Problem if jobs with these ``tasks`` answer no such lines."""
+    """Raise Problem if none of ``tasks`` supports this endpoint."""
     text = f"found {endpoint!r}, expected /v1/…"
     for task in tasks if endpoint.startswith("/v1/") else ():
         try:
@@ -85,13 +86,17 @@ def check_endpoint(endpoint: str, *tasks: TaskName) -> None:
 
 
 def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -> Object:
-    """A new batch, ``validating``; raises Problem if no model answers such lines, or the key has as many as it may."""
+    """Add a new batch in state ``validating``.
+
+    Raises:
+        Problem: No model supports the endpoint, or the key has reached its limit of open batches.
+    """
     check_endpoint(asked.endpoint, *(model.job.task for model in settings.models.values()))
     batch = _made(asked, wall_s())
     most = settings.limits_of(owner).batches
     with store.lock:
         if (n_open := len(store.all("batch", *UNFINISHED, owner=owner))) >= most:
-            text = f"{n_open} of your batches have not ended, and you may have {most} at once"
+            text = f"{n_open} of your batches have not ended, and your key may have {most} open batches; wait for one or cancel one"
             raise Problem(429, text, code="batch_limit_exceeded")
         store.add("batch", owner, batch)
     return batch
@@ -124,7 +129,7 @@ def _made(asked: NewBatch, now: int) -> Object:
 
 
 def moved(batch: Object, status: Status, now: float, **more: Any) -> Object | None:
-    """The batch in its next state; None if it is in one from which that can't follow."""
+    """Return the batch in state ``status``, or None if its current state does not allow this change."""
     if status not in _NEXT.get(batch["status"], ()):
         return None
     return {**batch, "status": status, f"{status}_at": int(now), **more}
@@ -139,7 +144,8 @@ def problem(code: str, message: str, *, param: str | None = None) -> Object:
 
 
 class Outputs(NamedTuple):
-    """The ids of the files that a batch ends with. They follow from its own: what is made twice is one file."""
+    """The ids of a batch's output files. They are derived from the batch id, so writing them twice gives the same
+    files."""
 
     answers: str
     errors: str
@@ -151,6 +157,6 @@ def outputs_of(batch: Object) -> Outputs:
 
 
 def rows_left(batch: Object) -> int:
-    """As of the last time that its run stopped."""
+    """Return the rows without a record when the run last stopped."""
     counts = batch["request_counts"]
     return int(counts["total"] - counts["completed"] - counts["failed"])

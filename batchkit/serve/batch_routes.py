@@ -1,5 +1,9 @@
-"""``/v1/batches`` and ``/v1/models``; ``/metrics``, which counts a key's batches for Prometheus; and ``POST
-/v1/chat/completions`` for those who can wait: a batch of one row, answered when it has ended."""
+"""The routes ``/v1/batches``, ``/v1/models``, ``/metrics`` and ``POST /v1/chat/completions``.
+
+``/metrics`` counts a key's batches for Prometheus. A chat completion runs as a batch of one row; the response is
+sent
+when the batch has ended.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ _STATUS = {
     **dict.fromkeys(["invalid_request", "prompt_too_long", "media"], 400),
     "batch_failed": 500,
 }
-_FAILED = 422  # any other row that failed: the SDK would ask again after a 500, and it was tried again here
+_FAILED = 422  # any other failed row: OpenAI's SDK would retry after a 500, but batchkit has already retried the row
 
 
 def batch_routes(settings: Settings, store: Store) -> APIRouter:
@@ -90,13 +94,13 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
 
 
 def _live(batch: Object, settings: Settings) -> Object:
-    """With the counts that its run has now, if it has not ended."""
+    """Return the batch with the current counts of its run, if it has not ended."""
     folder = settings.runs / batch["id"]
     if batch["status"] not in ("in_progress", "cancelling", "finalizing") or not is_run(folder):
         return batch
     try:
         found = counts_of(folder).totals
-    except BatchkitError:  # its log is being opened
+    except BatchkitError:  # the run is just opening its log
         return batch
     total = batch["request_counts"]["total"]
     counts = {"total": total, "completed": found.ok, "failed": found.failed}
@@ -158,10 +162,12 @@ def flex_routes(settings: Settings, store: Store) -> APIRouter:
                 break
             try:
                 await asyncio.sleep(_LOOK_S)
-            except asyncio.CancelledError:  # it did not end in the time that is left after SIGTERM
+            except (
+                asyncio.CancelledError
+            ):  # the request was still running at the end of the drain time after SIGTERM
                 stopping = Problem(503, "The server is stopping; ask again.")
                 return JSONResponse(stopping.to_json(), 503)
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
 
     return routes
 
@@ -178,7 +184,7 @@ def _begun(body: Any, owner: str, settings: Settings, store: Store) -> Object:
 
 
 def _answer(batch: Object, settings: Settings) -> bytes:
-    """Raises Problem with what was wrong with the request or the batch."""
+    """Return the response body. Raise Problem if the request or the batch failed."""
     if (answers := batch["output_file_id"]) is not None:
         line = orjson.loads((settings.files / answers).read_bytes())
         own = {"id": f"chatcmpl-{batch['id']}", "service_tier": "flex"}

@@ -1,4 +1,4 @@
-"""The check of a batch's input file, before its run begins: OpenAI refuses a file as a whole."""
+"""Validation of a batch's input file before its run begins. Like OpenAI, the server rejects the whole file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _ARRAY = (
 
 
 class Checked(NamedTuple):
-    """``problems``: the first of them, with their lines. ``model``: the name of that which all lines ask for."""
+    """The result of the check. ``problems``: the first problems, with line numbers. ``model``: the model of all
+    lines."""
 
     rows: int
     problems: list[Object]
@@ -30,8 +31,11 @@ class Checked(NamedTuple):
 
 
 def check_file(path: Path, endpoint: str, models: Mapping[str, Model], most_rows: float) -> Checked:
-    """Read the file once: every line has to be a request for ``endpoint`` to one of ``models``, which is that of all
-    lines, with an id of its own."""
+    """Check that every line is a request for ``endpoint`` with a unique id, and that all lines name the same
+    model.
+
+    The file is read once.
+    """
     rows, seen, problems, asked = 0, set[int](), list[Object](), list[Model]()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -65,7 +69,7 @@ def _problems_in(
 ) -> Iterator[Object]:
     try:
         request = parse_object(line, "", number)
-    except Exception as error:  # InputError: the whole file is one JSON value
+    except Exception as error:  # InputError means that the whole file is one JSON value
         request = RequestError(str(error))
     if isinstance(request, RequestError):
         yield problem("invalid_json_line", f"This is not a JSON object:{request}")
@@ -74,7 +78,7 @@ def _problems_in(
     if request.get("method") != "POST":
         yield problem("invalid_method", "method has to be POST", param="method")
     if request.get("url") != endpoint:
-        text = f"url: found {request.get('url')!r}, and the batch is for {endpoint}"
+        text = f"url: found {request.get('url')!r}, but the batch's endpoint is {endpoint}"
         yield problem("mismatched_endpoint", text, param="url")
     yield from _of_body(request.get("body"), endpoint, models, asked)
 
@@ -84,9 +88,11 @@ def _of_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
         text = "custom_id has to be a text that is not empty"
         yield problem("missing_required_parameter", text, param="custom_id")
         return
-    key = hash(custom_id)  # 64 bits with a secret seed: a million ids take 70 MB less than as texts
+    key = hash(
+        custom_id
+    )  # 64-bit hash with a secret seed: for a million ids it takes 70 MB less than the strings
     if key in seen:
-        text = f"custom_id {custom_id!r} is that of another line"
+        text = f"custom_id {custom_id!r} is used by another line; ids must be unique"
         yield problem("duplicate_custom_id", text, param="custom_id")
     seen.add(key)
 
@@ -94,7 +100,7 @@ def _of_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
 def _of_body(
     body: Any, endpoint: str, models: Mapping[str, Model], asked: list[Model]
 ) -> Iterator[Object]:
-    """``asked`` gets the model of the first line."""
+    """Yield the problems of a request body. Add the first line's model to ``asked``."""
     if not isinstance(body, dict):
         yield problem("missing_required_parameter", "body has to be an object", param="body")
         return
@@ -109,7 +115,11 @@ def _of_body(
         except Problem as error:
             yield problem("mismatched_endpoint", error.message, param="url")
     elif model is not asked[0]:
-        text = f"body.model: found {name}, and lines before are for {asked[0].name}: a batch is for one model"
+        text = f"body.model: found {name}, but earlier lines use {asked[0].name}; all lines of a batch must use one model"
         yield problem("mismatched_model", text, param="body.model")
     if body.get("stream"):
-        yield problem("invalid_value", "body.stream: a batch has no streams", param="body.stream")
+        yield problem(
+            "invalid_value",
+            "body.stream: batches don't support streaming; remove it",
+            param="body.stream",
+        )

@@ -1,6 +1,6 @@
-"""The server's clock: the machine's at the start, which from then on doesn't jump.
+"""The server's clock. It reads the machine's time once at the start and then never jumps.
 
-A clock that is set forward, and soon set right, would else end all batches and remove all files.
+If the machine's clock were set forward and back, a server using it would expire all batches and remove all files.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ _AT_BOOT = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def wall_s() -> int:
-    """Seconds since 1970."""
+    """Return seconds since 1970."""
     return int(_AT_BOOT + time.clock_gettime(time.CLOCK_BOOTTIME))

@@ -1,4 +1,4 @@
-"""``/v1/files``; and ``/v1/uploads``: a file in parts, each sent on its own."""
+"""The routes ``/v1/files`` and ``/v1/uploads`` (a file uploaded in several parts)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def file_routes(settings: Settings, store: Store) -> APIRouter:
             if stored.doc["input_file_id"] == file_id:
                 raise Problem(
                     409,
-                    f"{file_id} is the input of {stored.doc['id']}, which has not ended: cancel it first",
+                    f"{file_id} is the input of {stored.doc['id']}, which has not ended; cancel the batch first",
                 )
         remove_file(store, settings, file["id"])
         return {"id": file["id"], "object": "file", "deleted": True}
@@ -99,7 +99,7 @@ class NewUpload(BaseModel):
 
 
 class EndOfUpload(BaseModel):
-    """``md5``: of the whole file."""
+    """The body of the request that completes an upload. ``md5`` is the checksum of the whole file."""
 
     part_ids: list[str] = Field(max_length=10_000)
     md5: str | None = None
@@ -141,7 +141,7 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
         if unknown := [name for name in asked.part_ids if name not in known]:
             raise missing("Part", unknown[0])
         if (size := sum(known[name]["bytes"] for name in asked.part_ids)) != upload["bytes"]:
-            text = f"the parts have {size:,} bytes, and the upload was to have {upload['bytes']:,}"
+            text = f"the parts have {size:,} bytes in total, expected {upload['bytes']:,}"
             raise Problem(400, text, param="part_ids")
         parts = [settings.files / name for name in asked.part_ids]
         file = _whole(upload, parts, asked.md5, settings)
@@ -149,7 +149,9 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
         more = size - sum(part["bytes"] for part in known.values())
         done = {**upload, "status": "completed", "file": file}
         with room_for(file["id"], more, owner, settings, store):
-            _pending(store, upload_id, owner)  # it may have been completed or cancelled meanwhile
+            _pending(
+                store, upload_id, owner
+            )  # another request may have completed or cancelled the upload meanwhile
             store.change(upload_id, lambda doc: done, adding=(file,))
         remove_file(store, settings, *known)
         return done
@@ -169,7 +171,9 @@ def _pending(store: Store, name: str, owner: str) -> Object:
     upload = store.found("upload", name, owner)
     if upload["status"] != "pending" or upload["expires_at"] <= wall_s():
         state = upload["status"] if upload["status"] != "pending" else "expired"
-        raise Problem(409, f"{name} is {state}, and takes no more", code="upload_not_pending")
+        raise Problem(
+            409, f"{name} is {state} and accepts no more parts", code="upload_not_pending"
+        )
     return upload
 
 
@@ -187,7 +191,7 @@ def _kept_part(form: Form, upload: str, owner: str, settings: Settings, store: S
 
 
 def _whole(upload: Object, parts: list[Path], digest: str | None, settings: Settings) -> Object:
-    """The file of the parts."""
+    """Join the parts into one file. Raise Problem if the MD5 checksum does not match."""
     incoming = settings.incoming / new_id("parts")
     try:
         with incoming.open("wb") as file:
@@ -195,9 +199,9 @@ def _whole(upload: Object, parts: list[Path], digest: str | None, settings: Sett
                 with part.open("rb") as source:
                     shutil.copyfileobj(source, file, 1 << 20)
         if digest is not None and _md5(incoming) != digest.lower():
-            raise Problem(400, "md5 is not that of the parts", param="md5")
+            raise Problem(400, "md5 does not match the uploaded parts", param="md5")
         path = take_in(incoming, settings, "file")
-    except FileNotFoundError:  # another request has completed or cancelled it
+    except FileNotFoundError:  # another request has completed or cancelled the upload
         raise missing("Part", upload["id"]) from None
     finally:
         incoming.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The contents of files: one file each, complete and on disk before the database names it."""
+"""The contents of files. Each is complete and on disk before the database refers to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS_OF_FILES: tuple[Kind, ...] = ("file", "part")
 
 
 def file_doc(path: Path, *, filename: str, purpose: str, expires_at: int | None) -> Object:
-    """A file as the API shows it; its content is at ``path``, under its id."""
+    """Return a file as the API shows it. ``path`` is its content; the file name is the file id."""
     return {
         "id": path.name,
         "object": "file",
@@ -41,7 +41,7 @@ def file_doc(path: Path, *, filename: str, purpose: str, expires_at: int | None)
 
 
 def expiry_in(fields: dict[str, str], settings: Settings, now: int) -> int | None:
-    """``expires_after[seconds]`` of a form; else the server's."""
+    """Return the expiry time from the form field ``expires_after[seconds]``, or the server's default."""
     if (given := fields.get("expires_after[seconds]")) is None:
         return settings.expiry(now)
     if not given.isdecimal() or not _HOUR_S <= int(given) <= _MONTH_S:
@@ -51,10 +51,10 @@ def expiry_in(fields: dict[str, str], settings: Settings, now: int) -> int | Non
 
 
 def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Object:
-    """Take in the file of a form.
+    """Store the file of a form.
 
     Raises:
-        Problem: it has none, or a parameter is wrong.
+        Problem: The form has no file, or a parameter is wrong.
     """
     if (purpose := form.required("purpose")) not in PURPOSES:
         text = f"purpose: found {purpose!r}, expected one of {', '.join(PURPOSES)}"
@@ -70,7 +70,7 @@ def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Objec
 
 
 def add_stored(store: Store, settings: Settings, kind: Kind, owner: str, doc: Object) -> None:
-    """Raises Problem, and removes the content, if the key may not have so much."""
+    """Add an object to the database. If the key's storage limit is reached, remove the content and raise Problem."""
     with room_for(doc["id"], doc["bytes"], owner, settings, store):
         store.add(kind, owner, doc)
 
@@ -79,13 +79,12 @@ def add_stored(store: Store, settings: Settings, kind: Kind, owner: str, doc: Ob
 def room_for(
     name: str, n_bytes: int, owner: str, settings: Settings, store: Store
 ) -> Iterator[None]:
-    """Nobody else writes meanwhile. The content of ``name`` is removed if it ends with a Problem: that the key may not
-    have so much, or another."""
+    """Hold the store's lock while the caller writes. If this raises Problem, remove the content of ``name``."""
     most = settings.limits_of(owner).bytes
     try:
         with store.lock:
             if (taken := store.bytes_of(owner)) + n_bytes > most:
-                text = f"{n_bytes:,} bytes, and your files have {taken:,} of at most {most:,}: delete some"
+                text = f"{n_bytes:,} bytes don't fit: your files use {taken:,} of {most:,} bytes; delete some files"
                 raise Problem(429, text, code="storage_limit_exceeded")
             yield
     except Problem:
@@ -98,7 +97,7 @@ def new_id(kind: str) -> str:
 
 
 def take_in(incoming: Path, settings: Settings, kind: str) -> Path:
-    """Make what was uploaded to ``incoming`` the content of a new object, and name it by its id."""
+    """Move an uploaded file to the folder of contents under a new id. Sync it to disk first."""
     path = settings.files / new_id(kind)
     with incoming.open("rb") as file:
         os.fsync(file.fileno())
@@ -108,14 +107,15 @@ def take_in(incoming: Path, settings: Settings, kind: str) -> Path:
 
 
 def link(path: Path, purpose: str, folder: Path) -> None:
-    """Let lines open a file by its id, if it is for that."""
+    """Let request lines open a file by its id, if the file's purpose allows it."""
     if purpose in _FOR_LINES:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / path.name).hardlink_to(path)
 
 
 def remove_file(store: Store, settings: Settings, *names: str) -> None:
-    """First their names, then their contents: a content without a name is removed at the next start."""
+    """Remove files: first from the database, then from disk. The next start removes contents left by a crash in
+    between."""
     store.remove(*names)
     for name in names:
         for path in (settings.files / name, *settings.media.glob(f"*/{name}")):
@@ -123,7 +123,8 @@ def remove_file(store: Store, settings: Settings, *names: str) -> None:
 
 
 def remove_unknown(store: Store, settings: Settings) -> None:
-    """Remove what a killed server has left of uploads and exports: nobody was told a name for it."""
+    """Remove contents that a killed server left behind. The database does not list them, so no client knows their
+    ids."""
     shutil.rmtree(settings.incoming)
     settings.incoming.mkdir()
     known = {stored.doc["id"] for kind in KINDS_OF_FILES for stored in store.all(kind)}

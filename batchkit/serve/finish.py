@@ -1,4 +1,4 @@
-"""The end of a batch: its output and error file, made from its run."""
+"""The last step of a batch: writes its output file and its error file from its run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WHY = {
 
 
 class Finished(NamedTuple):
-    """What a batch ends with: its ``status``, what changes in it, and its files."""
+    """The result of a batch: its final ``status``, its changed fields, and its files."""
 
     status: Status
     more: Object
@@ -41,10 +41,10 @@ class Finished(NamedTuple):
 
 
 def finish(batch: Object, settings: Settings) -> Finished:
-    """Write the files of a batch whose run has stopped. May be called again for the same batch.
+    """Write the files of a batch whose run has stopped. The call can be repeated for the same batch.
 
     Raises:
-        BatchkitError, OSError: they can't be written; the run is as it was.
+        BatchkitError, OSError: The files can't be written. The run is unchanged.
     """
     folder, ids = settings.runs / batch["id"], outputs_of(batch)
     source, total = settings.files / batch["input_file_id"], batch["request_counts"]["total"]
@@ -81,7 +81,7 @@ def _status_of(batch: Object, n_left: int) -> Status:
 
 
 class _Exported(NamedTuple):
-    """The indexes of the rows that are ok, and of those that failed; the tokens of all answers."""
+    """The row indexes that succeeded and that failed, and the token usage of all answers."""
 
     ok: Any = frozenset()
     failed: Any = frozenset()
@@ -89,7 +89,7 @@ class _Exported(NamedTuple):
 
 
 def _exported(folder: Path, answers: Path, errors: Path) -> _Exported:
-    """Write the export of the run; one that has not begun gives two empty files."""
+    """Export the run. A run that has not begun gives two empty files."""
     if not is_run(folder):
         answers.write_bytes(b"")
         errors.write_bytes(b"")
@@ -110,7 +110,7 @@ def _append_unfinished(path: Path, source: Path, settled: Collection[int], statu
 
 
 def _kept(settings: Settings, batch: Object, n_lines: Mapping[str, int]) -> Iterator[Object]:
-    """The files that have lines, as the API shows them, once their contents are on disk; others are removed."""
+    """Yield each non-empty file as the API shows it, after syncing it to disk. Remove empty files."""
     for name, kind in zip(n_lines, ("output", "error"), strict=True):
         path = settings.files / name
         if not n_lines[name]:
@@ -125,7 +125,7 @@ def _kept(settings: Settings, batch: Object, n_lines: Mapping[str, int]) -> Iter
 
 
 def _usage_of(folder: Path) -> Object:
-    """It reads the log, in a sixth of the time that the export takes."""
+    """Return the total token usage. Reading the log takes a sixth of the export's time."""
     prompt = completion = reasoning = cached = 0
     for line in read_lines(log_of(folder)):
         if line.record is not None and (usage := line.record.usage) is not None:

@@ -1,4 +1,4 @@
-"""Forms with a file, written to disk as they arrive."""
+"""Multipart forms with a file, written to disk as they arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_FIELDS, _MOST_FIELD_BYTES = 32, 64 * 1024
 
 
 def described(file: str, **fields: Any) -> dict[str, Any]:
-    """A form for the OpenAPI schema: its file, and the schemas of its fields, which it has to have."""
+    """Return the form for the OpenAPI schema: a file and the schemas of the required fields."""
     parts = {file: {"type": "string", "format": "binary"}, **fields}
     schema = {"type": "object", "required": [*parts], "properties": parts}
     content = {"multipart/form-data": {"schema": schema}}
@@ -26,7 +26,7 @@ def described(file: str, **fields: Any) -> dict[str, Any]:
 
 
 class Form:
-    """The fields of a form, by name, and its file, at ``path`` once it was read."""
+    """The fields of a form by name, and its file. ``path`` is set once the file has been read."""
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}
@@ -34,7 +34,7 @@ class Form:
         self.filename = ""
 
     def file(self, name: str) -> Path:
-        """Raises Problem if the form has no file of that name."""
+        """Return the path of the form's file. Raise Problem if the form has no file."""
         if self.path is None:
             raise Problem(400, f"{name}: the form has no such file", param=name)
         return self.path
@@ -47,10 +47,10 @@ class Form:
 
 @asynccontextmanager
 async def received(request: Request, folder: Path) -> AsyncIterator[Form]:
-    """The form of a request; its file is removed at the end, unless it was moved.
+    """Receive the form of a request. Its file is removed at the end unless the caller moved it.
 
     Raises:
-        Problem: the body is no such form.
+        Problem: The body is not a form with one file.
     """
     from python_multipart import create_form_parser
     from python_multipart.exceptions import FormParserError

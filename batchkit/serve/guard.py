@@ -1,4 +1,4 @@
-"""What every request passes before it is answered: the host it names, its key, and the size of its body."""
+"""Checks before a request is processed: its host name, its API key, and the size of its body."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from batchkit.serve.problem import Problem
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_OPEN = ("/health",)  # answered without a key
-_PAGES = ("/run/", "/compare", "/assets/", "/api/")  # of ``batchkit view``
+_OPEN = ("/health",)  # needs no key
+_PAGES = ("/run/", "/compare", "/assets/", "/api/")  # pages of ``batchkit view``
 _MOST_JSON_BYTES = 1 << 20
-_FORM_BYTES = 1 << 20  # around a file
+_FORM_BYTES = 1 << 20  # for the form fields sent with a file
 
 
 def is_page(path: str) -> bool:
@@ -23,9 +23,13 @@ def is_page(path: str) -> bool:
 
 
 class Guard:
-    """``app`` for requests that may be answered; ``scope["state"]["owner"]`` is the name of the key. ``keys``: as
-    ``read_keys``; None if none is asked for. Then the host has to be this machine's: a web page could point its own name
-    to this address, but it has no key."""
+    """ASGI middleware that passes only permitted requests to ``app`` and stores the key's name in
+    ``scope["state"]["owner"]``.
+
+    ``keys`` is the result of ``read_keys``, or None if the server needs no key. Without keys, the host must be this
+    machine: a web page could point its own host name at this address (DNS rebinding). With keys, that page has no
+    key.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,9 @@ class Guard:
             return ""
         kind, _, key = headers.get(b"authorization", "").partition(" ")
         if kind.lower() == "basic" and is_page(path):
-            key = _password(key)  # a browser would send it with a form of another site, too
+            key = _password(
+                key
+            )  # a browser would also send it with a form of another site, so only pages accept it
         elif kind.lower() != "bearer":
             key = ""
         if not key:
@@ -73,7 +79,7 @@ class Guard:
         return known.name
 
     def _bounded(self, headers: Mapping[bytes, str], receive: Receive) -> Receive:
-        """``receive``, which reads no more than a body may have: a file if it is a form."""
+        """Return ``receive`` with a limit on the body: the file limit for a form, 1 MiB for other bodies."""
         is_form = headers.get(b"content-type", "").lower().startswith("multipart/form-data")
         most = self._max_file_bytes + _FORM_BYTES if is_form else _MOST_JSON_BYTES
         said = headers.get(b"content-length", "0")

@@ -1,4 +1,5 @@
-"""The keys of a server: a file with a line for each, which has the key's hash and not the key, its name, and its limits."""
+"""The API keys of a server. The key file has one line per key: the key's hash (not the key), its name, its
+limits."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _LINE = re.compile(
 
 
 class Limits(NamedTuple):
-    """What a key may have: ``batches`` that have not ended, ``rows`` in each, ``bytes`` of files."""
+    """The limits of a key: ``batches`` not yet ended, ``rows`` per batch, ``bytes`` of stored files."""
 
     batches: float = float("inf")
     rows: float = float("inf")
@@ -33,10 +34,11 @@ class Key(NamedTuple):
 
 
 def new_key(path: Path, name: str) -> str:
-    """Add a key to the file and return it. Only its hash is kept: it has 256 random bits, so nobody can guess it from that.
+    """Add a key to the file and return it. The file has only its hash; a key has 256 random bits, so it can't be
+    guessed.
 
     Raises:
-        JobError: the name is taken or is none, or the file can't be read or written.
+        JobError: The name is taken or invalid, or the file can't be read or written.
     """
     if not _LINE.fullmatch(f"{'0' * 64} {name}"):
         raise JobError(f"--new-key {name}: expected letters, digits and . _ -")
@@ -53,24 +55,24 @@ def new_key(path: Path, name: str) -> str:
 
 
 def read_keys(path: Path) -> Mapping[str, Key]:
-    """The keys by their hashes.
+    """Return the keys by hash.
 
     Raises:
-        JobError: the file can't be read, or has a line that is none.
+        JobError: The file can't be read, or a line is not a valid key.
     """
     try:
         lines = read_bytes(path).decode(errors="replace").splitlines()
     except OSError as error:
         raise JobError(
             f"{path}: can't be read: {error.strerror}; `batchkit serve --api-key-file {path} --new-key NAME`"
-            " makes it"
+            " creates it"
         ) from error
     found: dict[str, Key] = {}
     for number, line in enumerate(lines, start=1):
         if not (key := _LINE.fullmatch(line.strip())):
             raise JobError(
-                f"{path}: line {number} is not a hash and a name, as --new-key writes them, with any of"
-                " batches=N rows=N bytes=N behind them"
+                f"{path}: line {number} is not a key; expected a hash and a name, as --new-key writes them, optionally followed by"
+                " batches=N rows=N bytes=N"
             )
         limits = dict(limit.split("=") for limit in key[3].split())
         found[key[1]] = Key(key[2], Limits(**{name: int(n) for name, n in limits.items()}))

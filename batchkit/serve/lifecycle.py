@@ -1,4 +1,4 @@
-"""Moves batches from state to state: checks their files, ends them, and removes what has expired."""
+"""Moves batches between states: checks their files, ends them, and removes expired data."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from batchkit.serve.settings import DAY_S, Settings
 from batchkit.serve.store import Store, Stored
 from batchkit.serve.webhooks import ended_event
 
-_TICK_S = 0.5  # for deadlines: what changes a batch is seen at once
+_TICK_S = 0.5  # poll interval for deadlines; changes of a batch wake the thread immediately
 _EXPIRY_S = 60.0
 _AGAIN_S = 10.0
-DRAIN_S = 25.0  # less than the 30 s that Kubernetes gives
+DRAIN_S = 25.0  # less than the 30 s that Kubernetes waits before it kills
 
 
 class Lifecycle:
-    """Its thread looks at all batches that are not finished; checks and exports are done by two others."""
+    """A thread that watches all unfinished batches. Two other threads run the checks and the exports."""
 
     def __init__(self, settings: Settings, store: Store, say: Say) -> None:
         self._settings, self._store, self._say = settings, store, say
-        holders = Holders()  # the runs of all places are in this process
+        holders = Holders()  # shared: the runs of all places are in this process
         self._runners = [
             Runner(settings, store, say, place, holders) for place in places_of(settings, say)
         ]
@@ -48,7 +48,8 @@ class Lifecycle:
         self._thread.start()
 
     def close(self) -> None:
-        """What runs is given a while to finish; the rest is continued at the next start."""
+        """Stop the service. Running requests get ``DRAIN_S`` to finish; the next start resumes the unfinished
+        batches."""
         self._closing.set()
         self._store.changed.set()
         self._thread.join()
@@ -97,7 +98,7 @@ class Lifecycle:
             runner.stop(name, 0)
 
     def _once(self, stored: Stored, do: Callable[[Stored], None]) -> None:
-        """In another thread, unless it is being done."""
+        """Submit ``do`` to another thread, unless it is already running for this batch."""
         self._doing = {name: doing for name, doing in self._doing.items() if not doing.done()}
         if (name := stored.doc["id"]) not in self._doing:
             self._doing[name] = self._pool.submit(self._do, stored, do)
@@ -106,16 +107,18 @@ class Lifecycle:
         batch = stored.doc
         try:
             now = self._store.get("batch", batch["id"])
-            if now is not None and now["status"] == batch["status"]:  # it was not just done
+            if (
+                now is not None and now["status"] == batch["status"]
+            ):  # otherwise another thread has just processed it
                 do(stored)
         except Exception as error:
             self._wait_after(error, f"{batch['id']}: {batch['status']}: ")
 
     def _wait_after(self, error: Exception, what: str) -> None:
-        """The disk is full, or it is ours: the service goes on."""
+        """Report an error (a full disk or a bug), wait, and continue: one error must not stop the service."""
         if not isinstance(error, BatchkitError | OSError):
             traceback.print_exc()
-        self._say(f"{what}{error}; tried again in {_AGAIN_S:.0f} s")
+        self._say(f"{what}{error}; retrying in {_AGAIN_S:.0f} s")
         self._closing.wait(_AGAIN_S)
 
     def _validate(self, stored: Stored) -> None:
@@ -124,7 +127,7 @@ class Lifecycle:
         try:
             checked = check_file(path, batch["endpoint"], self._settings.models, most)
         except FileNotFoundError:
-            text = f"The file {path.name} is gone."
+            text = f"The file {path.name} no longer exists."
             checked = Checked(0, [problem("file_not_found", text, param="input_file_id")])
         if checked.problems:
             self._end(name, Finished("failed", {"errors": errors_of(*checked.problems)}, ()))
@@ -139,7 +142,7 @@ class Lifecycle:
         self._end(stored.doc["id"], finish(stored.doc, self._settings))
 
     def _end(self, name: str, ended: Finished) -> None:
-        """In one transaction its last state, the names of its files, which are there, and what a webhook gets."""
+        """Write the final state, the files' entries and the webhook event in one transaction."""
         now, status = wall_s(), ended.status
         events = (ended_event(name, status, now),) if self._settings.webhook else ()
         self._store.change(
@@ -158,7 +161,7 @@ class Lifecycle:
             self._remove_runs(now - self._settings.retention_days * DAY_S)
 
     def _remove_runs(self, before: float) -> None:
-        """The run folders of batches that were made ``before``, and have ended."""
+        """Remove the run folders of ended batches created before ``before``."""
         for stored in self._store.all("batch"):
             folder, batch = self._settings.runs / stored.doc["id"], stored.doc
             if (

@@ -1,8 +1,8 @@
-"""Whose rows go first: those of a higher priority, and of them those that would miss their deadline.
+"""The order in which batches run: by priority first, then batches close to their deadline.
 
-Keys whose batches have one rank have equal parts of the engine at any time (``execution/shared.py``). Of one key the batch with
-the fewest rows left goes first, so that a short one never waits for a long one. Of several models one is loaded, until nobody
-asks for it or a batch of a lower rank asks for another.
+Keys whose batches have the same rank get equal shares of the engine at any time (``execution/shared.py``). Among the
+batches of one key, the one with the fewest rows left runs first, so a short batch never waits for a long one. Of
+several models, one is loaded at a time. It stays until no batch needs it or a batch of a better rank needs another.
 """
 
 from __future__ import annotations
@@ -15,35 +15,38 @@ from batchkit.serve.batch import rows_left
 from batchkit.serve.store import Object, Stored
 
 MOST = 32
-"""So many batches run at once: others wait until one has ended, or has more rows left than they."""
-_SPARE = 1.5  # a deadline is close if the rows left would take two thirds of the time to it
-_LOAD_S = 300.0  # so much closer is a deadline if another model may have to be loaded first
-_HALF_S = 60.0  # of the rate's weight
+"""Maximum number of batches running at the same time. Other batches wait for one to end or to have more rows
+left."""
+_SPARE = 1.5  # a deadline is close if the rows left would take two thirds of the time until then
+_LOAD_S = 300.0  # time subtracted from each deadline if another model may have to be loaded first
+_HALF_S = 60.0  # half-life of the measured rate
 
 
 class Turn(NamedTuple):
-    """A batch that is to run; the lowest ``rank`` goes first."""
+    """A batch that should run. The lowest ``rank`` runs first."""
 
     rank: tuple[int, int]
     stored: Stored
 
 
 class Order:
-    """Knows the rate at which rows are answered, and the model that is loaded. Used under the runner's lock."""
+    """The scheduler of batches. Tracks the rate of answered rows and the loaded model. Used under the runner's
+    lock."""
 
     def __init__(self) -> None:
         self._rows = self._seconds = 0.0
         self._model = ""
 
     def note(self, rows: int, seconds: float) -> None:
-        """The engine has answered ``rows`` in that time."""
+        """Record that the engine answered ``rows`` rows in ``seconds``."""
         kept = 0.5 ** (seconds / _HALF_S)
         self._rows, self._seconds = kept * self._rows + rows, kept * self._seconds + seconds
 
     def chosen(
         self, waiting: Sequence[Stored], left: Mapping[str, int], now: float, most: int
     ) -> list[Turn]:
-        """Those that run now, at most so many. ``left``: rows of those that run already."""
+        """Return the batches that should run now, at most ``most``. ``left`` has the rows left of batches already
+        running."""
         has_several = len({stored.doc["model"] for stored in waiting}) > 1
         by = now + _LOAD_S if has_several else now
         turns = self._of_one_model(
@@ -62,7 +65,7 @@ class Order:
         return found
 
     def _of_one_model(self, turns: list[Turn]) -> list[Turn]:
-        """Those of the model that is loaded; of another one if it has none, or none in so high a rank."""
+        """Return the batches of the loaded model. Switch models if another model has a batch of a better rank."""
         if turns:
             first = min(turns, key=_place)
             ranks = (turn.rank for turn in turns if turn.stored.doc["model"] == self._model)

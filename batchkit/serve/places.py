@@ -1,4 +1,4 @@
-"""Which models are loaded side by side, and which one after another."""
+"""Decides which models are loaded at the same time and which take turns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from batchkit.serve.settings import Model, Settings
 
 @dataclass(frozen=True)
 class Place:
-    """Room for one loaded model, which ``models`` have one after another. ``elsewhere``: names of those that have
-    another place. ``name``: in the name of its log. ``environment``: of the engines' processes."""
+    """A slot for one loaded model; ``models`` take turns in it.
+
+    ``elsewhere`` has the names of models in other places. ``name`` is part of the log's file name. ``environment``
+    is
+    passed to the engine processes.
+    """
 
     name: str
     models: Collection[Model]
@@ -26,20 +30,24 @@ class Place:
         return any(model.job.run.workers is not None for model in self.models)
 
     def is_for(self, name: str) -> bool:
-        """Whether its batches run here. A model that the server no longer has is one of the first place."""
+        """Return whether batches of this model run here. Models that the server no longer has belong to the first
+        place."""
         is_here = any(name == model.name for model in self.models)
         return is_here or (not self.name and name not in self.elsewhere)
 
 
 def places_of(settings: Settings, say: Say) -> list[Place]:
-    """Models on servers elsewhere have a place each, and so do those that are loaded here if the GPUs have room for all of
-    them: those that are visible, or ``run.worker_gpus`` if all jobs have it (0: none is used)."""
+    """Assign models to places.
+
+    A model on a remote server has a separate place. So does each local model if the GPUs have room for all of them:
+    the visible GPUs, or ``run.worker_gpus`` if all jobs set it (0 means no GPU).
+    """
     models = {model.name: model for model in settings.models.values()}
     here = {name: model for name, model in models.items() if is_loaded_here(model.job.engine)}
     obstacle, environments = _side_by_side(here)
     groups = [[name] for name in models if name not in here or not obstacle]
     if obstacle:
-        say(f"one of {len(here)} models is loaded at a time: {obstacle}")
+        say(f"only one of {len(here)} models is loaded at a time: {obstacle}")
         groups.append([*here])
     return [
         Place(
@@ -57,7 +65,7 @@ def _side_by_side(here: Mapping[str, Model]) -> tuple[str, Mapping[str, Mapping[
     if len(jobs) < 2:
         return "", {}
     if any(job.run.workers is not None for job in jobs.values()):
-        return "run.workers spreads each of them over the GPUs", {}
+        return "run.workers already spreads each model over the GPUs", {}
     given = [room for job in jobs.values() if (room := job.run.worker_gpus) is not None]
     if len(given) == len(jobs):
         return side_by_side(jobs, max(given))

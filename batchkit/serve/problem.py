@@ -1,4 +1,4 @@
-"""What a client is told when a request can't be answered, in OpenAI's shape."""
+"""Error responses in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class Problem(Exception):
-    """Ends a request with ``status``. ``param`` names the parameter at fault, ``code`` the kind of problem."""
+    """An exception that ends a request with ``status``. ``param`` names the wrong parameter, ``code`` the kind of
+    problem."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -29,5 +30,5 @@ class Problem(Exception):
 
 
 def missing(kind: str, name: str) -> Problem:
-    """Also what another key owns is not there."""
+    """Return a 404. Objects of other keys give the same answer, so a key can't probe for them."""
     return Problem(404, f"No such {kind} object: {name}", param="id", code="not_found")

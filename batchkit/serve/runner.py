@@ -1,8 +1,8 @@
-"""Runs the batches of one place beside each other, on one engine that stays loaded.
+"""Runs the batches of one place at the same time, on one engine that stays loaded.
 
-Those that wait for the engine are served in the order of their claims (``execution/shared.py``). A batch that has to give way
-to another stops as an interrupted run does: its requests in flight are finished, and it is continued later. After a death of
-the engine the batches run alone for a while.
+Batches use the engine in the order of their claims (``execution/shared.py``). A batch that is preempted stops as an
+interrupted run does: its running requests finish, and it resumes later. After the engine process has died, the
+batches run one at a time for a while, to find the one that caused it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store, Stored
 
 _LOOK_S = 0.1
-_PAUSE_S = 10.0  # after the disk was full, or the like
-_ALONE_S = 60.0  # without a death: then others may run beside it again
+_PAUSE_S = 10.0  # wait after a full disk or a similar error
+_ALONE_S = 60.0  # a batch that has run alone this long without a crash may share the engine again
 _FOREVER = float("inf")
 
 
@@ -43,8 +43,11 @@ class Running(NamedTuple):
 
 
 class Runner:
-    """``look`` starts and stops runs; each works in one of the pool's threads, which live as long as the engine: the
-    kernel ends what a thread has started when that ends."""
+    """A pool of threads that run batches; ``look`` starts and stops them.
+
+    The threads live as long as the engine, because the kernel kills an engine process when the thread that started
+    it ends.
+    """
 
     def __init__(
         self, settings: Settings, store: Store, say: Say, place: Place, media_holders: Holders
@@ -55,11 +58,16 @@ class Runner:
         self._order = Order()
         log = log_of(settings.folder / LOG, place.name)
         self._engines = SharedEngines(log, self._on_death, place.environment)
-        self._lock = threading.Lock()  # the runs, and those that start and stop them
+        self._lock = (
+            threading.Lock()
+        )  # guards the running batches and the threads that start and stop them
         self._running: dict[str, Running] = {}
-        self._alone: dict[str, float] = {}  # until when each batch has to run alone
+        self._alone: dict[str, float] = {}  # time until which each batch has to run alone
         self._rests_until: dict[str, float] = {}
-        self._looked_at, self._answered = time.monotonic(), 0  # by those that run
+        self._looked_at, self._answered = (
+            time.monotonic(),
+            0,
+        )  # rows answered by the running batches
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(2 * MOST, thread_name_prefix="run")
 
@@ -68,13 +76,13 @@ class Runner:
             return name in self._running
 
     def stop(self, name: str, drain_s: float) -> None:
-        """End the run of that batch, if it is under way: within ``drain_s`` of its requests in flight."""
+        """Stop the run of that batch if it is running. Its requests get ``drain_s`` seconds to finish."""
         with self._lock:
             if (running := self._running.get(name)) is not None:
                 running.stop.ask(signal.SIGTERM, drain_s=drain_s)
 
     def look(self) -> None:
-        """Start what should run now, and let others give way."""
+        """Start the batches that should run now and stop the others."""
         with self._lock:
             self._note_rate()
             wanted = {} if self._closing.is_set() else self._wanted()
@@ -88,20 +96,20 @@ class Runner:
             models = {turn.stored.doc["model"] for turn in wanted.values()}
             models |= {running.stored.doc["model"] for running in self._running.values()}
             if len(models) > 1:
-                return  # the runs of the model that is loaded have to end first
+                return  # the runs of the loaded model have to end first
             n_active = sum(one.stop.signum is None for one in self._running.values())
             due = [turn for name, turn in wanted.items() if name not in self._running]
             for turn in due[: self._most - n_active]:
                 self._begin(turn)
 
     def stop_all(self, drain_s: float) -> None:
-        """For good: ``look`` starts nothing more."""
+        """Stop all runs permanently; ``look`` starts no more runs."""
         self._closing.set()
         for name in [*self._running]:
             self.stop(name, drain_s)
 
     def close(self) -> None:
-        """After ``stop_all``: wait for that, and release the engine."""
+        """Wait for the runs to end after ``stop_all``, then release the engine."""
         while self._running:
             time.sleep(_LOOK_S)
         self._engines.close()
@@ -139,7 +147,7 @@ class Runner:
         self._looked_at, self._answered = now, answered
 
     def _on_death(self) -> None:
-        """The engine has died: which of the runs it was shows when each is alone."""
+        """Make the batches run one at a time, to find the one that crashed the engine."""
         with self._lock:
             for name, running in self._running.items():
                 self._alone[name] = _FOREVER
@@ -169,7 +177,7 @@ class Runner:
             pass
         except BatchkitError as found:
             error = found
-        except Exception as found:  # ours: it must not end the service
+        except Exception as found:  # a bug in batchkit must not end the service
             traceback.print_exc()
             error = BatchkitError(f"internal error: {type(found).__name__}: {found}")
         try:
@@ -180,7 +188,7 @@ class Runner:
         with self._lock:
             self._answered -= running.claim.answered
             del self._running[batch["id"]]
-        self._store.changed.set()  # it may be ended now
+        self._store.changed.set()  # the batch may have to be ended now
 
     def _charge(self, batch: Object, claim: Claim) -> None:
         def charged(doc: Object) -> Object:
@@ -191,10 +199,12 @@ class Runner:
             self._store.change(batch["id"], charged)
 
     def _note(self, batch: Object, summary: RunSummary | None, error: BatchkitError | None) -> None:
-        """Write down how the run stopped. A batch that was cancelled meanwhile stays ``cancelling``."""
+        """Record how the run stopped. A batch cancelled meanwhile stays ``cancelling``."""
         now, name = wall_s(), batch["id"]
         if isinstance(error, StoreError):
-            self._rest(batch, error)  # a full disk: nothing is lost, and it may have room later
+            self._rest(
+                batch, error
+            )  # for example a full disk: no data is lost, and there may be space later
         elif error is not None:
             self._say(f"{name}: {error}")
             why = errors_of(problem("batch_failed", str(error)))
@@ -210,5 +220,5 @@ class Runner:
             self._store.change(name, noted)
 
     def _rest(self, batch: Object, error: Exception) -> None:
-        self._say(f"{batch['id']}: {error}; tried again in {_PAUSE_S:.0f} s")
+        self._say(f"{batch['id']}: {error}; retrying in {_PAUSE_S:.0f} s")
         self._rests_until[batch["id"]] = time.monotonic() + _PAUSE_S

@@ -1,4 +1,4 @@
-"""``batchkit serve`` from its start to its end."""
+"""The ``batchkit serve`` process from start to end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _OWN = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(settings: Settings, *, ready: Callable[[str], None], say: Say) -> None:
-    """Serve until a signal; ``ready`` gets the address. SIGINT and SIGTERM let requests in flight finish.
+    """Serve until a signal arrives. ``ready`` receives the address. SIGINT and SIGTERM let running requests
+    finish.
 
     Raises:
-        JobError: the job, the keys, the webhook or the address can't be used, or a package is missing.
-        StoreError: another server has the folder, or its database can't be opened.
+        JobError: The job, the keys, the webhook or the address can't be used, or a package is missing.
+        StoreError: Another server uses the folder, or its database can't be opened.
     """
     require(["fastapi", "uvicorn", "python_multipart"], user="batchkit serve", extra="serve")
     for model in settings.models.values():
@@ -48,10 +49,10 @@ def serve(settings: Settings, *, ready: Callable[[str], None], say: Say) -> None
         ready(address_of(settings.host, listening.getsockname()[1]))
         try:
             server.run(sockets=[listening])
-        except Interrupted:  # this is how it ends
+        except Interrupted:  # the normal way for the server to end
             pass
         finally:
-            say("stopping: requests in flight are finished")
+            say("stopping after the running requests have finished")
             lifecycle.close()
 
 
@@ -60,15 +61,15 @@ def _keys(settings: Settings) -> Mapping[str, Key] | None:
         return read_keys(settings.key_file)
     if settings.host not in _OWN:
         raise JobError(
-            f"--host {settings.host}: others can reach it, so keys are needed: --api-key-file FILE; the first"
-            " one is made with --new-key NAME"
+            f"--host {settings.host}: other machines can reach this address, so API keys are required: --api-key-file FILE; create the first"
+            " key with --new-key NAME"
         )
     return None
 
 
 @contextmanager
 def held(settings: Settings) -> Iterator[None]:
-    """The server's folder, made if it is not there, for this process alone."""
+    """Create the server's folder if it is missing, and lock it for this process."""
     try:
         for folder in (settings.files, settings.incoming, settings.runs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ def held(settings: Settings) -> Iterator[None]:
         lock.acquire(blocking=False)
     except Timeout:
         raise StoreError(
-            f"{settings.folder}: another server works with this folder; stop it, or give this one another"
+            f"{settings.folder}: another server works with this folder; stop it, or choose another folder"
             " (--folder)"
         ) from None
     except OSError as error:

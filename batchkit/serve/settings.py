@@ -1,4 +1,4 @@
-"""What a server is started with: its models, of which one is loaded at a time, and where its things are."""
+"""The settings of a server: its models, its folder, and its limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ DAY_S = 86_400
 
 @dataclass(frozen=True)
 class Model:
-    """``job``: the engine, and how its rows are run; its input and its name are those of each batch."""
+    """A model that the server offers. ``job`` sets the engine and options; each batch adds its input and its
+    name."""
 
     job: JobConfig
 
@@ -27,23 +28,23 @@ class Model:
 
     @property
     def names(self) -> list[str]:
-        """Those by which lines may ask for the model, and its adapters."""
+        """The names that request lines may use for the model and its adapters."""
         short = PurePath(self.name).name if Path(self.name).is_absolute() else self.name
         return list(dict.fromkeys([self.name, short, *self.job.engine.loras]))
 
     @property
     def gpus(self) -> int:
-        """Those of the engine; a server elsewhere has its own."""
+        """The number of GPUs the engine uses; 0 for a remote server."""
         return 0 if self.job.engine.base_url is not None else self.job.engine_gpus
 
 
 def by_name(models: Iterable[Model]) -> dict[str, Model]:
-    """Raises JobError if two have the same name."""
+    """Return the models by name. Raise JobError if two models share a name."""
     found: dict[str, Model] = {}
     for model in models:
         if taken := found.keys() & model.names:
             raise JobError(
-                f"two models are called {min(taken)}: lines could not say which one they mean"
+                f"two models have the name {min(taken)}; request lines need unique model names"
             )
         found |= dict.fromkeys(model.names, model)
     return found
@@ -51,8 +52,12 @@ def by_name(models: Iterable[Model]) -> dict[str, Model]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """``models``: by each of their names. ``keys``: those of ``key_file``. ``webhook``: the URL that is told of batches
-    that have ended. ``retention_days``: how long files are kept, 0 for ever."""
+    """The settings of ``batchkit serve``.
+
+    ``models`` has each model under all of its names. ``keys`` are the keys in ``key_file``. ``webhook`` is the URL
+    that
+    receives an event for each ended batch. ``retention_days`` is the time that files are kept; 0 means forever.
+    """
 
     models: Mapping[str, Model]
     folder: Path
@@ -70,22 +75,22 @@ class Settings:
 
     @property
     def files(self) -> Path:
-        """The contents of files, each under its id."""
+        """The folder of file contents, named by id."""
         return self.folder / "files"
 
     @property
     def owners(self) -> list[str]:
-        """The names of the keys; "" without keys."""
+        """The names of the keys; [""] if the server has no keys."""
         return [""] if self.keys is None else [key.name for key in self.keys.values()]
 
     def limits_of(self, owner: str) -> Limits:
-        """Those of the key of that name."""
+        """Return the limits of the key with that name."""
         keys = (self.keys or {}).values()
         return next((key.limits for key in keys if key.name == owner), Limits())
 
     def media_of(self, owner: str) -> Path:
-        """Links to the files of that key that its lines may open, each under its id."""
-        return self.media / (owner or "-")  # no key is called so
+        """Return the folder of links, named by id, to the files that this key's request lines may open."""
+        return self.media / (owner or "-")  # a key can't have this name
 
     @property
     def media(self) -> Path:
@@ -93,31 +98,32 @@ class Settings:
 
     @property
     def incoming(self) -> Path:
-        """What is being uploaded. It may be removed when no server runs."""
+        """The folder of unfinished uploads. It can be removed when no server is running."""
         return self.folder / "incoming"
 
     @property
     def runs(self) -> Path:
-        """A run folder for each batch, under its id."""
+        """The folder of run folders, one per batch, named by batch id."""
         return self.folder / "batches"
 
     def model_of(self, batch: Object) -> Model:
-        """Raises JobError if this server does not have it."""
+        """Return the batch's model. Raise JobError if this server does not have it."""
         if (model := self.models.get(batch["model"])) is None:
             raise JobError(f"this server was started without the model {batch['model']}")
         return model
 
     def expiry(self, now: int | None = None) -> int | None:
-        """When a file made ``now`` expires."""
+        """Return when a file created at ``now`` expires."""
         made = wall_s() if now is None else now
         return round(made + self.retention_days * DAY_S) if self.retention_days else None
 
     def job_of(self, stored: Stored) -> JobConfig:
-        """The job of the run that is the batch. Its lines open only what their key has uploaded, unless the job file
-        names another folder.
+        """Return the job of the batch's run. Its lines may open only files uploaded with the same key, unless the
+        job file
+        sets ``media.root``.
 
         Raises:
-            JobError: as ``model_of``.
+            JobError: This server does not have the batch's model.
         """
         job = self.model_of(stored.doc).job
         path, media = self.files / stored.doc["input_file_id"], job.media
@@ -125,7 +131,7 @@ class Settings:
             media = media.model_copy(update={"root": str(self.media_of(stored.owner))})
         source = InputTable(path=str(path), format="openai-batch")
         output = job.output.model_copy(update={"dir": str(self.runs)})
-        run = job.run.model_copy(update={"metrics_port": None})  # several runs can't share it
+        run = job.run.model_copy(update={"metrics_port": None})  # several runs can't share the port
         return job.model_copy(
             update={
                 "name": stored.doc["id"],

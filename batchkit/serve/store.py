@@ -34,7 +34,7 @@ CREATE INDEX by_status ON objects (kind, status);
 
 
 class Stored(NamedTuple):
-    """An object, and the name of the key that owns it; "" without keys."""
+    """An object and the name of the key that owns it ("" if the server has no keys)."""
 
     owner: str
     doc: Object
@@ -45,7 +45,7 @@ class Page(NamedTuple):
     has_more: bool
 
     def to_json(self) -> Object:
-        """As OpenAI's lists are."""
+        """Return the page in the shape of OpenAI's lists."""
         ends = (self.docs[0]["id"], self.docs[-1]["id"]) if self.docs else (None, None)
         return {
             "object": "list",
@@ -57,19 +57,19 @@ class Page(NamedTuple):
 
 
 class Store:
-    """Objects in one SQLite file, each as the JSON that the API answers; their order is that of their creation.
+    """Objects in one SQLite file, each stored as the JSON of its API response, in order of creation.
 
-    Threads of the server share its only connection, one at a time; who holds ``lock`` may look and then write. What a call
-    has written is on disk when it returns.
+    The server's threads share one connection. A thread that holds ``lock`` can read and then write without others in
+    between. Written data is on disk when a call returns.
 
     Raises:
-        StoreError: the file is of another version of batchkit, or damaged.
+        StoreError: The file is damaged or from another version of batchkit.
     """
 
     def __init__(self, path: Path) -> None:
-        self.lock = threading.RLock()  # request handlers, the runner and the lifecycle
+        self.lock = threading.RLock()  # shared by request handlers, the runner and the lifecycle
         self.changed = threading.Event()
-        """Set when the database has changed. The lifecycle waits for it, and clears it."""
+        """An event that is set when the database has changed. The lifecycle waits for it and clears it."""
         try:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -103,8 +103,11 @@ class Store:
         *,
         adding: tuple[Object, ...] = (),
     ) -> Object | None:
-        """Replace an object with what ``change`` makes of it, and add or replace files and events, ``adding``, in the
-        same transaction. None, and nothing is written, if ``change`` returns None or there is no such object."""
+        """Replace an object with the result of ``change`` and add ``adding`` (files and events) in the same
+        transaction.
+
+        Return None and write nothing if ``change`` returns None or the object does not exist.
+        """
         with self._transaction() as db:
             found = db.execute("SELECT owner, doc FROM objects WHERE id = ?", (name,)).fetchone()
             changed = None if found is None else change(orjson.loads(found[1]))
@@ -120,7 +123,7 @@ class Store:
             db.executemany("DELETE FROM objects WHERE id = ?", [(name,) for name in names])
 
     def get(self, kind: Kind, name: str, owner: str | None = None) -> Object | None:
-        """None if there is no such object, or another than ``owner`` has it."""
+        """Return the object, or None if it does not exist or has another owner than ``owner``."""
         query = "SELECT owner, doc FROM objects WHERE kind = ? AND id = ?"
         found = self._read(query, kind, name)
         if not found or owner not in (None, found[0][0]):
@@ -129,7 +132,7 @@ class Store:
         return doc
 
     def found(self, kind: Kind, name: str, owner: str) -> Object:
-        """Raises Problem if the owner has no such object."""
+        """Return the object. Raise Problem if this owner has no such object."""
         if (doc := self.get(kind, name, owner)) is None:
             raise missing(kind.capitalize(), name)
         return doc
@@ -144,7 +147,7 @@ class Store:
         ascending: bool = False,
         purpose: str | None = None,
     ) -> Page:
-        """The objects that follow ``after``, by default the newest first."""
+        """Return the objects after ``after``, newest first unless ``ascending``."""
         order, follows = ("ASC", ">") if ascending else ("DESC", "<")
         where, values = "kind = ? AND owner = ?", [kind, owner]
         if after is not None:
@@ -158,7 +161,7 @@ class Store:
         return Page(docs[:limit], len(docs) > limit)
 
     def all(self, kind: Kind, *statuses: str, owner: str | None = None) -> list[Stored]:
-        """The oldest first; those with one of ``statuses``, if any are given."""
+        """Return all objects of a kind, oldest first; only those with one of ``statuses`` if any are given."""
         where, values = "kind = ?", [kind, *statuses]
         if statuses:
             where += f" AND status IN ({', '.join('?' * len(statuses))})"
@@ -172,24 +175,24 @@ class Store:
         return {name for (name,) in self._read(query, kind, owner)}
 
     def expired(self, now: float) -> list[Stored]:
-        """Files and uploads past their time."""
+        """Return expired files and uploads."""
         query = (
             "SELECT owner, doc FROM objects WHERE kind IN ('file', 'upload') AND expires_at <= ?"
         )
         return [Stored(owner, orjson.loads(text)) for owner, text in self._read(query, now)]
 
     def counts(self, owner: str | None) -> dict[tuple[str, str], int]:
-        """How many objects there are by kind and status; of all owners if it is None."""
+        """Return the number of objects by kind and status; ``owner`` None counts all owners."""
         query = "SELECT kind, status, count(*) FROM objects WHERE owner = coalesce(?, owner) GROUP BY 1, 2"
         return {(kind, status or ""): n for kind, status, n in self._read(query, owner)}
 
     def bytes_of(self, owner: str) -> int:
-        """How many bytes its files take."""
+        """Return the total bytes of this owner's files."""
         query = "SELECT coalesce(sum(json_extract(doc, '$.bytes')), 0) FROM objects WHERE kind IN ('file', 'part') AND owner = ?"
         return int(self._read(query, owner)[0][0])
 
     def problems(self) -> str:
-        """What SQLite finds wrong with the file; empty if nothing is."""
+        """Return SQLite's integrity problems, or "" if there are none."""
         found = self._read("PRAGMA integrity_check")[0][0]
         return "" if found == "ok" else str(found)
 
@@ -217,7 +220,7 @@ class Store:
 
 
 def _put(db: sqlite3.Connection, kind: Kind, owner: str, doc: Object) -> None:
-    """Add it, or replace the one of its id, which keeps its place."""
+    """Add an object, or replace the object with the same id. A replaced object keeps its position."""
     db.execute(
         "INSERT INTO objects (id, kind, owner, doc) VALUES (?, ?, ?, ?)"
         " ON CONFLICT (id) DO UPDATE SET doc = excluded.doc",

@@ -1,4 +1,5 @@
-"""Tells a URL of each batch that has ended, as OpenAI's webhooks do; signed as https://www.standardwebhooks.com says."""
+"""Sends an event for each ended batch to a URL, in the format of OpenAI's webhooks, signed as
+https://www.standardwebhooks.com specifies."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from batchkit.serve.store import Object, Store
 
 _SECRET = "BATCHKIT_WEBHOOK_SECRET"
 _LOOK_S = 0.5
-_WAITS_S = (5, 30, 300, 1800, 7200, 18_000)  # after each failure; then the event is given up
+_WAITS_S = (
+    5,
+    30,
+    300,
+    1800,
+    7200,
+    18_000,
+)  # wait after each failure; after the last one the event is dropped
 _TIMEOUT_S = 10.0
 
 
@@ -32,13 +40,13 @@ def ended_event(batch: str, status: str, now: float) -> Object:
 
 
 def key_of(secret: str) -> bytes:
-    """Raises ValueError if it is none."""
+    """Return the signing key in ``secret``. Raise ValueError if it is not valid base64."""
     text = secret.removeprefix("whsec_")
     return text.encode() if text == secret else base64.b64decode(text, validate=True)
 
 
 def signed(event: Object, body: bytes, key: bytes, now: float) -> dict[str, str]:
-    """The headers of a request with ``body``."""
+    """Return the headers of a signed request with ``body``."""
     at = int(now)
     digest = hmac.digest(key, f"{event['id']}.{at}.".encode() + body, "sha256")
     return {
@@ -50,25 +58,28 @@ def signed(event: Object, body: bytes, key: bytes, now: float) -> dict[str, str]
 
 
 class Webhooks:
-    """Its thread sends the events of the database and removes those that were taken. An event may be sent twice, and
-    is sent after a restart, too.
+    """A thread that sends the database's events and removes an event once the receiver has accepted it.
+
+    An event may be sent twice. Unsent events are sent after a restart.
 
     Raises:
-        JobError: the URL or the secret can't be used.
+        JobError: The URL or the secret can't be used.
     """
 
     def __init__(self, url: str, store: Store, say: Say) -> None:
         secret = os.environ.get(_SECRET)
         if not secret:
-            raise JobError(f"--webhook: set {_SECRET} in the environment, which signs what is sent")
+            raise JobError(f"--webhook: set {_SECRET} in the environment; it signs the events")
         try:
             self._key = key_of(secret)
         except ValueError as error:
-            raise JobError(f"{_SECRET}: what follows whsec_ has to be base64: {error}") from None
+            raise JobError(f"{_SECRET}: the text after whsec_ must be base64: {error}") from None
         if not url.startswith(("http://", "https://")):
             raise JobError(f"--webhook: found {url!r}, expected an http:// or https:// address")
         self._url, self._store, self._say = url, store, say
-        self._failed: dict[str, tuple[int, float]] = {}  # how often, and when it is sent again
+        self._failed: dict[
+            str, tuple[int, float]
+        ] = {}  # number of failures and time of the next attempt
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="webhooks")
         self._thread.start()
@@ -101,6 +112,6 @@ class Webhooks:
                 due = time.monotonic() + _WAITS_S[n_failures]
                 self._failed[name] = n_failures + 1, due
                 return
-            self._say(f"webhooks: {event['type']} of {event['data']['id']} is given up: {error}")
+            self._say(f"webhooks: {event['type']} of {event['data']['id']} was dropped: {error}")
         self._store.remove(name)
         self._failed.pop(name, None)

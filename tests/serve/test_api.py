@@ -517,7 +517,7 @@ def test_a_full_disk_makes_batches_wait(tmp_path: Path) -> None:
                     ballast.write(bytes(4096))
             with pytest.raises(openai.InternalServerError, match="No space"):
                 submit(client, [ask("a")] * 1000)
-            until(lambda: "tried again in 10 s" in "".join(served.stderr))
+            until(lambda: "retrying in 10 s" in "".join(served.stderr))
             (disk / "ballast").unlink()
             lines = content(client, ended(client, batch).output_file_id)
             assert sorted(int(line["custom_id"]) for line in lines) == list(range(10_000))

@@ -1,6 +1,6 @@
-"""Exports: the newest record of each row, in the order of the input, in other formats.
+"""Exports: the newest record of each row, in input order, in other file formats.
 
-Each writer streams; the file appears under its name only when it is complete.
+Each writer streams. The file appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from batchkit.storage.score_store import read_scored
 from batchkit.storage.vectors import Vectors, VectorType
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
-_FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # the last four: full width
+_FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # the last four are full width
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 EXPORTS = {
@@ -49,10 +49,10 @@ EXPORTS = {
     "srt": "batchkit.commands.export.subtitles:write_srt",
     "vtt": "batchkit.commands.export.subtitles:write_vtt",
 }
-"""Each a function of the run folder and the path that writes the file, and returns how many rows each
-file has that it wrote."""
+"""Functions of the run folder and the path. Each writes the file and returns the number of rows in each written
+file."""
 _SAYING = ("parquet", "jsonl", "csv", "safe-csv")
-_NAMES = {  # others are results.NAME
+_NAMES = {  # other formats use results.NAME
     "jsonl": "results.newest.jsonl",
     "safe-csv": "results.csv",
     "openai": "results.openai.jsonl",
@@ -63,7 +63,7 @@ _NAMES = {  # others are results.NAME
 
 
 class Exported(NamedTuple):
-    """A file that was written; ``source_bytes`` is the size of ``results.jsonl``."""
+    """A written file. ``source_bytes`` is the size of ``results.jsonl``."""
 
     path: Path
     format: str
@@ -95,24 +95,29 @@ def export(
     force: bool = False,
     lacks: Say | None = None,
 ) -> list[Exported]:
-    """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``npy``, ``openai``,
-    ``realhit``, ``srt``, ``vtt`` or what another package adds.
+    """Write a run's records in one of the formats of ``EXPORTS``.
 
-    Without ``path``: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
-    since ``results.jsonl`` is the log). ``safe-csv`` is a CSV that is safe to open in a
-    spreadsheet: a text that would be taken for a formula gets a ``'`` in front. ``npy`` writes the
-    vectors as one matrix, and the ids of its rows into a file beside it; of ``token_embed`` and ``token_classify``,
-    which have several vectors a row, also where each row's begin (``offsets.npy``). ``openai`` writes
-    two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
-    folder ``path`` or as the file ``path``; ``srt`` and ``vtt`` write a file for each transcript into the folder
-    ``path``. ``force``: a file that no export has written is replaced, too. ``say``
-    is called if rows have no answer yet, and if a spreadsheet would run a cell of ``csv``; ``lacks``, by default
-    ``say``, if the input was removed or changed. No file is written if that raises.
+    Without ``path``, the file is ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl, since
+    ``results.jsonl`` is the log).
+
+    - ``safe-csv``: a CSV that is safe in a spreadsheet; text that looks like a formula is prefixed with ``'``.
+    - ``npy``: the vectors as one matrix, and the ids of its rows in a second file. For ``token_embed`` and
+      ``token_classify``, which have several vectors per row, ``offsets.npy`` has the start of each row.
+    - ``openai``: two files, answers and errors.
+    - ``realhit``: the two files of RealHiTBench's harness, in the folder ``path`` or as the file ``path``.
+    - ``srt``, ``vtt``: a file for each transcript in the folder ``path``.
+
+    ``force`` replaces an existing file that no export has written. ``say`` reports rows without an answer, and cells
+    of
+    ``csv`` that a spreadsheet would execute. ``lacks`` (default ``say``) reports that the input was removed or
+    changed. If
+    a callback raises, no file is written.
 
     Raises:
-        JobError: ``path`` is a file that no export has written; ``npy``, and the run has no vectors, or they have
-            several lengths; ``only_finished``, and rows have no record yet.
-        StoreError: not a run folder, its log is damaged, or the file can't be written.
+        JobError: ``path`` is a file that no export has written; ``npy``, but the run has no vectors or they differ
+            in
+            length; ``only_finished``, but rows have no record yet.
+        StoreError: The folder is not a run folder, its log is damaged, or the file can't be written.
     """
     log, found = folder / RESULTS, status(folder)
     check_log(folder)
@@ -128,7 +133,7 @@ def export(
     if found.pending:
         done = f"{found.ok + found.failed:,} of {found.total:,} rows; {found.pending:,} have no answer yet"
         if only_finished:
-            raise JobError(f"{folder}: {done}; continue the run, or leave --only-finished out")
+            raise JobError(f"{folder}: {done}; resume the run, or omit --only-finished")
         say(f"{path}: {done}")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +149,7 @@ def export(
 
 
 def _check_suffix(path: Path, format_name: str, usual: str) -> None:
-    """Raises JobError if the suffix of ``path`` says another format than the ``usual`` one."""
+    """Raise JobError if the suffix of ``path`` belongs to another format than ``usual``."""
     suffix = path.suffix.lower()
     if usual and path.is_dir():
         raise JobError(f"{path}: is a folder; name a file in it")
@@ -158,7 +163,7 @@ def _check_suffix(path: Path, format_name: str, usual: str) -> None:
 def write_parquet(
     folder: Path, path: Path, say: Say = print, lacks: Say = print
 ) -> dict[Path, int]:
-    """The job fixes the schema, so a column may be null for any number of rows."""
+    """Write Parquet. The job fixes the schema, so a column may be null in every row."""
     import pyarrow.parquet as pq
 
     from batchkit.runs.table import read_batches, schema_of
@@ -170,7 +175,7 @@ def write_parquet(
     others = [name for name in schema.names if name != EMBEDDING]
     with (
         exporting(path, folder) as temporary,
-        # Vectors get no smaller by compression, only slower to read and write.
+        # Compression does not make vectors smaller, only slower to read and write.
         pq.ParquetWriter(
             temporary, schema, compression=dict.fromkeys(others, "zstd"), use_dictionary=others
         ) as writer,
@@ -186,7 +191,7 @@ def write_parquet(
 
 
 def _about(folder: Path) -> dict[str, str]:
-    """The metadata of a file: of which run it is, and whether that has ended."""
+    """Return metadata for the file: its run, and whether that run has ended."""
     found = status(folder)
     about = {"run": found.name, "rows": found.total, "rows_without_answer": found.pending}
     if job_of_run(folder).is_dry:
@@ -201,7 +206,7 @@ def _say_what_lacks(inputs: InputColumns, path: Path, say: Say, lacks: Say) -> N
 
 
 def write_jsonl(folder: Path, path: Path, say: Say = print, lacks: Say = print) -> dict[Path, int]:
-    """A vector is written as numbers: what its record names is in the run folder."""
+    """Write JSONL. Vectors are written as numbers, because their files are in the run folder."""
     vectors, inputs, rows = Vectors(folder), InputColumns(folder), 0
     with exporting(path, folder) as temporary, temporary.open("wb") as file:
         for record in read_scored(folder):
@@ -217,7 +222,7 @@ def write_jsonl(folder: Path, path: Path, say: Say = print, lacks: Say = print) 
 def write_csv(
     folder: Path, path: Path, say: Say = print, lacks: Say = print, *, is_safe: bool = False
 ) -> dict[Path, int]:
-    """A safe one: a text that begins like a formula gets a ``'`` in front; numbers stay.
+    """Write CSV. With ``is_safe``, text that starts like a formula is prefixed with ``'``; numbers are unchanged.
 
     See OWASP: https://owasp.org/www-community/attacks/CSV_Injection
     """
@@ -226,7 +231,7 @@ def write_csv(
     formulas = 0
 
     def cell(value: Any) -> Any:
-        """A list of a parsed answer as JSON."""
+        """Return the value of a cell. Lists of parsed answers become JSON."""
         nonlocal formulas
         if _is_formula(value):
             formulas += 1
@@ -248,7 +253,7 @@ def write_csv(
         _say_what_lacks(inputs, path, say, lacks)
     if formulas and not is_safe:
         say(
-            f"{path}: a spreadsheet would run {formulas:,} of its texts as formulas; --safe-csv keeps it from that"
+            f"{path}: a spreadsheet would run {formulas:,} of its texts as formulas; use --safe-csv to prevent that"
         )
     return {path: rows}
 
@@ -262,12 +267,14 @@ def _is_formula(value: Any) -> bool:
 
 
 def write_npy(folder: Path, path: Path) -> dict[Path, int]:
-    """The vectors as one matrix that numpy can map, and the ids of its rows as a JSON list. A row that failed is in
-    neither of them. Of a task with a vector for each token, those of row n are the lines from ``offsets[n]`` to
+    """Write the vectors as one matrix that numpy can map, and the ids of its rows as a JSON list.
+
+    Failed rows are left out of both. For tasks with a vector for each token, row n has the lines from ``offsets[n]``
+    to
     ``offsets[n + 1]``.
 
     Raises:
-        JobError: there are no vectors, or they have several lengths.
+        JobError: There are no vectors, or they differ in length.
     """
     from batchkit.runs.table import read_batches
 
@@ -279,7 +286,7 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
         )
     if kind.dimensions is None:
         raise JobError(
-            f"{folder}: has no vectors yet, or vectors of several lengths, and a matrix needs one length;"
+            f"{folder}: has no vectors yet, or vectors of several lengths; a matrix needs one length;"
             " --parquet has them as lists"
         )
     ids_path, ends = path.with_name(f"{path.stem}.ids.json"), [0]
@@ -318,7 +325,8 @@ def _write_offsets(folder: Path, path: Path, ends: Sequence[int]) -> Path:
 
 
 def _write_head(file: BinaryIO, rows: int, kind: VectorType) -> None:
-    """Of the same length for any number of rows: numpy leaves room for its digits."""
+    """Write the header. Its length does not depend on the number of rows, because numpy reserves space for the
+    digits."""
     head = {
         "descr": np.dtype(kind.dtype).str,
         "fortran_order": False,

@@ -1,4 +1,4 @@
-"""``export --parquet --hub``: the table as a data set on the Hugging Face hub, with a card."""
+"""``export --parquet --hub``: pushes the table as a data set with a card to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ _ON_THIS_MACHINE = (
     ("media", "root"),
     ("engine", "server"),
 )
-_FOLDERS = re.compile(r"(?<=\")(?:/|~/)[^\"\s]*/(?=[^\"\s/]+/?\")")  # of an absolute path in TOML
+_FOLDERS = re.compile(
+    r"(?<=\")(?:/|~/)[^\"\s]*/(?=[^\"\s/]+/?\")"
+)  # the folders of an absolute path in TOML
 
 
 class Pushed(NamedTuple):
-    """A table that is on the hub."""
+    """A table on the hub."""
 
     url: str
     commit: str
@@ -39,10 +41,10 @@ class Pushed(NamedTuple):
 
 
 def check_hub(repo: str) -> None:
-    """Before anything is written: the package, the name and a token are there.
+    """Check before writing that the package is installed, the name is valid, and a token is set.
 
     Raises:
-        JobError: one of them is not.
+        JobError: One of these is missing or invalid.
     """
     require(("huggingface_hub",), user="--hub", extra="hub")
     if _NAME.fullmatch(repo) is None:
@@ -54,12 +56,12 @@ def check_hub(repo: str) -> None:
 
 
 def push(folder: Path, table: Path, repo: str, *, public: bool) -> Pushed:
-    """Put ``table``, the Parquet file of the run in ``folder``, and its card into the data set ``repo``.
+    """Push ``table``, the Parquet file of the run in ``folder``, and its card to the data set ``repo``.
 
     One commit replaces an earlier table of that run. A new data set is private unless ``public``.
 
     Raises:
-        StoreError: the hub refuses, or can't be reached.
+        StoreError: The hub refuses the push, or can't be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -74,16 +76,16 @@ def push(folder: Path, table: Path, repo: str, *, public: bool) -> Pushed:
     try:
         made = api.create_repo(repo, repo_type="dataset", private=not public, exist_ok=True)
         done = api.create_commit(repo, files, commit_message=message, repo_type="dataset")
-    except Exception as error:  # also of its HTTP library, which depends on its version
+    except Exception as error:  # includes errors of its HTTP library, which depends on its version
         raise StoreError(
             f"--hub {repo}: not pushed: {type(error).__name__}: {' '.join(str(error).split())}. The"
-            f" table is in {table}; the same command tries it again"
+            f" table is in {table}; run the same command to retry"
         ) from error
     return Pushed(str(made), done.oid)
 
 
 def card_of(job: JobConfig, manifest: Manifest, counts: Status, file: str) -> str:
-    """The data set's README.md: what a reader has to know, without secrets and this machine's folders."""
+    """Return the data set's README.md, without secrets and without folders of this machine."""
     versions = {**(manifest.last_start.versions or {}), **manifest.last_start.engine}
     with_version = [f"{name} {found}" for name, found in sorted(versions.items()) if found]
     facts = {
@@ -131,7 +133,7 @@ def card_of(job: JobConfig, manifest: Manifest, counts: Status, file: str) -> st
 
 
 def _for_others(table: dict[str, Any]) -> dict[str, Any]:
-    """A job's tables without what holds for this machine alone."""
+    """Return a job's tables without settings that apply only to this machine."""
     for name, key in _ON_THIS_MACHINE:
         table.get(name, {}).pop(key, None)
     for engine in table.get("engines", {}).values():

@@ -1,7 +1,7 @@
 """OpenAI's batch output: https://platform.openai.com/docs/guides/batch.
 
-The body of a row that was generated is a ``chat.completion`` as the ``openai`` package reads it, or what its line's
-endpoint answers; a vector's is OpenAI's; those of other tasks have the shapes of ``vllm run-batch``.
+A generated row has a ``chat.completion`` body as the ``openai`` package reads it, or the response of its line's
+endpoint. Embeddings have OpenAI's shape; other pooling tasks have the shapes of ``vllm run-batch``.
 """
 
 from __future__ import annotations
@@ -27,24 +27,28 @@ from batchkit.storage.score_store import read_scored
 from batchkit.storage.vectors import Vectors
 
 _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
-_CUT_OFF = ("abort", "error", "max_tokens", "repetition")  # vLLM's and other servers'
+_CUT_OFF = (
+    "abort",
+    "error",
+    "max_tokens",
+    "repetition",
+)  # finish reasons of vLLM and other servers
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
 class Answer(NamedTuple):
-    """What a body has besides the parts of all bodies; its id begins with ``kind``."""
+    """The task-specific part of a body. The body's id begins with ``kind``."""
 
     kind: str
     parts: Mapping[str, Any]
 
 
 def write_openai(folder: Path, path: Path) -> dict[Path, int]:
-    """One file of answers, one of errors.
+    """Write a file of answers and a file of errors.
 
     Raises:
-        InputError: the scores are those of a batch file, whose lines say which shape they have, and it
-            is gone.
-        StoreError: a vector is missing or damaged.
+        InputError: The scores come from a batch file whose lines decide the shape, and that file is gone.
+        StoreError: A vector is missing or damaged.
     """
     job, vectors = job_of_run(folder), Vectors(folder)
     model = str(read_manifest(folder).model.name or "")
@@ -72,14 +76,14 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
 
 
 def _needs_lines(folder: Path, job: JobConfig) -> bool:
-    """Whether answers repeat documents of their lines."""
+    """Return whether answers repeat documents of their lines."""
     if job.task == "generate" or not job.may_have_lines:
         return False
     return any(record.get("endpoint") == "rerank" for record in read_newest(folder / RESULTS))
 
 
 def _answer_of(record: Mapping[str, Any], line: Mapping[str, Any], vectors: Vectors) -> Answer:
-    """By what the record has. ``line`` is the row's line of a batch file, or has nothing of one."""
+    """Return the answer in the shape of its task. ``line`` is the row's line of a batch file, or empty."""
     if (place := record.get("embedding")) is not None:
         return _vector(record, vectors) if place.get("tokens") is None else _matrix(record, vectors)
     if record.get("probabilities") is not None:
@@ -122,7 +126,7 @@ def _chat(record: Mapping[str, Any]) -> Answer:
 
 
 def _text(record: Mapping[str, Any]) -> Answer:
-    """As ``/v1/completions`` answers."""
+    """Return a ``/v1/completions`` answer."""
     choices = [
         {
             "index": number,
@@ -137,7 +141,7 @@ def _text(record: Mapping[str, Any]) -> Answer:
 
 
 def _choices_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Of several the one that was selected, if one was."""
+    """Return the selected choice if there is one, else all choices."""
     kept, selected = record.get("choices") or [record], record.get("selected")
     return [kept[selected]] if selected is not None and len(kept) > 1 else kept
 
@@ -147,7 +151,7 @@ def _response(record: Mapping[str, Any]) -> Answer:
 
 
 def _heard(record: Mapping[str, Any]) -> Answer:
-    """OpenAI's ``json``, with what we know of its ``verbose_json``."""
+    """Return a transcript as OpenAI's ``json``, plus the known fields of its ``verbose_json``."""
     segments = [{"id": n, **segment} for n, segment in enumerate(record.get("segments") or ())]
     seconds = record["seconds"]
     usage = {"type": "duration", "seconds": seconds}
@@ -175,13 +179,13 @@ def _finish(choice: Mapping[str, Any]) -> dict[str, Any]:
     reason = choice.get("finish_reason")
     if reason in _FINISH_REASONS:
         return {"finish_reason": reason}
-    # OpenAI's clients refuse other values. OpenRouter uses this name for the original.
+    # OpenAI's clients reject other values. OpenRouter uses this name for the original value.
     known = "length" if reason in _CUT_OFF else "stop"
     return {"finish_reason": known, "native_finish_reason": reason}
 
 
 def _columns(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
-    """The tokens as ``/v1/completions`` has them."""
+    """Return the tokens in the shape of ``/v1/completions``."""
     if tokens is None:
         return None
     made = [_token(token) for token in tokens]
@@ -195,10 +199,11 @@ def _columns(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | Non
 
 
 def _message(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """As vLLM's server has it: ``reasoning`` under that name, no content beside tool calls alone."""
+    """Return a message in the shape of vLLM's server: a ``reasoning`` key, and null content next to tool calls
+    alone."""
     text, calls = choice.get("text"), choice.get("tool_calls")
     message = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
-    if calls:  # OpenAI's clients refuse one without an id, and some servers send none
+    if calls:  # OpenAI's clients reject a call without an id, and some servers send none
         message["tool_calls"] = [
             {**call, "id": call.get("id") or f"call_{n}"} for n, call in enumerate(calls)
         ]
@@ -212,11 +217,11 @@ def _token(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one(token: Mapping[str, Any]) -> dict[str, Any]:
-    """In the log, null means -inf, or the text of a token without text."""
+    """Return one token. In the log, null stands for a logprob of -inf and for a token without text."""
     logprob = token["logprob"]
     return {
         "token": token["token"] or "",
-        "bytes": None,  # not in the log, and a token may be part of a character
+        "bytes": None,  # the log does not have them, and a token may be part of a character
         "logprob": LEAST_LOGPROB if logprob is None else logprob,
     }
 
@@ -239,7 +244,7 @@ def _vector(record: Mapping[str, Any], vectors: Vectors) -> Answer:
 
 
 def _matrix(record: Mapping[str, Any], vectors: Vectors) -> Answer:
-    """As ``/pooling`` of `vllm serve` answers."""
+    """Return an answer in the shape of ``/pooling`` of `vllm serve`."""
     found = {"index": 0, "object": "pooling", "data": vectors.of(record)}
     return _listed("pool", record, [found])
 
@@ -291,6 +296,6 @@ def _listed(kind: str, record: Mapping[str, Any], data: list[dict[str, Any]]) ->
 
 
 def _pooled_usage(record: Mapping[str, Any]) -> dict[str, int]:
-    """OpenAI's clients refuse an embedding without it."""
+    """Return the token usage. OpenAI's clients reject an embedding without it."""
     tokens = (record.get("usage") or {}).get("prompt_tokens", 0)
     return {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -1,4 +1,4 @@
-"""Chooses and writes the files of an export; refuses those of a run."""
+"""Choice of the export files and how they are written. Files of a run are never overwritten."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "n
 
 
 def format_for(path: Path, job: JobConfig) -> str:
-    """The format that ``run --output`` writes to ``path``: by its suffix; of an OpenAI batch file,
-    ``.jsonl`` is OpenAI's own.
+    """Return the format for ``run --output``, by the suffix of ``path``.
+
+    For an OpenAI batch file as input, ``.jsonl`` means OpenAI's format.
 
     Raises:
-        JobError: nothing can be written there once ``job`` has run.
+        JobError: ``path`` can't be written once ``job`` has run.
     """
     if job.input.shard is not None:
         raise JobError(
@@ -65,15 +66,15 @@ def format_for(path: Path, job: JobConfig) -> str:
 
 
 def refuse_url(path: Path) -> None:
-    """Raises JobError if ``path`` was made of a URL, whose scheme would be a folder."""
+    """Raise JobError if ``path`` is a URL. Its scheme would become a folder name."""
     if path.parts and path.parts[0].endswith(":"):
         raise JobError(
-            f"{path}: is a URL, and exports are local files; output.upload sends one to a web address"
+            f"{path}: is a URL, but exports are local files; output.upload sends them to a web address"
         )
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether ``path`` is a table with something in it that no export has written, by how it begins."""
+    """Return whether ``path`` is a non-empty table not written by an export, judged by its first bytes."""
     if not path.is_file() or not path.stat().st_size:
         return False
     match path.suffix.lower():
@@ -102,11 +103,12 @@ def _beginning(path: Path) -> bytes:
 
 @contextmanager
 def exporting(path: Path, folder: Path) -> Iterator[Path]:
-    """A temporary file that becomes ``path`` on success.
+    """Yield a temporary file that replaces ``path`` on success.
 
     Raises:
-        StoreError: ``path`` is one of the files of a run (of any run, or by a hard link of that in
-            ``folder``), or the input of the run in ``folder``.
+        StoreError: ``path`` is a file of a run (of any run, or by hard link of the run in ``folder``), or the input
+            of
+            the run in ``folder``.
     """
     refuse_own_file(path, folder)
     with replacing(path) as temporary:

@@ -1,8 +1,10 @@
-"""The results file of RealHiTBench's harness, so that scripts that read it keep working.
+"""The results file of RealHiTBench's harness, so that scripts written for it keep working.
 
-``results_<time>.json`` has ``config``, ``aggregate_metrics`` by question type and ``results``;
-``checkpoint.json`` beside it has ``processed_ids``. As in the harness, an F1 is a percentage, and
-ECR and Pass are shares of all rows of the type. Failed rows are in neither file.
+``results_<time>.json`` has ``config``, ``aggregate_metrics`` by question type, and ``results``. ``checkpoint.json``
+in
+the same folder has ``processed_ids``. As in the harness, F1 is a percentage, and ECR and Pass are fractions of all
+rows
+of the type. Failed rows are in neither file.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ _YES_OR_NO = ("ECR", "Pass")
 
 
 def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
-    """Write both files of a run: ``path`` is the results file if it ends in .json, else a folder.
+    """Write both files of a run. ``path`` is the results file if it ends in .json, else a folder.
 
     Raises:
-        InputError: fields that the file needs were not kept and are no longer in the input.
-        StoreError: the checkpoint would replace a run's own.
+        InputError: Required fields were not kept and are no longer in the input.
+        StoreError: The checkpoint would replace a run's checkpoint.
     """
     if path.suffix != ".json":
         path.mkdir(parents=True, exist_ok=True)
@@ -40,7 +42,7 @@ def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
     checkpoint = path.with_name("checkpoint.json")
     if is_run(path.parent):
         raise StoreError(
-            f"{checkpoint}: is a run's own, and the harness's has the same name; export to another"
+            f"{checkpoint}: belongs to a run, and the harness's file has the same name; export to another"
             " folder"
         )
     results, finished = [], []
@@ -78,13 +80,13 @@ def _result(record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _id(text: str) -> int | str:
-    """A number if it is written as one, as in the harness."""
+    """Return a number if the text is a plain number, as the harness does."""
     is_number = text.isascii() and text.isdigit() and len(text) < 20 and str(int(text)) == text
     return int(text) if is_number else text
 
 
 def _metrics(scores: Mapping[str, float | None]) -> dict[str, Any]:
-    """The metrics, without unscored ones."""
+    """Return the metrics, without unscored ones."""
     metrics: dict[str, Any] = {}
     for name, score in scores.items():
         called = "Pass" if name == "pass" else head(name)
@@ -111,9 +113,9 @@ def _aggregate(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _config(folder: Path, finished: Sequence[str]) -> dict[str, Any]:
-    """``duration_seconds`` and ``throughput`` are over the time of all starts, as far as they noted it.
+    """Return the config. ``duration_seconds`` and ``throughput`` cover all starts that recorded their time.
 
-    ``finished``: when each of the rows finished.
+    ``finished``: the time at which each row finished.
     """
     manifest, job = read_manifest(folder), job_of_run(folder)
     starts, total = manifest.starts, len(finished)

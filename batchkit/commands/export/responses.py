@@ -9,8 +9,10 @@ _CUT_OFF = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 def response_of(record: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """The body without its id, its time and its model. ``choice``: the answer that counts. What the line asked for is in the
-    line, and not repeated here."""
+    """Return the body without its id, time and model. ``choice`` is the chosen answer.
+
+    The request's parameters are in the input line and not repeated.
+    """
     cut_off = _CUT_OFF.get(str(choice.get("finish_reason")))
     status = "completed" if cut_off is None else "incomplete"
     return {

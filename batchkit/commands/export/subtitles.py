@@ -1,4 +1,4 @@
-"""The transcripts of a run as subtitles: a file for each recording, SubRip (``--srt``) or WebVTT (``--vtt``)."""
+"""Subtitle files of a run's transcripts, one per recording: SubRip (``--srt``) or WebVTT (``--vtt``)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LONGEST_NAME = 100
 
 
 def _write(kind: str, folder: Path, path: Path) -> dict[Path, int]:
-    """``path`` is a folder, which gets ``ID.srt`` (or ``.vtt``) for each row with a transcript.
+    """Write ``ID.srt`` (or ``.vtt``) to the folder ``path`` for each row with a transcript.
 
     Raises:
-        JobError: the run transcribes nothing, or ``path`` is a file.
+        JobError: The run's task is not ``transcribe``, or ``path`` is a file.
     """
     if (task := job_of_run(folder).task) != "transcribe":
         raise JobError(f'{folder}: --{kind} is for task = "transcribe", and its task is "{task}"')
@@ -47,7 +47,7 @@ write_srt, write_vtt = partial(_write, "srt"), partial(_write, "vtt")
 
 
 def _name_of(record: Mapping[str, Any], taken: set[str]) -> str:
-    """A file's name that is made of the row's id; ids may hold anything."""
+    """Return a safe, unused file name for the row's id, which may contain any character."""
     name = _UNSAFE.sub("_", record["id"]).strip(".")[:_LONGEST_NAME] or "row"
     if name.casefold() in taken:
         name = f"{name}.{record['index']}"

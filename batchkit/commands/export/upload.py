@@ -1,4 +1,4 @@
-"""``output.upload`` and ``export --upload``: files that were exported, each sent with one PUT."""
+"""``output.upload`` and ``export --upload``: send each exported file with one PUT request."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 TRIES = 6
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-_CONNECT_S, _ANSWER_S = 60.0, 300.0  # a store answers once it has stored all of a file
+_CONNECT_S, _ANSWER_S = 60.0, 300.0  # a store answers after it has saved the whole file
 _LONGEST_REASON = 200
-_SEVERAL = ("npy", "openai", "realhit")  # formats of more than one file
-_AZURE = {"x-ms-blob-type": "BlockBlob"}  # without it, Azure's store refuses a PUT
+_SEVERAL = ("npy", "openai", "realhit")  # formats with more than one file
+_AZURE = {"x-ms-blob-type": "BlockBlob"}  # Azure's store rejects a PUT without it
 
 
 class Sent(NamedTuple):
-    """A file that a server has taken; ``url`` has no query."""
+    """A file that a server has accepted. ``url`` has no query."""
 
     file: Path
     url: str
@@ -44,17 +44,17 @@ class Sent(NamedTuple):
 
 
 class ToSend(NamedTuple):
-    """The formats that are sent, and where."""
+    """The formats to send, and the address."""
 
     address: str | None
     formats: Sequence[str]
 
 
 def address_for(text: str, formats: Sequence[str]) -> str:
-    """The address in ``text``, before anything is written.
+    """Return the address in ``text``, before any file is written.
 
     Raises:
-        JobError: it can't be used, or has no place for the names of the files that ``formats`` give.
+        JobError: The address is invalid, or has no placeholder for the names of several files.
     """
     address = address_of(text)
     if PLACE not in address and (len(formats) > 1 or {*formats} & {*_SEVERAL}):
@@ -71,11 +71,14 @@ def to_send(
     trust: bool,
     say: Say,
 ) -> ToSend:
-    """Which of ``formats`` that ``batchkit export`` writes are sent, and where: all of them to ``given``, else those that
-    the job asks for to its own address, which ``vouched`` takes from the user's job file.
+    """Return which of ``formats`` are sent, and where.
+
+    All go to ``given``. Without it, the formats in ``output.export`` go to the job's address, which ``vouched``
+    takes from
+    the user's job file.
 
     Raises:
-        JobError: they can't be sent there.
+        JobError: They can't be sent there.
     """
     if given is not None:
         return ToSend(address_for(_checked(given), formats), formats)
@@ -105,18 +108,18 @@ def _checked(address: str) -> str:
 def send(
     files: Sequence[Path], address: str, say: Say, *, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[Sent]:
-    """Send each of ``files``. ``say`` gets what is sent before it is, and each try that is repeated.
+    """Send each of ``files``. ``say`` receives a line before each file and before each retry.
 
     Raises:
-        JobError: they need names in ``address``, which has no place for them.
-        UploadError: a server refuses a file, or can't be reached; those before it were sent.
+        JobError: ``address`` has no placeholder for several names.
+        UploadError: A server rejects a file or can't be reached. Earlier files were sent.
     """
     names = [file.name for file in files]
     if PLACE not in address and len(names) > 1:
         raise _needs_place(address, ", ".join(names))
     if len({*names}) < len(names):
         raise JobError(
-            f"{UPLOAD}: two of {', '.join(names)} would go to one address; give each its name"
+            f"{UPLOAD}: two of {', '.join(names)} would go to the same address; give each a different name"
         )
     for file in files:
         yield _sent(file, url_for(address, file.name), say, sleep)
@@ -141,7 +144,7 @@ def _sent(file: Path, url: str, say: Say, sleep: Callable[[float], None]) -> Sen
             if tried == TRIES or not answer.may_pass:
                 break
             pause = _pause_s(tried, answer.retry_after_s)
-            say(f"{file.name}: {answer.reason}; next try in {pause:.1f} s")
+            say(f"{file.name}: {answer.reason}; retrying in {pause:.1f} s")
             sleep(pause)
     except OSError as error:
         raise UploadError(f"{file}: not sent to {where}: {error.strerror or error}") from error
@@ -150,8 +153,12 @@ def _sent(file: Path, url: str, say: Say, sleep: Callable[[float], None]) -> Sen
 
 
 def _pause_s(tried: int, asked_for_s: float) -> float:
-    """Seconds after that many tries: doubled each time, and jittered, so that runs that failed together don't
-    try again together; or what the server asks for, within limits."""
+    """Return the pause in seconds after ``tried`` attempts.
+
+    It doubles each time, with jitter so that runs that failed together don't retry together. A longer pause
+    requested by
+    the server is used, up to a limit.
+    """
     return min(
         max(_FIRST_PAUSE_S * 2.0 ** (tried - 1) * random.uniform(0.5, 1.0), asked_for_s),
         _LONGEST_PAUSE_S,
@@ -159,7 +166,7 @@ def _pause_s(tried: int, asked_for_s: float) -> float:
 
 
 class _Answer(NamedTuple):
-    """What became of one try. ``status`` is 0 if there was no response."""
+    """The result of one attempt. ``status`` is 0 if there was no response."""
 
     status: int
     reason: str
@@ -167,12 +174,12 @@ class _Answer(NamedTuple):
 
     @property
     def may_pass(self) -> bool:
-        """Whether another try may end otherwise."""
+        """Return whether another attempt may succeed."""
         return self.status == 0 or self.status == 429 or self.status >= 500
 
 
 def _put(file: Path, url: str) -> _Answer:
-    """httpx takes the length from the open file, and reads it in pieces."""
+    """Send the file with PUT. httpx reads the length from the open file and streams the content."""
     import httpx
 
     headers = {"User-Agent": "batchkit", "Accept-Encoding": "identity"}

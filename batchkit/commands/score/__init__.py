@@ -1,8 +1,8 @@
 """Scores the answers of a run again.
 
-The scores of a run's records are in ``results.jsonl``, computed as the rows finished; scores
-computed here replace them (``storage/score_store.py``). Charts and judgements, which need a sandbox
-or a second model, are scored only here.
+A run's scores are in ``results.jsonl``, computed as the rows finished. Scores computed here replace them
+(``storage/score_store.py``). Charts (which need a sandbox) and judgements (which need a second model) are scored
+only here.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from batchkit.storage.score_store import (
 
 
 def score_run(folder: Path, job: JobConfig | None = None, *, say: Say = print) -> ScoreTable:
-    """Score every answer of a run again, as ``job.scoring`` says, and store the scores.
+    """Score every answer of a run again with ``job.scoring``, and store the scores.
 
-    Without ``job``: the run's own. Judgements that the run already has are not requested again.
+    ``job`` defaults to the run's job. Existing judgements are not requested again.
 
     Raises:
-        JobError: nothing is scored, or the rows that the scoring needs are missing.
-        StoreError: another process works on the run, or its results are missing.
-        LostLockError: the run folder's lock was removed meanwhile; no score is written then.
+        JobError: The job defines no scoring, or rows needed for it are missing.
+        StoreError: Another process uses the run, or its results are missing.
+        LostLockError: The run folder's lock was removed meanwhile. No score is written.
     """
     with StopRequest().installed() as stop, claim(folder) as lock:
         return _score_run(folder, lock, job or job_of_run(folder), stop, say)
@@ -58,7 +58,7 @@ def score_run(folder: Path, job: JobConfig | None = None, *, say: Say = print) -
 def finish_scoring(
     folder: Path, job: JobConfig, *, stop: StopRequest, say: Say
 ) -> ScoreTable | None:
-    """Compute the scores left when a run has ended; its table, or None if nothing is scored."""
+    """Compute the scores still missing when a run has ended. Return its table, or None without scoring."""
     if not job.scoring.is_on:
         return None
     if not is_scored(folder, job):
@@ -68,7 +68,7 @@ def finish_scoring(
 
 
 def is_scored(folder: Path, job: JobConfig) -> bool:
-    """True if the run has every score that ``job.scoring`` asks for."""
+    """Return whether the run has every score that ``job.scoring`` defines."""
     if _is_other(folder, job):
         return False
     now = scored_from(folder, job)
@@ -76,12 +76,12 @@ def is_scored(folder: Path, job: JobConfig) -> bool:
 
 
 def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
-    """Size and time of each file that scores depend on after the rows have finished.
+    """Return the size and time of each file that deferred scores depend on.
 
-    They are compared for equality: which file is older says nothing if a clock was set.
+    They are compared for equality only: modification times can't be ordered if a clock was set.
     """
     made_from = [folder / RESULTS] if is_deferred(scorers_of(job.scoring)) else []
-    if job.scoring.reference_run is not None:  # it may run while this one does
+    if job.scoring.reference_run is not None:  # the reference run may be running at the same time
         reference = Path(job.scoring.reference_run)
         made_from = [folder / RESULTS, reference / RESULTS, reference / SCORES]
     found = [path.stat() if path.exists() else None for path in made_from]
@@ -133,10 +133,10 @@ def _score_run(
 
 
 def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
-    """The fields of the input's first row; None if it can no longer be read.
+    """Return the fields of the input's first row, or None if it can no longer be read.
 
     Raises:
-        JobError: the first rows all lack a field that the job names.
+        JobError: The first rows all lack a field that the job names.
     """
     if job.input.path is None:
         return None
@@ -151,7 +151,7 @@ def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
 def _answers(
     folder: Path, job: JobConfig, names: set[str]
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """The newest ok record of each row, and the row's fields, as ``with_fields`` finds them."""
+    """Yield the newest ok record of each row with the row's fields (see ``with_fields``)."""
     ok = (record for record in read_newest(folder / RESULTS) if record["status"] == "ok")
     return with_fields(ok, job, names)
 
@@ -163,17 +163,17 @@ def _answered(record: Mapping[str, Any], fields: Mapping[str, Any], scoring: Sco
 
 
 def _text_of(record: Mapping[str, Any]) -> str:
-    """What the scoring reads of an answer: its text, or the label of a class."""
+    """Return the text to score: the answer's text, or the label of a class."""
     return str(record.get("label") or record["text"] or "")
 
 
 def _is_other(folder: Path, job: JobConfig) -> bool:
-    """True if some rows of the run may have been scored in another way than ``job``'s."""
+    """Return whether rows of the run may have been scored with settings other than ``job``'s."""
     return read_manifest(folder).scoring != scoring_of(job)
 
 
 def _forget(folder: Path, job: JobConfig) -> None:
-    """Mark the run as mixed before its scores are replaced, in case this is killed meanwhile."""
+    """Mark the run's scoring as mixed before replacing scores, in case this process is killed meanwhile."""
     if _is_other(folder, job):
         manifest = read_manifest(folder)
         manifest.scoring = None
@@ -188,7 +188,7 @@ def _remember(folder: Path, job: JobConfig, made_from: list[list[int]]) -> None:
 
 
 def check_scoring(job: JobConfig) -> None:
-    """Raises JobError if ``job`` scores nothing."""
+    """Raise JobError if ``job`` defines no scoring."""
     if not job.scoring.is_on:
         raise JobError(
             "the job scores nothing: set [scoring] extract, reference and scorers, in the job file"
@@ -197,7 +197,7 @@ def check_scoring(job: JobConfig) -> None:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raises JobError if one of them is about more than the scoring of a run, or which run it is."""
+    """Raise JobError if an override sets anything except scoring or the run's name and folder."""
     for override in overrides:
         if not override.startswith(("scoring.", "name=", "output.dir=")):
             raise JobError(
@@ -207,10 +207,10 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def job_to_score(folder: Path, named: Path | None, overrides: Sequence[str]) -> JobConfig:
-    """The job of the run in ``folder``, with the scoring of the job file ``named``, if any.
+    """Return the job of the run in ``folder``, with the scoring of the job file ``named`` if given.
 
     Raises:
-        JobError: that scoring does not fit the run, whose own ``job.toml`` it becomes a part of.
+        JobError: The scoring does not fit the run's job.
     """
     if named is None:
         return job_of_run(folder, [o for o in overrides if o.startswith("scoring.")])
@@ -221,15 +221,15 @@ def job_to_score(folder: Path, named: Path | None, overrides: Sequence[str]) -> 
 
 
 def job_of_rows(named: Path | None, folder: Path | None, overrides: Sequence[str]) -> JobConfig:
-    """The job whose input has the rows that predictions are for: a job file's, or a run's.
+    """Return the job whose input has the rows of the predictions: from a job file or a run.
 
     Raises:
-        JobError: neither is given.
+        JobError: Neither is given.
     """
     if named is not None:
         return load_job(named, overrides, if_missing={"engine": {"kind": "dry-run"}})
     if folder is None:
         raise JobError(
-            "--predictions needs the job: its rows, and how they are scored; name JOB (or a RUN)"
+            "--predictions needs a job, for its rows and its scoring; name JOB (or a RUN)"
         )
     return job_of_run(folder, overrides)

@@ -1,4 +1,4 @@
-"""The scores that need more than a record: charts, in a sandbox, and the judgements of a model."""
+"""Scores that need more than a record: charts, run in a sandbox, and judgements of a second model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def deferred_scores(
     stop: StopRequest,
     say: Say,
 ) -> dict[int, dict[str, float | None]]:
-    """The scores that need more than the record, by the row's index; ``judgements``: a folder."""
+    """Return the deferred scores by row index. ``judgements`` is the folder that stores judgements."""
     found: dict[int, dict[str, float | None]] = {}
     charts: list[Answered] = []
     judged: list[Answered] = []
@@ -74,7 +74,7 @@ def _charts(
             say(f"row {answered.id}: its chart is unscored: {error}")
     try:
         results = score_charts(list(charts.values()), mode=job.scoring.mode)
-    except SandboxError as error:  # this kernel can't sandbox a program: none is run
+    except SandboxError as error:  # the kernel has no sandbox, so no chart program can run
         say(f"charts are unscored: {error}")
         return
     for index, chart in zip(charts, results, strict=True):
@@ -83,15 +83,17 @@ def _charts(
 
 
 def _below_root(job: JobConfig, path: str) -> Path | None:
-    """The file at ``path``, if it exists and is under ``media.root``."""
+    """Return the file at ``path`` if it exists and is under ``media.root``."""
     root = Path(job.media.root).resolve()
     found = (root / path).resolve()
     return found if found.is_file() and found.is_relative_to(root) else None
 
 
 def names_of_deferred(job: JobConfig, scoring: Scoring) -> set[str]:
-    """The names that the templates for charts and the judge read: of the row's fields, or of ``[vars]``,
-    which count where the row has no field of that name."""
+    """Return the names used by the templates for charts and the judge.
+
+    They are fields of the row, or names in ``[vars]`` where the row has no such field.
+    """
     templates: list[str] = []
     if "chart" in scoring.scorers and job.scoring.allow_code:
         templates += [job.scoring.chart_type, job.scoring.table or ""]

@@ -1,9 +1,12 @@
 """GPT_EVAL: a second model gives each answer a score.
 
-Judging is an ordinary run, which resumes, retries and loses nothing. Its rows are the questions: what the
-judge is shown of an answer, identified by a hash. So a judgement that was paid for is found again
-whatever happens to the answer's row; and each judge (its model, prompt and all that decides its answers)
-has its own run folder, so trying another one does not affect the first.
+Judging is an ordinary run that can be resumed and retried. Its rows are questions: the text that the judge sees of
+an
+answer, identified by a hash. So a finished judgement is found again even if the answer's row changes. Each judge
+(its
+model, prompt, and other settings that decide its answers) has a separate run folder, so trying another judge does
+not
+affect the first.
 """
 
 from __future__ import annotations
@@ -36,10 +39,10 @@ from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import claim, is_run
 from batchkit.types import Row
 
-FOLDER = "judge"  # of a run: holds a folder for each judge
+FOLDER = "judge"  # in a run folder; has one folder for each judge
 NAMES = ("prediction", "reference", "text")
-# The number after the last `[Score]:` or `Score:`, bold or not; a slash ends it: "85/100" is 85. A
-# sign that is not a plain minus hides it, so that "−5" is asked again instead of read as 5.
+# The number after the last `[Score]:` or `Score:`, bold or not. A slash ends it: "85/100" is 85. Only a plain minus
+# is accepted as sign: with another dash, "−5" is requested again instead of being read as 5.
 _PATTERN = r"Score[\]*_]*\s*:[^\w.+\-\u2010-\u2015\u2212]*([+-]?(?:\d+(?:\.\d+)?|\.\d+))"
 _READ: dict[str, Any] = {"extract": "regex", "pattern": _PATTERN}
 _NOTE = "Answer with one line in this format alone: [Score]: xx/100"
@@ -47,8 +50,10 @@ _NOTE = "Answer with one line in this format alone: [Score]: xx/100"
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer, the fields of its row, and the scores that could be computed at once; ``steps``: what
-    each of the row's ``[[steps]]`` answered, as in its record."""
+    """An answer, the fields of its row, and the scores already computed.
+
+    ``steps``: the answer of each of the row's ``[[steps]]``, as in its record.
+    """
 
     index: int
     id: str
@@ -67,12 +72,12 @@ def judge(
     stop: StopRequest,
     say: Say,
 ) -> dict[int, float | None]:
-    """Each answer's score by its index, from 0 to 1; None if the judge gave none.
+    """Return each answer's score from 0 to 1 by row index; None if the judge gave none.
 
-    ``folder`` keeps the judgements: only those that are missing or failed are requested.
+    ``folder`` stores the judgements. Only missing or failed ones are requested.
 
     Raises:
-        BatchkitError, Interrupted: the judge's run stopped; the next call continues it.
+        BatchkitError, Interrupted: The judge's run stopped. The next call resumes it.
     """
     judging, names = _job(job, table, folder), names_read(job, table)
     key_of: dict[int, str] = {}
@@ -81,7 +86,7 @@ def judge(
         shown = _shown(answer, scoring.reference(answer.fields, answer.id), names, job.vars)
         key_of[answer.index] = key = input_hash(shown)
         questions[key] = shown
-    with claim(folder):  # no other process may judge meanwhile
+    with claim(folder):  # no other process may judge at the same time
         _ask(judging, questions, stop)
         judged = _records(judging)
     failed = [judged[key] for key in questions if failure_kind(judged[key]) is not None]
@@ -100,7 +105,7 @@ def judge(
 
 
 def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: StopRequest) -> None:
-    """Those that have no answer yet. Each keeps the index at which it was first asked."""
+    """Request the judgements that are missing. Each question keeps the index of its first request."""
     known = _records(judging)
     new = count(1 + max((record["index"] for record in known.values()), default=-1))
     rows, attempts = list[Row](), dict[int, int]()
@@ -116,7 +121,7 @@ def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: S
         return (row for row in rows if not skip(row.index))
 
     size = next(new)
-    # No files: other questions are not a change of the input.
+    # An empty list: new questions must not count as a changed input.
     source = Input(files=[], read=read, everything=read, size=lambda: size, has_ids=True)
     options = Options(attempts=attempts, command="score")
     summary = tried(judging, source, options, stop=stop)
@@ -129,7 +134,7 @@ def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: S
 
 
 def _records(judging: JobConfig) -> dict[str, dict[str, Any]]:
-    """The newest record of every question that was ever asked."""
+    """Return the newest record of every question so far."""
     if not is_run(judging.folder):
         return {}
     check_log(judging.folder)
@@ -137,15 +142,17 @@ def _records(judging: JobConfig) -> dict[str, dict[str, Any]]:
 
 
 def names_read(job: JobConfig, table: JudgeTable) -> set[str]:
-    """The names that the judge's prompt needs: fields of the row, some of ``NAMES``, or ``[vars]``,
-    which count where the row has no field of that name."""
+    """Return the names used by the judge's prompt.
+
+    They are fields of the row, some of ``NAMES``, or names in ``[vars]`` where the row has no such field.
+    """
     column = table.sampling.sampling_column
     names = names_in(job.model_copy(update={"vars": {}}), table.prompt, ())
     return names | (set() if column is None else {column})
 
 
 def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
-    """The judge's run, named after its model and a hash of all that decides what it answers.
+    """Return the judge's job, named after its model and a hash of all settings that decide its answers.
 
     It contains only the vars that its prompt reads, so that other vars don't change the judge.
     """
@@ -178,8 +185,10 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
 def _shown(
     answer: Answered, reference: str | None, names: set[str], known: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Only what the judge is shown, besides what all rows have (``known``): if that is equal, so is the
-    judgement."""
+    """Return the values that the judge sees of this answer, without values shared by all rows (``known``).
+
+    Equal values give an equal judgement, so they identify it.
+    """
     own = {
         "prediction": answer.known.prediction or "",
         "reference": reference or "",
@@ -188,15 +197,20 @@ def _shown(
     return {
         name: value
         for name, value in {**answer.fields, **own}.items()
-        if name in names and not (value is None and name in known)  # kept of a row that lacks it
+        if name in names
+        and not (value is None and name in known)  # drop null fields of a row that lacks the name
     }
 
 
 def judged_by_step(
     job: JobConfig, table: JudgeTable, answers: Sequence[Answered], say: Say
 ) -> dict[int, float | None]:
-    """As ``judge``, from what the step ``table.step`` of each row answered: the first number of its
-    prediction, if it has an extractor of its own, else the same score as in a judge's text."""
+    """Return the scores of ``judge`` from the answers of step ``table.step``.
+
+    If the step has an extractor, the score is the first number in its prediction. Otherwise the score is read as in
+    a
+    judge's text.
+    """
     found: dict[int, float | None] = {}
     name, reading = table.step or "", Scoring(ScoringTable(**_READ), say=say)
     extracts = {step.extract for step in job.steps if step.name == name} - {None, "text"}
@@ -218,7 +232,7 @@ def judged_by_step(
 
 
 def _unless_cut(found: str | None, answer: Mapping[str, Any]) -> str | None:
-    """``found``, or None if the answer was cut off behind it: a number may have had more digits."""
+    """Return ``found``, or None if the answer was cut off right after it: the number may have had more digits."""
     if found is None or answer.get("finish_reason") != "length":
         return found
     return None if (answer.get("text") or "").removesuffix(".").endswith(found) else found

@@ -1,5 +1,8 @@
-"""Scores predictions that were made elsewhere, against the rows of a job's input: a JSONL file, a table (CSV,
-Parquet, Excel), OpenAI's batch output, or the results file of RealHiTBench's harness."""
+"""Scores predictions made by other tools against the rows of a job's input.
+
+Formats: a JSONL file, a table (CSV, Parquet, Excel), OpenAI's batch output, or the results file of RealHiTBench's
+harness.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,11 @@ _IDS = ("id", "Id", "custom_id", "query_id")
 _PREDICTIONS = ("prediction", "Prediction", "Model_Answer", "answer")
 _TEXTS = ("text", "response", "Response", "output")
 _TABLES = ("csv", "parquet", "xlsx")
-_NO_ANSWER = "[ERROR]"  # what that harness stores if the model gave no answer
+_NO_ANSWER = "[ERROR]"  # the harness stores this if the model gave no answer
 
 
 class PredictionScores(NamedTuple):
-    """The table of predictions; ``missing`` rows of the input have none."""
+    """The score table of predictions. ``missing`` counts input rows without a prediction."""
 
     table: ScoreTable
     missing: int
@@ -50,12 +53,12 @@ class PredictionScores(NamedTuple):
 
 
 def score_predictions(job: JobConfig, path: Path, say: Say = print) -> PredictionScores:
-    """Score the predictions in ``path`` against the rows of ``job``'s input, found by id.
+    """Score the predictions in ``path`` against the rows of ``job``'s input, matched by id.
 
-    Judgements are kept beside ``path``, in the folder ``<its name>.judge``.
+    Judgements are stored next to ``path``, in the folder ``<its name>.judge``.
 
     Raises:
-        JobError: nothing is scored; the file can't be read; none of its ids is in the input.
+        JobError: The job defines no scoring, the file can't be read, or none of its ids is in the input.
     """
     check_scoring(job)
     scoring = Scoring(job.scoring, references_of(job), say)
@@ -115,7 +118,7 @@ def _scored(scoring: Scoring, found: Prediction, fields: Mapping[str, Any], row_
 
 
 class Prediction(NamedTuple):
-    """What was predicted for a row: the ``prediction`` itself, or the whole ``text`` of an answer."""
+    """A prediction for a row: the ``prediction`` itself, or the whole ``text`` of an answer."""
 
     prediction: str | None
     text: str | None
@@ -123,17 +126,21 @@ class Prediction(NamedTuple):
 
 
 def read_predictions(path: Path) -> dict[str, Prediction]:
-    """Predictions by row id.
+    """Return predictions by row id.
 
-    A line, a row, or a member of ``results`` (or of a list) in a ``.json`` file, has an ``id`` and a
-    ``prediction`` or a ``text``, or is a line of OpenAI's batch output. An entry that says it failed
-    is a failure, and so are null, a blank text and the harness's ``[ERROR] …``: none of them is an
-    answer. A blank prediction is one if the text is not known: the harness's metrics score it 0.
-    If several have one id, the last counts, for others may have failed before.
+    An entry is a line, a table row, or a member of the list (or of ``results``) in a ``.json`` file. It has an
+    ``id`` and a
+    ``prediction`` or a ``text``, or is a line of OpenAI's batch output. These are failures, not answers: entries
+    marked as
+    failed, null, a blank text, and the harness's ``[ERROR] …``. A blank prediction without a text is an answer,
+    because
+    the harness's metrics score it 0. If several entries have one id, the last one is used: earlier ones may have
+    failed.
 
     Raises:
-        JobError: missing, not JSON, a line without an id or without either of the two, or two answers that differ
-            for one id.
+        JobError: The file is missing or not JSON, a line lacks an id or both other keys, or two different answers
+            have
+            the same id.
     """
     found: dict[str, Prediction] = {}
     for where, given in _entries(path):
@@ -153,7 +160,7 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
 
 
 def _is_batch(entry: Mapping[str, Any]) -> bool:
-    """Whether it is a line of OpenAI's batch output or error file."""
+    """Return whether the entry is a line of OpenAI's batch output or error file."""
     response = entry.get("response")
     return "custom_id" in entry and (
         isinstance(response, Mapping) or (response is None and "error" in entry)
@@ -161,7 +168,7 @@ def _is_batch(entry: Mapping[str, Any]) -> bool:
 
 
 def _of_batch(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The first choice is the answer, as in a record; the line's own ``id`` is no row's."""
+    """Return the entry with the first choice as its answer. The line's own ``id`` is not a row id."""
     failed = {"id": entry["custom_id"], "status": "failed"}
     response = entry.get("response") or {}
     if entry.get("error") or response.get("status_code", 200) != 200:
@@ -174,13 +181,13 @@ def _of_batch(entry: Mapping[str, Any]) -> dict[str, Any]:
         first = min(body["choices"], key=lambda choice: choice.get("index") or 0)
         text = first["message"]["content"] if "message" in first else first["text"]
         is_whole = not body.get("error") and first.get("finish_reason") not in BROKEN_OFF
-    except (KeyError, TypeError, ValueError, AttributeError):  # no answer, or not to a chat
+    except (KeyError, TypeError, ValueError, AttributeError):  # no answer, or not a chat answer
         return failed
     return {"id": entry["custom_id"], "text": text} if is_whole else failed
 
 
 def _of_response(body: Mapping[str, Any]) -> tuple[str, bool]:
-    """The text of OpenAI's Responses API, and whether it is an answer."""
+    """Return the text of a Responses API body, and whether it is an answer."""
     parts = [
         part for item in body["output"] if item["type"] == "message" for part in item["content"]
     ]
@@ -213,7 +220,7 @@ def _text(value: Any) -> str | None:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each entry, and its place for error messages."""
+    """Yield each entry with its position for error messages."""
     if not path.exists():
         raise JobError(f"--predictions {path}: no such file")
     if path.suffix == ".json":
@@ -227,7 +234,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _members(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Of a JSON file: the harness writes NaN into its own, which no reader of rows takes."""
+    """Yield the entries of a JSON file. The harness writes NaN, which the row readers reject."""
     try:
         with open_regular(path) as file:
             whole = parsed(file.readall().removeprefix(BOM_UTF8))
