@@ -88,11 +88,11 @@ RUNS = [
         Mistake(f"{command} job.toml", ('engine.kind = "dry-run" answers at once',))
         for command in ("tune", "find-bs", "bench")
     ),
-    Mistake(f"{STOPPED} --output a.csv", ("a.csv: not written, as the run has not ended",), 1),
+    Mistake(f"{STOPPED} --output a.csv", ("a.csv: not written, because the run has not ended",), 1),
     Mistake(f"{STOPPED}\nexport output/mood --csv", ("1 of 3 rows; 2 have no answer yet",), 0),
     Mistake(
         f"{STOPPED}\nexport output/mood --parquet --only-finished",
-        ("1 of 3 rows; 2 have no answer yet; continue the run, or leave --only-finished out",),
+        ("1 of 3 rows; 2 have no answer yet; resume the run, or omit --only-finished",),
     ),
     # A dry run is never in the way, and never among answers.
     Mistake(

@@ -70,7 +70,7 @@ COMMANDS = [
     *(
         Mistake(
             command,
-            ("s3:/b/a.csv: is a URL, and exports are local files; output.upload sends one",),
+            ("s3:/b/a.csv: is a URL, but exports are local files; output.upload sends them",),
         )
         for command in (
             "run job.toml --output s3://b/a.csv",

@@ -80,7 +80,7 @@ def test_a_run_takes_what_was_forecast_and_begins_with_the_sample() -> None:
     assert status()["prompt_tokens"] == counted
     assert found["price"]["expected"] == pytest.approx(ran.json["price"])
     assert found["seconds"]["high"] > 336 / 8 * 0.05, "the engine can't be faster"
-    assert "batchkit: forecast for the 336 rows that are left: " in ran.stderr
+    assert "batchkit: forecast for the 336 remaining rows: " in ran.stderr
     assert ", loading included; price of the whole run: " in ran.stderr
     assert "; 2,400 completion tokens, forecast 2,400; price " in ran.stderr
     assert [start["command"] for start in manifest()["starts"]] == ["plan", "plan", "plan", "run"]
@@ -192,7 +192,7 @@ def test_a_server_counts_the_prompts_and_has_no_gpus() -> None:
         assert holds(found["completion_tokens"], sum(lengths))
         assert holds(found["price"], sum(lengths))
         assert found["completion_tokens"]["high"] < 300 * 500
-        assert "judged by those of the sample" in plan("--rows", "4").stdout
+        assert "estimated from the sample" in plan("--rows", "4").stdout
         assert run().exit_code == 0
 
 
@@ -249,7 +249,7 @@ def test_a_run_that_goes_on_has_the_rest_of_its_forecast_and_gpu_hours_are_of_al
     part = run("--limit", "30")
     assert "it took" not in part.stderr
     ran = run()
-    assert f"forecast for the {40 - part.json['ok']} rows that are left: " in ran.stderr
+    assert f"forecast for the {40 - part.json['ok']} remaining rows: " in ran.stderr
     assert "batchkit: it took " in ran.stderr
     assert "240 completion tokens, forecast 240" in ran.stderr
     held = sum(start["gpu_seconds"] for start in manifest()["starts"]) / 3600
@@ -280,7 +280,7 @@ def test_a_forecast_at_another_price_still_holds() -> None:
     prepare(100)
     assert planned("--set", "name=b")["sampled"] == 25, "at most a quarter of the rows"
     planned("--rows", "4", "--price-per-million-tokens", "1,2")
-    assert "forecast for the 96 rows that are left" in run().stderr
+    assert "forecast for the 96 remaining rows" in run().stderr
 
 
 @pytest.mark.parametrize("content", ['{"run": 1', '{"run": "CREATED"}'])

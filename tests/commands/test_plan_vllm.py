@@ -60,5 +60,5 @@ def test_vllm_answers_the_sample_with_one_engine(tmp_path: Path, text_model: Pat
     answers, prompts = found["completion_tokens"], found["prompt_tokens"]
     assert answers["low"] <= sum(lengths) <= answers["high"]
     assert prompts["low"] == prompts["high"] == sum(usage["prompt_tokens"] for usage in usages)
-    assert f"batchkit: forecast for the {N_ROWS - SAMPLED} rows that are left: " in said
+    assert f"batchkit: forecast for the {N_ROWS - SAMPLED} remaining rows: " in said
     assert "batchkit: it took " in said

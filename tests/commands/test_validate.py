@@ -200,7 +200,7 @@ def test_rows_of_a_rollout_are_read() -> None:
     )
     assert (found.json["ok"], found.json["failed"]) == (2, 1)
     (line,) = found.json["not_checked"]
-    assert line.startswith("[rollout]: rows are read, and the function was imported; ")
+    assert line.startswith("[rollout]: rows were read and the function was imported; ")
 
 
 def test_dry_run_shows_what_the_function_gets() -> None:

@@ -276,7 +276,7 @@ def test_masked_secret_is_asked_for_and_never_used() -> None:
     assert "vars.home: a secret" in found.stderr
     found = batchkit("retry-failed", str(RUN), "--set", "vars.nowhere=x")
     assert found.exit_code == 0
-    assert "left out, for it is a secret and not kept: vars.home" in found.stderr
+    assert "not set, because run folders store no secrets: vars.home" in found.stderr
 
 
 def test_retry_by_the_job_file_has_its_secrets() -> None:

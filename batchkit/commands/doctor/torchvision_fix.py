@@ -1,14 +1,16 @@
-"""Makes torchvision importable where its compiled ops can't load. Part of set-up, not of a run.
+"""A fix that makes torchvision importable where its compiled ops can't load. It is part of set-up, not of a run.
 
-The registry's torchvision is built for CUDA. With a CPU torch its compiled ops don't load, and
-``import torchvision`` fails with "operator torchvision::nms does not exist", and so do Qwen3-VL's
-processors, although they need only its Python part. It is enough to declare the two operators that
-torchvision adds fakes to: ``nms`` then exists, and calling it still fails.
+The registry's torchvision is built for CUDA. With a CPU torch its compiled ops don't load, and ``import
+torchvision``
+fails with "operator torchvision::nms does not exist". Qwen3-VL's processors then fail too, although they need only
+torchvision's Python part. It is enough to declare the two operators for which torchvision registers fakes: ``nms``
+then
+exists, and calling it still fails.
 
-Every process needs this (vLLM inspects models in a subprocess), so ``python -m
-batchkit.commands.doctor.torchvision_fix`` copies this file into the environment beside a ``.pth``
-line that installs the hook below when Python starts. The hook imports nothing until torchvision is
-imported, and does nothing if the compiled ops load.
+Every process needs this (vLLM inspects models in a subprocess). So ``python -m
+batchkit.commands.doctor.torchvision_fix``
+copies this file into the environment, together with a ``.pth`` line that installs the hook below when Python starts.
+The hook imports nothing until torchvision is imported, and does nothing if the compiled ops load.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ SCHEMAS = (
 WITHOUT_FIX = f"""
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__module__", "") != {COPY!r}]
-"""  # removes the hook, in a process that checks if it is needed
+"""  # removes the hook, in a process that checks whether it is needed
 _libraries: list[object] = []  # a torch Library loses its operators when it is garbage-collected
 
 
 def install_hook() -> None:
-    """Hooks torchvision's import in this process."""
+    """Install the import hook for torchvision in this process."""
     sys.meta_path.insert(0, _TorchvisionFinder)
 
 
 class _TorchvisionFinder:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """torchvision's own spec, with a loader that declares missing operators first."""
+        """Return torchvision's spec with a loader that first declares the missing operators."""
         if name != "torchvision":
             return None
         spec = PathFinder.find_spec(name)
@@ -54,7 +56,7 @@ class _FixingLoader(SourceFileLoader):
 
 
 def _ops_load(package_file: str) -> bool:
-    """Whether one of torchvision's ``_C*.so`` loads into this torch (once loaded, it stays)."""
+    """Return whether one of torchvision's ``_C*.so`` loads into this torch. Once loaded, it stays loaded."""
     from pathlib import Path
 
     import torch
@@ -78,7 +80,7 @@ def _declare_ops() -> None:
 
 
 def main() -> int:
-    """Installs the fix in this environment if it is needed, and removes it if not."""
+    """Install the fix in this environment if it is needed, and remove it otherwise."""
     import sysconfig
     from pathlib import Path
 
@@ -104,7 +106,7 @@ def main() -> int:
 
 
 def _import_error(first: str) -> str | None:
-    """The last line of what ``import torchvision`` prints in a fresh process, None if it works."""
+    """Return the last line that ``import torchvision`` prints in a new process, or None if it works."""
     import subprocess
 
     tried = subprocess.run(

@@ -144,7 +144,7 @@ def _sent(file: Path, url: str, say: Say, sleep: Callable[[float], None]) -> Sen
             if tried == TRIES or not answer.may_pass:
                 break
             pause = _pause_s(tried, answer.retry_after_s)
-            say(f"{file.name}: {answer.reason}; retrying in {pause:.1f} s")
+            say(f"{file.name}: {answer.reason}; next try in {pause:.1f} s")
             sleep(pause)
     except OSError as error:
         raise UploadError(f"{file}: not sent to {where}: {error.strerror or error}") from error

@@ -1,6 +1,6 @@
-"""``init``: a commented job file to start from.
+"""The ``init`` command: writes a commented job file to start from.
 
-The files lie beside this one, named by their kind; the first line of each says what it is for.
+The templates are in this folder, named by kind. The first line of each describes its purpose.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Written(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """What each kind is for."""
+    """The purpose of each kind."""
 
     purposes: dict[str, str]
 
@@ -55,10 +55,10 @@ def kinds() -> Kinds:
 
 
 def init(kind: str, path: Path | None = None) -> Written:
-    """Write a job file of ``kind`` to ``path``, ``<kind>.toml`` by default; the job has its name.
+    """Write a job file of ``kind`` to ``path`` (default ``<kind>.toml``). The job is named after the file.
 
     Raises:
-        JobError: the kind is unknown, the file exists, or it can't be written.
+        JobError: The kind is unknown, the file exists, or it can't be written.
     """
     if kind not in KINDS:
         raise JobError(

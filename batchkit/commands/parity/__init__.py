@@ -1,6 +1,6 @@
-"""``batchkit parity``: two ordinary runs over the same rows, greedy, and a comparison of their records.
+"""The ``parity`` command: runs the same rows greedily on two engines and compares the records.
 
-For a model that was quantised or is new to an engine, before it is used for a long run.
+Use it for a model that was quantised or is new to an engine, before a long run.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ def parity(
 ) -> ParityResult:
     """Run the first ``rows`` rows on both ``engines`` (``vllm,transformers``), one after the other.
 
-    ``settings``: ``engine.…=VALUE`` for one side only, per side. A difference with a gap below
-    ``tie`` is a tie. Nothing is written to the run folder.
+    ``settings``: ``engine.…=VALUE`` overrides for each side. A difference with a gap below ``tie`` is a tie. Nothing
+    is
+    written to the run folder.
 
     Raises:
-        JobError: the engines, their settings or the job are invalid; it names the side.
-        InputError: the rows can't be read, there are none, or the sides got different ones.
-        EngineError: a side could not start, or died; it names the side and the engine's log.
+        JobError: The engines, their settings or the job are invalid. The message names the side.
+        InputError: The rows can't be read, there are none, or the sides read different ones.
+        EngineError: A side could not start, or died. The message names the side and the engine's log.
     """
     if job.task != "generate":
         raise JobError(f'task = "{job.task}": parity compares generated texts; there are none')
     if job.has_several:
         table = "[rollout]" if job.steps == [] else "[[steps]]"
         raise JobError(
-            f"{table}: parity compares two answers to one prompt; with several, all that follows the first"
-            " difference differs, too. Give it a job with the [prompt] of one of them"
+            f"{table}: parity compares two answers to one prompt; with several prompts, everything after the first"
+            " difference differs too. Use a job with the [prompt] of one of them"
         )
     limit = rows if job.input.limit is None else min(rows, job.input.limit)
     job = job.model_copy(update={"input": job.input.model_copy(update={"limit": limit})})
     stop = StopRequest(drain_s=0)
     with stop.installed(), scratch_folder("parity") as folder:
         first, second = sides_of(job, engines, settings, folder)
-        _check(second)  # before the first one loads and answers in vain
+        _check(second)  # before the first side spends time on loading and answering
         one = _ask(first, stop, say)
         two = _ask(second, stop, say)
     if one.inputs != two.inputs:
@@ -76,7 +77,7 @@ def _ask(side: Side, stop: StopRequest, say: Say) -> Answers:
     options = Options(adjust_sampling=side.greedy, quiet=True, command="parity")
     try:
         summary = tried(side.job, None, options, stop=stop)
-    except InputError:  # of both sides
+    except InputError:  # concerns both sides
         raise
     except JobError as error:
         raise JobError(f"{side}: {error}") from error

@@ -1,8 +1,10 @@
-"""Where two answers first differ, and how certain each engine was of its own token.
+"""The first difference of two answers, and how certain each engine was of its token.
 
-Greedy decoding takes the likeliest token. If two are about equally likely, the order of a sum
-decides, and that differs between kernels, batches and machines: a tie, which says nothing about the
-model. If an engine was far from taking the other's token, the two compute different results.
+Greedy decoding takes the likeliest token. If two tokens are about equally likely, the order of a sum decides, and
+that
+differs between kernels, batches and machines. This is a tie and says nothing about the model. If an engine was far
+from
+taking the other's token, the two engines compute different results.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _PIECE = "\N{REPLACEMENT CHARACTER}"  # part of a character that takes several t
 
 
 class Token(NamedTuple):
-    """``logprob`` is None if the engine gives none; ``top``: the likeliest tokens, by text."""
+    """A token. ``logprob`` is None if the engine gives none; ``top``: the likeliest tokens, by text."""
 
     text: str
     logprob: float | None = None
@@ -30,8 +32,8 @@ class Token(NamedTuple):
 
 
 class SideAnswer(NamedTuple):
-    """One side's answer to a row. ``text`` has its reasoning and tool calls, too; ``tokens`` is None if the
-    engine gives none."""
+    """One side's answer to a row. ``text`` includes reasoning and tool calls; ``tokens`` is None if the engine
+    gives none."""
 
     text: str
     finish_reason: str | None
@@ -50,7 +52,8 @@ class SideAnswer(NamedTuple):
 
 
 def _token(found: Mapping[str, Any]) -> Token:
-    """Of two likeliest tokens with one text, the likelier; those that a grammar forbids have no logprob."""
+    """Return a token. If two likely tokens have the same text, keep the likelier. Tokens forbidden by a grammar
+    are dropped."""
     top = {t["token"]: t["logprob"] for t in reversed(found["top_logprobs"])}
     known = {text: logprob for text, logprob in top.items() if logprob is not None}
     return Token(found["token"], found["logprob"], known)
@@ -58,10 +61,11 @@ def _token(found: Mapping[str, Any]) -> Token:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One side of a difference. ``token`` is None if the answer ended before.
+    """One side of a difference. ``token`` is None if the answer ended before it.
 
-    ``logprob`` of that token, ``other_logprob`` of the other side's, both as given by this side;
-    None if it gives none. ``begins``: the character of ``text`` where the answers differ.
+    ``logprob`` belongs to that token, ``other_logprob`` to the other side's token, both as reported by this side;
+    None if
+    it reports none. ``begins``: the position in ``text``, in characters, at which the answers differ.
     """
 
     text: str
@@ -77,9 +81,8 @@ class Part:
 class Difference:
     """A row whose answers differ from ``position`` on, counted from 0 in ``unit``.
 
-    ``gap``: by how much the more certain side preferred its own token, as a difference of
-    logprobs; None if neither gives them. ``gap_is_least``: it
-    is a lower bound, as a token is not among the likeliest.
+    ``gap``: how much the more certain side preferred its token, as a difference of logprobs; None if unknown on both
+    sides. ``gap_is_least``: the gap is a lower bound, because a token is not among the likeliest.
     """
 
     index: int
@@ -96,18 +99,18 @@ class Difference:
 
     @property
     def has_other_prompt(self) -> bool:
-        """True if the two prompts differ in length, so the engines got different prompts."""
+        """Return whether the prompts differ in length, so that the engines received different prompts."""
         counts = self.a.prompt_tokens, self.b.prompt_tokens
         return None not in counts and counts[0] != counts[1]
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """Sorts the largest gap first, unknown gaps last."""
+        """Return a sort key: the largest gap first, unknown gaps last."""
         return self.gap is None, -(self.gap or 0.0), self.index
 
 
 def difference(index: int, row_id: str, a: SideAnswer, b: SideAnswer) -> Difference | None:
-    """None if text and finish_reason are equal: then the answers count as equal."""
+    """Return the first difference, or None if text and finish_reason are equal."""
     if (a.text, a.finish_reason) == (b.text, b.finish_reason):
         return None
     has_tokens = a.tokens is not None and b.tokens is not None
@@ -137,7 +140,7 @@ def _gap(own: Token | None, other: Token | None) -> _Gap | None:
     if own is None or other is None or own.logprob is None or not own.top:
         return None
     if (known := own.top.get(other.text)) is not None:
-        # A penalty or a bias may have chosen a token that the model itself did not prefer.
+        # A penalty or a bias may have chosen a token that is not the model's likeliest.
         return _Gap(abs(own.logprob - known), is_least=False)
     return _Gap(max(0.0, own.logprob - min(own.top.values())), is_least=True)
 
@@ -156,16 +159,16 @@ def _part(answer: SideAnswer, begins: int, own: Token | None, other: Token | Non
 
 
 def _alike(a: Sequence[T], b: Sequence[T], are_alike: Callable[[T, T], bool]) -> int:
-    """How many are alike from the first on."""
+    """Return the length of the common prefix."""
     pairs = zip(a, b, strict=False)
     return sum(1 for _ in takewhile(lambda pair: are_alike(*pair), pairs))
 
 
 def _look_alike(a: Token, b: Token) -> bool:
-    """Engines show a piece of a character in different ways, so it equals any other."""
+    """Compare tokens. Engines show a part of a character in different ways, so it equals any token."""
     return a.text == b.text or not a.text or not b.text or _PIECE in a.text or _PIECE in b.text
 
 
 def _words(text: str) -> list[Token]:
-    """The words, each with the white space before it."""
+    """Return the words, each with the white space before it."""
     return [Token(word) for word in _WORDS.findall(text)]

@@ -1,4 +1,4 @@
-"""The result of a comparison: as a table with sentences, and as JSON."""
+"""The result of a comparison, as a table with sentences and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEFORE, _SHOWN_CHARACTERS = 20, 72
 
 
 class Answers(NamedTuple):
-    """The records of one side, by row index. ``seconds``: without loading the model."""
+    """The records of one side, by row index. ``seconds`` excludes loading the model."""
 
     side: Side
     records: Mapping[int, Mapping[str, Any]]
@@ -26,7 +26,7 @@ class Answers(NamedTuple):
     seconds: float
 
     def has_failed(self, index: int) -> bool:
-        """An answer without text is compared like any other, although a run counts it as failed."""
+        """Return whether the row failed. Empty answers are compared too, although a run counts them as failed."""
         error = self.records[index]["error"]
         return error is not None and error["kind"] != EmptyTextError.kind
 
@@ -45,7 +45,7 @@ class Answers(NamedTuple):
 
     @property
     def left_out(self) -> list[str]:
-        """Keys of the job that this side does not use."""
+        """The keys of the job that this side does not use."""
         sampling = [f"sampling.{name}" for name in sorted(self.side.greedy.left_out)]
         return [*self.side.left_out, *sampling]
 
@@ -63,7 +63,8 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class ParityResult:
-    """``differences``: the largest gap first. ``failures``: rows that failed on one side only."""
+    """The result of a comparison. ``differences``: the largest gap first. ``failures``: rows that failed on one
+    side only."""
 
     sides: tuple[Answers, Answers]
     rows: int
@@ -75,7 +76,7 @@ class ParityResult:
 
     @property
     def answered(self) -> int:
-        """Rows with an answer on both sides."""
+        """The number of rows with an answer on both sides."""
         return self.equal + len(self.differences)
 
     @property
@@ -84,7 +85,7 @@ class ParityResult:
 
     @property
     def exit_code(self) -> int:
-        """Also 3 if no row was answered on both sides: then nothing was compared."""
+        """The exit code: 3 if the sides differ, or if no row was answered on both sides."""
         is_sound = self.answered and self.ties == len(self.differences) and not self.failures
         return 0 if is_sound else 3
 
@@ -185,7 +186,7 @@ def _row(found: Difference | RowFailure) -> str:
 
 
 def _chosen(part: Part) -> str:
-    """The token with its logprob, and that of the other side's token."""
+    """Return the token and its logprob, and the logprob of the other side's token."""
     if part.logprob is None:
         return ""
     other = "not among its likeliest" if part.other_logprob is None else f"{part.other_logprob:.4f}"
@@ -193,7 +194,7 @@ def _chosen(part: Part) -> str:
 
 
 def _continuation(part: Part) -> str:
-    """One line of the text, from a little before the place where the two differ."""
+    """Return one line of the text, starting shortly before the difference."""
     start = max(0, part.begins - _BEFORE)
     line = " ".join(part.text[start : start + _SHOWN_CHARACTERS].split())
     before = "…" if start else ""

@@ -1,4 +1,4 @@
-"""Makes two jobs of one: the same rows and prompts, greedy, for two engines."""
+"""Derives two jobs from one: the same rows and prompts, with greedy decoding, for two engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchkit.errors import JobError
 
 TOP_LOGPROBS = 5
 
-# Options that mean the same to vLLM and to transformers. Other options of a job are for its kind.
+# Options with the same meaning in vLLM and transformers. Other options of a job apply only to its engine kind.
 MODEL_OPTIONS = (
     "max_model_len",
     "dtype",
@@ -37,21 +37,21 @@ _OPTIONS = {
     "openai-server": ("max_num_seqs", "max_model_len"),
     "dry-run": ("max_num_seqs",),
 }
-# A server loads its adapter and parses its answers itself.
+# A server loads the adapter and parses answers itself.
 _NOT_OF_SERVER = ("lora", "loras", "reasoning_parser", "tool_call_parser")
-# Keys of the other engines; those not named here describe a server.
+# Keys of the other engines. Keys not named here describe a server.
 _KEYS = ("kind", "model", "options", "in_process", *_NOT_OF_SERVER)
-# Only OpenAI has this one. For an unknown name, vLLM itself reports the error.
+# Only OpenAI has this key. vLLM reports unknown names itself.
 _NOT_VLLM = "reasoning_effort"
-# Greedy decoding does not use these, or they are set here.
+# Greedy decoding ignores these, or they are set here.
 _CHOSEN = ("temperature", "n", "seed", "top_p", "top_k", "min_p", "logprobs")
 
 
 class Greedy:
-    """Makes a row's sampling greedy, and leaves out what one of the ``kinds`` does not support.
+    """A callable that makes a row's sampling greedy and drops parameters that one of the ``kinds`` does not
+    support.
 
-    ``left_out``: the names left out. Threads that render rows add to it, and no other thread reads
-    it meanwhile.
+    ``left_out``: the dropped names. Threads that render rows add to it; no other thread reads it meanwhile.
     """
 
     def __init__(self, kinds: Iterable[str]) -> None:
@@ -71,9 +71,9 @@ class Greedy:
 
 
 class Side(NamedTuple):
-    """``name``: a or b. ``left_out``: keys of the job that are not for this engine.
+    """One side of the comparison. ``name``: a or b. ``left_out``: keys of the job that this engine does not use.
 
-    ``greedy`` is shared by both sides.
+    Both sides share ``greedy``.
     """
 
     name: str
@@ -95,10 +95,10 @@ def sides_of(
     settings: tuple[Sequence[str], Sequence[str]],
     folder: Path,
 ) -> tuple[Side, Side]:
-    """The job for each engine; what they write goes below ``folder``.
+    """Return the job for each engine. Their output goes below ``folder``.
 
     Raises:
-        JobError: not two ``engines``, an unknown one, or a setting that can't be used.
+        JobError: Not two ``engines``, an unknown engine, or a setting that can't be used.
     """
     kinds = _kinds_in(engines)
     greedy = Greedy(kinds)
@@ -146,7 +146,7 @@ def _problem_with(setting: str) -> str:
 
 
 def _table_for(kind: str, engine: EngineTable) -> tuple[dict[str, Any], list[str]]:
-    """The job's own table without the keys that ``kind`` does not have; and those keys."""
+    """Return the job's engine table without keys that ``kind`` does not have, and these keys."""
     given = engine.model_dump(exclude_unset=True)
     known = given.keys() - {*_NOT_OF_SERVER} if kind == "openai-server" else {*_KEYS}
     table: dict[str, Any] = {key: given[key] for key in given if key in known} | {"kind": kind}

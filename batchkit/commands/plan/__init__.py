@@ -1,4 +1,4 @@
-"""``plan``: what a job will take, forecast from a sample of its rows that is answered first."""
+"""The ``plan`` command: forecasts a job from a sample of its rows, which it answers first."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.types import Usage, utc_now
 
-_SHARE = 6  # of the run that a forecast may take without a word
-SAMPLED = 64  # rows by default, at most a quarter of those that are left
+_SHARE = 6  # a forecast that takes more than one sixth of the run prints a note
+SAMPLED = 64  # default number of rows, at most a quarter of the remaining rows
 _HOUR_S = 3600.0
 
 
 class Plan(NamedTuple):
-    """A forecast, as ``forecast.json`` has it. Tokens, GPU hours and price are of the whole run, what is
-    done included; ``seconds`` are of the start to come, with the engine up. ``left`` rows have no record
-    yet. ``price`` is None if the job has no price, ``gpu_hours`` if no GPU is here, or it is not known which answer.
-    ``run``: when the run began; ``starts``: how many it had had by then; ``of``: a hash of the job.
+    """A forecast, as in ``forecast.json``.
+
+    Tokens, GPU hours and price are for the whole run, including finished rows; ``seconds`` are for the next start
+    with the
+    engine loaded. ``left`` rows have no record yet. ``price`` is None if the job sets no price; ``gpu_hours`` is
+    None
+    without a local GPU, or if it is unknown which GPUs will answer. ``run``: when the run began. ``starts``: its
+    number of
+    starts until then. ``of``: a hash of the job.
     """
 
     figures: Mapping[str, Any]
@@ -49,7 +54,7 @@ class Plan(NamedTuple):
             f"{found['name']}: {rows:,} rows, {found['sampled']:,} of them answered for this forecast,"
             f" {left:,} left"
         )
-        how = "exact" if prompts["exact"] else "judged by those of the sample"
+        how = "exact" if prompts["exact"] else "estimated from the sample"
         left_before = left + found["sampled"]
         of = "all" if prompts["counted"] == left_before else f"{prompts['counted']:,}"
         tokens = shown(found["prompt_tokens"], tokens_of)
@@ -73,11 +78,12 @@ class Plan(NamedTuple):
 
 
 def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> Plan:
-    """Answer ``rows`` rows at random, 64 if None, and forecast the others. Their answers are records of
-    the job's run. The prompts of at most ``lengths`` rows are counted.
+    """Answer ``rows`` random rows (64 if None) and forecast the others.
+
+    The answers are records of the job's run. The prompts of at most ``lengths`` rows are counted.
 
     Raises:
-        BatchkitError: as a run, or the sample can't be answered, or all of it failed.
+        BatchkitError: As in a run, or the sample can't be answered, or all of it failed.
     """
     source = from_job(job)
     found = count_lengths(job, source, lengths, say)
@@ -101,7 +107,7 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
 
 
 def _chosen(lengths: Lengths, rows: int | None, seed: int) -> list[int]:
-    """The rows of the sample, in random order."""
+    """Return the rows of the sample, in random order."""
     n_rows = rows or min(SAMPLED, max(2, lengths.left // 4))
     chosen: list[int] = np.random.default_rng(seed).permutation(lengths.indexes)[:n_rows].tolist()
     return chosen

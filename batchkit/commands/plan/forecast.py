@@ -1,11 +1,13 @@
-"""What a job will take: computed from the lengths of its prompts and a sample of its answers.
+"""The forecast of a job, computed from the lengths of its prompts and a sample of its answers.
 
-Lengths of answers have a heavy tail: a few rows in a thousand may have most of the tokens, and a
-sample of 64 rarely has one of them. So the plain bootstrap is too sure of itself: of its 90 % intervals
-72 % to 89 % held the truth (``benchmarks/LOG.md``). Here a replicate weighs the sampled rows at
-random, as the Bayesian bootstrap does, but more unequally; and in most replicates a share of the rows has answers longer than any in the sample: as many as one more sampled
-row would stand for, their length from a Pareto tail with Hill's index of the longest sampled answers,
-up to ``max_tokens``.
+Answer lengths have a heavy tail: a few rows in a thousand may have most of the tokens, and a sample of 64 rarely has
+one of them. The plain bootstrap is therefore overconfident: its 90 % intervals contained the true value in 72 % to
+89 % of cases (``benchmarks/LOG.md``).
+
+Here, a replicate weights the sampled rows at random, like the Bayesian bootstrap but more unequally. In most
+replicates
+some rows also have answers longer than any in the sample. Their share is that of one more sampled row. Their length
+comes from a Pareto tail up to ``max_tokens``, with Hill's index of the longest sampled answers.
 """
 
 from __future__ import annotations
@@ -30,17 +32,19 @@ from batchkit.commands.plan.throughput import (
 )
 
 REPLICATES = 400
-_UNEQUAL = 1.5  # how much more unequal the weights are than the Bayesian bootstrap's
-_TAIL_SHARE = 0.7  # of the replicates have answers longer than the sample's
-_OF_TAIL = 16  # of the longest answers show how heavy the tail is, at most a quarter of all
-_UNBOUNDED = 10.0  # times the longest answer, if there is no max_tokens
+_UNEQUAL = 1.5  # factor by which the weights are more unequal than the Bayesian bootstrap's
+_TAIL_SHARE = 0.7  # share of replicates with answers longer than the sample's
+_OF_TAIL = 16  # number of longest answers that estimate the tail, at most a quarter of all
+_UNBOUNDED = 10.0  # limit as a multiple of the longest answer, if max_tokens is not set
 _LEAST_SHAPE, _TINY = 0.2, 1e-12
 _QUANTILES = (np.arange(64) + 0.5) / 64
 
 
 class Tail(NamedTuple):
-    """Answers longer than the sample's: a ``share`` of all rows, Pareto with ``heaviness`` 1/α, from
-    ``longest`` up to ``most``."""
+    """Answers longer than the sample's: a ``share`` of all rows, Pareto distributed.
+
+    ``heaviness`` is 1/α; lengths range from ``longest`` to ``most``.
+    """
 
     share: float
     heaviness: float
@@ -48,7 +52,7 @@ class Tail(NamedTuple):
     most: float
 
     def at(self, uniform: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Their lengths, for numbers between 0 and 1."""
+        """Return the lengths for uniform numbers between 0 and 1."""
         lengths: NDArray[np.float64] = np.minimum(
             self.most, self.longest * uniform**-self.heaviness
         )
@@ -56,8 +60,8 @@ class Tail(NamedTuple):
 
 
 class Replicate(NamedTuple):
-    """One guess at all rows: those that are not in the ``tail`` have the length ``lengths[i]`` with the
-    probability ``weights[i]``."""
+    """A random estimate of all rows. Rows outside ``tail`` have length ``lengths[i]`` with probability
+    ``weights[i]``."""
 
     lengths: NDArray[np.float64]
     weights: NDArray[np.float64]
@@ -72,7 +76,7 @@ class Replicate(NamedTuple):
         return self._moment(2) - self.mean**2
 
     def draw(self, n: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        """The lengths of ``n`` rows."""
+        """Return random lengths of ``n`` rows."""
         drawn: NDArray[np.float64] = rng.choice(self.lengths, n, p=self.weights)
         in_tail = rng.random(n) < self.tail.share
         drawn[in_tail] = self.tail.at(1 - rng.random(int(in_tail.sum())))
@@ -87,7 +91,7 @@ class Replicate(NamedTuple):
 def replicates(
     lengths: NDArray[np.float64], most: float | None, rng: np.random.Generator
 ) -> Iterator[Replicate]:
-    """``lengths``: of the sampled answers; ``most``: the longest that one may get."""
+    """Yield replicates. ``lengths`` are the sampled answers'; ``most`` is the maximum length of an answer."""
     n = len(lengths)
     shape = max(_LEAST_SHAPE, (n - 2) / n / _UNEQUAL)
     longest = float(lengths.max())
@@ -101,7 +105,7 @@ def replicates(
 
 
 def _tail_index(lengths: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
-    """Hill's estimate of 1/α: how much heavier than the sample's largest values larger ones are."""
+    """Return Hill's estimate of 1/α, the heaviness of the tail, from the largest values."""
     n_top = min(_OF_TAIL, len(lengths) // 4)
     if n_top == 0:
         return 0.5
@@ -111,21 +115,22 @@ def _tail_index(lengths: NDArray[np.float64], weights: NDArray[np.float64]) -> f
     return float(weights[top] @ excess / weights[top].sum())
 
 
-_DRAWN = 4096  # rows, at least: the steps of the others are those of a full engine
-_LEAST_SPREAD = 0.04  # of a run's time, from one run to the next …
-_LEAST_OF_BATCHES = 0.25  # … and if it is fitted to a wave as a whole, of which there are two
+_DRAWN = 4096  # minimum number of rows drawn; further rows use the steps of a full engine
+_LEAST_SPREAD = 0.04  # relative variation of run time from one run to the next
+_LEAST_OF_BATCHES = (
+    0.25  # the same if the model is fitted to whole waves, of which there are only two
+)
 _MOST_SPREAD = 0.5
 _LEAST_S = 0.001
 _LEAST_START_S = 0.3
-_PER_DOUBLING = 0.05  # for each time that the job's batch is twice the sample's largest
+_PER_DOUBLING = 0.05  # added for each doubling of the job's batch over the largest sampled batch
 
 
 QUANTILES = (0.05, 0.5, 0.95)
 
 
 class Interval(NamedTuple):
-    """90 % of such intervals have the true value between ``low`` and ``high``; half of the values that
-    are likely are below ``expected``."""
+    """A 90 % interval: 90 % of such intervals contain the true value. ``expected`` is the median."""
 
     low: float
     expected: float
@@ -142,7 +147,7 @@ NOTHING = Interval(0.0, 0.0, 0.0)
 
 
 class Rest(NamedTuple):
-    """What the rows that are left will take, of all engines; ``seconds`` with the engine up."""
+    """The forecast for the remaining rows, over all engines. ``seconds`` excludes loading."""
 
     prompt_tokens: Interval = NOTHING
     completion_tokens: Interval = NOTHING
@@ -151,8 +156,10 @@ class Rest(NamedTuple):
 
 
 class Engines(NamedTuple):
-    """``workers`` engines that run ``running`` requests each; ``in_batches``: one batch after the
-    other."""
+    """The engines of the job: ``workers`` engines with ``running`` requests each.
+
+    ``in_batches``: an engine finishes one batch before it starts the next.
+    """
 
     workers: int
     running: int
@@ -160,7 +167,7 @@ class Engines(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """Of a prompt's token, an answer's, and a second of all GPUs."""
+    """Prices of a prompt token, a completion token, and a second of all GPUs."""
 
     prompt_token: float
     completion_token: float
@@ -168,7 +175,7 @@ class Prices(NamedTuple):
 
 
 def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, seed: int) -> Rest:
-    """What is left of the job once ``sample`` is answered."""
+    """Forecast the rest of the job after ``sample`` has been answered."""
     places = {index: place for place, index in enumerate(lengths.indexes.tolist())}
     sampled = [row for row in sample.rows if row.index in places]
     at = [places[row.index] for row in sampled]
@@ -177,7 +184,7 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
     if not n_rest or not sampled:
         return Rest()
     if lengths.unit == "seconds":
-        # The engine is asked for the parts of recordings, one in so many seconds.
+        # The engine receives recordings in chunks of fixed length, so each chunk is one request.
         sampled = [part for wave in sample.waves for part in wave.requests if part.index in places]
         if not sampled:
             return Rest()
@@ -220,8 +227,10 @@ def _expected_s(wave: Wave, steps: StepTime, engines: Engines) -> float:
 
 
 def _spread(steps: StepTime, sample: Sample, engines: Engines) -> float:
-    """How far, as a share, the time of a whole run may be from that of its ``steps``: by as much as
-    the waves were, and more if the job's batch is larger than theirs."""
+    """Return the relative uncertainty of a run's time, given its ``steps``.
+
+    It is the error over the sampled waves, and more if the job's batch is larger than theirs.
+    """
     errors = [
         math.log(max(wave.seconds, _LEAST_S) / max(_expected_s(wave, steps, engines), _LEAST_S))
         for wave in sample.measured
@@ -234,8 +243,10 @@ def _spread(steps: StepTime, sample: Sample, engines: Engines) -> float:
 
 
 class _Rest(NamedTuple):
-    """The rows that are left: ``sizes`` of the prompts of those that were counted. ``start_s``: until a
-    new engine is as fast as it gets. ``spread``: as a share, of the time from one run to the next."""
+    """The remaining rows. ``sizes``: prompt sizes of the counted rows. ``start_s``: warm-up time of a new engine.
+
+    ``spread``: relative variation of the time from one run to the next.
+    """
 
     n_rows: int
     sizes: NDArray[np.float64]
@@ -254,7 +265,7 @@ class _Rest(NamedTuple):
         steps: StepTime,
         rng: np.random.Generator,
     ) -> tuple[float, float, float, float]:
-        """Prompt tokens, completion tokens, seconds and price, at random."""
+        """Return random prompt tokens, completion tokens, seconds and price."""
         workers, running = self.engines.workers, self.engines.running
         prompt_tokens = self._prompt_tokens(replicate.weights, rng)
         n_drawn = min(self.n_rows, max(_DRAWN, 8 * running * workers))
@@ -282,7 +293,8 @@ class _Rest(NamedTuple):
         return *found, sum(map(mul, found, self.prices))
 
     def _prompt_tokens(self, weights: NDArray[np.float64], rng: np.random.Generator) -> float:
-        """What the engine counted in the sample, for each token or character that was counted before."""
+        """Return the prompt tokens of the remaining rows: counted sizes, scaled by the engine's counts in the
+        sample."""
         per_size = 1.0
         if (self.prompt_tokens != self.sampled_sizes).any():
             counted = float(weights @ self.sampled_sizes)

@@ -1,4 +1,4 @@
-"""The prompts of a job: how long they are, counted as ``validate`` does, and how many would fail."""
+"""The lengths of a job's prompts, counted as in ``validate``, and the share of rows that would fail."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from batchkit.storage.runfolder import is_run
 
 MOST_COUNTED, MOST_WITH_IMAGES = 100_000, 2_000
 _SAY_EVERY_S = 5.0
-_UNTIMED = 64  # the first rows wait for imports and for the threads
+_UNTIMED = 64  # the first rows include time for imports and thread start
 
 
 class Lengths(NamedTuple):
-    """The job has ``rows`` rows, of which ``left`` have no record. ``counted`` of these were rendered,
-    chosen at random if they are not all; ``indexes`` are those that would reach the engine, with the
-    ``sizes`` of their prompts, in tokens or characters by ``unit``, or of recordings, in seconds. ``is_exact``: these are all
-    tokens of prompts that the rows have. ``most_tokens``: the longest answer that one may get, None if
-    that is unknown. ``row_s``: seconds that rendering and counting one took, so that no run is faster; 0
-    if unknown.
+    """The lengths of prompts.
+
+    - ``rows``: rows of the job; ``left``: rows without a record.
+    - ``counted``: how many of these were rendered, chosen at random if not all were.
+    - ``indexes``: counted rows that would reach the engine; ``sizes``: their prompt sizes, in ``unit`` (tokens or
+      characters), or in seconds for recordings.
+    - ``is_exact``: the sizes are all prompt tokens.
+    - ``most_tokens``: maximum length of an answer; None if unknown.
+    - ``row_s``: seconds to render and count one row, a lower limit for the run; 0 if unknown.
     """
 
     rows: int
@@ -46,15 +49,15 @@ class Lengths(NamedTuple):
 
     @property
     def failing(self) -> float:
-        """The share of rows that would fail before the engine."""
+        """The share of rows that would fail before they reach the engine."""
         return 1 - len(self.indexes) / self.counted if self.counted else 0.0
 
 
 def count_lengths(job: JobConfig, source: Input, most: int | None, say: Say) -> Lengths:
-    """Render and count the rows of ``source`` that have no record, at most ``most`` of them.
+    """Render and count at most ``most`` rows of ``source`` that have no record.
 
     Raises:
-        JobError: the job itself is invalid.
+        JobError: The job itself is invalid.
     """
     indexes = indexes_of(source, job.input)
     done = counts_of(job.folder).totals if is_run(job.folder) else Totals()
@@ -111,5 +114,5 @@ def _counted(
 
 
 def _most_tokens(sampling: Any) -> float:
-    """The longest answer that a request may get, all its choices together."""
+    """Return the maximum tokens of a request's answer, over all its choices."""
     return float((sampling.get("max_tokens") or 0) * (sampling.get("n") or 1))

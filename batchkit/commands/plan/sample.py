@@ -1,7 +1,7 @@
-"""Answers a sample of a job's rows, in the job's own run: the rows are done when the run begins.
+"""Answers a sample of a job's rows in the job's run, so these rows need not run again.
 
-They run in waves of different sizes with one engine: a few rows to warm it up, some at a small window,
-the others at as large a one as they fill. With ``run.workers`` there is one wave, on one worker.
+They run in waves of different sizes on one engine: a few rows to warm it up, some at a small window, the rest at the
+largest window they fill. With ``run.workers`` there is one wave on one worker.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from batchkit.sources.input import Input
 from batchkit.storage.log import RESULTS, STEPS, read_generations
 from batchkit.storage.metrics import read_metrics
 
-_WARM_UP = 16  # a row of so many warms the engine up
-_SMALL = 4  # a row of so many runs at the small window, at most so many at a time
+_WARM_UP = 16  # one in 16 rows warms up the engine
+_SMALL = 4  # one in 4 rows runs at the small window, which holds at most a quarter of them
 _DEFAULT_SEQS = 256
-_LEAST_USAGE = 0.02  # of the KV cache, to show how many requests fill it
+_LEAST_USAGE = 0.02  # minimum KV cache usage to estimate how many requests fill it
 
 
 class Sample(NamedTuple):
-    """The sampled rows, as they were answered in ``waves``, of which the first warmed the engine up.
-    ``running``: how many requests one engine of the job runs at once."""
+    """The sampled rows, answered in ``waves``. The first wave warmed up the engine.
+
+    ``running``: how many requests one engine of the job runs concurrently.
+    """
 
     waves: Sequence[Wave] = ()
     load_s: float = 0.0
@@ -43,7 +45,7 @@ class Sample(NamedTuple):
 
     @property
     def measured(self) -> Sequence[Wave]:
-        """Without the warm-up, if there is more."""
+        """The waves without the warm-up, unless there is only one."""
         return self.waves[1:] or self.waves
 
     @property
@@ -52,7 +54,7 @@ class Sample(NamedTuple):
 
     @property
     def failed(self) -> int:
-        """How many of its rows failed."""
+        """The number of failed rows."""
         return sum(bool(row.kind) for row in self.rows)
 
 
@@ -60,7 +62,7 @@ def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) 
     """Answer ``rows`` of ``source``, which are in random order.
 
     Raises:
-        BatchkitError: as ``start_run``, or a budget is used up. What is answered is kept.
+        BatchkitError: As ``start_run``, or a budget is used up. Finished answers are kept.
     """
     with scratch_folder("plan") as folder, closing(KeptEngine(folder / LOG)) as kept:
         if job.run.workers is not None:
@@ -81,8 +83,7 @@ def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) 
 
 
 def waves_of(rows: int, running: int) -> list[tuple[int, int, int]]:
-    """The first row and the one behind the last of each wave, and how many run at a time: the rows that
-    warm the engine up, those at a small window, and the others."""
+    """Return (first row, end row, concurrency) for each wave: warm-up, small window, the rest."""
     warm = max(1, rows // _WARM_UP)
     small = warm + (rows - warm) // _SMALL
     return [
@@ -93,8 +94,10 @@ def waves_of(rows: int, running: int) -> list[tuple[int, int, int]]:
 
 
 def rows_in_kv_cache(folder: Path, starts_before: int) -> int | None:
-    """How many such requests fill the KV cache, by the starts after the first ``starts_before``; None if
-    unknown."""
+    """Return how many of these requests fill the KV cache, or None if unknown.
+
+    Only starts after the first ``starts_before`` are used.
+    """
     full = [
         line.running / line.kv_cache_usage
         for line in read_metrics(folder)
@@ -104,9 +107,9 @@ def rows_in_kv_cache(folder: Path, starts_before: int) -> int | None:
 
 
 def _running(job: JobConfig, kept: KeptEngine) -> int:
-    """How many requests one engine of the job runs at once."""
+    """Return how many requests one engine of the job runs concurrently."""
     given = job.engine.options.get("max_num_seqs")
-    if kept.idle:  # with several, the one that runs the fewest
+    if kept.idle:  # with several engines, use the smallest value
         seqs = min(loaded.engine.max_num_seqs for loaded in kept.idle.values())
     else:
         usual = max_num_seqs_of(job.engine.kind) or _DEFAULT_SEQS

@@ -1,12 +1,14 @@
-"""How long an engine takes: the time of a step, fitted to the rows of a sample.
+"""A model of engine speed: the time of a step, fitted to the rows of a sample.
 
-An engine gives each running request a token a step. A step takes ``step_s``, ``sequence_s`` for each
-running request, and ``prompt_token_s`` for each token of a prompt that it reads; a row waits ``row_s``
-besides. So a row of L tokens that ran beside r others on average, while P tokens of prompts were read,
-took row_s + L·(step_s + r·sequence_s) + P·prompt_token_s. At how many running requests rows were
-sampled is seen from when each began and ended.
+An engine generates one token per step for each running request. A step takes ``step_s``, plus ``sequence_s`` for
+each
+running request, plus ``prompt_token_s`` for each prompt token it processes. A row also waits ``row_s``. So a row of
+L
+tokens that ran together with r others on average, while P prompt tokens were processed, took
+row_s + L·(step_s + r·sequence_s) + P·prompt_token_s. The number of running requests follows from the begin and end
+times of the sampled rows.
 
-A whole job's time is that of its steps (``steps_of``), and of its tokens.
+The time of a whole job is computed from its steps (``steps_of``) and its tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from numpy.typing import NDArray
 
 from batchkit.commands.trial.measurement import Answer
 
-_TOGETHER_S = 0.02  # requests that begin so soon after one another begin in one step
+_TOGETHER_S = 0.02  # requests that begin within this time begin in the same step
 _LEAST_S, _TINY = 0.001, 1e-12
 _REFITS = 3
 
 
 class Wave(NamedTuple):
-    """Rows that were answered together, at most ``window`` at a time, by a start that took ``took_s``; with
-    ``sequences`` answers to each, side by side. ``parts``: the generations of recordings."""
+    """Rows answered together, at most ``window`` at a time, by a start that took ``took_s``.
+
+    ``sequences``: answers per request. ``parts``: the generations of recordings.
+    """
 
     window: int
     rows: Sequence[Answer]
@@ -39,12 +43,12 @@ class Wave(NamedTuple):
 
     @property
     def requests(self) -> Sequence[Answer]:
-        """What the engine was asked."""
+        """The requests sent to the engine."""
         return self.rows if self.parts is None else self.parts
 
     @property
     def seconds(self) -> float:
-        """From the first request's begin to the last one's end."""
+        """The time from the first request's begin to the last request's end."""
         if not self.requests:
             return 0.0
         ended = max(request.ended for request in self.requests)
@@ -57,7 +61,7 @@ class Wave(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds; see above."""
+    """The coefficients of the model, in seconds. See the module docstring."""
 
     row_s: float
     step_s: float
@@ -67,7 +71,7 @@ class StepTime(NamedTuple):
     def seconds(
         self, steps: float, tokens: float, prompt_tokens: float, rows: float, running: float
     ) -> float:
-        """Of ``rows`` rows with so many tokens in all, ``running`` of them at a time."""
+        """Return the time of ``rows`` rows with these totals, with ``running`` rows at a time."""
         return (
             self.row_s * (rows / running + 1)
             + self.step_s * steps
@@ -77,17 +81,18 @@ class StepTime(NamedTuple):
 
 
 class Points(NamedTuple):
-    """What was measured: ``parts @ StepTime`` should be ``seconds``."""
+    """Measurements: ``parts @ StepTime`` should equal ``seconds``."""
 
     parts: NDArray[np.float64]
     seconds: NDArray[np.float64]
 
 
 def points_of(waves: Sequence[Wave]) -> Points:
-    """One point for each row of ``waves``, which never waited in the engine's queue.
+    """Return one point for each row of ``waves``. These rows never waited in the engine's queue.
 
-    How many ran beside a row is an average over its steps, and how many steps went by at what time is
-    known once the time of a step is: so it is fitted several times.
+    The concurrency of a row is an average over its steps, and the steps at a given time depend on the step time. So
+    the fit
+    is repeated several times.
     """
     points = _points(waves, StepTime(0.0, 1.0, 0.0, 0.0))
     for _ in range(_REFITS):
@@ -115,7 +120,7 @@ def _points(waves: Sequence[Wave], steps: StepTime) -> Points:
 
 
 def points_of_batches(waves: Sequence[Wave]) -> Points:
-    """One point for each wave, of an engine whose batches end before the next begins."""
+    """Return one point for each wave, for an engine whose batches end before the next begins."""
     steps = [steps_of(wave.lengths, wave.window, in_batches=True) for wave in waves]
     parts = [[0.0, n, sum(wave.lengths), 0.0] for n, wave in zip(steps, waves, strict=True)]
     seconds = np.array([max(wave.seconds, _LEAST_S) for wave in waves])
@@ -123,7 +128,7 @@ def points_of_batches(waves: Sequence[Wave]) -> Points:
 
 
 def fit(points: Points) -> StepTime:
-    """Least squares of relative errors, none of the times below 0."""
+    """Fit by least squares of relative errors, with no negative time."""
     parts = points.parts / points.seconds[:, None]
     products, aims = parts.T @ parts, parts.sum(axis=0)
     n_parts = len(aims)
@@ -142,8 +147,10 @@ def fit(points: Points) -> StepTime:
 
 
 def steps_of(lengths: Sequence[float], running: int, *, in_batches: bool = False) -> float:
-    """Steps until all answers of ``lengths`` have ended, ``running`` of them at a time: each place is
-    given to the next row when its answer ends, or, ``in_batches``, when all have ended."""
+    """Return the steps until all answers of ``lengths`` have ended, ``running`` of them at a time.
+
+    A slot is given to the next row when its answer ends or, with ``in_batches``, when all answers have ended.
+    """
     if in_batches:
         return sum(max(lengths[n : n + running]) for n in range(0, len(lengths), running))
     ends = [0.0] * min(running, len(lengths))

@@ -1,7 +1,8 @@
-"""Trials: real runs of a job with other settings, in a scratch folder, measured from what they write.
+"""Trials: real runs of a job with other settings, in a scratch folder, measured from their output files.
 
-``find-bs`` and ``bench`` measure batch sizes with ``Trials``. ``plan``, ``parity`` and the judge read the
-records of a run that they start with ``tried``.
+``find-bs``, ``bench`` and ``tune`` measure settings with ``Trials``. ``plan``, ``parity`` and the judge read the
+records of
+a run that they start with ``tried``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from batchkit.storage.metrics import read_metrics
 OK, OOM = "ok", "OOM"
 LOOK_S = 0.1
 VECTORS_LAG_S = 1.0  # records of vectors are written once a second
-_LEAST_GPU_BYTES = 64 * 2**20  # less than a CUDA context: the engine runs on the host
+_LEAST_GPU_BYTES = 64 * 2**20  # less than a CUDA context, so the engine does not use the GPU
 
 
 def tried(
@@ -61,11 +62,11 @@ def tried(
     kept: KeptEngine | None = None,
     stop: StopRequest | None = None,
 ) -> RunSummary:
-    """As ``start_run``.
+    """Run ``job`` like ``start_run``, and raise if it did not end normally.
 
     Raises:
-        BatchkitError: the run stopped, or could not begin.
-        Interrupted: a signal ended it.
+        BatchkitError: The run stopped, or could not begin.
+        Interrupted: A signal ended it.
     """
     summary = start_run(job, source, options, kept=kept, stop=stop).checked()
     if summary.exit >= 128:
@@ -75,7 +76,7 @@ def tried(
 
 @contextmanager
 def scratch_folder(kind: str) -> Iterator[Path]:
-    """A new folder, removed at the end unless the EngineError that ends the block names a file in it."""
+    """Yield a new folder and remove it at the end, unless an EngineError that names a file in it ends the block."""
     own, is_kept = OwnFolder(kind), False
     try:
         yield own.path
@@ -87,7 +88,7 @@ def scratch_folder(kind: str) -> Iterator[Path]:
 
 
 class Memory(NamedTuple):
-    """In units of 2**30 bytes, as nvidia-smi and ``run.max_host_gb`` count them."""
+    """Memory in units of 2**30 bytes, as in nvidia-smi and ``run.max_host_gb``."""
 
     gb: float
     of: Literal["gpu", "host"]
@@ -95,10 +96,14 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """``status``: ``ok``, ``OOM``, or ``error: …``; ``reason``: why an engine died. ``figures`` is None
-    unless it is ok. ``seconds``: of the whole trial, including ``load_s`` for loading the engine.
-    ``failed``: rows by kind of error. ``memory``: the peak; None if unknown. ``is_short``: its time was up before
-    the engine was full."""
+    """The result of one trial. ``status``: ``ok``, ``OOM``, or ``error: …``; ``reason``: why an engine died.
+
+    ``figures`` is None unless the status is ok. ``seconds``: the whole trial, including ``load_s`` for loading the
+    engine.
+    ``failed``: rows by kind of error. ``memory``: the peak; None if unknown. ``is_short``: time ran out before the
+    engine was
+    full.
+    """
 
     status: str
     reason: str
@@ -114,19 +119,19 @@ class Trial:
 
 @contextmanager
 def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
-    """Trials over the first ``rows`` rows of ``job``, in a folder that is removed at the end.
+    """Prepare trials over the first ``rows`` rows of ``job``, in a folder that is removed at the end.
 
-    A signal ends the ``with`` block early; ``signum`` of the trials is that signal's.
+    A signal ends the ``with`` block early; it is then in ``signum`` of the trials.
 
     Raises:
-        JobError: the job itself is invalid, has several engines, or its engine answers at once.
-        InputError: its input has no rows.
+        JobError: The job itself is invalid, has several engines, or its engine answers without delay.
+        InputError: The input has no rows.
     """
     if len(job.engine_names) > 1:
         raise JobError("[engines]: one engine is measured; try a job with the steps of one of them")
     if job.engine.kind == "dry-run" and not job.engine.options.get("latency_s"):
         raise JobError(
-            'engine.kind = "dry-run" answers at once, so there is no speed to measure: name the engine that'
+            'engine.kind = "dry-run" answers without delay, so there is no speed to measure; set the engine that'
             " will run the job (engine.options.latency_s simulates one)"
         )
     with (
@@ -142,7 +147,7 @@ def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
 
 
 class Trials:
-    """Trials of the settings of one job, one after the other, each with a new engine.
+    """Trials of the settings of one job, run one after the other, each with a new engine.
 
     ``total``: rows of the job, of which the trials use the first ``rows``.
     """
@@ -162,12 +167,14 @@ class Trials:
         self._number = 0
 
     def run(self, job: JobConfig, at_once: int, seconds: float, least: float = 0.0) -> Trial:
-        """Measure ``job``, the one that the trials are of but for its settings, which runs ``at_once``
-        requests at once: for at most ``seconds``, after as many to fill the engine, and no longer than it takes to
-        see that it answers fewer than ``least`` rows a second.
+        """Measure ``job``, the trials' job with other settings, which runs ``at_once`` requests concurrently.
+
+        The measurement takes at most ``seconds``, after as many seconds to fill the engine. It ends early once the
+        rate is
+        clearly below ``least`` rows per second.
 
         Raises:
-            JobError: the first trial finds the job invalid, or its rows can't be read.
+            JobError: The first trial finds the job invalid, or its rows can't be read.
         """
         self._number += 1
         job = _of_trial(job, self._folder / str(self._number))
@@ -209,7 +216,7 @@ class Trials:
         return Measurement(at_once, seconds, total=self.rows, first=first, least=least)
 
     def _start(self, job: JobConfig, watch: _Watch) -> None:
-        """Raises as ``tried``, but the end that ``watch`` asked for is none."""
+        """Run the job. Raises the same exceptions as ``tried``, except when ``watch`` stopped the run."""
         try:
             options = Options(command="trial", quiet=True)
             tried(job, self._source, options, kept=self._kept, stop=watch.stop)
@@ -220,12 +227,12 @@ class Trials:
             for loaded in self._kept.idle.values():
                 loaded.engine.close()
             self._kept.idle.clear()
-            if self._stop.signum is not None:  # what a signal has cut off may end as anything
+            if self._stop.signum is not None:  # a run interrupted by a signal may end in any state
                 raise Interrupted(self._stop.signum)
 
 
 def _of_trial(job: JobConfig, folder: Path) -> JobConfig:
-    """A death of the engine ends a trial; rows that fail do not."""
+    """Return the job for a trial. It ends when the engine dies, but continues when rows fail."""
     run = job.run.of_part(max_seconds=None, max_completion_tokens=None, max_host_gb=None)
     return job.model_copy(
         update={
@@ -238,11 +245,11 @@ def _of_trial(job: JobConfig, folder: Path) -> JobConfig:
 
 
 class _Watch:
-    """Reads what the run of ``job`` writes, asks it to stop once it is measured, and samples the memory of
-    this process and all that it started, if the engine holds a model.
+    """A watcher that reads the output of ``job``'s run, stops it once it is measured, and samples memory.
 
-    Threads: one of ours does all this; the trial's thread reads the results after ``close``.
-    ``StopRequest.ask`` may come from any thread.
+    Memory covers this process and all its children, if the engine holds a model. The watcher has one thread; the
+    trial's
+    thread reads the results after ``close``. ``StopRequest.ask`` may be called from any thread.
     """
 
     def __init__(self, job: JobConfig, measurement: Measurement) -> None:
@@ -251,7 +258,7 @@ class _Watch:
         self._samples_memory = holds_model(job.engine.kind)
         self.stop = StopRequest(drain_s=0)
         self.began = 0.0
-        """When its engine was loaded, in seconds since the epoch; 0 if it was not."""
+        """When the engine was loaded, in seconds since the epoch; 0 if it was not."""
         self._end_of_log = 0
         self._gpu_before = gpu_bytes() if self._samples_memory else None
         self._gpu_peak = self._host_peak = 0
@@ -283,7 +290,7 @@ class _Watch:
                 self.stop.ask(signal.SIGTERM, drain_s=0)
 
     def _read(self) -> None:
-        if not self.began:  # the first line of its metrics is written when the model is loaded
+        if not self.began:  # the run writes the first line of metrics when the model is loaded
             self.began = next((seconds_at(line.at) for line in read_metrics(self._folder)), 0.0)
         for answer, end in answers_in(self._folder / RESULTS, self._end_of_log):
             self._measurement.add(answer)
@@ -296,8 +303,10 @@ class _Watch:
 
 
 def _failure(error: EngineError | JobError) -> tuple[str, str]:
-    """The status of a trial, and the reason in one line, without the log, which is removed with the
-    trial's folder."""
+    """Return the status of a trial and the reason in one line.
+
+    The reason leaves out the log, which is removed with the trial's folder.
+    """
     match error:
         case StartFailed():
             text = error.message

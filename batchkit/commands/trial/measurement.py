@@ -1,13 +1,16 @@
-"""What is measured of a trial: rates and latencies while the engine was kept full.
+"""Measurements of a trial: rates and latencies while the engine was full.
 
-An engine that has just started answers short rows first, and one that runs out of rows is half
-empty; a job of many rows has little of either. So the measured period begins when nine in ten of the rows
-that were submitted first, as many as run at once, are answered, and ends when fewer rows than that are left.
-(If it began when merely that many rows were answered, with lengths from 6 to 96 tokens and 64 at once, the
-answers had 0.7 of the tokens a second that they have in a long run. The last of a thousand lognormal answers
-takes three to six times as long as nine in ten, whose rate is within 3 % of a long run's: simulated.) If that
-leaves too little, because there are few rows or little time, the whole trial is measured; and so it is if it
-has answered every row of the job.
+A new engine answers short rows first, and an engine that runs out of rows is half empty. A job with many rows has
+little of either. So the measured period begins when nine in ten of the first rows (the ones that fill the engine)
+have
+been answered. It ends when fewer rows are left than run concurrently. If that period is too short (few rows or
+little
+time), or if the trial has answered every row of the job, the whole trial is measured.
+
+Why nine in ten of the first rows: if the period began after as many answers of any rows, with lengths from 6 to 96
+tokens and 64 concurrent requests, the rate was 0.7 of the tokens per second of a long run. Waiting for the last of a
+thousand lognormal answers takes three to six times as long as for nine in ten, whose rate is within 3 % of a long
+run's (simulated).
 """
 
 from __future__ import annotations
@@ -29,18 +32,19 @@ from batchkit.types import Record
 
 ENOUGH_S, ENOUGH_ROWS, ENOUGH_WAVES = 5.0, 32, 4
 _LEAST_ROWS, _LEAST_STEADY_S = 4, 0.5
-_STILL_FIRST = 10  # one in so many of the first rows may still run in a full engine
+_STILL_FIRST = 10  # a full engine may still run one in ten of the first rows
 _LEAST_S_BEHIND = 1.0
-_WINDOWS, _T_90 = 10, 1.833  # Student's t of 9 degrees of freedom, two-sided 90 %
-_CLOCK_S = 0.001  # the times of records are no finer
+_WINDOWS, _T_90 = 10, 1.833  # Student's t for 9 degrees of freedom, two-sided 90 %
+_CLOCK_S = 0.001  # resolution of the times in records
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A row from its record, or one of its generations: answered, or failed with an error of the ``kind``.
+    """A row or one of its generations, answered or failed with an error of ``kind``.
 
-    ``began`` and ``ended``: seconds since the epoch, from its entry into the engine's queue on. Tokens are
-    those of all its attempts, ``last_tokens`` those of the last one's answers.
+    ``began`` and ``ended`` are seconds since the epoch; ``began`` is the entry into the engine's queue. Tokens cover
+    all
+    attempts; ``last_tokens`` are the tokens of the last attempt's answers.
     """
 
     index: int
@@ -58,8 +62,8 @@ class Answer:
 
 
 def answers_in(log: Path, offset: int = 0) -> Iterator[tuple[Answer, int]]:
-    """The rows whose records are past ``offset``, and where in ``log`` each ends. A record that is being
-    written is left out."""
+    """Yield the rows whose records start after ``offset``, and the end of each record. Incomplete records are
+    skipped."""
     for line in read_lines(log, offset):
         if line.record is not None:
             yield answer_of(line.record), line.end
@@ -79,14 +83,18 @@ def answer_of(record: Record | Generation) -> Answer:
 
 
 def seconds_at(time: str) -> float:
-    """A time of a record or of the metrics, in seconds since the epoch."""
+    """Return a time of a record or of the metrics in seconds since the epoch."""
     return datetime.fromisoformat(time).timestamp()
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one period. ``interval``: 90 % of the rate, by that of its windows (Student's t). ``is_typical``: the engine
-    was as busy as in the whole job, always full; or this was the whole job."""
+    """The numbers of one period.
+
+    ``interval``: 90 % interval of the rate, from the rates of windows (Student's t). ``is_typical``: the engine was
+    always
+    full, as in the whole job; or this was the whole job.
+    """
 
     seconds: float
     rows: int
@@ -125,11 +133,13 @@ class Figures:
 
 
 class Measurement:
-    """Of a trial while it is running: ``at_once`` rows run at once, of ``total``, for at most ``seconds``
-    with the engine full, and as long before that. ``first``: the rows that are submitted first.
+    """The measurement of a running trial, with ``at_once`` concurrent rows of ``total``.
 
-    It is over earlier once the engine was full for 5 s, and for 32 rows and 4 for each that runs at once; and
-    after a second and half as many, if the rate is below ``least`` even at the upper end of its interval.
+    It takes at most ``seconds`` with the engine full, and as long before that. ``first``: the rows submitted first.
+    It ends
+    earlier once the engine was full for 5 s and answered 32 rows and 4 per concurrent row. It also ends after one
+    second
+    and half as many rows if even the upper end of the rate's interval is below ``least``.
     """
 
     def __init__(
@@ -145,13 +155,13 @@ class Measurement:
         self._left, self._least = total, least
         self._first = set(first)
         self.full: list[Answer] = []
-        """Those that came while the engine was full, behind the one at which it became so."""
+        """Answers received while the engine was full, after the answer at which it became full."""
         self.answers: list[Answer] = []
         self.failed = Counter[str]()
         self.first_error = ""
 
     def add(self, answer: Answer) -> None:
-        """The next row that is settled."""
+        """Add the next finished row."""
         self._left -= 1
         self._first.discard(answer.index)
         if answer.kind:
@@ -172,7 +182,7 @@ class Measurement:
         return self.full[-1].ended - self.full[0].ended if self.full else 0.0
 
     def is_over(self, began: float, now: float) -> bool:
-        """True if the trial, whose engine ``began`` then, may stop ``now``."""
+        """Return whether the trial, whose engine loaded at ``began``, may stop ``now``."""
         if not self.full:
             return now >= began + self.seconds
         enough = max(ENOUGH_ROWS, ENOUGH_WAVES * self.at_once)
@@ -182,12 +192,14 @@ class Measurement:
     def _is_behind(self, enough: int) -> bool:
         n_rows, seconds = len(self.full) - 1, self.full_s
         if seconds < _LEAST_S_BEHIND or n_rows < enough / 2 or n_rows >= self._least * seconds:
-            return False  # before all rows are looked at
+            return False  # not before all rows have been seen
         return _interval([answer.ended for answer in self.full[1:]], seconds)[1] < self._least
 
     def figures(self, ended: float, *, is_sample: bool) -> Figures | None:
-        """Of a trial that ``ended`` then; None if nothing was answered. ``is_sample``: the job has other
-        rows, so that the rate of all of these is not the job's."""
+        """Return the numbers of a trial that ended at ``ended``; None if no row was answered.
+
+        ``is_sample``: the job has more rows, so the rate over all rows of the trial is not the job's rate.
+        """
         answers = self.answers
         if not answers:
             return None
@@ -202,15 +214,18 @@ class Measurement:
 def was_short(
     measurement: Measurement, figures: Figures | None, metrics: Sequence[Metrics]
 ) -> bool:
-    """Whether the time was up before the engine was full, or, if it counts tokens, before any row was answered."""
+    """Return whether time ran out before the engine was full; if no row was answered, whether it generated
+    tokens."""
     if figures is None:
         return not measurement.failed and any(_generated(line) for line in metrics)
     return measurement.has_more and not figures.is_typical
 
 
 def hung_s(measurement: Measurement, metrics: Sequence[Metrics]) -> float:
-    """For how long the engine had generated nothing when the trial ended; 0 unless that is half of its time, and
-    twice as long as any answer took."""
+    """Return for how many seconds the engine had generated nothing when the trial ended.
+
+    0 unless that is half of the trial's time and twice as long as the slowest answer.
+    """
     if not measurement.answers or not metrics or not metrics[-1].in_flight:
         return 0.0
     last = metrics[-1]
@@ -225,12 +240,11 @@ def _generated(line: Metrics) -> int:
 
 
 class Idle(NamedTuple):
-    """Shares, 0 to 1, while the engine was kept full; ``running`` is how many requests ran at once on
-    average.
+    """Shares from 0 to 1 while the engine was full. ``running`` is the average number of concurrent requests.
 
-    ``rendering``: of its places that were empty because no rendered row was ready. ``preparing``: that were
-    empty although there were rows, because these were still being tokenised or their images preprocessed.
-    ``kv_cache``: of the time in which the KV cache was full.
+    ``rendering``: share of slots empty because no rendered row was ready. ``preparing``: share of slots empty while
+    rows
+    were being tokenised or their images preprocessed. ``kv_cache``: share of time with a full KV cache.
     """
 
     rendering: float
@@ -241,14 +255,14 @@ class Idle(NamedTuple):
 
 
 def idle_of(measurement: Measurement, metrics: Sequence[Metrics]) -> Idle | None:
-    """What kept places of the engine empty; None if it was full for too short a time to judge."""
+    """Return why slots of the engine were empty; None if it was full for too short a time to judge."""
     full, places = measurement.full, measurement.at_once
     if measurement.full_s < _LEAST_STEADY_S:
         return None
     lines = [line for line in metrics if full[0].ended <= seconds_at(line.at) <= full[-1].ended]
     if not lines:
         return None
-    # By Little's law, in its queue or running; the others in flight are being prepared for that.
+    # By Little's law: requests queued or running. The other requests in flight are still being prepared.
     held = sum(answer.latency_s for answer in full[1:]) / measurement.full_s
     preparing = sum(line.in_flight for line in lines) / len(lines) - held
     empty = max(0.0, places - held)
@@ -263,7 +277,7 @@ def idle_of(measurement: Measurement, metrics: Sequence[Metrics]) -> Idle | None
 
 
 def _interval(ended: Sequence[float], seconds: float) -> tuple[float, float]:
-    """Of the rate at which rows ``ended``; as wide as can be if there are too few windows."""
+    """Return the interval of the rate at which rows ``ended``. It is unbounded if there are too few windows."""
     rate, last = len(ended) / seconds, max(ended)
     counts = Counter(min(_WINDOWS - 1, int((last - end) / seconds * _WINDOWS)) for end in ended)
     rates = [counts[n] * _WINDOWS / seconds for n in range(_WINDOWS)]
@@ -272,5 +286,5 @@ def _interval(ended: Sequence[float], seconds: float) -> tuple[float, float]:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    """By nearest rank."""
+    """Return the percentile by nearest rank."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

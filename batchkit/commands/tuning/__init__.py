@@ -1,5 +1,6 @@
-"""``find-bs`` and ``bench``: find the batch size that serves a job best, with its own rows.
+"""The ``find-bs``, ``bench`` and ``tune`` commands: find the fastest settings for a job, using its rows.
 
-Both measure sizes with trials (``commands/trial/``): ``find.py`` searches, ``table.py`` repeats. Neither
-leaves files behind.
+All measure with trials (``commands/trial/``). ``find.py`` searches for a batch size, ``table.py`` repeats given
+sizes,
+and ``tune.py`` searches engine options.
 """

@@ -1,4 +1,4 @@
-"""``batchkit find-bs``: the largest batch size that fits, and the one with the best throughput."""
+"""The ``find-bs`` command: finds the largest batch size that fits and the one with the best throughput."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 
 LEAST_GAIN = 0.03
-_MOSTLY = 0.2  # an engine of which a larger share waits is waiting too long
-_LEAST_GROWTH = 1.5  # of the batch, for two trials to show what a larger one gains
+_MOSTLY = 0.2  # share of idle engine slots above which waiting counts as the bottleneck
+_LEAST_GROWTH = 1.5  # minimum ratio of two batch sizes to estimate the gain of a larger one
 
 
 class Bottleneck(NamedTuple):
-    """``reason`` is one sentence with the figures."""
+    """The resource that limits throughput. ``reason`` is one sentence with the numbers."""
 
     resource: Literal["rendering", "preprocessing", "kv-cache", "decode", "prefill", "unknown"]
     reason: str
@@ -37,8 +37,10 @@ class Bottleneck(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result so far. ``rows``: of the whole job. ``high``: the largest size that could be
-    tried. ``written``: the job file that has the best size now."""
+    """The result so far. ``rows``: rows of the whole job. ``high``: the largest size that could be tried.
+
+    ``written``: the job file that received the best size.
+    """
 
     table: SizeTable
     rows: int
@@ -49,7 +51,7 @@ class SearchResult:
 
     @property
     def estimate_s(self) -> float | None:
-        """The whole job at the best size, including the engine's load."""
+        """Return the seconds for the whole job at the best size, including the engine's load time."""
         best = self.table.best
         if best is None:
             return None
@@ -118,13 +120,14 @@ def find_batch_size(
     write_to: Path | None = None,
     say: Say = lambda text: None,
 ) -> SearchResult:
-    """Search from ``low`` to ``high``. At most ``rows`` rows and ``seconds`` s of answers a trial.
+    """Search from ``low`` to ``high`` with at most ``rows`` rows and ``seconds`` s of answers per trial.
 
-    A signal ends the search with the results so far. The best size is written only to the job file
-    ``write_to``, and only if the search was not ended early.
+    A signal ends the search with the results so far. The best size is written only to the job file ``write_to``, and
+    only
+    if the search was complete.
 
     Raises:
-        JobError: the job itself is invalid, its input has no rows, or it can't be written.
+        JobError: The job itself is invalid, its input has no rows, or the job file can't be written.
     """
     if low > high:
         raise JobError(f"--low {low} is over --high {high}")
@@ -150,11 +153,12 @@ def find_batch_size(
 
 
 def search(low: int, high: int, try_size: Callable[[int], Figures | None]) -> bool:
-    """Try sizes from ``low`` by doubling, then by halving the gap between what fits and what does not.
+    """Try sizes from ``low`` by doubling, then halve the gap between the largest that fits and the smallest that
+    does not.
 
-    ``try_size`` returns None if a size does not fit. No size is tried twice. Returns True if it stopped
-    because a doubling gained less than 3 %: then larger sizes may fit, too. Else the largest size up to
-    ``high`` that fits was tried, if any does and a size fits whenever a larger one does.
+    ``try_size`` returns None if a size does not fit. No size is tried twice. Return True if a doubling gained less
+    than 3 %:
+    larger sizes may fit too. Otherwise the largest size up to ``high`` that fits was tried, if any fits.
     """
     fits, size, best = 0, low, 0.0
     while (found := try_size(size)) is not None:
@@ -174,7 +178,7 @@ def search(low: int, high: int, try_size: Callable[[int], Figures | None]) -> bo
 
 
 def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bottleneck:
-    """The bottleneck at the ``best`` size; ``lines`` are all sizes tried."""
+    """Return the bottleneck at the ``best`` size. ``lines`` are all sizes tried."""
     if best["waits"] is None and not best["typical"]:
         return Bottleneck("unknown", "the engine was not full for long enough to show it")
     waits = best["waits"] or dict.fromkeys(("rendering", "preparing", "kv_cache"), 0.0)
@@ -182,14 +186,14 @@ def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bo
         what = "images are opened and prompts rendered" if with_images else "prompts are rendered"
         return Bottleneck(
             "rendering",
-            f"{waits['rendering']:.0%} of the engine's places were empty because no row was ready: {what} too"
+            f"{waits['rendering']:.0%} of the engine's slots were empty because no row was ready: {what} too"
             " slowly",
         )
     if waits["preparing"] > _MOSTLY:
         what = "tokenised, and images preprocessed," if with_images else "tokenised"
         return Bottleneck(
             "preprocessing",
-            f"{waits['preparing']:.0%} of the engine's places were empty although rows were waiting: prompts are"
+            f"{waits['preparing']:.0%} of the engine's slots were empty although rows were waiting: prompts are"
             f" {what} there on one thread, too slowly",
         )
     if waits["kv_cache"] > _MOSTLY:
@@ -204,9 +208,14 @@ def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bo
 
 
 def _compute(lines: Sequence[Line], best: Line) -> Bottleneck:
-    """A row's time is ``a + b / batch``: ``b`` is for steps, which the rows of a batch share, and
-    ``a`` is for its tokens, at any batch size. The share of ``b`` shows whether steps dominate.
-    Pooling tasks have no output tokens: all their steps are prefill."""
+    """Return whether steps, prompts or answers take most of the compute time.
+
+    A row's time is ``a + b / batch``: ``b`` is for steps, which the rows of a batch share, and ``a`` is for its
+    tokens at
+    any batch size. The share of ``b`` shows whether steps dominate. Pooling tasks have no output tokens: all their
+    steps are
+    prefill.
+    """
     prompt, output = best["prompt_tokens_per_s"], best["completion_tokens_per_s"]
     if not prompt or output is None:
         return Bottleneck("unknown", "the engine did not count its tokens")
@@ -224,7 +233,8 @@ def _compute(lines: Sequence[Line], best: Line) -> Bottleneck:
 
 
 def _shared_by_batch(lines: Sequence[Line], best: Line) -> float:
-    """Compares ``best`` with the largest clearly smaller size; 0 if there is none."""
+    """Return the share of step time, from ``best`` and the largest clearly smaller size; 0 if there is no such
+    size."""
     size, best_s = best["batch_size"], 1 / best["rows_per_s"]
     smaller = [
         line for line in lines if line["rows_per_s"] and size >= _LEAST_GROWTH * line["batch_size"]

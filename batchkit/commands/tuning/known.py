@@ -1,4 +1,4 @@
-"""What trials of ``tune`` have shown, in files beside the run folder: ``<name>.tune.jsonl``, and a picture."""
+"""Results of ``tune`` trials, kept next to the run folder: ``<name>.tune.jsonl`` and a chart."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One trial, as ``tune.jsonl`` and JSON have it. ``options``: of the engine, besides the job's own; none of the
-    default. ``low`` to ``high``: 90 % of ``rows_per_s``, by windows of the measured time; None unless it is ok.
-    ``waits_for``: the resource that it waited for, and ``limit`` the same in words with figures; ``running``: how many
-    requests ran at once in each engine, on average; ``is_short``: its time was up before the engine was full, so that
-    its rate is that of short answers."""
+    """One trial, as in ``tune.jsonl`` and the JSON output.
+
+    ``options``: engine options added to the job's; empty for the default. ``low`` to ``high``: 90 % interval of
+    ``rows_per_s`` over windows of the measured time; None if the trial failed. ``waits_for``: the bottleneck
+    resource;
+    ``limit``: the same in words with numbers. ``running``: average concurrent requests per engine. ``is_short``:
+    time ran out
+    before the engine was full, so the rate covers only short answers.
+    """
 
     options: dict[str, Any]
     status: str
@@ -46,8 +50,11 @@ class Tried:
 
 
 class Known:
-    """Of the same job, packages and GPUs. ``gain``: the options that were faster than the default in the last
-    comparison, and how many times as fast; none if the default stays."""
+    """Results of earlier trials of the same job, packages and GPUs.
+
+    ``gain``: the options that beat the default in the last comparison, and the speedup; empty options if the default
+    stays.
+    """
 
     def __init__(self, job: JobConfig) -> None:
         self._path = _path(job)
@@ -55,13 +62,13 @@ class Known:
         self.gain: tuple[dict[str, Any], float] | None = None
         self._known = dict[str, Tried]()
         text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        is_cut_off = text and not text.endswith("\n")  # by a kill
+        is_cut_off = text and not text.endswith("\n")  # the process was killed while writing
         self._end = b"\n" if is_cut_off else b""
         for found in self._lines(text):
             if "ratio" in found:
                 self.gain = (found["options"], found["ratio"]) if found["options"] else None
             elif not found["is_short"]:
-                # The first of each: the search then goes the same way again.
+                # Keep the first result of each, so that a repeated search takes the same path.
                 self._known.setdefault(words(found["options"]), Tried(**found))
 
     def of(self, options: Options) -> Tried | None:
@@ -82,14 +89,14 @@ class Known:
 
     def _lines(self, text: str) -> Iterator[dict[str, Any]]:
         for line in text.splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # cut off
+            with suppress(ValueError, KeyError, TypeError):  # a truncated line
                 found = json.loads(line)
                 if found.pop("of") == self._of:
                     yield found
 
 
 def advised(job: JobConfig) -> str | None:
-    """What a start is told of options that ``tune`` found for ``job``, which does not have them."""
+    """Return advice to use options that ``tune`` found for ``job``, or None."""
     if not _path(job).exists() or (gain := Known(job).gain) is None:
         return None
     options, ratio = gain
@@ -97,7 +104,7 @@ def advised(job: JobConfig) -> str | None:
 
 
 def words(options: Options) -> str:
-    """For example ``max_num_seqs = 64``; ``default`` if there are none."""
+    """Return options as text, for example ``max_num_seqs = 64``, or ``default`` for none."""
     named = (f"{name} = {json.dumps(options[name])}" for name in sorted(options))
     return ", ".join(named) or "default"
 
@@ -106,15 +113,16 @@ def _path(job: JobConfig) -> Path:
     return job.folder.with_name(f"{job.name}.tune.jsonl")
 
 
-_WIDTH, _LEFT, _LINE = 960, 480, 26  # in the picture's own units
+_WIDTH, _LEFT, _LINE = 960, 480, 26  # in units of the SVG
 _LONGEST = 72  # characters of a label
 
 
 def draw(job: JobConfig, trials: Sequence[Tried], best: Mapping[str, Any]) -> Path:
-    """One line for each trial, in their order: its rate as a dot, the interval as a bar, and ``best`` in full colour.
+    """Draw one line per trial in order: a dot for the rate and a bar for its interval. ``best`` is in full
+    colour.
 
     Raises:
-        StoreError: it can't be written.
+        StoreError: The file can't be written.
     """
     path = job.folder.with_name(f"{job.name}.tune.html")
     most = max((tried.high or tried.rows_per_s or 0.0 for tried in trials), default=0.0) or 1.0

@@ -1,6 +1,6 @@
-"""Options that trials set, those that ``tune`` may try, and how the best ones are set in the job file.
+"""The options that trials set, the options that ``tune`` may try, and the editing of the job file.
 
-A name without a dot is an option of the engine (``engine.options``), any other one is a key of the job file.
+A name without a dot is an engine option (``engine.options``). A name with a dot is a key of the job file.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ KEY = f"{_TABLE}.{SIZE}"
 
 
 def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
-    """The job with these options besides its own, and without workers unless they are among them.
+    """Return the job with these options added, and without workers unless ``options`` set them.
 
-    The engine is kept from continuing at a smaller size when memory runs out: the trial is of
-    this size.
+    The engine must not shrink its batch when memory runs out, because the trial measures this size.
     """
     of_run = {"workers": None} | {
         name.partition(".")[2]: value for name, value in options.items() if "." in name
@@ -45,15 +44,15 @@ def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
 
 
 def most_of(job: JobConfig, rows: int) -> tuple[int, str]:
-    """The largest size that a trial with ``rows`` rows can fill, and why."""
+    """Return the largest size that a trial with ``rows`` rows can fill, and the reason."""
     window = job.run.max_in_flight
     if window != "auto" and window < rows:
-        return window, f"run.max_in_flight = {window} hands the engine no more (leave it out)"
+        return window, f"run.max_in_flight = {window} limits the requests in the engine (remove it)"
     return rows, f"there are {rows:,} rows"
 
 
 def patch(options: Mapping[str, Any]) -> str:
-    """The lines of TOML that set them."""
+    """Return the lines of TOML that set the options."""
     tables = dict[str, dict[str, Any]]()
     for name, value in options.items():
         table, _, key = _key(name).rpartition(".")
@@ -66,17 +65,17 @@ def _key(name: str) -> str:
 
 
 def check_patch(path: Path) -> None:
-    """Like ``write_patch``, but only checks that it would work, because trials take long."""
+    """Check that ``write_patch`` would work, before the trials, which take long."""
     _edited(path, {SIZE: 1})
     if not os.access(path.resolve().parent, os.W_OK):
-        raise JobError(f"{path}: can't be changed: no leave to write in its folder")
+        raise JobError(f"{path}: can't be changed: no permission to write in its folder")
 
 
 def write_patch(path: Path, options: Mapping[str, Any]) -> None:
-    """Set the options in the job file at ``path``, in one step; the rest is left unchanged.
+    """Set the options in the job file at ``path``, atomically. The rest is unchanged.
 
     Raises:
-        JobError: it can't be read, written, or changed in these keys alone.
+        JobError: The file can't be read or written, or these keys can't be changed alone.
     """
     changed = _edited(path, options)
     path = path.resolve()  # keep a symbolic link
@@ -128,7 +127,7 @@ _ONLY_FOR: Mapping[str, str] = {
     "max_cudagraph_capture_size": "decode",
     "long_prefill_token_threshold": "prefill",
 }
-"""Options that are tried only while this is what the fastest options so far wait for."""
+"""Options that are tried only if they help against the bottleneck of the fastest options so far."""
 _OF_RUN = ("render_threads", "look_ahead")
 _GPUS = ("run.workers", "tensor_parallel_size")
 _FIRST_FOR: Mapping[str, str] = {
@@ -142,9 +141,13 @@ _FIRST_FOR: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An option of the search: a number to ``walk`` from, the value in force, or ``others``, each a set of options
-    that is tried as a whole, None for the job's own. ``helps``: against what, as ``Bottleneck.resource`` has it; ``is_only``: against nothing
-    else."""
+    """An option to search: a number to ``walk`` from (its current value), or ``others``, sets of options to try
+    as a whole.
+
+    A None in a set resets the option to the job's value. ``helps``: the bottleneck it addresses
+    (``Bottleneck.resource``).
+    ``is_only``: it addresses no other bottleneck.
+    """
 
     name: str
     walk: int | None = None
@@ -154,20 +157,22 @@ class Choice:
 
     @property
     def is_first(self) -> bool:
-        """Whether more requests at once would hide what it gains."""
+        """Return whether more concurrent requests would hide its gain, so it must be tried first."""
         return self.is_only and self.helps in ("rendering", "preprocessing", "kv-cache")
 
 
 def choices(job: JobConfig, options: Mapping[str, Any]) -> list[Choice]:
-    """Of the engine's ``options`` and of ours."""
+    """Return the options to try: the engine's ``options`` and batchkit's options."""
     found = (_choice(name, value) for name, value in options.items())
     ours = (_choice(f"run.{name}", getattr(job.run, name)) for name in _OF_RUN)
     return [*_of_gpus(job), *found, *ours]
 
 
 def next_of(left: list[Choice], waits_for: str) -> Choice | None:
-    """Take out the one that is worth trying next, while the fastest options wait for ``waits_for``: how the GPUs are
-    used, which decides how many requests fit, then how many run at once, then the rest."""
+    """Remove and return the next option to try, given the bottleneck ``waits_for`` of the fastest options.
+
+    The order is: use of the GPUs (which decides how many requests fit), concurrency, then the rest.
+    """
     may = [choice for choice in left if not choice.is_only or choice.helps == waits_for]
     if not may:
         return None
@@ -189,7 +194,7 @@ def _choice(name: str, value: Any) -> Choice:
 
 
 def _of_gpus(job: JobConfig) -> Iterator[Choice]:
-    """One engine on each GPU, or on each group of 2, 4, … that holds the model together."""
+    """Yield ways to use the GPUs: one engine per GPU, or per group of 2, 4, … GPUs that share the model."""
     n_gpus = visible_gpus() if job.engine.kind == "vllm" else 0
     across = job.engine.options.get("tensor_parallel_size", 1)
     across *= job.engine.options.get("pipeline_parallel_size", 1)

@@ -17,7 +17,7 @@ from batchkit.errors import JobError
 from batchkit.scoring.metrics import markdown
 
 Line = dict[str, Any]
-"""One batch size, as JSON has it (``line_of``)."""
+"""The JSON of one batch size (see ``line_of``)."""
 _HEADS = (
     *("batch size", "status", "time", "rows/s", "spread", "prompt tok/s", "output tok/s"),
     *("p50 ms", "p99 ms", "peak memory"),
@@ -26,9 +26,12 @@ _RATES = ("rows_per_s", "prompt_tokens_per_s", "completion_tokens_per_s", "p50_m
 
 
 def line_of(batch_size: int, trials: Sequence[Trial]) -> Line:
-    """The medians of ``trials``, or None if one of them has failed. ``spread``: half the difference
-    between slowest and fastest round, as a share of the median. ``typical``: the engine was as busy as
-    in the whole job. ``reason``: why an engine died."""
+    """Return the medians of ``trials``; numbers are None if one of them failed.
+
+    ``spread``: half the difference between the slowest and the fastest round, as a share of the median. ``typical``:
+    the
+    engine was as busy as in the whole job. ``reason``: why an engine died.
+    """
     status = next((trial.status for trial in trials if trial.status != OK), OK)
     rounds = [t.figures for t in trials if t.figures is not None and status == OK]
     rates = [found.rows_per_s for found in rounds]
@@ -72,7 +75,7 @@ def _spread(rates: Sequence[float]) -> float:
 
 
 def in_words(line: Line) -> str:
-    """In one line of text."""
+    """Return the result as one line of text."""
     found = line["status"]
     if found == OOM:
         found = f"{OOM}: {line['reason']}"
@@ -83,7 +86,7 @@ def in_words(line: Line) -> str:
 
 
 def _cells(line: Line) -> list[str]:
-    """The status without its reason, which is shown below the table: the column is narrow."""
+    """Return the table's cells. The column for the status is narrow, so its reason is shown below the table."""
     memory, spread = line["memory_gb"], line["spread"]
     return [
         f"{line['batch_size']:,}",
@@ -97,8 +100,7 @@ def _cells(line: Line) -> list[str]:
 
 
 class SizeTable:
-    """The batch sizes of ``job`` that were tried so far. ``signum``: of the signal that ended the trials early, if
-    any."""
+    """The batch sizes of ``job`` tried so far. ``signum``: the signal that ended the trials early, if any."""
 
     def __init__(self, job: JobConfig, say: Say) -> None:
         self._job, self._say = job, say
@@ -107,10 +109,10 @@ class SizeTable:
         say(f"{KEY}: how many requests the engine runs at once")
 
     def run(self, trials: Trials, size: int, seconds: float) -> Trial:
-        """Try ``size`` once more.
+        """Run one more trial of ``size``.
 
         Raises:
-            JobError: the first trial finds the job invalid, or its rows can't be read.
+            JobError: The first trial finds the job invalid, or its rows can't be read.
         """
         self._say(f"batch size {size:,}: starting an engine")
         trial = trials.run(with_options(self._job, {SIZE: size}), size, seconds)
@@ -120,17 +122,17 @@ class SizeTable:
 
     @property
     def lines(self) -> Sequence[Line]:
-        """One for each size, the smallest first."""
+        """One line for each size, the smallest first."""
         return [line_of(size, self.trials[size]) for size in sorted(self.trials)]
 
     @property
     def ok(self) -> Sequence[Line]:
-        """The sizes that fitted."""
+        """The sizes that fit."""
         return [line for line in self.lines if line["status"] == OK]
 
     @property
     def best(self) -> Line | None:
-        """The size that answered most rows a second."""
+        """The size with the most rows per second."""
         return max(self.ok, key=lambda line: line["rows_per_s"], default=None)
 
     @property
@@ -161,18 +163,18 @@ class SizeTable:
         }
 
 
-FEW_ROUNDS = 3  # with fewer, the spread means little
+FEW_ROUNDS = 3  # with fewer rounds, the spread means little
 
 
 def sizes_in(text: str) -> list[int]:
-    """``1,4,8`` as numbers, without duplicates.
+    """Return the numbers in ``1,4,8``, without duplicates.
 
     Raises:
-        JobError: it is not a list of whole numbers from 1 on.
+        JobError: The text is not a list of positive integers.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise JobError(f"--batch-sizes {text}: write whole numbers from 1 on, as in 1,4,8")
+        raise JobError(f"--batch-sizes {text}: expected positive integers such as 1,4,8")
     return list(dict.fromkeys(map(int, parts)))
 
 
@@ -187,11 +189,12 @@ def bench(
 ) -> SizeTable:
     """Measure each of ``batch_sizes`` for ``rounds`` rounds of at most ``seconds`` s.
 
-    Each round has its own engine, and the sizes take turns, so that a disturbance of the machine
-    affects all of them. A size that failed is not tried again.
+    Each round starts a new engine, and the sizes take turns, so that a disturbance of the machine affects all of
+    them. A
+    size that failed is not tried again.
 
     Raises:
-        JobError: the job itself is invalid, or its input has no rows.
+        JobError: The job itself is invalid, or its input has no rows.
     """
     table = SizeTable(job, say)
     if rounds < FEW_ROUNDS:

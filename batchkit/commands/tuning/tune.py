@@ -1,4 +1,4 @@
-"""``batchkit tune``: the options of the engine with which a job is fastest on this machine."""
+"""The ``tune`` command: finds the engine options with which a job runs fastest on this machine."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ from batchkit.scoring.metrics import markdown
 _FACTORS, _FINE = (4.0, 2.0), 1.4
 _BUDGET = "max_num_batched_tokens"
 _MOST_TRIALS = 15  # before the comparison
-_LEAST_OF_FLIP = 0.015  # it costs one trial; LEAST_GAIN is a step's, which others follow
-_ROUNDS = 3  # of default and best, in turn
+_LEAST_OF_FLIP = (
+    0.015  # lower than LEAST_GAIN: a flip costs one trial, while a step leads to more steps
+)
+_ROUNDS = 3  # rounds of default and best, in turn
 _ROWS_OF_PARITY = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The best options against the default, measured in turn: how many times as fast, in the median round, in the
-    slowest and in the fastest."""
+    """The speedup of the best options over the default, measured in turn: median, slowest and fastest round."""
 
     ratio: float
     low: float
@@ -53,9 +54,14 @@ class Comparison:
 
 @dataclass(slots=True)
 class Tuned:
-    """What was found. ``gained``: the rate without one of the best options, as a share of that with all of them.
-    ``differ``: the share of rows that the best options answer
-    otherwise; None if they can't. ``written``: the job file that has the best options now."""
+    """The result of the search.
+
+    ``gained``: the rate without one of the best options, as a share of the rate with all. ``differ``: the share of
+    rows
+    whose answers the best options change; None if they can't change answers. ``written``: the job file that received
+    the
+    best options.
+    """
 
     job: JobConfig
     trials: list[Tried] = field(default_factory=list)
@@ -69,12 +75,12 @@ class Tuned:
 
     @property
     def limit(self) -> str:
-        """What the default waits for, in words."""
+        """The bottleneck of the default, in words."""
         return next((tried.limit for tried in self.trials if not tried.options), "")
 
     @property
     def is_gain(self) -> bool:
-        """Whether the best options were faster in every round."""
+        """Return whether the best options were faster in every round."""
         return self.compared is not None and self.compared.low > 1
 
     @property
@@ -115,7 +121,7 @@ class Tuned:
         if self.picture is not None:
             yield f"drawn: {self.picture}"
         if self.compared is None:
-            yield "nothing that was tried is clearly faster than the default"
+            yield "no tried option is clearly faster than the default"
             return
         found = self.compared
         times = f"{found.ratio:.2f} × the default ({found.low:.2f} to {found.high:.2f} in {_ROUNDS} rounds, in turn)"
@@ -156,15 +162,18 @@ def tune(
     write_to: Path | None = None,
     say: Say = lambda text: None,
 ) -> Tuned:
-    """Search for about ``minutes``; each trial has an engine of its own and at most ``seconds`` s of answers. All
-    trials are written to ``<name>.tune.jsonl`` beside the run folder, and the next call does not make them again.
+    """Search for about ``minutes``. Each trial starts a new engine and measures at most ``seconds`` s of answers.
 
-    ``allow_changes``: try options that change answers, too, and count the answers that the best ones change.
-    A signal ends the search with what is known. The best options are written only to ``write_to``, and only if
-    they were faster than the default in each of three rounds, in which both were measured in turn.
+    Trials are stored in ``<name>.tune.jsonl`` next to the run folder, and the next call reuses them.
+    ``allow_changes``: also
+    try options that change answers, and count the changed answers. A signal ends the search with the results so far.
+    The
+    best options are written only to ``write_to``, and only if they beat the default in each of three rounds in which
+    both
+    were measured in turn.
 
     Raises:
-        JobError: the job itself is invalid, its input has no rows, or it can't be written.
+        JobError: The job itself is invalid, its input has no rows, or the job file can't be written.
     """
     if allow_changes and (job.task != "generate" or job.has_several):
         raise JobError(
@@ -190,9 +199,12 @@ def tune(
 
 
 class _Search:
-    """One option after another, from the fastest options so far: a number multiplied or divided as long as that
-    gains, other values tried. An option that would help against something else than what the fastest options wait
-    for is left out."""
+    """A greedy search that changes one option at a time, starting from the fastest options so far.
+
+    A number is multiplied or divided as long as that gains; other values are tried. Options that address another
+    bottleneck
+    than the current one are skipped.
+    """
 
     def __init__(
         self,
@@ -234,9 +246,13 @@ class _Search:
         return self._tried[words(self._found.best)]
 
     def _walks(self, name: str, value: int, most: int | None) -> None:
-        """In large steps, then in small ones: the first small ones of a long way may gain too little to be seen. Where
-        the KV cache is full, as many requests as it held are tried first, and never more; where prompts take the time, no
-        fewer tokens a step."""
+        """Change a number in large steps, then in small ones: a small step far from the optimum may gain too
+        little to notice.
+
+        If the KV cache is full, first try as many requests as it held, and never more. If prompts take the time,
+        never reduce
+        the tokens per step.
+        """
         if name == SIZE and self._best.waits_for == "kv-cache" and (held := self._best.running):
             self._takes({name: held})
             self._walk(name, self._found.best.get(name, value), 1 / 2, None)
@@ -250,8 +266,10 @@ class _Search:
     def _walk(
         self, name: str, value: int, factor: float, most: int | None, against: str = ""
     ) -> bool:
-        """Whether a first step of ``factor`` gained; then it has taken all steps that did, as long as the fastest
-        options wait for what it helps ``against``."""
+        """Multiply the number by ``factor`` as long as that gains and the bottleneck stays ``against``.
+
+        Return whether the first step gained.
+        """
         steps = 0
         while (after := int(value * factor)) >= 1 and (most is None or after <= most):
             if against not in ("", self._best.waits_for) or not self._takes({name: after}):
@@ -260,34 +278,36 @@ class _Search:
         return steps > 0
 
     def _takes(self, change: Options, least: float = LEAST_GAIN) -> bool:
-        """Try the best options with ``change``; they are the best from now on if they gain more than ``least``."""
+        """Try the best options with ``change``. If they gain more than ``least``, they become the best."""
         if not self._is_time():
             return False
         options = {n: v for n, v in {**self._found.best, **change}.items() if v is not None}
         gain = self._try(options) / self._try(self._found.best) - 1
         if gain > least:
             self._found.best = options
-        elif gain > 0:  # several of these may be a gain together
+        elif gain > 0:  # several small gains may add up
             self._small |= change
         return gain > least
 
     def _is_time(self) -> bool:
-        """Whether a trial can be followed by the rounds that compare it, as long as trials took so far."""
+        """Return whether there is time for another trial and the final comparison, judged by earlier trials."""
         if len(self._tried) >= _MOST_TRIALS:
             return False
         took = statistics.mean([tried.seconds for tried in self._found.trials] or [self._seconds])
         return time.monotonic() + took * (1 + 2 * _ROUNDS) < self._until
 
     def _try(self, options: Options) -> float:
-        """Its rate, in rows a second, 0 if it failed; measured once. One that is clearly slower than the best so far
-        is measured only until that shows."""
+        """Return the rate in rows per second, or 0 if the trial failed. Known options are not measured again.
+
+        The measurement stops early once it is clearly slower than the best.
+        """
         key = words(options)
         if key not in self._tried:
             best = self._tried.get(words(self._found.best))
             least = (best.rows_per_s or 0.0) if best is not None else 0.0
             tried = self._known.of(options) or self._measured(options, least)
             while tried.is_short and self._is_time():
-                self._seconds *= 2  # of all later ones, too: they are compared
+                self._seconds *= 2  # also for later trials, because they are compared
                 self._say(f"the engine could not be filled: trials of {self._seconds:g} s now")
                 tried = self._measured(options, least)
             if tried not in self._found.trials:
@@ -307,7 +327,7 @@ class _Search:
         return tried
 
     def _compare(self) -> None:
-        """Default and best in turn, then the best without each of its options."""
+        """Measure default and best in turn, then the best without each of its options."""
         best, ratios, rates = self._found.best, list[float](), list[float]()
         for _ in range(_ROUNDS):
             pair = [self._measured(options) for options in ({}, best)]

@@ -1,4 +1,4 @@
-"""``batchkit view``: runs on a web page, live."""
+"""The ``view`` command: shows runs on a live web page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
 
-PORT = 8484  # if it is taken and no other was asked for, any free one
+PORT = 8484  # if it is taken and --port is not set, any free port
 _OUTPUT = Path("output")
 
 
@@ -33,11 +33,14 @@ def view(
     media: Sequence[Path] = (),
     ready: Callable[[str], None],
 ) -> None:
-    """Serve the page of a run (a folder or a job file), or of the runs below a folder; by default
-    ``output``. ``media``: folders of which inputs and images may be read (``Reach``). ``ready`` gets its address. Returns when the process is told to stop.
+    """Serve the page of a run (a folder or a job file), or of the runs below a folder (default ``output``).
+
+    ``media``: folders whose inputs and images may be read (``Reach``). ``ready`` receives the address. Returns when
+    a signal
+    stops the process.
 
     Raises:
-        JobError: there is nothing to show, the port is taken, or a package is missing.
+        JobError: There is nothing to show, the port is taken, or a package is missing.
     """
     require(["starlette", "uvicorn"], user="batchkit view", extra="view")
     from batchkit.commands.view.server import make_app
@@ -51,7 +54,7 @@ def view(
             webbrowser.open(address)
         try:
             server.run(sockets=[listening])
-        except (Interrupted, KeyboardInterrupt):  # this is how it ends
+        except (Interrupted, KeyboardInterrupt):  # the normal way for the server to end
             return
 
 
@@ -60,16 +63,17 @@ def _runs(target: str | None, media: tuple[Path, ...]) -> Runs:
     if not folder.is_dir():
         if target is None:
             raise JobError(f"{folder}/: no such folder; name a folder with runs, or a run")
-        folder = find_run(target)  # a job file
+        folder = find_run(target)  # target is a job file
     return Runs(folder.resolve(), is_run(folder), media)
 
 
 def quiet_server(
     app: ASGIApp, *, ends_in_s: int, head_timeout_s: float = 10.0, **options: Any
 ) -> uvicorn.Server:
-    """Return a server that logs nothing. When it is stopped, running answers may take ``ends_in_s`` to finish.
+    """Return a server that logs nothing. When it stops, running responses may take ``ends_in_s`` seconds to
+    finish.
 
-    Request heads are bounded in size and number of headers, and have to arrive within ``head_timeout_s``.
+    Request heads are limited in size and number of headers, and must arrive within ``head_timeout_s``.
     """
     import uvicorn
 
@@ -94,7 +98,7 @@ def quiet_server(
 
 
 def bound(host: str, port: int | None) -> socket.socket:
-    """Raises JobError if it can't listen there."""
+    """Return a listening socket. Raise JobError if the address can't be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if port is None:
         with suppress(OSError):

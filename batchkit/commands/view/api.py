@@ -1,4 +1,4 @@
-"""What ``/api/`` answers; ``server.py`` says what each address means."""
+"""The responses below ``/api/``; ``server.py`` documents each address."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ from batchkit.storage.metrics import read_metrics
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.score_store import SCORES
 
-_GROW_S = 0.5  # a request lets the index grow so long
+_GROW_S = 0.5  # maximum time that a request extends the index
 
 Asked = TypeVar("Asked", bound=BaseModel)
 
 
 class Mean(NamedTuple):
-    """The mean ``score`` of a run, None if it has none. ``stamps``: of what it was computed from."""
+    """The mean ``score`` of a run, or None if it has none. ``stamps`` identify the files it was computed from."""
 
     stamps: tuple[Any, ...]
     score: dict[str, Any] | None
 
 
 class Api:
-    """The handlers. Starlette calls them in threads."""
+    """The request handlers. Starlette calls them in threads."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._indexes: dict[Path, Index] = {}
-        self._lock = Lock()  # who looks for an index: requests, in several threads
-        self._tables = lru_cache(RUNS_KEPT)(table_of_index)  # of all rows, which takes time
+        self._lock = Lock()  # guards the table of indexes against concurrent requests
+        self._tables = lru_cache(RUNS_KEPT)(
+            table_of_index
+        )  # computed from all rows, which takes time
         self._pairs = lru_cache(1)(pairs_of)
         self._means: dict[Path, Mean] = {}
 
@@ -153,7 +155,7 @@ class Api:
             ) from None
 
     def _entries(self, request: Request) -> tuple[Index, Table]:
-        """Those of one row, the newest last."""
+        """Return the entries of one row, the newest last."""
         row = request.path_params["row"]
         index, snapshot = self._grown(self._folder(request))
         entries = snapshot.entries[snapshot.entries["row"] == row]
@@ -162,7 +164,7 @@ class Api:
         return index, entries
 
     def _mean(self, folder: Path, until: float) -> dict[str, Any] | None:
-        """Of the run's first score; as of an earlier look if there is no time left ``until`` it is computed."""
+        """Return the mean of the run's first score, or the previous value if the time ``until`` is over."""
         stamps = tuple(stamp_of(folder / name) for name in (RESULTS, SCORES))
         known = self._means.get(folder, Mean((), None))
         if known.stamps == stamps or time.monotonic() > until:
@@ -179,14 +181,14 @@ class Api:
 
     def _grown(self, folder: Path) -> tuple[Index, Snapshot]:
         group_by = job_of_run(folder).scoring.group_by
-        log_of(folder)  # says if it is missing, or being replaced
+        log_of(folder)  # raises if the log is missing or being replaced
         with self._lock:
             index = self._indexes.pop(folder, None)
             if index is None or not index.is_current(group_by):
                 index = Index(folder, group_by)
             self._indexes[folder] = index
             if len(self._indexes) > RUNS_KEPT:
-                del self._indexes[next(iter(self._indexes))]  # which was asked for longest ago
+                del self._indexes[next(iter(self._indexes))]  # the least recently used index
         return index, index.grow(_GROW_S)
 
     def _side(self, folder: Path) -> Side:
@@ -204,7 +206,7 @@ def _json(value: Any) -> Response:
 
 
 def _asked(kind: type[Asked], request: Request) -> Asked:
-    """The parameters of a request; empty ones are left out."""
+    """Return the parameters of a request. Empty ones are ignored."""
     try:
         return kind.model_validate({k: v for k, v in request.query_params.items() if v})
     except ValidationError as error:

@@ -1,4 +1,5 @@
-"""HTTP connections of ``view`` and ``serve``: limits on what a client can make the server hold before the request is checked."""
+"""HTTP connections of ``view`` and ``serve``, with limits on the memory and time a client can use before it is
+checked."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ MAX_HEADERS = 100
 class BoundedConnection(H11Protocol):
     """A connection that is closed if no complete request head arrives within ``head_timeout_s``.
 
-    The time counts from the start of the connection or the end of the previous answer. A subclass, since uvicorn
-    has no option for this: its keep-alive timer starts after the first answer, and each byte stops it.
+    The time counts from the start of the connection or the end of the previous response. This is a subclass because
+    uvicorn
+    has no such option: its keep-alive timer starts after the first response, and each byte stops it.
     """
 
     def __init__(self, *args: Any, head_timeout_s: float, **options: Any) -> None:
@@ -39,7 +41,7 @@ class BoundedConnection(H11Protocol):
         self._time_head()
 
     def _time_head(self) -> None:
-        """Let the timer run while the connection waits for a head."""
+        """Run the timer while the connection waits for a request head."""
         is_busy = self.cycle is not None and not self.cycle.response_complete
         if is_busy and self._timer is not None:
             self._timer.cancel()
@@ -49,7 +51,8 @@ class BoundedConnection(H11Protocol):
 
 
 def with_bounded_heads(app: ASGIApp) -> ASGIApp:
-    """Return ``app`` behind a check that refuses large heads with 431. h11 bounds heads only while they are incomplete."""
+    """Return ``app`` behind a check that answers large heads with 431. h11 limits heads only while they are
+    incomplete."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         headers, target = scope["headers"], (scope["raw_path"], scope["query_string"])

@@ -1,4 +1,4 @@
-"""One row: its records, and its prompt and images as the input has them now."""
+"""The details of one row: its records, and its prompt and images as the current input has them."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ from batchkit.storage.lines import answers_in_words, whole_record
 from batchkit.storage.newest import Generations
 from batchkit.storage.plain_json import encoded
 
-_KEPT = 2  # rows whose images may be asked for next: their bytes may be in the input itself
+_KEPT = 2  # rows whose images the browser may request next; the image bytes may be in the input
 _IMAGE = "[image]"
-_LIST_S = 1.0  # after so long a list gets what it asked for in parts
+_LIST_S = 1.0  # seconds after which a list receives a partial response
 
 
 def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> dict[str, Any]:
-    """All about the row with these entries, the newest last; its images are at ``url``/images/0
-    and so on, its clips at ``url``/clips/0.
+    """Return all details of the row with these entries (the newest last).
+
+    Images are at ``url``/images/0 and so on, clips at ``url``/clips/0.
 
     Raises:
-        StoreError: the log was changed.
+        StoreError: The log was changed.
     """
     records = [index.record(entry) for entry in entries]
     reach = Reach.of(index.folder, media)
-    _prompt.cache_clear()  # an input that was missing may be there now
+    _prompt.cache_clear()  # an input that was missing may be available again
     prompt = _prompt(index, *_place(entries[-1]), media)
     images = [f"{url}/images/{n}" for n in range(len(prompt.sources))]
     clips = [{"kind": kind, "src": f"{url}/clips/{n}"} for n, (kind, _) in enumerate(prompt.clips)]
@@ -62,8 +63,10 @@ def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> d
 def beside_answers(
     index: Index, entries: Table, media: tuple[Path, ...]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """What a list shows beside the answers of these rows, which are in the order of the input: by index the question,
-    the reference, and the first image as a data: URI. After a while it ends before all are there.
+    """Yield, by row index, the question, the reference and the first image (a data: URI) shown next to an answer
+    in a list.
+
+    The rows are in input order. After ``_LIST_S`` seconds it stops, even if rows are missing.
     """
     reach, until = Reach.of(index.folder, media), time.monotonic() + _LIST_S
     inputs = InputRows(reach.job, {*entries["row"].tolist()}, reach)
@@ -75,13 +78,13 @@ def beside_answers(
         with suppress(MediaError, IndexError):
             found["image"] = _thumb(prompt, reach).uri
         yield record["index"], found
-        # If a template was too slow, the other rows' are not tried, so they take no time.
+        # If a template was too slow, the other rows' templates are not tried, so those rows take no time.
         if time.monotonic() > until and not prompt.problem:
             return
 
 
 def _thumb(prompt: Prompt, reach: Reach) -> Webp:
-    """Of the first image, or of the first video. Raises MediaError, or IndexError if there is none."""
+    """Return a thumbnail of the first image or video. Raise MediaError, or IndexError if there is none."""
     if prompt.sources:
         return as_webp(prompt.sources[0], reach, THUMB)
     videos = [source for kind, source in prompt.clips if kind == "video"]
@@ -89,14 +92,14 @@ def _thumb(prompt: Prompt, reach: Reach) -> Webp:
 
 
 def _scoring(reach: Reach) -> Scoring | None:
-    """What finds references in the rows themselves."""
+    """Return the scoring that finds references in the rows, or None."""
     of = reach.job.scoring
     return Scoring(of, None) if of.is_on and of.reference_run is None else None
 
 
 class RowMedia(NamedTuple):
-    """The images and clips of a row's prompt. Each is refused with a MediaError if it is not there, can't be opened, or
-    a reader may not open it."""
+    """The images and clips of a row's prompt. Each method raises MediaError if the file is missing or must not be
+    opened."""
 
     prompt: Prompt
     reach: Reach
@@ -106,7 +109,7 @@ class RowMedia(NamedTuple):
         return cls(_prompt(index, *_place(entry), media), Reach.of(index.folder, media))
 
     def image(self, n: int) -> bytes:
-        """As WebP."""
+        """Return an image as WebP."""
         return as_webp(_nth(self.prompt.sources, n), self.reach, LARGE).content
 
     def clip(self, n: int) -> PlayableClip:
@@ -114,7 +117,7 @@ class RowMedia(NamedTuple):
         return clip_of(kind, source, self.reach)
 
     def poster(self, n: int) -> bytes:
-        """A frame of a video as WebP."""
+        """Return a frame of a video as WebP."""
         return still_as_webp(_nth(self.prompt.clips, n)[1], self.reach, SMALL).content
 
 
@@ -132,8 +135,12 @@ def shown(
     labels: Labels,
     scoring: Scoring | None,
 ) -> dict[str, Any]:
-    """What the page shows of a row. ``records``: the newest last; ``steps``: its generations;
-    ``images``: what names those of its prompt; ``scoring`` finds its reference."""
+    """Return the row as the page shows it.
+
+    ``records``: its records, the newest last. ``steps``: its generations. ``images``: sources or URLs of the
+    prompt's images.
+    ``scoring`` finds its reference.
+    """
     *older, newest = records
     fields = {**(newest.get("fields") or {}), **prompt.fields}
     found, words = labels.of(newest, fields), _prompt_in_words(newest, prompt)
@@ -180,7 +187,7 @@ def _prompt_in_words(record: Mapping[str, Any], prompt: Prompt) -> dict[str, Any
 
 
 def _first_line(prompt: Mapping[str, Any]) -> str | None:
-    """Of what the user said last, images left out."""
+    """Return the first line of the last user message, without images."""
     said = [part["content"] for part in prompt.get("messages", ()) if part["role"] == "user"]
     text = said[-1] if said else prompt.get("text", "")
     lines = text.replace(_IMAGE, "").strip().splitlines()

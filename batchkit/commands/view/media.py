@@ -1,4 +1,4 @@
-"""Images and clips of prompts for a page: images as WebP, small enough, and those of a report, each once."""
+"""Images and clips for a page: images become small WebP files; a report stores each image once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from batchkit.rendering.media import media_type
 from batchkit.rendering.media.source import shown
 from batchkit.runs.reach import Reach
 
-MAX_CLIP_BYTES = 500_000  # of one that is put into a page
+MAX_CLIP_BYTES = 500_000  # of a clip that is embedded in a page
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 class PlayableClip(NamedTuple):
-    """``content`` has a browser's name of its type; no other than a clip's."""
+    """A clip's ``content`` and its media type, which is always a type of audio or video."""
 
     content: bytes
     type: str
@@ -33,8 +33,10 @@ class PlayableClip(NamedTuple):
         return f"data:{self.type};base64,{base64.b64encode(self.content).decode()}"
 
     def answer(self, asked: str | None) -> tuple[int, bytes, dict[str, str]]:
-        """The status, the content and the headers that answer a request for the range ``asked``; of several ranges, or
-        one that makes no sense, it is all (RFC 9110, 14.2)."""
+        """Return status, content and headers for a request with the Range header ``asked``.
+
+        Several ranges, or an invalid one, give the whole content (RFC 9110, 14.2).
+        """
         headers, size = {"accept-ranges": "bytes"}, len(self.content)
         if (found := _RANGE.fullmatch(asked or "")) is None or found[0] == "bytes=-":
             return 200, self.content, headers
@@ -48,10 +50,10 @@ class PlayableClip(NamedTuple):
 
 
 def clip_of(kind: str, source: Any, reach: Reach) -> PlayableClip:
-    """The clip at ``source``, not decoded. Nothing is opened here that the run would have refused.
+    """Return the clip at ``source`` without decoding it. Only sources that the run allowed are opened.
 
     Raises:
-        MediaError: it can't be read, a reader may not open it, or no browser plays it.
+        MediaError: It can't be read, a reader may not open it, or browsers can't play it.
     """
     content = reach.clip(source)
     if (name := media_type(kind, content)) is None:
@@ -62,18 +64,23 @@ def clip_of(kind: str, source: Any, reach: Reach) -> PlayableClip:
 MAX_PICTURES = 2_000
 MAX_TOTAL_BYTES = 15 * 2**20  # base64 adds a third
 MAX_PICTURE_BYTES = 20_000
-_QUALITIES = (85, 70, 45, 25)  # the first that fits; if none does, the image is made smaller
+_QUALITIES = (
+    85,
+    70,
+    45,
+    25,
+)  # the first one that fits is used; if none fits, the image is made smaller
 
 
 class Limits(NamedTuple):
-    """Of one image: its longer side, its pixels, and its bytes as WebP."""
+    """The limits of one image: longer side, pixels, and bytes as WebP."""
 
     side: int
     pixels: int
     max_bytes: int
 
     def of(self, media: MediaTable) -> MediaTable:
-        """``media`` for images of this size."""
+        """Return ``media`` limited to images of this size."""
         pixels = min(media.max_pixels, self.pixels)
         return media.model_copy(update={"max_pixels": pixels, "min_pixels": 0})
 
@@ -84,7 +91,7 @@ LARGE = Limits(side=3_000, pixels=3_000_000, max_bytes=4 << 20)
 
 
 class Webp(NamedTuple):
-    """An image, and its size."""
+    """An encoded image and its size."""
 
     content: bytes
     width: int
@@ -96,21 +103,21 @@ class Webp(NamedTuple):
 
 
 def as_webp(source: Any, reach: Reach, limits: Limits) -> Webp:
-    """The image at ``source``. Nothing is opened here that the run would have refused.
+    """Return the image at ``source``. Only sources that the run allowed are opened.
 
     Raises:
-        MediaError: there is none, it can't be opened, or a reader may not open it.
+        MediaError: There is no image, it can't be opened, or a reader may not open it.
     """
     image = reach.image(source, limits.of(reach.job.media))
     image.thumbnail((limits.side, limits.side))
     try:
         return _encoded(image, limits.max_bytes)
-    except (OSError, ValueError) as error:  # an odd size for WebP
+    except (OSError, ValueError) as error:  # for example a size that WebP does not support
         raise MediaError(f"{shown(source)}: {error}") from error
 
 
 def still_as_webp(source: Any, reach: Reach, limits: Limits) -> Webp:
-    """A frame near the middle of the video at ``source``. Raises MediaError as ``as_webp``."""
+    """Return a frame near the middle of the video at ``source``. Raises the same exceptions as ``as_webp``."""
     return _encoded(reach.still(source, limits.side), limits.max_bytes)
 
 
@@ -125,7 +132,8 @@ def _encoded(image: Image.Image, max_bytes: int) -> Webp:
 
 
 class Pictures:
-    """``found``: {name, src, w, h} of each picture, ``src`` a data: URI; or {name, problem}."""
+    """The images of a report. ``found`` has {name, src, w, h} with a data: URI, or {name, problem}, for each
+    image."""
 
     def __init__(self, reach: Reach) -> None:
         self.found: list[dict[str, Any]] = []
@@ -134,7 +142,7 @@ class Pictures:
         self._room = MAX_TOTAL_BYTES
 
     def add(self, source: Any) -> int:
-        """The number of the picture of ``source``, the same for an equal source."""
+        """Return the number of the image. Equal sources have the same number."""
         key = hashlib.sha256(repr(source).encode(errors="replace")).hexdigest()
         if key not in self._numbers:
             self._numbers[key] = len(self.found)
@@ -143,8 +151,10 @@ class Pictures:
         return self._numbers[key]
 
     def clip(self, kind: str, source: Any) -> Mapping[str, Any]:
-        """{kind, name, src}, and of a video the "poster", a frame; both are data: URIs. A clip that is too long for a
-        page, or for what room is left, has a "problem" instead."""
+        """Return {kind, name, src}, with a "poster" frame for a video. ``src`` and ``poster`` are data: URIs.
+
+        A clip that is too long for a page, or for the remaining space, has a "problem" instead.
+        """
         name, found = shown(source, kind), dict[str, str]()
         try:
             made = clip_of(kind, source, self._reach)

@@ -1,4 +1,4 @@
-"""What the page says of a run as a whole, and the numbers that it draws."""
+"""The summary of a run for the page, and the numbers for its charts."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from batchkit.storage.metrics import Metrics
 from batchkit.storage.runfolder import JOB
 from batchkit.storage.steps import totals_by_step
 
-RUNS_KEPT = 4  # whose index and figures are held; two are needed to compare
+RUNS_KEPT = 4  # runs whose index and figures are kept; a comparison needs two
 _MOST_GROUPS = 1_000
 _FORECAST = ("at", "left", "seconds", "prompt_tokens", "completion_tokens", "gpu_hours", "price")
 _MOST_JOB_CHARACTERS, _MOST_CHARACTERS = 60_000, 2_000
 
 
 def overview(look: Look, index: Index, snapshot: Snapshot, table: ScoreTable) -> dict[str, Any]:
-    """What is shown of a run at one moment."""
+    """Return the summary of a run at one moment."""
     job = job_of_run(index.folder)
     forecast = read_forecast(index.folder, job)
     return {
@@ -62,7 +62,8 @@ def overview(look: Look, index: Index, snapshot: Snapshot, table: ScoreTable) ->
 
 
 def about(folder: Path, reach: Reach) -> dict[str, Any]:
-    """Where the answers come from: names and values, the prompt, the job file, and the generations of each step."""
+    """Return the origin of the answers: names and values, the prompt, the job file, and the generations of each
+    step."""
     manifest, job = read_manifest(folder), job_of_run(folder)
     toml = read_bytes(folder / JOB).decode(errors="replace")
     return {
@@ -80,7 +81,7 @@ def about(folder: Path, reach: Reach) -> dict[str, Any]:
 
 
 def _prompt(job: JobConfig, reach: Reach) -> Iterator[tuple[str, str]]:
-    """What the prompt of each step is made of; of a file its text, if a reader may open it."""
+    """Yield the parts of each step's prompt. A file is replaced by its text if a reader may open it."""
     for place, of_step in job.of_each_step():
         for table, given in (("prompt", of_step.prompt), ("pair", of_step.pair)):
             for name, value in given.model_dump(exclude_defaults=True).items():
@@ -92,7 +93,7 @@ def _prompt(job: JobConfig, reach: Reach) -> Iterator[tuple[str, str]]:
 
 
 def _notes(look: Look, snapshot: Snapshot, table: ScoreTable, *, is_on: bool) -> Iterator[str]:
-    """What a reader of the scores needs to know."""
+    """Yield notes that a reader of the scores needs."""
     rows, overall = snapshot.newest, table.overall
     n_cut, n_shortened = (int(snapshot.entries[n][rows].sum()) for n in ("is_cut", "is_shortened"))
     if look.status.pending:
@@ -113,7 +114,7 @@ def _notes(look: Look, snapshot: Snapshot, table: ScoreTable, *, is_on: bool) ->
 
 
 def _origin(manifest: Manifest, job: JobConfig) -> Iterator[tuple[str, str]]:
-    """Names and values; an empty value is left out."""
+    """Yield names and values. Empty values are omitted."""
     starts, model = manifest.starts, manifest.model
     versions = (starts[-1].versions if starts else None) or {}
     files = [file.path for file in manifest.input]
@@ -144,7 +145,7 @@ _RATES: dict[str, Callable[[Metrics], int]] = {
     "prompt_tokens_per_s": lambda line: line.prompt_tokens,
     "completion_tokens_per_s": lambda line: line.completion_tokens + line.unfinished_tokens,
 }
-_BINS = 36  # at most, and up to four more
+_BINS = 36  # at most, plus up to four
 _COLUMNS = {
     "latency": ("Latency", "s"),
     "prompt_tokens": ("Prompt tokens", ""),
@@ -153,8 +154,10 @@ _COLUMNS = {
 
 
 def timeline(lines: Sequence[Metrics]) -> dict[str, list[Any]]:
-    """A column for each number. Rates are over the time since the line before, and null at the first of a
-    start."""
+    """Return a column for each metric.
+
+    Rates cover the time since the previous line and are null at the first line of a start.
+    """
     found: dict[str, list[Any]] = {name: [getattr(line, name) for line in lines] for name in _PLAIN}
     for name, total in _RATES.items():
         found[name] = [None] * bool(lines)
@@ -173,14 +176,14 @@ def timeline(lines: Sequence[Metrics]) -> dict[str, list[Any]]:
 
 
 def newest_point(lines: Sequence[Metrics]) -> dict[str, Any] | None:
-    """The last of each column; None if there are none."""
+    """Return the last value of each column, or None if there are no lines."""
     found = timeline(lines[-2:])
     return {name: column[-1] for name, column in found.items()} if lines else None
 
 
-@lru_cache(RUNS_KEPT)  # it takes time to compute from all rows
+@lru_cache(RUNS_KEPT)  # computed from all rows, which takes time
 def spreads(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Those of the rows that reached the engine; none of a column that is 0 in all of them."""
+    """Return a histogram of each number of the rows that reached the engine. Columns that are all 0 are omitted."""
     rows = snapshot.newest[snapshot.entries["prompt_tokens"][snapshot.newest] > 0]
     return [
         {"title": title, "unit": unit, **histogram(values)}
@@ -190,9 +193,11 @@ def spreads(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def histogram(values: Table) -> dict[str, Any]:
-    """``counts`` over equal bins from ``low`` to ``top``, whose width is 1, 2 or 5 times a power of ten. If a long
-    tail would squeeze the rest, the last bin ends at the 99th percentile, and also counts the ``overflow`` above.
-    Bins of whole numbers are whole.
+    """Return ``counts`` over equal bins from ``low`` to ``top``. The bin width is 1, 2 or 5 times a power of ten.
+
+    If a long tail would squeeze the rest, the last bin ends at the 99th percentile and includes the ``overflow``
+    above.
+    Integer values have integer bins.
     """
     median, p99 = map(float, np.percentile(values, (50, 99)))
     least, largest = float(values.min()), float(values.max())
@@ -218,6 +223,6 @@ def histogram(values: Table) -> dict[str, Any]:
 
 
 def _nice(least: float) -> float:
-    """The next of 1, 2 and 5 times a power of ten."""
+    """Return the smallest of 1, 2, 5 times a power of ten that is at least ``least``."""
     power = float(10.0 ** np.floor(np.log10(least)))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))

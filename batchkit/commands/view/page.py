@@ -1,4 +1,4 @@
-"""The page: on a server, or as one file with its data inside."""
+"""The web page, as served by ``view`` or as one file that contains its data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchkit.storage.files import disk_errors, replacing
 from batchkit.storage.plain_json import encoded
 from batchkit.types import utc_now
 
-_SCRIPTS = (  # in the order in which they may use each other
+_SCRIPTS = (  # in dependency order
     *("elements.js", "data.js", "charts.js", "scores.js", "filters.js", "row.js", "rows.js"),
     *("run.js", "compare.js", "runs.js", "start.js"),
 )
@@ -41,21 +41,22 @@ ASSETS: dict[str, tuple[Callable[[], str], str]] = {
     "page.js": (script, "text/javascript"),
     "page.css": (style, "text/css"),
 }
-"""What the page loads from a server, by name, with its type."""
+"""The files that the page loads from a server, by name, with their types."""
 
 
 def check_page(path: Path) -> None:
-    """Raises StoreError if ``path`` is not named like a web page: it might be a log."""
+    """Raise StoreError if ``path`` does not have the suffix of a web page: it might be a log."""
     if path.suffix not in (".html", ".htm"):
         raise StoreError(f"{path}: a report is a web page; name it …{path.stem}.html")
 
 
 def write_page(path: Path, title: str, data: dict[str, Any]) -> Path:
-    """Write the page as one file that fetches nothing: script, style and ``data``, the answers of the
-    API, are in it. It appears under its name only when it is complete.
+    """Write the page as one file that loads nothing else.
+
+    It contains the script, the style and ``data`` (the responses of the API). It appears only when it is complete.
 
     Raises:
-        StoreError: the file can't be written, or its name is not that of a web page.
+        StoreError: The file can't be written, or its name is not that of a web page.
     """
     check_page(path)
     made = f"Made by batchkit {batchkit.__version__}, {when(utc_now())}."
@@ -74,7 +75,7 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> Path:
 
 
 def write_html(path: Path, page: str) -> Path:
-    """Raises StoreError if it can't be written."""
+    """Write the file. Raise StoreError if that fails."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
@@ -85,7 +86,7 @@ def write_html(path: Path, page: str) -> Path:
 
 
 def policy(style: str, script: str = "") -> str:
-    """A page's own style and script are allowed by their hashes, and nothing else is allowed."""
+    """Return a policy that allows only the page's script and style, identified by their hashes."""
     rules = (
         f"default-src 'none'; img-src data:; media-src data:; script-src {_hash(script)}; style-src {_hash(style)};"
         " base-uri 'none'; form-action 'none'"
@@ -94,7 +95,7 @@ def policy(style: str, script: str = "") -> str:
 
 
 def _as_data(value: Any) -> str:
-    """JSON that is safe in a ``<script>``: nothing in it ends the element or begins a comment."""
+    """Return JSON that is safe in a ``<script>``: it can't end the element or begin a comment."""
     text = encoded(value).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""Two runs side by side: the same rows in both, found by their ids."""
+"""Two runs compared row by row: the same rows in both, matched by id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchkit.runs.paired import flipped, paired
 
 
 class PairsQuery(Page):
-    """Which rows of the runs ``a`` and ``b``."""
+    """A query for paired rows of the runs ``a`` and ``b``."""
 
     a: str = ""
     b: str = ""
@@ -21,15 +21,17 @@ class PairsQuery(Page):
 
 
 class Pairs(NamedTuple):
-    """The newest entries of the same rows in both runs, by number, in the order of the first; -1: the
-    run has no such row. ``masks``: by what is asked for with ``only``."""
+    """The positions of the newest entries of the same rows in both runs, in the first run's order.
+
+    -1 means that the run lacks the row. ``masks`` has the selection for each value of ``only``.
+    """
 
     before: Table
     after: Table
     masks: Mapping[str, Table]
 
     def counts(self) -> dict[str, int]:
-        """By what ``only`` may be, and the rows of one run only."""
+        """Return the number of rows for each value of ``only``."""
         found = {name: int(mask.sum()) for name, mask in self.masks.items()}
         return {
             **found,
@@ -39,10 +41,11 @@ class Pairs(NamedTuple):
 
 
 def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
-    """Rows that share an id are paired ``by_place`` in the input, or in their order.
+    """Pair the rows by id. Rows that share an id are paired by index if ``by_place``, else by order.
 
-    "fixed": a failure that is an answer now, or a score that became better, as ``report`` counts it;
-    "broken": the reverse; "changed": these, and those with another answer or kind of failure.
+    "fixed": a failure became an answer, or a score improved as ``report`` counts it. "broken": the reverse.
+    "changed":
+    both of these, and rows with another answer or kind of failure.
     """
     before, after = paired(a, b, by_place=by_place)
     old, new = a.entries[before], b.entries[after]
@@ -71,7 +74,7 @@ def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
 
 
 def page_of(pairs: Pairs, query: PairsQuery, a: Side, b: Side) -> list[dict[str, Any]]:
-    """The rows of a page; a side without the row is None."""
+    """Return the rows of a page. A side without the row is None."""
     places, found = np.flatnonzero(pairs.masks[query.only]), []
     for place in places[query.offset : query.offset + query.limit].tolist():
         numbers = (pairs.before[place], a), (pairs.after[place], b)

@@ -1,4 +1,4 @@
-"""The rows of a run by page: which rows a query means, and what the list shows of each."""
+"""The list of a run's rows: queries, pages, and the text shown for each row."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from batchkit.runs.reach import Reach
 from batchkit.scoring.metrics import group_name
 from batchkit.storage.lines import answers_in_words, failure_kind
 
-_SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # by column
+_SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # sort key -> column
 _LISTED = ("index", "id", "status", "prediction", "scores", "usage", "latency_s", "attempt")
 MOST_TEXT, _LONGEST_QUESTION = 500, 1_000
-_SEARCHES = 6  # that are kept
-_AT_ONCE = 1_000  # lines that are searched
-_AS_WRITTEN = re.compile(r"[ !#-\[\]-~]+")  # ASCII that no JSON writer has to escape
+_SEARCHES = 6  # cached searches
+_AT_ONCE = 1_000  # lines searched per step
+_AS_WRITTEN = re.compile(r"[ !#-\[\]-~]+")  # ASCII that JSON writers never escape
 
 
 class Page(BaseModel):
-    """Which part of a list is asked for."""
+    """The part of a list that is requested."""
 
     model_config = ConfigDict(frozen=True)
     offset: int = Field(0, ge=0, lt=2**32)
@@ -40,7 +40,7 @@ class Page(BaseModel):
 
 
 class Rows(BaseModel):
-    """Some rows by their indexes, as ``3,5,8``."""
+    """Row indexes, given as ``3,5,8``."""
 
     rows: str = Field(pattern=r"^\d{1,10}(,\d{1,10}){0,99}$")
 
@@ -50,8 +50,8 @@ class Rows(BaseModel):
 
 
 class Query(Page):
-    """Which rows, and in which order. ``min`` and ``max`` limit the score of ``scorer``; a row without it is
-    then left out."""
+    """A query for rows and their order. ``min`` and ``max`` limit the score of ``scorer``; unscored rows are then
+    left out."""
 
     status: Literal["", "ok", "failed", "unscored", "cut"] = ""
     kind: str = ""
@@ -71,7 +71,7 @@ class Query(Page):
         return self
 
     def rows(self, index: Index, snapshot: Snapshot) -> Table:
-        """The numbers of the newest entries of the rows, in order."""
+        """Return the positions of the rows' newest entries, in order."""
         chosen = snapshot.newest
         entries = snapshot.entries
         if self.status:
@@ -93,7 +93,7 @@ class Query(Page):
         return self._sorted(snapshot, chosen)
 
     def _sorted(self, snapshot: Snapshot, chosen: Table) -> Table:
-        """Rows that are equal stay in the order of the input; those without a score are last."""
+        """Sort the rows. Equal rows keep input order; rows without a score come last."""
         is_descending = self.order == "desc"
         if self.sort == "index":
             return chosen[::-1] if is_descending else chosen
@@ -106,10 +106,11 @@ class Query(Page):
 
 
 class Labels(NamedTuple):
-    """What a row is found by in the list: its group, its question, and how it failed.
+    """The texts that identify a row in the list: its group, its question, and its error.
 
-    ``asked_in``: the fields that the prompt reads; None: any may be the question. ``has_images``: the prompt may have
-    some.
+    ``asked_in``: the fields that the prompt reads; None means any field may be the question. ``has_images``: the
+    prompt may
+    contain images.
     """
 
     group_by: str | None
@@ -122,8 +123,10 @@ class Labels(NamedTuple):
         return {"kind": failure_kind(record), "group": group, "asked": asked and asked[:MOST_TEXT]}
 
     def _question(self, fields: Mapping[str, Any]) -> str | None:
-        """The longest of the texts that the prompt reads, no single word or path, and short enough for a question;
-        one that asks is preferred."""
+        """Return the longest text that the prompt reads and that is short enough for a question, or None.
+
+        Single words and paths don't count. A text with a question mark is preferred.
+        """
         texts = [
             value
             for name, value in fields.items()
@@ -144,17 +147,17 @@ def labels_of(reach: Reach) -> Labels:
 
 
 def _read_by(prompt: PromptTable, reach: Reach) -> set[str]:
-    """Names of the fields that the user's template reads."""
+    """Return the names of the fields that the user's template reads."""
     try:
         if prompt.user_file is None:
             return fields_read(prompt.user or "")
         return fields_read(template_in(prompt.user_file, "prompt.user_file", reach))
-    except (InputError, OSError, ValueError, JinjaError):  # it is shown beside the row
+    except (InputError, OSError, ValueError, JinjaError):  # the page shows the error with the row
         return set()
 
 
 def template_in(path: str, key: str, reach: Reach) -> str:
-    """The text of a file that the job has at ``key``. Raises InputError if it is not to be opened."""
+    """Return the text of the file at ``key`` in the job. Raise InputError if it must not be opened."""
     reach.check(key, path)
     return read_text(path)
 
@@ -168,7 +171,7 @@ class Side:
     labels: Labels
 
     def row(self, number: int) -> dict[str, Any]:
-        """What the list shows of a row; ``number``: of its newest entry."""
+        """Return a row for the list. ``number`` is the position of its newest entry."""
         record = self.index.record(self.snapshot.entries[number])
         answer = answers_in_words(record)[0] or (record.get("error") or {}).get("message") or ""
         return {
@@ -179,8 +182,7 @@ class Side:
 
 
 def failures(index: Index, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """The rows that have no answer now by kind, the most frequent first: how many, and the message of
-    the first."""
+    """Return the failed rows by kind, the most frequent first: the count and the first message."""
     kinds = snapshot.entries["kind"][snapshot.newest]
     counts = np.bincount(kinds, minlength=len(snapshot.kinds))
     found = []
@@ -201,9 +203,11 @@ def failures(index: Index, snapshot: Snapshot) -> list[dict[str, Any]]:
 
 @lru_cache(_SEARCHES)
 def _has_words(index: Index, snapshot: Snapshot, words: str) -> Table:
-    """A mask of the entries: those of rows with ``words`` in the id, the answer, its reasoning, the prediction, the
-    error's message or a kept field; upper and lower case are equal."""
-    # Lines without it are not parsed. As bytes of the log, it is the same in lower case.
+    """Return a mask of entries whose rows contain ``words``, ignoring case.
+
+    It searches the id, the answer, its reasoning, the prediction, the error message and kept fields.
+    """
+    # Lines without this part are not parsed. It looks the same in the log's bytes, apart from case.
     plain = max(_AS_WRITTEN.findall(words), key=len, default="").encode()
     found = np.zeros(len(snapshot.entries), bool)
     starts = snapshot.entries["start"].tolist()
@@ -231,7 +235,7 @@ def _texts(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _has_outcome(snapshot: Snapshot, name: str) -> Table:
-    """A mask of the entries."""
+    """Return a mask of the entries with this outcome."""
     is_ok: Table = snapshot.entries["is_ok"]
     masks: dict[str, Table] = {
         "ok": is_ok,

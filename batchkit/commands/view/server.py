@@ -1,41 +1,41 @@
-"""The server of ``batchkit view``: its routes, and what protects them.
+"""The server of ``batchkit view``: its routes and its access checks.
 
-Everything is GET. What is not there is 404, what can't be read 409, a wrong parameter 400, each with
-{"error": text}. Times are ISO 8601 in UTC, durations in seconds. ``run`` is a run's folder's name.
+All requests are GET. Errors are 404 (not found), 409 (can't be read) and 400 (invalid parameter), each with
+{"error": text}. Times are ISO 8601 in UTC, durations in seconds. ``run`` is the name of a run folder.
 
 ``/``, ``/run/{run}``, ``/compare?a=RUN&b=RUN``, ``/assets/{name}``
-    The page, which shows the list of runs, one run or two, and what it loads: page.css, page.js.
+    The page (list of runs, one run, or two runs) and its files page.css and page.js.
 ``/api/runs``
     [{run, folder, score, …}] as ``Look.summary``, the newest first; ``error`` instead of the counts if a run can't be
-    read. ``score``: {name, head, mean} of the first scorer, null while it is not known or if there is none.
+    read. ``score``: {name, head, mean} of the first scorer, null if it is unknown or missing.
 ``/api/runs/{run}``
-    ``overview.overview``: the dict of ``batchkit status --json``, and all that is shown of the run at one moment;
+    ``overview.overview``: the dict of ``batchkit status --json`` and the rest of the run's summary;
     and ``newest``, the last of each column of the metrics.
 ``/api/runs/{run}/about``
-    ``overview.about``: where the answers come from.
+    ``overview.about``: the origin of the answers.
 ``/api/runs/{run}/metrics``
-    ``charts.timeline``: columns of equal length. ``seconds``: of work, over all starts.
+    ``charts.timeline``: columns of equal length. ``seconds``: working time over all starts.
 ``/api/runs/{run}/values``
-    ``Comparison.to_json`` of the values of ``input.cross`` in the run; null if there are no two, or no scores.
+    ``Comparison.to_json`` of the values of ``input.cross`` in the run; null if there are fewer than two, or no scores.
 ``/api/runs/{run}/rows?offset=0&limit=50&…`` (``rows.Query``)
     {total, offset, rows, indexed, next, has_images}; rows as ``rows.Side.row``. ``indexed``: the share of the log that the
-    answer is over; ask again if it is below 1. ``next``: the offset of the next page, or null.
+    response covers; request again if it is below 1. ``next``: the offset of the next page, or null.
 ``/api/runs/{run}/prompts?rows=3,5,8``
-    {index: {asked, reference, image}} as ``detail.beside_answers``; it may lack some rows: ask again for these.
+    {index: {asked, reference, image}} as ``detail.beside_answers``; if it lacks some rows, request these again.
 ``/api/runs/{run}/rows/{index}``
     ``detail.shown``: the row's records, prompt, fields and steps.
 ``/api/runs/{run}/rows/{index}/images/{n}``
     An image of the prompt as WebP, scaled down to 3 megapixels; 404 if it can't be opened.
 ``/api/runs/{run}/rows/{index}/clips/{n}``
-    A clip of the prompt as it is, or the range of its bytes that is asked for; 404 if it can't be opened or played.
-    A frame of a video, as WebP, is at ``/poster`` below it.
+    A clip of the prompt, or the requested byte range of it; 404 if it can't be opened or played.
+    ``/poster`` below it is a frame of a video as WebP.
 ``/api/compare?a=RUN&b=RUN&…`` (``pairs.PairsQuery``)
-    {total, counts, rows: [{id, group, a, b}], offset, indexed}: rows that have the same id, as
+    {total, counts, rows: [{id, group, a, b}], offset, indexed}: rows with the same id, as
     in the list; ``a`` or ``b`` is null if the run has no such row.
 ``/api/comparison?a=RUN&b=RUN``
     The dict of ``batchkit report A B --json``.
 
-A report (``batchkit report``) is this page as a file that has these answers inside.
+A report (``batchkit report``) is this page as a file that contains these responses.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _HEADERS = {
 
 
 def make_app(runs: Runs, host: str | None) -> ASGIApp:
-    """The application; ``host`` is the name or address that it listens on, None if any name may be used."""
+    """Build the application. ``host`` is the name or address it listens on; None allows any host name."""
     from batchkit.commands.view.api import Api
 
     pages, api = _Pages(runs), Api(runs)
@@ -105,7 +105,7 @@ def make_app(runs: Runs, host: str | None) -> ASGIApp:
 
 
 class _Pages:
-    """The page, which is the same at each address, and what it loads."""
+    """The handlers of the page (the same at each address) and of its files."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -142,8 +142,10 @@ def _on_problem(request: Request, error: Exception, status: int = 409) -> Respon
 
 
 def _guarded(app: ASGIApp, host: str | None) -> ASGIApp:
-    """``app`` with the headers that protect its pages, only for requests to this server by a name
-    that is its own: a web page elsewhere could point its own name to this address."""
+    """Return ``app`` with security headers, only for requests that use one of this server's names.
+
+    Another web page could point its own host name at this address (DNS rebinding).
+    """
 
     async def guarded(request: Request, answered: RequestResponseEndpoint) -> Response:
         named = request.headers.get("host", "")
@@ -156,8 +158,10 @@ def _guarded(app: ASGIApp, host: str | None) -> ASGIApp:
 
 
 def refusal_of(named: str, host: str) -> str:
-    """Why a request to the host ``named`` is not answered; empty if it is: an address can't be pointed elsewhere, a
-    name can."""
+    """Return why a request to the host ``named`` is refused, or "" if it is allowed.
+
+    IP addresses are allowed, because they can't be pointed elsewhere; host names can.
+    """
     name = named.rsplit(":", 1)[0] if not named.endswith("]") else named
     name = name.strip("[]").lower().rstrip(".")
     try:
