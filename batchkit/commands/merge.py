@@ -210,8 +210,8 @@ def _check_places(runs: Sequence[Path], into: Path) -> None:
             raise JobError(f"{folder}: is named twice")
     if os.path.lexists(into):
         raise JobError(
-            f"--into {into}: is there already and stays as it is; move it aside, or name a new"
-            " folder (and this one among the runs, if its rows are to be in it)"
+            f"--into {into}: exists already and is not changed; move it away, or name a new"
+            " folder (list this one among the runs to include its rows)"
         )
 
 
@@ -228,7 +228,7 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
     first, known = parts[0], _answers(parts[0].manifest)
     if first.job.input.path is None and not first.manifest.input:
         raise JobError(
-            f"{first.folder}: its rows came from an iterator, so they can't be compared with those of"
+            f"{first.folder}: its rows came from an iterator, so they can't be compared with the rows of"
             " another run"
         )
     changed = []
@@ -242,7 +242,7 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
     if changed:
         more = [f"… and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
         raise ChangedError(
-            f"these are not runs of one job. What differs from {first.folder}:\n"
+            f"these runs belong to different jobs. Differences from {first.folder}:\n"
             + "\n".join([*changed[:_SHOWN], *more])
         )
 

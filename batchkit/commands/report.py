@@ -211,7 +211,7 @@ def _sample_notes(snapshot: Snapshot, entries: Table) -> Iterator[str]:
         failed = f"all {total:,}" if n_failed == total else f"{n_failed:,} of {total:,}"
         yield (
             f"The list below holds {len(entries):,} of {n_rows:,} rows: {failed} failed ones and a"
-            " random sample of the others. Table and charts are over all rows."
+            " random sample of the others. Table and charts cover all rows."
         )
 
 

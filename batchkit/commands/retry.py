@@ -151,7 +151,7 @@ def _check_answerable(job: JobConfig, begun: JobConfig, folder: Path) -> None:
     """Raise JobError if ``job`` can't answer rows of the run started with job ``begun``."""
     if job.engine.kind == "dry-run" != begun.engine.kind:
         raise JobError(
-            "--set engine.kind=dry-run: no model would answer, and its sentences would stand among the"
+            "--set engine.kind=dry-run: the dry-run engine has no model, and its text would be mixed with the"
             f" answers of {folder}; to try the job, give it another name: batchkit run"
             f" {folder / JOB} --set engine.kind=dry-run --set name=trial"
         )

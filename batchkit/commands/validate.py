@@ -226,8 +226,8 @@ def not_checked(job: JobConfig) -> Iterator[str]:
         )
     if later := [step.name for step in job.steps[1:]]:
         yield (
-            f"[[steps]]: rows are checked with their first prompt, that of {job.steps[0].name} unless it is"
-            f" skipped. Those of {', '.join(later)} have answers in them: their templates and parameters are checked, their"
+            f"[[steps]]: rows are checked with their first prompt, of step {job.steps[0].name} unless it is"
+            f" skipped. Prompts of {', '.join(later)} contain answers: their templates and parameters are checked, their"
             " lengths and images are not"
         )
 
@@ -279,8 +279,8 @@ def _of_repeats(repeats: Mapping[int, tuple[int, str]]) -> Iterator[str]:
     if repeats:
         row, (first, name) = min(repeats.items())
         yield (
-            f"input.id: {len(repeats):,} rows have the id of an earlier one, as row {row} that of row {first}"
-            f" ({name!r}): each is answered, but nothing finds them by id"
+            f"input.id: {len(repeats):,} rows repeat the id of an earlier row; for example, row {row} repeats row {first}"
+            f" ({name!r}): each is answered, but can't be found by id"
         )
 
 

@@ -84,6 +84,6 @@ def lines_of(failures: Sequence[Failure], folder: str, *, was_retry: bool) -> It
             " retry.temperatures"
         )
     if wrong := [kind for kind in others if kind not in _OF_THE_MODEL]:
-        yield f"rows failed by {', '.join(wrong)} would fail again: first correct what the messages name"
+        yield f"rows failed by {', '.join(wrong)} would fail again: first fix the problems in the messages"
     if failures:
         yield f"each row with its message: batchkit show --failed {folder}"

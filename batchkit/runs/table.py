@@ -122,8 +122,8 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
         rows = list(watched(source.read(never), source))
     except ChangedInputError as error:
         raise InputError(
-            f"{', '.join(error.paths)}: changed since the run read it, so its rows may be others than"
-            " those that were answered. Bring the old one back, or use records(), which need no input"
+            f"{', '.join(error.paths)}: changed since the run read it, so its rows may differ from"
+            " the answered rows. Restore the old file, or use records(), which needs no input"
         ) from error
     records = _table(folder, Layout.of(folder))
     table = _of_rows(records, [row.index for row in rows])

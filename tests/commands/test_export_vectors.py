@@ -191,7 +191,7 @@ def test_vectors_of_several_lengths_are_lists() -> None:
     assert [len(vector) for vector in column.to_pylist()] == [8, 3, 8]
     done = batchkit("export", "--npy")
     assert done.exit_code == 2
-    assert "vectors of several lengths, and a matrix needs one" in done.stderr
+    assert "vectors of several lengths; a matrix needs one" in done.stderr
 
 
 def test_older_records_do_not_matter() -> None:

@@ -187,7 +187,7 @@ def test_a_refusal_is_said_once_and_the_run_stays_what_it_is(
     assert (found.exit_code, found.json["exit"]) == (0, 0)
     assert f"batchkit: error: {(RUN / 'results.parquet').resolve()}: not sent to" in found.stderr
     assert said in found.stderr
-    command = f"To send it again: batchkit export {RUN.resolve()} --parquet ("
+    command = f"To send them again: batchkit export {RUN.resolve()} --parquet ("
     assert command in found.stderr
     assert len(Store.requests) == 1
     again = batchkit("export", RUN, "--parquet")

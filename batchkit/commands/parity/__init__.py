@@ -60,7 +60,7 @@ def parity(
     if one.inputs != two.inputs:
         raise InputError(
             f"{job.input.path}: changed after {first} had read it, so {second} answered other rows;"
-            " let it stay as it is, then run the same command again"
+            " don't change it, and run the same command again"
         )
     return _findings(one, two, tie)
 

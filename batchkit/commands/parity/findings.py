@@ -137,8 +137,8 @@ class ParityResult:
             yield self._differing()
         if changed := sum(found.has_other_prompt for found in self.differences):
             yield (
-                f"{changed:,} of those had prompts of another length on the two sides: look at the"
-                " chat template, the images' size and max_model_len before the model"
+                f"{changed:,} of those had prompts of different lengths on the two sides: first check the"
+                " chat template, the images' size and max_model_len, then the model"
             )
         if self.failed_on_both:
             yield f"failed on both sides: {self.failed_on_both:,}"

@@ -97,7 +97,7 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
     sample = answer_sample(job, source, chosen, say) if chosen else Sample()
     if sample.failed == len(sample.rows) > 0:
         raise TooManyFailuresError(
-            f"all {sample.failed:,} rows of the sample failed, which is nothing to forecast from; each"
+            f"all {sample.failed:,} rows of the sample failed, so there is no forecast; show each"
             f" with its message: batchkit show --failed {job.folder}"
         )
     made = Plan(_figures(job, found, sample, starts_before))

@@ -132,7 +132,7 @@ def _answered(
         key = summary.stopped_by.partition(" ")[0]
         raise BudgetError(
             f"{summary.stopped_by} stopped the sample before its {len(rows):,} rows were answered. The"
-            f" answers that came are kept; raise it (--set {key}=…), or sample fewer rows (--rows)"
+            f" finished answers are kept; raise it (--set {key}=…), or sample fewer rows (--rows)"
         )
     answers = [answer for answer, _ in answers_in(log, before)]
     parts = None

@@ -95,7 +95,7 @@ def judge(
         say(
             f"{len(failed):,} of {len(questions):,} judgements failed, the first with"
             f" {failure_kind(failed[0])}: {error.get('message', 'no answer')}; `batchkit score`"
-            " tries them again"
+            " retries them"
         )
     scores = {
         key: _score(_unless_cut(judged[key].get("prediction"), judged[key]), table)
@@ -128,8 +128,8 @@ def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: S
     if summary.stopped_by:
         raise BudgetError(
             f"{judging.folder}: the judge was stopped by {summary.stopped_by}; all rows are answered, and"
-            " every judgement that was made is kept. `batchkit score` continues, with a larger budget"
-            " unless it is that of a start"
+            " every finished judgement is kept. `batchkit score` continues; if the budget covers all"
+            " starts, increase it first"
         )
 
 

@@ -201,8 +201,8 @@ def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bo
         return Bottleneck(
             "kv-cache",
             f"the KV cache was full for {waits['kv_cache']:.0%} of the time, {best['running']:.0f} of"
-            f" {best['batch_size']:,} requests ran at once, and {again:.0%} of them were preempted and begun again:"
-            " fewer at once, more memory for it, or a smaller max_model_len",
+            f" {best['batch_size']:,} requests ran at once, and {again:.0%} of them were preempted and restarted:"
+            " run fewer requests, give the cache more memory, or reduce max_model_len",
         )
     return _compute(lines, best)
 

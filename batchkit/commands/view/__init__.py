@@ -108,8 +108,8 @@ def bound(host: str, port: int | None) -> socket.socket:
     except OSError as error:
         named = "" if port is None else f" --port {port}"
         raise JobError(
-            f"--host {host}{named}: can't listen there: {error.strerror}; --host has to be an address"
-            " or a name of this machine, and --port 0 takes any free port"
+            f"--host {host}{named}: can't listen there: {error.strerror}; --host must be an address"
+            " or a name of this machine; --port 0 uses any free port"
         ) from error
 
 
