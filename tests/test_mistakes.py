@@ -136,7 +136,7 @@ RUNS = [
             {"twice.csv": "id,review,label\na,Fine,positive\na,Bad,negative\nb,Good,positive\n"},
         )
         for command, said in {
-            "validate": "input.id: 1 rows have the id of an earlier one, as row 1 that of row 0 ('a')",
+            "validate": "input.id: 1 rows repeat the id of an earlier row; for example, row 1 repeats row 0 ('a')",
             "run": '"ok": 3',
         }.items()
     ),

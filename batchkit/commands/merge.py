@@ -47,8 +47,7 @@ class Merged:
     """The result of a merge. All numbers except ``runs`` count rows of the job's input.
 
     ``double``: rows that several runs answered with the same text. ``conflicting``: rows with differing texts; the
-    newest
-    was taken. ``folder`` is None if nothing was written.
+    newest was taken. ``folder`` is None if nothing was written.
     """
 
     runs: list[str]
@@ -126,8 +125,7 @@ def _newest_records(parts: Sequence[_Part]) -> Iterator[NewestRecord]:
     """Yield the chosen record of each row, in input order.
 
     Each log contributes its newest record of the row. The answer with the latest ``finished_at`` is chosen; a
-    failure is
-    chosen only if no log has an answer.
+    failure is chosen only if no log has an answer.
 
     Raises:
         StoreError: A record is damaged.
@@ -165,8 +163,7 @@ def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
     """Merge ``runs`` into the new run folder ``into``, which appears complete or not at all.
 
     The newest answer of a row is used; a failure only if no run has an answer. If a row of the input has no record
-    in any
-    run, nothing is written unless ``partial``. The runs are kept.
+    in any run, nothing is written unless ``partial``. The runs are kept.
 
     Raises:
         JobError: ``into`` exists or is one of the runs, or the rows can't be distinguished.

@@ -20,10 +20,8 @@ def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job
     """Return the job with the ``given`` keys and the ``KEY=VALUE`` overrides.
 
     Its name is derived from the input and the model, so the same command resumes the same run: ``reviews-Qwen3-4B``
-    for
-    ``data/reviews.csv`` and ``Qwen/Qwen3-4B``. Images are looked up in the working directory, or in the input's
-    folder if
-    the input is outside it. A field ``id`` names the rows.
+    for ``data/reviews.csv`` and ``Qwen/Qwen3-4B``. Images are looked up in the working directory, or in the input's
+    folder if the input is outside it. A field ``id`` names the rows.
 
     Raises:
         JobError: As ``make_job``.

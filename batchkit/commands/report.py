@@ -68,10 +68,8 @@ def report(
     """Write the page of a run to ``path``, or to ``report.html`` in its folder.
 
     The page is one file without links to other files. The model's texts are embedded as data and shown only as text.
-    It
-    has all rows up to 20,000 and a sample beyond that; tables and charts cover all rows. ``images=False`` omits
-    thumbnails.
-    ``media``: folders whose inputs and images may be read (``Reach``).
+    It has all rows up to 20,000 and a sample beyond that; tables and charts cover all rows. ``images=False`` omits
+    thumbnails. ``media``: folders whose inputs and images may be read (``Reach``).
 
     Raises:
         InputError: The table needs fields that the run did not keep, and the input changed.

@@ -71,11 +71,9 @@ def retry_failed(
     """Retry rows whose newest record failed, or succeeded with a blank answer.
 
     ``kinds`` limits the retry to these failure kinds; a blank ok record has kind ``empty``. ``overrides`` apply to
-    this
-    start only and are recorded in the manifest. The run's ``job.toml`` has no secrets: they come from ``job_file``,
-    else
-    from ``overrides`` or the environment. Other settings of ``job_file`` are ignored; ``say`` reports differences.
-    ``vouched`` decides whether the job may execute code, import functions or send keys.
+    this start only and are recorded in the manifest. The run's ``job.toml`` has no secrets: they come from
+    ``job_file``, else from ``overrides`` or the environment. Other settings of ``job_file`` are ignored; ``say``
+    reports differences. ``vouched`` decides whether the job may execute code, import functions or send keys.
     """
     _check_overrides(overrides, folder)
     then = read_manifest(folder).identity

@@ -37,13 +37,11 @@ def run_job(
     """Run ``job`` or resume it. SIGINT and SIGTERM stop it cleanly.
 
     ``say`` receives scoring results, including the table at the end. When every row has a record, the run is
-    exported to
-    ``output`` and as ``[output]`` specifies, and sent to ``output.upload``.
+    exported to ``output`` and as ``[output]`` specifies, and sent to ``output.upload``.
 
     Raises:
         BatchkitError: The run could not begin. Later errors are in the outcome; its ``exit_code`` tells whether the
-            run
-            can be resumed.
+            run can be resumed.
         Interrupted: A signal arrived before the first request or after the last one.
     """
     end = planned(job, output, skip_from)
@@ -169,6 +167,6 @@ def _send(files: Sequence[Path], end: AtEnd, address: str, folder: Path, say: Sa
         flags = " ".join(wanted.flag for wanted in end.exports)
         say(f"error: {error}")
         say(
-            f"the run is complete, but sending its files failed. To send them again: batchkit export "
+            f"the run is complete, but sending its files failed. To send them again: batchkit export"
             f" {shlex.quote(str(folder))} {flags} (with --upload ADDRESS, to another address than in the job file)"
         )

@@ -143,8 +143,7 @@ def show_rows(
     """Return the first ``most`` rows in input order: only rows that ``failed``, or rows with ``ids``.
 
     With ``input.cross``, the id of a row selects all of its values. ``most`` None means five rows, or all rows with
-    ``ids``.
-    Prompts are rendered again from the input, as far as ``Reach`` allows.
+    ``ids``. Prompts are rendered again from the input, as far as ``Reach`` allows.
 
     Raises:
         JobError: No record has one of the ids.

@@ -1,8 +1,7 @@
 """The check of jobs from other people: batchkit reports what a job executes, imports or sends.
 
 A run folder may come from anyone. Anything that its ``job.toml`` would execute, import or send a key to is allowed
-only
-if the user's job file or the command line sets the same, or with ``--trust``.
+only if the user's job file or the command line sets the same, or with ``--trust``.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def vouched(
     of ``of``.
 
     For the job of a run folder, ``named`` is the user's job file (by default the one in the manifest). ``OPTIONAL``
-    keys that
-    are missing in it are dropped. ``fresh``: a new run begins.
+    keys that are missing in it are dropped. ``fresh``: a new run begins.
 
     Raises:
         JobError: The job file differs, or a key would be sent to another host than the run's.

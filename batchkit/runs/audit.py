@@ -34,10 +34,8 @@ class Records:
     covers.
 
     The arrays have one entry per record, in log order: row, ``key_of``, number of ``generations`` (without those
-    that the
-    record itself calls lost), whether it is an answer, and whether its vector is intact. ``torn_bytes`` counts bytes
-    of lines
-    that are not records. ``vector_fault`` describes the first bad vector.
+    that the record itself calls lost), whether it is an answer, and whether its vector is intact. ``torn_bytes``
+    counts bytes of lines that are not records. ``vector_fault`` describes the first bad vector.
     """
 
     totals: Totals = field(default_factory=Totals)
@@ -133,8 +131,7 @@ class Calls:
     """The content of ``steps.jsonl``. ``at_checkpoint`` counts the lines in the part that a checkpoint covers.
 
     The arrays have one entry per generation: its row, and a key. The same call of a row always has the same key, so
-    a
-    repeated key is a duplicate.
+    a repeated key is a duplicate.
     """
 
     at_checkpoint: int = 0

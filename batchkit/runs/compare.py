@@ -33,12 +33,11 @@ def compare(folders: Sequence[Path]) -> Comparison:
     A difference is the mean over the rows that both runs have scored. Its interval is the percentile interval of the
     paired bootstrap: rows are drawn with replacement, with both scores of a row together (Efron & Tibshirani, An
     Introduction to the Bootstrap, 1993, ch. 13; for scores of text: Koehn, Statistical Significance Tests for
-    Machine
-    Translation Evaluation, EMNLP 2004). It covers the choice of rows, not the effect of another seed of the model.
+    Machine Translation Evaluation, EMNLP 2004). It covers the choice of rows, not the effect of another seed of the
+    model.
 
     Rows use the groups of the baseline, also in runs that did not keep the group field. Rows that share an id are
-    matched
-    by index, or by their order if the runs have not read the same input.
+    matched by index, or by their order if the runs have not read the same input.
 
     Raises:
         JobError: Only one run is given, and it has no ``input.cross`` or no scores.
@@ -73,8 +72,7 @@ def compare_values(folder: Path) -> Comparison | None:
     """Compare each value of ``input.cross`` in one run with the first value, over the same input rows.
 
     Return None if the run has only one value, or no scores. Rows are grouped by ``scoring.group_by``, unless that
-    field
-    is part of ``input.cross``.
+    field is part of ``input.cross``.
     """
     job, manifest = job_of_run(folder), read_manifest(folder)
     found, group_by = variants(job.input.cross), job.scoring.group_by

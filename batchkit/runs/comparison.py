@@ -22,8 +22,7 @@ class Delta:
     both.
 
     ``delta`` and its 95 % interval ``low`` … ``high`` are in percent points (for reward: points of 10). ``better``
-    and
-    ``worse`` count the rows that flipped. ``group`` is None for all rows.
+    and ``worse`` count the rows that flipped. ``group`` is None for all rows.
     """
 
     run: str
@@ -60,8 +59,7 @@ class Comparison:
     in that order.
 
     ``origins`` says by run name which model answered and when. ``only_in_baseline`` and ``only_in_run`` count
-    unmatched
-    ids for each further run.
+    unmatched ids for each further run.
     """
 
     runs: list[str]

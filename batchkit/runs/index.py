@@ -63,9 +63,8 @@ class Snapshot:
     """The index at one moment.
 
     ``entries`` has an ``ENTRY`` for each complete record of the log. ``scores`` has a row for each entry and a
-    column for
-    each of ``scorers``; nan means not scored. ``newest`` has the position of each row's newest entry, in row order.
-    ``share`` is the fraction of the log that has been read.
+    column for each of ``scorers``; nan means not scored. ``newest`` has the position of each row's newest entry, in
+    row order. ``share`` is the fraction of the log that has been read.
     """
 
     entries: Table

@@ -28,8 +28,7 @@ class Prompt(NamedTuple):
     """The prompt of a row, or the ``problem`` that prevents showing it.
 
     ``sources`` are its images; ``clips`` the kind and source of each audio or video clip. ``fields`` are the row's
-    input
-    columns, empty if the row is missing.
+    input columns, empty if the row is missing.
     """
 
     request: Request | None
@@ -43,8 +42,7 @@ class InputRows:
     """A reader of the input that follows the records, which come in the same order.
 
     ``chosen``: the row indexes that will be requested; None for any. ``reach``: the files that may be opened; None
-    for any.
-    ``problem`` explains the first missing row.
+    for any. ``problem`` explains the first missing row.
     """
 
     def __init__(
@@ -126,8 +124,7 @@ class InputColumns:
     """The input columns that an export adds for the run in ``folder``.
 
     ``names``: the columns in ``output.keep`` and those that ``[scoring]`` reads. ``problem``: why needed rows could
-    not
-    be read. ``is_local``: the input is, or was, on this machine.
+    not be read. ``is_local``: the input is, or was, on this machine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -182,8 +179,8 @@ def with_fields(
     """Yield each record with its row's fields: the kept fields if they include ``names``, else the input row.
 
     The input is read only if needed; ``records`` must be in input order. If its input row is missing, a record keeps
-    only
-    its kept fields when it is a failed record (which is only counted) or when all missing names are in ``[vars]``.
+    only its kept fields when it is a failed record (which is only counted) or when all missing names are in
+    ``[vars]``.
 
     Raises:
         InputError: The input row of an answer is missing.

@@ -46,10 +46,8 @@ class Layout(NamedTuple):
         """Return the columns: the id, ``fields`` of the input, then the run's results.
 
         The job decides the columns, so every export of a run has the same ones. Columns of parsed answers and of
-        scores also
-        depend on the answers. If a name is already used by another column, it gets the prefix ``fields.``,
-        ``parsed.`` or
-        ``steps.``, repeated until it is free. ``vectors=False`` omits the vectors.
+        scores also depend on the answers. If a name is already used by another column, it gets the prefix
+        ``fields.``, ``parsed.`` or ``steps.``, repeated until it is free. ``vectors=False`` omits the vectors.
         """
         job, log = job_of_run(folder), folder / RESULTS
         embedding = vector_type(folder, job) if vectors else None
@@ -200,8 +198,7 @@ def _parsed_columns(log: Path, job: JobConfig) -> dict[str, str]:
     appearance.
 
     Strings, numbers and booleans keep their type, also in lists. Any other value becomes JSON text. Keys after the
-    first
-    1,000 have no column.
+    first 1,000 have no column.
     """
     answering = [step for step in job.steps if step.answer and step.name != job.select.step]
     last = job.of_step(answering[-1]) if answering else job

@@ -94,8 +94,7 @@ class Runs:
     """The runs below a folder, or the single run in ``target``.
 
     A run is looked up by key (its folder name) among existing folders; no part of a request is used as a path.
-    ``media``:
-    further folders that may be read. ``named``: the keys to show; None shows all.
+    ``media``: further folders that may be read. ``named``: the keys to show; None shows all.
     """
 
     target: Path

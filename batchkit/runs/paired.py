@@ -150,8 +150,7 @@ def bootstrap_interval(
     """Return the 2.5th and 97.5th percentile of the mean over rows drawn with replacement.
 
     Rows with the same difference are drawn together as a multinomial. This gives the same distribution without a
-    table of
-    rows × resamples. With more than 20,000 distinct differences, they are rounded to 0.0001.
+    table of rows × resamples. With more than 20,000 distinct differences, they are rounded to 0.0001.
     """
     values, counts = np.unique(differences, return_counts=True)
     if len(values) > _MOST_VALUES:

@@ -35,8 +35,7 @@ class Reach(NamedTuple):
     """The ``job`` of a run with limits for readers.
 
     Templates have a short time limit, and only files below one of ``roots`` are opened. If ``closed`` is set, files
-    below
-    its ``media.root`` are not opened either.
+    below its ``media.root`` are not opened either.
     """
 
     job: JobConfig
@@ -112,8 +111,7 @@ def _own_roots(folder: Path) -> list[str]:
     """Return the folder of the job file that created the run, and the folders that this file uses.
 
     The job file counts only if it exists and is outside the run folder. For a run without a job file, return the
-    folder
-    in which the run was started, if the run is in its ``output/NAME``.
+    folder in which the run was started, if the run is in its ``output/NAME``.
     """
     if (place := place_of_job(folder)) is None:
         return []

@@ -55,10 +55,8 @@ class Run:
     ``output/``.
 
     Each call reads the current files. No call starts an engine or writes to the run. ``record`` searches the log;
-    use
-    ``rows`` to read many records. The memory use of ``rows``, ``vectors``, ``scores`` and ``verify`` grows by only a
-    few
-    bytes per row.
+    use ``rows`` to read many records. The memory use of ``rows``, ``vectors``, ``scores`` and ``verify`` grows by
+    only a few bytes per row.
 
     Raises:
         JobError: There is no such run.
@@ -146,8 +144,7 @@ class Run:
         """Compare this run with other runs of the same rows, like ``batchkit report``.
 
         The result has score differences with intervals, and the rows that became better or worse. Without
-        ``others``, compare
-        the values of ``input.cross`` in this run.
+        ``others``, compare the values of ``input.cross`` in this run.
         """
         runs = [other if isinstance(other, Run) else Run(other) for other in others]
         return compare([self.folder, *(run.folder for run in runs)])
@@ -156,8 +153,7 @@ class Run:
         """Return the newest record of each row as a table, with the columns of ``batchkit export --parquet``.
 
         ``text`` is the answer. With ``inputs``, the table has one line per input row: its columns first, then the
-        record's
-        columns, null if the row has no record.
+        record's columns, null if the row has no record.
 
         Raises:
             InputError: With ``inputs``: the input changed since the run read it.

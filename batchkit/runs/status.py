@@ -31,12 +31,9 @@ class Status:
     """The state of a run. ``total`` is None if its rows can't be counted (rows given from Python).
 
     ``generations`` counts generations of rows with several, including rows in progress; tokens then include them
-    too.
-    ``engine_settings``: options that an out-of-memory error has reduced below the job's values. ``engine_events``:
-    the
-    newest twenty log lines about the engine in the last start. ``workers``: the state of each worker in the last
-    start as
-    of the last checkpoint, if there are several.
+    too. ``engine_settings``: options that an out-of-memory error has reduced below the job's values.
+    ``engine_events``: the newest twenty log lines about the engine in the last start. ``workers``: the state of each
+    worker in the last start as of the last checkpoint, if there are several.
     """
 
     name: str

@@ -58,8 +58,7 @@ def read_batches(
     ``inputs``.
 
     A batch has at most 10,000 records, and at most 16 MB of log and 64 MiB of vectors unless it is a single record.
-    Only
-    the current part of the log is in memory.
+    Only the current part of the log is in memory.
 
     Raises:
         StoreError: A record is damaged, or its vector is missing, damaged, or belongs to another row.
@@ -99,12 +98,9 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
     """Return a table with one line per row of ``source``, in its order: the row's fields, then its newest record.
 
     The record's columns are those of ``export --parquet``, null where a row has no record yet. A field with the name
-    of
-    such a column gets the prefix ``fields.``; a field ``id`` that names the rows replaces that column. A field whose
-    values
-    have no common Arrow type becomes text. A field with images is left out. If the rows could be read only once, the
-    table
-    is that of ``export --parquet``.
+    of such a column gets the prefix ``fields.``; a field ``id`` that names the rows replaces that column. A field
+    whose values have no common Arrow type becomes text. A field with images is left out. If the rows could be read
+    only once, the table is that of ``export --parquet``.
 
     Raises:
         InputError: The input can't be read, or changed since the run read it.

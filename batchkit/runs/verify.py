@@ -103,8 +103,7 @@ class Compared:
     """The result of comparing the newest record of each row with the input.
 
     ``n_pending``: rows without a record, or None if the input could not be read. ``mixed``: rows whose record
-    belongs to
-    another row, with the ``key_of`` expected.
+    belongs to another row, with the ``key_of`` expected.
     """
 
     n_pending: int | None = None

@@ -1,8 +1,7 @@
 """The routes ``/v1/batches``, ``/v1/models``, ``/metrics`` and ``POST /v1/chat/completions``.
 
 ``/metrics`` counts a key's batches for Prometheus. A chat completion runs as a batch of one row; the response is
-sent
-when the batch has ended.
+sent when the batch has ended.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ class Place:
     """A slot for one loaded model; ``models`` take turns in it.
 
     ``elsewhere`` has the names of models in other places. ``name`` is part of the log's file name. ``environment``
-    is
-    passed to the engine processes.
+    is passed to the engine processes.
     """
 
     name: str

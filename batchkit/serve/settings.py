@@ -55,8 +55,7 @@ class Settings:
     """The settings of ``batchkit serve``.
 
     ``models`` has each model under all of its names. ``keys`` are the keys in ``key_file``. ``webhook`` is the URL
-    that
-    receives an event for each ended batch. ``retention_days`` is the time that files are kept; 0 means forever.
+    that receives an event for each ended batch. ``retention_days`` is the time that files are kept; 0 means forever.
     """
 
     models: Mapping[str, Model]
@@ -119,8 +118,7 @@ class Settings:
 
     def job_of(self, stored: Stored) -> JobConfig:
         """Return the job of the batch's run. Its lines may open only files uploaded with the same key, unless the
-        job file
-        sets ``media.root``.
+        job file sets ``media.root``.
 
         Raises:
             JobError: This server does not have the batch's model.

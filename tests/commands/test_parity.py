@@ -200,7 +200,7 @@ def test_prompts_that_are_not_the_same_are_reported(make: Make, text_model: Path
     assert found.exit_code == 3
     changed = [each for each in found.differences if each.has_other_prompt]
     assert changed
-    assert f"{len(changed)} of those had prompts of another length" in found.to_text()
+    assert f"{len(changed)} of those had prompts of different lengths" in found.to_text()
 
 
 def test_a_side_that_cannot_start_is_named_and_its_log_kept(

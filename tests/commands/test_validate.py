@@ -16,8 +16,8 @@ from tests.support.rows import write_jsonl
 
 Job = dict[str, Any]
 LATER = (
-    "[[steps]]: rows are checked with their first prompt, that of draft unless it is skipped. Those of"
-    " judge, revise have answers in them: their templates and parameters are checked, their lengths and images are not"
+    "[[steps]]: rows are checked with their first prompt, of step draft unless it is skipped. Prompts of"
+    " judge, revise contain answers: their templates and parameters are checked, their lengths and images are not"
 )
 
 

@@ -220,7 +220,7 @@ def test_a_retry_asks_only_the_model_of_the_run() -> None:
         before = records()
         found = batchkit("retry-failed", str(RUN), "--set", "engine.kind=dry-run")
         assert found.exit_code == 2
-        assert "its sentences would stand among the answers of" in found.stderr
+        assert "its text would be mixed with the answers of" in found.stderr
         assert records() == before
     retry = ("retry-failed", str(RUN), "--set", "engine.options.max_model_len=400")
     with serving(model=B, port=server.port) as other:

@@ -108,15 +108,12 @@ def export(
     - ``srt``, ``vtt``: a file for each transcript in the folder ``path``.
 
     ``force`` replaces an existing file that no export has written. ``say`` reports rows without an answer, and cells
-    of
-    ``csv`` that a spreadsheet would execute. ``lacks`` (default ``say``) reports that the input was removed or
-    changed. If
-    a callback raises, no file is written.
+    of ``csv`` that a spreadsheet would execute. ``lacks`` (default ``say``) reports that the input was removed or
+    changed. If a callback raises, no file is written.
 
     Raises:
         JobError: ``path`` is a file that no export has written; ``npy``, but the run has no vectors or they differ
-            in
-            length; ``only_finished``, but rows have no record yet.
+            in length; ``only_finished``, but rows have no record yet.
         StoreError: The folder is not a run folder, its log is damaged, or the file can't be written.
     """
     log, found = folder / RESULTS, status(folder)
@@ -270,8 +267,7 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
     """Write the vectors as one matrix that numpy can map, and the ids of its rows as a JSON list.
 
     Failed rows are left out of both. For tasks with a vector for each token, row n has the lines from ``offsets[n]``
-    to
-    ``offsets[n + 1]``.
+    to ``offsets[n + 1]``.
 
     Raises:
         JobError: There are no vectors, or they differ in length.

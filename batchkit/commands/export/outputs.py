@@ -107,8 +107,7 @@ def exporting(path: Path, folder: Path) -> Iterator[Path]:
 
     Raises:
         StoreError: ``path`` is a file of a run (of any run, or by hard link of the run in ``folder``), or the input
-            of
-            the run in ``folder``.
+            of the run in ``folder``.
     """
     refuse_own_file(path, folder)
     with replacing(path) as temporary:

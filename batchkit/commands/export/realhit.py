@@ -1,10 +1,8 @@
 """The results file of RealHiTBench's harness, so that scripts written for it keep working.
 
 ``results_<time>.json`` has ``config``, ``aggregate_metrics`` by question type, and ``results``. ``checkpoint.json``
-in
-the same folder has ``processed_ids``. As in the harness, F1 is a percentage, and ECR and Pass are fractions of all
-rows
-of the type. Failed rows are in neither file.
+in the same folder has ``processed_ids``. As in the harness, F1 is a percentage, and ECR and Pass are fractions of
+all rows of the type. Failed rows are in neither file.
 """
 
 from __future__ import annotations

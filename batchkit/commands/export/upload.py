@@ -74,8 +74,7 @@ def to_send(
     """Return which of ``formats`` are sent, and where.
 
     All go to ``given``. Without it, the formats in ``output.export`` go to the job's address, which ``vouched``
-    takes from
-    the user's job file.
+    takes from the user's job file.
 
     Raises:
         JobError: They can't be sent there.
@@ -156,8 +155,7 @@ def _pause_s(tried: int, asked_for_s: float) -> float:
     """Return the pause in seconds after ``tried`` attempts.
 
     It doubles each time, with jitter so that runs that failed together don't retry together. A longer pause
-    requested by
-    the server is used, up to a limit.
+    requested by the server is used, up to a limit.
     """
     return min(
         max(_FIRST_PAUSE_S * 2.0 ** (tried - 1) * random.uniform(0.5, 1.0), asked_for_s),

@@ -33,8 +33,7 @@ def parity(
     """Run the first ``rows`` rows on both ``engines`` (``vllm,transformers``), one after the other.
 
     ``settings``: ``engine.…=VALUE`` overrides for each side. A difference with a gap below ``tie`` is a tie. Nothing
-    is
-    written to the run folder.
+    is written to the run folder.
 
     Raises:
         JobError: The engines, their settings or the job are invalid. The message names the side.

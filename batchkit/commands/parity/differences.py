@@ -1,10 +1,8 @@
 """The first difference of two answers, and how certain each engine was of its token.
 
 Greedy decoding takes the likeliest token. If two tokens are about equally likely, the order of a sum decides, and
-that
-differs between kernels, batches and machines. This is a tie and says nothing about the model. If an engine was far
-from
-taking the other's token, the two engines compute different results.
+that differs between kernels, batches and machines. This is a tie and says nothing about the model. If an engine was
+far from taking the other's token, the two engines compute different results.
 """
 
 from __future__ import annotations
@@ -64,8 +62,7 @@ class Part:
     """One side of a difference. ``token`` is None if the answer ended before it.
 
     ``logprob`` belongs to that token, ``other_logprob`` to the other side's token, both as reported by this side;
-    None if
-    it reports none. ``begins``: the position in ``text``, in characters, at which the answers differ.
+    None if it reports none. ``begins``: the position in ``text``, in characters, at which the answers differ.
     """
 
     text: str

@@ -31,12 +31,9 @@ class Plan(NamedTuple):
     """A forecast, as in ``forecast.json``.
 
     Tokens, GPU hours and price are for the whole run, including finished rows; ``seconds`` are for the next start
-    with the
-    engine loaded. ``left`` rows have no record yet. ``price`` is None if the job sets no price; ``gpu_hours`` is
-    None
-    without a local GPU, or if it is unknown which GPUs will answer. ``run``: when the run began. ``starts``: its
-    number of
-    starts until then. ``of``: a hash of the job.
+    with the engine loaded. ``left`` rows have no record yet. ``price`` is None if the job sets no price;
+    ``gpu_hours`` is None without a local GPU, or if it is unknown which GPUs will answer. ``run``: when the run
+    began. ``starts``: its number of starts until then. ``of``: a hash of the job.
     """
 
     figures: Mapping[str, Any]

@@ -5,9 +5,8 @@ one of them. The plain bootstrap is therefore overconfident: its 90 % intervals 
 89 % of cases (``benchmarks/LOG.md``).
 
 Here, a replicate weights the sampled rows at random, like the Bayesian bootstrap but more unequally. In most
-replicates
-some rows also have answers longer than any in the sample. Their share is that of one more sampled row. Their length
-comes from a Pareto tail up to ``max_tokens``, with Hill's index of the longest sampled answers.
+replicates some rows also have answers longer than any in the sample. Their share is that of one more sampled row.
+Their length comes from a Pareto tail up to ``max_tokens``, with Hill's index of the longest sampled answers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """A model of engine speed: the time of a step, fitted to the rows of a sample.
 
 An engine generates one token per step for each running request. A step takes ``step_s``, plus ``sequence_s`` for
-each
-running request, plus ``prompt_token_s`` for each prompt token it processes. A row also waits ``row_s``. So a row of
-L
-tokens that ran together with r others on average, while P prompt tokens were processed, took
-row_s + L·(step_s + r·sequence_s) + P·prompt_token_s. The number of running requests follows from the begin and end
-times of the sampled rows.
+each running request, plus ``prompt_token_s`` for each prompt token it processes. A row also waits ``row_s``. So a
+row of L tokens that ran together with r others on average, while P prompt tokens were processed, took row_s +
+L·(step_s + r·sequence_s) + P·prompt_token_s. The number of running requests follows from the begin and end times of
+the sampled rows.
 
 The time of a whole job is computed from its steps (``steps_of``) and its tokens.
 """
@@ -91,8 +89,7 @@ def points_of(waves: Sequence[Wave]) -> Points:
     """Return one point for each row of ``waves``. These rows never waited in the engine's queue.
 
     The concurrency of a row is an average over its steps, and the steps at a given time depend on the step time. So
-    the fit
-    is repeated several times.
+    the fit is repeated several times.
     """
     points = _points(waves, StepTime(0.0, 1.0, 0.0, 0.0))
     for _ in range(_REFITS):

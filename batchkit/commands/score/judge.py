@@ -1,12 +1,9 @@
 """GPT_EVAL: a second model gives each answer a score.
 
 Judging is an ordinary run that can be resumed and retried. Its rows are questions: the text that the judge sees of
-an
-answer, identified by a hash. So a finished judgement is found again even if the answer's row changes. Each judge
-(its
-model, prompt, and other settings that decide its answers) has a separate run folder, so trying another judge does
-not
-affect the first.
+an answer, identified by a hash. So a finished judgement is found again even if the answer's row changes. Each judge
+(its model, prompt, and other settings that decide its answers) has a separate run folder, so trying another judge
+does not affect the first.
 """
 
 from __future__ import annotations
@@ -208,8 +205,7 @@ def judged_by_step(
     """Return the scores of ``judge`` from the answers of step ``table.step``.
 
     If the step has an extractor, the score is the first number in its prediction. Otherwise the score is read as in
-    a
-    judge's text.
+    a judge's text.
     """
     found: dict[int, float | None] = {}
     name, reading = table.step or "", Scoring(ScoringTable(**_READ), say=say)

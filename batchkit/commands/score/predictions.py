@@ -129,18 +129,14 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
     """Return predictions by row id.
 
     An entry is a line, a table row, or a member of the list (or of ``results``) in a ``.json`` file. It has an
-    ``id`` and a
-    ``prediction`` or a ``text``, or is a line of OpenAI's batch output. These are failures, not answers: entries
-    marked as
-    failed, null, a blank text, and the harness's ``[ERROR] …``. A blank prediction without a text is an answer,
-    because
-    the harness's metrics score it 0. If several entries have one id, the last one is used: earlier ones may have
-    failed.
+    ``id`` and a ``prediction`` or a ``text``, or is a line of OpenAI's batch output. These are failures, not
+    answers: entries marked as failed, null, a blank text, and the harness's ``[ERROR] …``. A blank prediction
+    without a text is an answer, because the harness's metrics score it 0. If several entries have one id, the last
+    one is used: earlier ones may have failed.
 
     Raises:
         JobError: The file is missing or not JSON, a line lacks an id or both other keys, or two different answers
-            have
-            the same id.
+            have the same id.
     """
     found: dict[str, Prediction] = {}
     for where, given in _entries(path):

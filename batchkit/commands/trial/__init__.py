@@ -1,8 +1,7 @@
 """Trials: real runs of a job with other settings, in a scratch folder, measured from their output files.
 
 ``find-bs``, ``bench`` and ``tune`` measure settings with ``Trials``. ``plan``, ``parity`` and the judge read the
-records of
-a run that they start with ``tried``.
+records of a run that they start with ``tried``.
 """
 
 from __future__ import annotations
@@ -99,10 +98,8 @@ class Trial:
     """The result of one trial. ``status``: ``ok``, ``OOM``, or ``error: …``; ``reason``: why an engine died.
 
     ``figures`` is None unless the status is ok. ``seconds``: the whole trial, including ``load_s`` for loading the
-    engine.
-    ``failed``: rows by kind of error. ``memory``: the peak; None if unknown. ``is_short``: time ran out before the
-    engine was
-    full.
+    engine. ``failed``: rows by kind of error. ``memory``: the peak; None if unknown. ``is_short``: time ran out
+    before the engine was full.
     """
 
     status: str
@@ -170,8 +167,7 @@ class Trials:
         """Measure ``job``, the trials' job with other settings, which runs ``at_once`` requests concurrently.
 
         The measurement takes at most ``seconds``, after as many seconds to fill the engine. It ends early once the
-        rate is
-        clearly below ``least`` rows per second.
+        rate is clearly below ``least`` rows per second.
 
         Raises:
             JobError: The first trial finds the job invalid, or its rows can't be read.
@@ -248,8 +244,7 @@ class _Watch:
     """A watcher that reads the output of ``job``'s run, stops it once it is measured, and samples memory.
 
     Memory covers this process and all its children, if the engine holds a model. The watcher has one thread; the
-    trial's
-    thread reads the results after ``close``. ``StopRequest.ask`` may be called from any thread.
+    trial's thread reads the results after ``close``. ``StopRequest.ask`` may be called from any thread.
     """
 
     def __init__(self, job: JobConfig, measurement: Measurement) -> None:

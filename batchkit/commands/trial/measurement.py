@@ -2,10 +2,8 @@
 
 A new engine answers short rows first, and an engine that runs out of rows is half empty. A job with many rows has
 little of either. So the measured period begins when nine in ten of the first rows (the ones that fill the engine)
-have
-been answered. It ends when fewer rows are left than run concurrently. If that period is too short (few rows or
-little
-time), or if the trial has answered every row of the job, the whole trial is measured.
+have been answered. It ends when fewer rows are left than run concurrently. If that period is too short (few rows or
+little time), or if the trial has answered every row of the job, the whole trial is measured.
 
 Why nine in ten of the first rows: if the period began after as many answers of any rows, with lengths from 6 to 96
 tokens and 64 concurrent requests, the rate was 0.7 of the tokens per second of a long run. Waiting for the last of a
@@ -43,8 +41,7 @@ class Answer:
     """A row or one of its generations, answered or failed with an error of ``kind``.
 
     ``began`` and ``ended`` are seconds since the epoch; ``began`` is the entry into the engine's queue. Tokens cover
-    all
-    attempts; ``last_tokens`` are the tokens of the last attempt's answers.
+    all attempts; ``last_tokens`` are the tokens of the last attempt's answers.
     """
 
     index: int
@@ -92,8 +89,7 @@ class Figures:
     """The numbers of one period.
 
     ``interval``: 90 % interval of the rate, from the rates of windows (Student's t). ``is_typical``: the engine was
-    always
-    full, as in the whole job; or this was the whole job.
+    always full, as in the whole job; or this was the whole job.
     """
 
     seconds: float
@@ -136,10 +132,8 @@ class Measurement:
     """The measurement of a running trial, with ``at_once`` concurrent rows of ``total``.
 
     It takes at most ``seconds`` with the engine full, and as long before that. ``first``: the rows submitted first.
-    It ends
-    earlier once the engine was full for 5 s and answered 32 rows and 4 per concurrent row. It also ends after one
-    second
-    and half as many rows if even the upper end of the rate's interval is below ``least``.
+    It ends earlier once the engine was full for 5 s and answered 32 rows and 4 per concurrent row. It also ends
+    after one second and half as many rows if even the upper end of the rate's interval is below ``least``.
     """
 
     def __init__(
@@ -243,8 +237,7 @@ class Idle(NamedTuple):
     """Shares from 0 to 1 while the engine was full. ``running`` is the average number of concurrent requests.
 
     ``rendering``: share of slots empty because no rendered row was ready. ``preparing``: share of slots empty while
-    rows
-    were being tokenised or their images preprocessed. ``kv_cache``: share of time with a full KV cache.
+    rows were being tokenised or their images preprocessed. ``kv_cache``: share of time with a full KV cache.
     """
 
     rendering: float

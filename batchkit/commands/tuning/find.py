@@ -123,8 +123,7 @@ def find_batch_size(
     """Search from ``low`` to ``high`` with at most ``rows`` rows and ``seconds`` s of answers per trial.
 
     A signal ends the search with the results so far. The best size is written only to the job file ``write_to``, and
-    only
-    if the search was complete.
+    only if the search was complete.
 
     Raises:
         JobError: The job itself is invalid, its input has no rows, or the job file can't be written.
@@ -157,8 +156,7 @@ def search(low: int, high: int, try_size: Callable[[int], Figures | None]) -> bo
     does not.
 
     ``try_size`` returns None if a size does not fit. No size is tried twice. Return True if a doubling gained less
-    than 3 %:
-    larger sizes may fit too. Otherwise the largest size up to ``high`` that fits was tried, if any fits.
+    than 3 %: larger sizes may fit too. Otherwise the largest size up to ``high`` that fits was tried, if any fits.
     """
     fits, size, best = 0, low, 0.0
     while (found := try_size(size)) is not None:
@@ -211,10 +209,8 @@ def _compute(lines: Sequence[Line], best: Line) -> Bottleneck:
     """Return whether steps, prompts or answers take most of the compute time.
 
     A row's time is ``a + b / batch``: ``b`` is for steps, which the rows of a batch share, and ``a`` is for its
-    tokens at
-    any batch size. The share of ``b`` shows whether steps dominate. Pooling tasks have no output tokens: all their
-    steps are
-    prefill.
+    tokens at any batch size. The share of ``b`` shows whether steps dominate. Pooling tasks have no output tokens:
+    all their steps are prefill.
     """
     prompt, output = best["prompt_tokens_per_s"], best["completion_tokens_per_s"]
     if not prompt or output is None:

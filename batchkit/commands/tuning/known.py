@@ -31,10 +31,8 @@ class Tried:
 
     ``options``: engine options added to the job's; empty for the default. ``low`` to ``high``: 90 % interval of
     ``rows_per_s`` over windows of the measured time; None if the trial failed. ``waits_for``: the bottleneck
-    resource;
-    ``limit``: the same in words with numbers. ``running``: average concurrent requests per engine. ``is_short``:
-    time ran out
-    before the engine was full, so the rate covers only short answers.
+    resource; ``limit``: the same in words with numbers. ``running``: average concurrent requests per engine.
+    ``is_short``: time ran out before the engine was full, so the rate covers only short answers.
     """
 
     options: dict[str, Any]

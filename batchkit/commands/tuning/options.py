@@ -145,8 +145,7 @@ class Choice:
     as a whole.
 
     A None in a set resets the option to the job's value. ``helps``: the bottleneck it addresses
-    (``Bottleneck.resource``).
-    ``is_only``: it addresses no other bottleneck.
+    (``Bottleneck.resource``). ``is_only``: it addresses no other bottleneck.
     """
 
     name: str

@@ -29,8 +29,7 @@ def line_of(batch_size: int, trials: Sequence[Trial]) -> Line:
     """Return the medians of ``trials``; numbers are None if one of them failed.
 
     ``spread``: half the difference between the slowest and the fastest round, as a share of the median. ``typical``:
-    the
-    engine was as busy as in the whole job. ``reason``: why an engine died.
+    the engine was as busy as in the whole job. ``reason``: why an engine died.
     """
     status = next((trial.status for trial in trials if trial.status != OK), OK)
     rounds = [t.figures for t in trials if t.figures is not None and status == OK]
@@ -190,8 +189,7 @@ def bench(
     """Measure each of ``batch_sizes`` for ``rounds`` rounds of at most ``seconds`` s.
 
     Each round starts a new engine, and the sizes take turns, so that a disturbance of the machine affects all of
-    them. A
-    size that failed is not tried again.
+    them. A size that failed is not tried again.
 
     Raises:
         JobError: The job itself is invalid, or its input has no rows.

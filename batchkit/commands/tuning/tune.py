@@ -57,10 +57,8 @@ class Tuned:
     """The result of the search.
 
     ``gained``: the rate without one of the best options, as a share of the rate with all. ``differ``: the share of
-    rows
-    whose answers the best options change; None if they can't change answers. ``written``: the job file that received
-    the
-    best options.
+    rows whose answers the best options change; None if they can't change answers. ``written``: the job file that
+    received the best options.
     """
 
     job: JobConfig
@@ -165,12 +163,9 @@ def tune(
     """Search for about ``minutes``. Each trial starts a new engine and measures at most ``seconds`` s of answers.
 
     Trials are stored in ``<name>.tune.jsonl`` next to the run folder, and the next call reuses them.
-    ``allow_changes``: also
-    try options that change answers, and count the changed answers. A signal ends the search with the results so far.
-    The
-    best options are written only to ``write_to``, and only if they beat the default in each of three rounds in which
-    both
-    were measured in turn.
+    ``allow_changes``: also try options that change answers, and count the changed answers. A signal ends the search
+    with the results so far. The best options are written only to ``write_to``, and only if they beat the default in
+    each of three rounds in which both were measured in turn.
 
     Raises:
         JobError: The job itself is invalid, its input has no rows, or the job file can't be written.
@@ -202,8 +197,7 @@ class _Search:
     """A greedy search that changes one option at a time, starting from the fastest options so far.
 
     A number is multiplied or divided as long as that gains; other values are tried. Options that address another
-    bottleneck
-    than the current one are skipped.
+    bottleneck than the current one are skipped.
     """
 
     def __init__(
@@ -250,8 +244,7 @@ class _Search:
         little to notice.
 
         If the KV cache is full, first try as many requests as it held, and never more. If prompts take the time,
-        never reduce
-        the tokens per step.
+        never reduce the tokens per step.
         """
         if name == SIZE and self._best.waits_for == "kv-cache" and (held := self._best.running):
             self._takes({name: held})

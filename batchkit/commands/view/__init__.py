@@ -36,8 +36,7 @@ def view(
     """Serve the page of a run (a folder or a job file), or of the runs below a folder (default ``output``).
 
     ``media``: folders whose inputs and images may be read (``Reach``). ``ready`` receives the address. Returns when
-    a signal
-    stops the process.
+    a signal stops the process.
 
     Raises:
         JobError: There is nothing to show, the port is taken, or a package is missing.

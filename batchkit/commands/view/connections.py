@@ -19,8 +19,7 @@ class BoundedConnection(H11Protocol):
     """A connection that is closed if no complete request head arrives within ``head_timeout_s``.
 
     The time counts from the start of the connection or the end of the previous response. This is a subclass because
-    uvicorn
-    has no such option: its keep-alive timer starts after the first response, and each byte stops it.
+    uvicorn has no such option: its keep-alive timer starts after the first response, and each byte stops it.
     """
 
     def __init__(self, *args: Any, head_timeout_s: float, **options: Any) -> None:

@@ -138,8 +138,7 @@ def shown(
     """Return the row as the page shows it.
 
     ``records``: its records, the newest last. ``steps``: its generations. ``images``: sources or URLs of the
-    prompt's images.
-    ``scoring`` finds its reference.
+    prompt's images. ``scoring`` finds its reference.
     """
     *older, newest = records
     fields = {**(newest.get("fields") or {}), **prompt.fields}

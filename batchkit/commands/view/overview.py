@@ -196,8 +196,7 @@ def histogram(values: Table) -> dict[str, Any]:
     """Return ``counts`` over equal bins from ``low`` to ``top``. The bin width is 1, 2 or 5 times a power of ten.
 
     If a long tail would squeeze the rest, the last bin ends at the 99th percentile and includes the ``overflow``
-    above.
-    Integer values have integer bins.
+    above. Integer values have integer bins.
     """
     median, p99 = map(float, np.percentile(values, (50, 99)))
     least, largest = float(values.min()), float(values.max())

@@ -44,8 +44,7 @@ def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
     """Pair the rows by id. Rows that share an id are paired by index if ``by_place``, else by order.
 
     "fixed": a failure became an answer, or a score improved as ``report`` counts it. "broken": the reverse.
-    "changed":
-    both of these, and rows with another answer or kind of failure.
+    "changed": both of these, and rows with another answer or kind of failure.
     """
     before, after = paired(a, b, by_place=by_place)
     old, new = a.entries[before], b.entries[after]

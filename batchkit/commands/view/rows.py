@@ -109,8 +109,7 @@ class Labels(NamedTuple):
     """The texts that identify a row in the list: its group, its question, and its error.
 
     ``asked_in``: the fields that the prompt reads; None means any field may be the question. ``has_images``: the
-    prompt may
-    contain images.
+    prompt may contain images.
     """
 
     group_by: str | None
