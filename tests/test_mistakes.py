@@ -85,7 +85,7 @@ prompt.user = "{{ reviw }}"
 STOPPED = "run job.toml --set run.max_in_flight=1 --set run.max_completion_tokens=6"
 RUNS = [
     *(
-        Mistake(f"{command} job.toml", ('engine.kind = "dry-run" answers at once',))
+        Mistake(f"{command} job.toml", ('engine.kind = "dry-run" answers without delay',))
         for command in ("tune", "find-bs", "bench")
     ),
     Mistake(f"{STOPPED} --output a.csv", ("a.csv: not written, because the run has not ended",), 1),

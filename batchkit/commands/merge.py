@@ -345,7 +345,7 @@ def _manifest(
 ) -> Manifest:
     """Return the newest run's manifest with the starts of all runs and one for the merge.
 
-    The versions of the last start are those of the newest run, which produced the answers.
+    The versions of the last start come from the newest run, which produced the answers.
     """
     starts = [
         start.model_copy(update={"run": str(part.folder)})

@@ -160,7 +160,7 @@ class Comparison:
 
 
 def origin(manifest: Manifest) -> list[str]:
-    """Return the model (or the engine, if there is no model) and the time of the run."""
+    """Return the model (or the engine, without a model) and the time of the run."""
     model, starts = manifest.model, manifest.starts
     name = model.name or manifest.identity.get("engine.kind", "")
     revision = f" at {model.revision}" if model.revision else ""

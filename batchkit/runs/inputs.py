@@ -123,7 +123,7 @@ class InputRows:
 class InputColumns:
     """The input columns that an export adds for the run in ``folder``.
 
-    ``names``: the columns in ``output.keep`` and those that ``[scoring]`` reads. ``problem``: why needed rows could
+    ``names``: the columns in ``output.keep`` and the columns used by ``[scoring]``. ``problem``: why needed rows could
     not be read. ``is_local``: the input is, or was, on this machine.
     """
 

@@ -23,7 +23,7 @@ from batchkit.storage.vectors import Vectors, VectorType, segments_of
 EMBEDDING = "embedding"
 VECTOR, MATRIX = "vector", "matrix"
 _MOST_COLUMNS = 1_000  # an answer may use names or dates as keys
-_TEXT = "string"  # for any other value too, as JSON
+_TEXT = "string"  # also the type of all other values, as JSON
 _UNKNOWN = "null"
 _OF_SCHEMA = {"string": _TEXT, "integer": "int64", "number": "double", "boolean": "bool"}
 

@@ -71,7 +71,7 @@ class Look(NamedTuple):
         }
 
     def _budgets(self) -> Iterator[dict[str, Any]]:
-        """Yield the used part of each limit of ``[run]``. Seconds are those of the last start."""
+        """Yield the used part of each limit of ``[run]``. Seconds count the last start only."""
         run, starts, now = self.limits, self.manifest.starts, self.status
         tokens = Usage(now.prompt_tokens, now.completion_tokens)
         spent = {

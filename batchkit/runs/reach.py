@@ -44,7 +44,7 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, named: Sequence[Path] = ()) -> Reach:
-        """Return the limits for the run in ``folder``. ``named`` folders replace those of the user's job file.
+        """Return the limits for the run in ``folder``. ``named`` folders replace the folders of the user's job file.
 
         Raises:
             JobError, StoreError: The folder is not a run folder.

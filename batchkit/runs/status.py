@@ -174,7 +174,7 @@ def counts_of(folder: Path) -> Counts:
 
 
 def pending_rows(total: int | None, totals: Totals, manifest: Manifest) -> int | None:
-    """Return the number of rows without a record, except those that ``--skip-from`` left to another run."""
+    """Return the number of rows without a record, except rows that ``--skip-from`` left to another run."""
     if total is None:
         return None
     return max(0, total - totals.ok - totals.failed - manifest.skipped_elsewhere)

@@ -39,7 +39,7 @@ class Verification:
     - ``bad_vectors``: rows whose vector is missing, damaged, another row's, or not finite; ``vector_fault`` has the
       first.
     - ``torn_bytes``: bytes of the logs that are not records or generations.
-    - ``generations``: lines of ``steps.jsonl``; ``generations_lost``: those that records count but the file lacks;
+    - ``generations``: lines of ``steps.jsonl``; ``generations_lost``: generations that records count but the file lacks;
       ``generations_duplicate``: repeated lines of the same call of a row.
     - ``not_compared``: why the records were not compared with the input, or None if they were.
     """

@@ -161,7 +161,7 @@ class Store:
         return Page(docs[:limit], len(docs) > limit)
 
     def all(self, kind: Kind, *statuses: str, owner: str | None = None) -> list[Stored]:
-        """Return all objects of a kind, oldest first; only those with one of ``statuses`` if any are given."""
+        """Return all objects of a kind, oldest first; ``statuses``, if given, selects by status."""
         where, values = "kind = ?", [kind, *statuses]
         if statuses:
             where += f" AND status IN ({', '.join('?' * len(statuses))})"
@@ -192,7 +192,7 @@ class Store:
         return int(self._read(query, owner)[0][0])
 
     def problems(self) -> str:
-        """Return SQLite's integrity problems, or "" if there are none."""
+        """Return SQLite's integrity problems, or "" without problems."""
         found = self._read("PRAGMA integrity_check")[0][0]
         return "" if found == "ok" else str(found)
 

@@ -267,7 +267,7 @@ def test_find_bs_stops_early_where_the_server_is_slow() -> None:
     assert ended.json["stopped_early"]
     assert ended.json["largest"] <= 16
     assert all(line["memory_gb"] is None for line in ended.json["batch_sizes"])
-    assert "keeps what it has cached" in ended.stderr
+    assert "keeps its cache" in ended.stderr
 
 
 def test_find_bs_of_a_task_without_output_tokens() -> None:

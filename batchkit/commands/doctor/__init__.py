@@ -154,7 +154,7 @@ def _gpus(facts: Facts) -> Finding:
         return Finding("gpu", f"{found}; torch sees none of it", remedy)
     if any((gpu.free_gib or 0) < MIN_GPU_FREE * (gpu.total_gib or 0) for gpu in facts.visible_gpus):
         remedy = (
-            "end what holds the memory (nvidia-smi names it), or lower"
+            "end the process that holds the memory (nvidia-smi names it), or lower"
             " engine.options.gpu_memory_utilization in the job file"
         )
         return Finding("gpu", found, remedy)
@@ -225,7 +225,7 @@ def _wrong_variables(facts: Facts) -> Iterator[str]:
         yield "CUDA_VISIBLE_DEVICES hides every GPU: unset it"
     space = facts.env.get("VLLM_CPU_KVCACHE_SPACE")
     if space is not None and not space.isdecimal():
-        yield "VLLM_CPU_KVCACHE_SPACE wants a whole number of GiB"
+        yield "VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB"
     elif space is not None and int(space) > facts.available_gib:
         yield f"VLLM_CPU_KVCACHE_SPACE is over the {facts.available_gib:.1f} GiB available: lower it"
 

@@ -41,7 +41,9 @@ def parity(
         EngineError: A side could not start, or died. The message names the side and the engine's log.
     """
     if job.task != "generate":
-        raise JobError(f'task = "{job.task}": parity compares generated texts; there are none')
+        raise JobError(
+            f'task = "{job.task}": parity compares generated texts, and this task has none'
+        )
     if job.has_several:
         table = "[rollout]" if job.steps == [] else "[[steps]]"
         raise JobError(

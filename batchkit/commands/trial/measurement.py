@@ -5,7 +5,7 @@ little of either. So the measured period begins when nine in ten of the first ro
 have been answered. It ends when fewer rows are left than run concurrently. If that period is too short (few rows or
 little time), or if the trial has answered every row of the job, the whole trial is measured.
 
-Why nine in ten of the first rows: if the period began after as many answers of any rows, with lengths from 6 to 96
+Why nine in ten of the first rows: if the period began after the same number of answers from any rows, with lengths from 6 to 96
 tokens and 64 concurrent requests, the rate was 0.7 of the tokens per second of a long run. Waiting for the last of a
 thousand lognormal answers takes three to six times as long as for nine in ten, whose rate is within 3 % of a long
 run's (simulated).

@@ -139,7 +139,9 @@ def find_batch_size(
             high = max(low, most)
             say(f"batch sizes up to {high:,} are tried: {why}")
         if job.engine.kind == "openai-server":
-            say("the server keeps what it has cached: later trials may look faster than they are")
+            say(
+                "the server keeps its cache between trials, so later trials may look faster than they are"
+            )
         has_flattened = search(low, high, lambda size: table.run(trials, size, seconds).figures)
     table.signum = trials.signum
     best, bottleneck = table.best, None
