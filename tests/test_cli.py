@@ -244,8 +244,9 @@ def test_validate_finds_every_bad_row(folder: Path) -> None:
     assert list(problems) == [1, 2, 4]
     assert "'q' is undefined" in problems[1]["message"]
     assert "gone.png" in problems[2]["message"]
-    assert "input.id: 1 rows repeat the id of an earlier row; for example, row 3 repeats row 0 ('a')" in str(
-        found["hints"]
+    assert (
+        "input.id: 1 rows repeat the id of an earlier row; for example, row 3 repeats row 0 ('a')"
+        in str(found["hints"])
     )
     assert "input.id" in problems[4]["message"]
     result = batchkit("validate", "job.toml")

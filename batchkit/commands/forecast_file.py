@@ -38,7 +38,7 @@ def hash_of_job(job: JobConfig) -> str:
 
 
 def read_forecast(folder: Path, job: JobConfig) -> dict[str, Any] | None:
-    """Return the forecast of the run in ``folder``, or None if there is none or it belongs to another job."""
+    """Return the forecast of the run in ``folder``, or None without a forecast of this job."""
     try:
         found: dict[str, Any] = orjson.loads(read_bytes(folder / FORECAST))
         is_current = found["run"] == read_manifest(folder).created_at

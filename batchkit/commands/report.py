@@ -104,7 +104,7 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
     """Write ``comparison`` as one self-contained web page.
 
     Raises:
-        StoreError: The file can't be written, or its name is not that of a web page.
+        StoreError: The file can't be written, or its suffix is not .html or .htm.
     """
     return write_page(path, ", ".join(comparison.runs), {"comparison": comparison.to_json()})
 

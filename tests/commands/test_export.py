@@ -445,7 +445,8 @@ def test_safe_csv_holds_nothing_that_a_spreadsheet_runs() -> None:
     run_of(*(replace(record, scores={"em": -0.5}) for record in kept), keep=["=f"])
     said = export("job.toml", "--csv", "exact.csv").stderr
     assert (
-        f"would run {len(FORMULAS) + len(texts) + 1} of its texts as formulas; use --safe-csv" in said
+        f"would run {len(FORMULAS) + len(texts) + 1} of its texts as formulas; use --safe-csv"
+        in said
     )
     assert export("job.toml", "--csv", "safe.csv", "--safe-csv").stderr == ""
     assert "output/a/results.csv: " in export("job.toml", "--safe-csv").stdout

@@ -278,7 +278,7 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
     kind = vector_type(folder, job)
     if kind is None:
         raise JobError(
-            f'{folder}: --npy is for {FOR_VECTORS}, and its task is "{job.task}"; --parquet has what it answered'
+            f'{folder}: --npy is for {FOR_VECTORS}, and its task is "{job.task}"; export its answers with --parquet'
         )
     if kind.dimensions is None:
         raise JobError(

@@ -217,7 +217,7 @@ def _token(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one(token: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one token. In the log, null stands for a logprob of -inf and for a token without text."""
+    """Return one token. In the log, null means a logprob of -inf, or a token without text."""
     logprob = token["logprob"]
     return {
         "token": token["token"] or "",

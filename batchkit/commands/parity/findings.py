@@ -26,7 +26,7 @@ class Answers(NamedTuple):
     seconds: float
 
     def has_failed(self, index: int) -> bool:
-        """Return whether the row failed. Empty answers are compared too, although a run counts them as failed."""
+        """Return whether the row failed. Empty answers are compared, although a run counts them as failed."""
         error = self.records[index]["error"]
         return error is not None and error["kind"] != EmptyTextError.kind
 

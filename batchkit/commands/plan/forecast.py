@@ -5,7 +5,7 @@ one of them. The plain bootstrap is therefore overconfident: its 90 % intervals 
 89 % of cases (``benchmarks/LOG.md``).
 
 Here, a replicate weights the sampled rows at random, like the Bayesian bootstrap but more unequally. In most
-replicates some rows also have answers longer than any in the sample. Their share is that of one more sampled row.
+replicates some rows also have answers longer than any in the sample. Their share equals one more sampled row.
 Their length comes from a Pareto tail up to ``max_tokens``, with Hill's index of the longest sampled answers.
 """
 
@@ -117,7 +117,7 @@ def _tail_index(lengths: NDArray[np.float64], weights: NDArray[np.float64]) -> f
 _DRAWN = 4096  # minimum number of rows drawn; further rows use the steps of a full engine
 _LEAST_SPREAD = 0.04  # relative variation of run time from one run to the next
 _LEAST_OF_BATCHES = (
-    0.25  # the same if the model is fitted to whole waves, of which there are only two
+    0.25  # the same if the model is fitted to whole waves, because there are only two
 )
 _MOST_SPREAD = 0.5
 _LEAST_S = 0.001

@@ -146,7 +146,7 @@ def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
 class Trials:
     """Trials of the settings of one job, run one after the other, each with a new engine.
 
-    ``total``: rows of the job, of which the trials use the first ``rows``.
+    ``total``: rows of the job; the trials use the first ``rows`` of them.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def beside_answers(
 
 
 def _thumb(prompt: Prompt, reach: Reach) -> Webp:
-    """Return a thumbnail of the first image or video. Raise MediaError, or IndexError if there is none."""
+    """Return a thumbnail of the first image or video. Raise MediaError, or IndexError without either."""
     if prompt.sources:
         return as_webp(prompt.sources[0], reach, THUMB)
     videos = [source for kind, source in prompt.clips if kind == "video"]

@@ -56,7 +56,7 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> Path:
     It contains the script, the style and ``data`` (the responses of the API). It appears only when it is complete.
 
     Raises:
-        StoreError: The file can't be written, or its name is not that of a web page.
+        StoreError: The file can't be written, or its suffix is not .html or .htm.
     """
     check_page(path)
     made = f"Made by batchkit {batchkit.__version__}, {when(utc_now())}."
