@@ -1,6 +1,6 @@
-"""Recordings of digits, each played as two tones like a telephone's keys, which the demo speech model hears.
+"""Recordings of digits for the demo speech model: each digit is a pair of telephone tones.
 
-The same seed gives the same recording. A test's seeds are apart from those of the model's training.
+The same seed gives the same recording. Tests use other seeds than the model's training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONG_PAUSE = 0.1  # the share of pauses that are long
 
 
 class Heard(NamedTuple):
-    """A digit, and where it is in its recording, in seconds."""
+    """A digit, with its start and end in seconds."""
 
     digit: str
     start: float
@@ -38,11 +38,11 @@ class Recording(NamedTuple):
 
 
 def build_demo_digits(folder: Path, *, count: int = 40, minutes: float = 10, seed: int = 0) -> None:
-    """Fill the new or empty ``folder`` with ``count`` short recordings and one of so many ``minutes``, and with
-    ``recordings.jsonl``: what is said in each, and when.
+    """Fill ``folder`` with ``count`` short recordings, a recording of ``minutes``, and ``recordings.jsonl`` with their texts
+    and times.
 
     Raises:
-        JobError: it holds something, or can't be written.
+        JobError: ``folder`` is not empty, or cannot be written.
     """
     with filling(folder):
         random = Random(f"test {seed}")
@@ -61,7 +61,7 @@ def build_demo_digits(folder: Path, *, count: int = 40, minutes: float = 10, see
 
 
 def make_recording(random: Random, seconds: float) -> Recording:
-    """Digits with pauses between, over a noise, ``seconds`` long."""
+    """Return a recording of ``seconds``: digits with pauses, over noise."""
     noise = np.random.default_rng(random.getrandbits(64))
     samples = noise.standard_normal(round(seconds * SAMPLE_RATE), np.float32)
     samples *= 10 ** random.uniform(-4, -2.3)

@@ -1,5 +1,4 @@
-"""Small LoRA adapters with random weights, for models of Qwen's architecture: ``batchkit-demo`` and those that
-``demo_model`` builds."""
+"""Small LoRA adapters with random weights, for ``batchkit-demo`` and the models of ``demo_model``."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from batchkit.errors import JobError
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _ADAPTED = re.compile(rf"(.*\blayers\.(\d+)\.self_attn\.({'|'.join(_ATTENTION)}))\.weight")
 LORAS = {"gentle": (0, 0.01), "rough": (3, 0.35)}
-"""The seed of each adapter for ``batchkit-demo``, and how much it changes."""
+"""The seed and the strength of each adapter for ``batchkit-demo``."""
 
 
 def build_demo_loras(folder: Path) -> None:
@@ -37,7 +36,7 @@ def build_demo_loras(folder: Path) -> None:
 
 
 def write_lora(folder: Path, model: Path, *, rank: int, seed: int, strength: float) -> None:
-    """An adapter for ``model`` in PEFT's format; ``strength`` is about its share in what attention computes."""
+    """Write an adapter for ``model`` in PEFT's format; ``strength`` is about its share of the attention's output."""
     from safetensors import safe_open
     from safetensors.numpy import save
 

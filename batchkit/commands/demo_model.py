@@ -1,4 +1,4 @@
-"""Builds a tiny real model: Qwen3-VL's architecture with random weights.
+"""A tiny real model: Qwen3-VL's architecture with random weights.
 
 The folder is laid out as on the Hugging Face hub, so vLLM and transformers load it like any other.
 Its answers are words without meaning, but they depend on every prompt and image, are never empty,
@@ -119,7 +119,7 @@ GAINS = {
 
 
 def _weights(config: dict[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Uniform, not normal: simple arithmetic on the generator's bits, so equal on all machines."""
+    """Return uniform random numbers: simple arithmetic on the generator's bits, which is equal on all machines."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -136,14 +136,14 @@ def _weights(config: dict[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, 
 
 
 def _order(name: str) -> tuple[int, int, int]:
-    """Of drawing; another order gives other weights. The vision part's is the model's own."""
+    """Return a sort key for the order in which weights are drawn; another order would give other weights."""
     layer = re.search(r"\.layers\.(\d+)\.", name)
     rank = 0 if "layernorm" in name else 2 if name.endswith(("_norm.weight", ".bias")) else 1
     return (1, 0, 0) if "visual" in name else (0, int(layer[1]) + 1 if layer else 0, rank)
 
 
 def _distribution(name: str, tensor: Tensor) -> tuple[float, float]:
-    """Standard deviation and mean."""
+    """Return the standard deviation and the mean of a weight."""
     if name.endswith("bias"):
         return 0.0 if "norm" in name else 0.1, 0.0
     if "norm" in name:
@@ -153,10 +153,10 @@ def _distribution(name: str, tensor: Tensor) -> tuple[float, float]:
 
 
 def _word_gains(tokenizer: Mapping[str, Any], vocab_size: int) -> list[float]:
-    """Factors on each token's output weights: words get the largest.
+    """Return a factor for the output weights of each token; words get the largest.
 
-    Other ASCII pieces get less, for when a grammar allows nothing else. Special tokens and single
-    bytes of longer characters get 0, so that no answer is empty or undecodable.
+    Other ASCII pieces get less, because a grammar may allow nothing else. Special tokens and single bytes of longer
+    characters get 0, so that no answer is empty or undecodable.
     """
     gains = [0.0] * vocab_size
     words = {f"Ġ{word}" for word in re.findall("[a-z]+", SAMPLE_TEXT)} | {",", "."}

@@ -1,8 +1,7 @@
-"""Tables that the demo model reads: pictures of them, and questions with their answers.
+"""Pictures of tables for the demo model, and questions with their answers.
 
-All words and numbers are made up here. Those of a test are apart from the model's training: their
-tables hold a row and a column that training never shows together, all their numbers are unknown to
-training, and some of them have a size that is. What users get is of that kind.
+All words and numbers are generated. Test tables differ from the model's training: they combine rows and columns that
+training never combines, and all their numbers and some of their sizes are new. Users get tables of this kind.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ FONT_SIZES = (12, 14, 16)
 SHADES = (200, 220, 240)  # of the headers
 
 
-# Of the questions that users get, and how many rows they need.
+# Kinds of the questions that users get, and the number of rows that they need.
 KINDS = (*["value"] * 6, "compare", "largest", "smallest", "count")
 MIN_ROWS = 2
 
@@ -65,7 +64,7 @@ class Table:
 
 
 class Cells(NamedTuple):
-    """Where to look, counted line by line from the picture's first cell."""
+    """Cells that answer a question, numbered line by line from the picture's first cell."""
 
     named: int | None = None  # by the question's last word, and a column
     other: int | None = None  # named before
@@ -80,10 +79,10 @@ class Question(NamedTuple):
 
 
 def build_demo_tables(folder: Path, *, count: int = 40, seed: int = 0) -> None:
-    """Fill the new or empty ``folder`` as `write_demo_tables` does.
+    """Fill ``folder`` as `write_demo_tables` does.
 
     Raises:
-        JobError: it holds something, or can't be written.
+        JobError: ``folder`` is not empty, or cannot be written.
     """
     with filling(folder):
         write_demo_tables(folder, count, str(seed))
@@ -91,7 +90,7 @@ def build_demo_tables(folder: Path, *, count: int = 40, seed: int = 0) -> None:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[None]:
-    """Raises JobError unless ``folder`` is new or empty, and can be written."""
+    """Raise JobError if ``folder`` is not empty, or cannot be written."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise JobError(f"{folder}: is there already; name a new or empty folder")
@@ -101,7 +100,7 @@ def filling(folder: Path) -> Iterator[None]:
 
 
 def write_demo_tables(folder: Path, count: int, seed: str) -> list[Table]:
-    """Write ``count`` pictures to ``folder/image``, and to ``questions.jsonl`` a question about each.
+    """Write ``count`` pictures to ``folder/image``, and a question about each to ``questions.jsonl``.
 
     The same arguments give the same files.
     """
@@ -131,7 +130,7 @@ def is_test_number(number: int) -> bool:
 
 
 def make_table(random: Random, size: tuple[int, int], *, test: bool = False) -> Table:
-    """Numbers have one to four digits, equally often; no column holds a number twice."""
+    """Return numbers of one to four digits, equally often, without repeats in a column."""
     n_rows, n_columns = size
     while True:
         theme = random.choice(THEMES)
@@ -156,10 +155,10 @@ def _numbers(random: Random, count: int, test: bool) -> list[int]:
 
 
 def questions(random: Random, table: Table, *, test: bool = False) -> Iterator[Question]:
-    """Look-ups in random order without end, and after every second one a question of another kind.
+    """Yield look-ups in random order without end, with a question of another kind after every second one.
 
-    In a test it is after each, and the look-ups are of cells whose row and column training never
-    shows together.
+    In a test, the other question follows every look-up, and look-ups use only cells whose row and column training never
+    combines.
     """
     cells = [
         (y, x)
@@ -199,7 +198,7 @@ def _other_question(random: Random, table: Table) -> Question:
 
 
 def texts(table: Table) -> list[list[str]]:
-    """Line by line; the first has the theme and the columns, the others begin with a row's name."""
+    """Return the cells line by line: first the theme and the columns, then each row with its name."""
     lines = [[table.theme, *table.columns]]
     lines += [
         [row, *map(str, values)] for row, values in zip(table.rows, table.values, strict=True)
@@ -208,7 +207,7 @@ def texts(table: Table) -> list[list[str]]:
 
 
 def draw(table: Table) -> Image.Image:
-    """Grey, with a line around each cell and shaded names."""
+    """Return a gray picture with a line around each cell and shaded names."""
     lines = texts(table)
     size = len(lines[0]) * CELL_WIDTH, len(lines) * CELL_HEIGHT
     picture = Image.new("L", size)
