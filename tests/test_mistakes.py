@@ -167,11 +167,11 @@ RUNS = [
             (f"structured_outputs{said}",),
         )
         for given, said in {
-            '{json={type="objekt"}}': ".json: no JSON schema: $.type: 'objekt'",
-            '{json="{"}': ".json: no JSON: ",
+            '{json={type="objekt"}}': ".json: not a valid JSON schema: $.type: 'objekt'",
+            '{json="{"}': ".json: not valid JSON: ",
             '{choices=["a"]}': ".choices: vLLM has no such constraint; did you mean 'choice'?",
             '{choice="a"}': ".choice: found 'a', expected a list of texts",
-            '{regex="(a"}': ".regex: no regular expression: missing )",
+            '{regex="(a"}': ".regex: not a valid regular expression: missing )",
             "{}": ": has no constraint; expected one of json, regex, choice",
         }.items()
     ),
@@ -280,7 +280,7 @@ KEYS = [
     Mistake("compare a b", ("Did you mean 'batchkit report'?",)),
     Mistake(
         "run job.yaml",
-        ("job.yaml: is YAML, and a job file is TOML",),
+        ("job.yaml: is YAML, but a job file is TOML",),
         files={"job.yaml": "name: mood\n"},
     ),
     Mistake("run job.toml\nexport output/mood --xlsx", ("Did you mean '--csv'?",)),
@@ -312,14 +312,14 @@ KEYS = [
     *(
         Mistake(
             f"run job.toml --set engine.api_key_env={key}",
-            ("engine.api_key_env: names an environment variable, not the key",),
+            ("engine.api_key_env: expected the name of an environment variable",),
             never=(key,),
         )
         for key in ("sk-good", "hf_aBcDeFgHiJkLmNoPqRsTuVwX")
     ),
     Mistake(
         "run job.toml --set 'input.where=label == \"positive\"'",
-        ('expected a table of fields with the values to keep: { label = "positive" }',),
+        ('expected a table of fields and the values to keep: { label = "positive" }',),
     ),
     *(
         Mistake(
@@ -420,7 +420,8 @@ KEYS = [
     Mistake("run job.toml --set engine.kind=VLLM", ("did you mean 'vllm'?",)),
     *(
         Mistake(
-            f"run job.toml --set {table}=x", (f"expected table; set one of its keys, as {key}",)
+            f"run job.toml --set {table}=x",
+            (f"expected table; set one of its keys, for example {key}",),
         )
         for table, key in {"prompt": "prompt.user", "input": "input.path"}.items()
     ),
@@ -460,7 +461,7 @@ LIMITS = [
     *(
         Mistake(
             f"run job.toml {key}={'x' * 20_000}",
-            ("run.on_end: found 20,000 characters, at most 16,384; write a script and name it",),
+            ("run.on_end: found 20,000 characters, at most 16,384; put the command into a script",),
         )
         for key in ("--notify", "--set run.on_end")
     ),
@@ -470,7 +471,7 @@ PAGE = [
     Mistake("run", ("give a job file (… or --model and --input…",)),
     Mistake(
         "run rows.jsonl",
-        ("…: is no job file, which is TOML. If it holds the rows: …",),
+        ("…: is not a job file (TOML). If it holds the rows: …",),
         files={"rows.jsonl": '{"q": "tea"}\n'},
     ),
     Mistake("run jop.toml", ("…: no such job file; did you mean …",)),

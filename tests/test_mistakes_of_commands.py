@@ -29,12 +29,12 @@ COMMANDS = [
     Mistake(
         "run moved/mv/job.toml",
         (
-            "moved/mv/job.toml: is of a run folder that was moved here from …/output/mood",
+            "moved/mv/job.toml: this run folder was moved here from …/output/mood",
             "--set name=mv",
         ),
         files={"moved/mv/job.toml": JOB, "moved/mv/manifest.json": "{}"},
     ),
-    Mistake("run job.toml\nrun output/mood", ("of a run folder, name output/mood/job.toml",)),
+    Mistake("run job.toml\nrun output/mood", ("for a run folder: output/mood/job.toml",)),
     Mistake("run job.toml\nrun output/mood/job.toml", ('"skipped": 3',), 0),
     # An option that counts once is given once.
     Mistake(

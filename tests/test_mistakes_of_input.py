@@ -32,11 +32,12 @@ SYNTAX = [
         Mistake("validate bad.toml", (said,), files={"bad.toml": bad})
         for bad, said in {
             JOB.replace('"reviews.csv"', r'"C:\Users\me\reviews.csv"'): (
-                r"line 3: Invalid hex value; \ begins an escape in \"…\": write '…', or / for it"
+                r"line 3: Invalid hex value; \ starts an escape in \"…\": write '…', or use / instead"
             ).replace(r"\"", '"'),
-            JOB.replace('"reviews.csv"', r'"C:\data\reviews.csv"'): "write '…', or / for it",
-            JOB.replace("Mood? ", "Mood?\n"): 'a text of several lines needs three quotes: """…"""',
-            JOB + '[steps]\nname = "a"\n': "expected list of tables; write [[steps]] for [steps]",
+            JOB.replace('"reviews.csv"', r'"C:\data\reviews.csv"'): "write '…', or use / instead",
+            JOB.replace("Mood? ", "Mood?\n"): 'text of several lines needs three quotes: """…"""',
+            JOB
+            + '[steps]\nname = "a"\n': "expected list of tables; write [[steps]] instead of [steps]",
         }.items()
     ),
     Mistake(
@@ -47,7 +48,7 @@ SYNTAX = [
     Mistake(
         "run job.toml\nexport output/mood --csv",
         (
-            "output/mood/job.toml: is missing; `batchkit run` with the job file that made the run writes",
+            "output/mood/job.toml: the file is missing; `batchkit run` with the original job file writes",
             "`status` and `verify` work without it",
         ),
         gone=("output/mood/job.toml",),
@@ -134,7 +135,7 @@ ROWS = [
     ),
     Mistake(
         "run job.toml --input -",
-        ("-: standard input can't be read again by a resume; save it as a file",),
+        ("-: a resumed run can't read standard input again; save it as a file",),
     ),
     *(
         Mistake(
@@ -161,18 +162,22 @@ ROWS = [
         for command, said, code in [
             (
                 f"{ONE_LINE} a.csv b.csv --prompt A",
-                "quote a prompt and a glob, which the shell splits",
+                "quote a prompt and a glob, because the shell splits",
                 2,
             ),
-            (f"{ONE_LINE} --prompt Mood? {{{{ review }}}}", "quote a prompt and a glob, which", 2),
+            (
+                f"{ONE_LINE} --prompt Mood? {{{{ review }}}}",
+                "quote a prompt and a glob, because",
+                2,
+            ),
             (
                 f"{ONE_LINE} reviews.csv --prompt A",
-                "quote a prompt and a glob, which the shell splits",
+                "quote a prompt and a glob, because the shell splits",
                 2,
             ),
             (
                 f"{ONE_LINE} --prompt Mood? {{{{review}}}}",
-                "quote a prompt and a glob, which the shell",
+                "quote a prompt and a glob, because the shell splits",
                 2,
             ),
             ("bench job.toml 4 16 64", "the sizes are one option: --batch-sizes 4,16,64", 2),

@@ -1,1 +1,1 @@
-"""The job file: its tables, how it is read, and how its mistakes are reported."""
+"""Reading and checking job files, and reporting the mistakes in them."""

@@ -1,4 +1,4 @@
-"""What answers have to fit: ``structured_outputs``, and the JSON schema in it."""
+"""Constraints on answers: ``structured_outputs`` and its JSON schema."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from batchkit.config.values import from_json
 _DEEPEST = 20
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _HOW = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-# Valid in the engines' dialects, and not in Python's.
+# Errors for syntax that the engines' regular expressions allow and Python's do not.
 _OTHER_DIALECT = ("bad escape", "unknown extension")
 
 
 def schema_in(sampling: Mapping[str, Any]) -> Any:
-    """The schema in sampling parameters; None if they have none that can be read."""
+    """Return the JSON schema in sampling parameters, or None if there is none that can be parsed."""
     wanted = sampling.get("structured_outputs")
     schema = from_json(wanted.get("json")) if isinstance(wanted, Mapping) else None
     return schema if isinstance(schema, Mapping) else None
 
 
 def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """``schema``, or what it refers to below the ``$defs`` of ``root``, as Pydantic writes it."""
+    """Return ``schema``, or the part of ``$defs`` in ``root`` that it refers to, in Pydantic's form."""
     if not isinstance(schema, Mapping):
         return {}
     name = str(schema.get("$ref", ""))
@@ -38,12 +38,13 @@ def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
 
 
 def example(schema: Any, text: str) -> Any:
-    """A value that fits most schemas: whatever they require, with ``text`` for a free text."""
+    """Return a value that fits most schemas: all their properties, with ``text`` for a free text."""
     return _example(schema, schema, text, depth=0)
 
 
 def faults_in(wanted: Any) -> Iterator[str]:
-    """Why no answer can fit ``wanted``, the ``structured_outputs`` of a job; each begins with the key."""
+    """Yield the reasons why no answer can fit ``wanted`` (a job's ``structured_outputs``). Each begins with the
+    key."""
     if not isinstance(wanted, Mapping):
         return
     known = (*_CONSTRAINTS, *_HOW)
@@ -67,9 +68,9 @@ def _fault_in_json(schema: Any) -> str | None:
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError as error:
-            return f"no JSON: {error}"
+            return f"not valid JSON: {error}"
     fault = fault_in_schema(schema)
-    return None if fault is None else f"no JSON schema: {fault}"
+    return None if fault is None else f"not a valid JSON schema: {fault}"
 
 
 def _fault_in_regex(pattern: Any) -> str | None:
@@ -77,9 +78,9 @@ def _fault_in_regex(pattern: Any) -> str | None:
         re.compile(pattern)
     except re.error as error:
         if not str(error).startswith(_OTHER_DIALECT):
-            return f"no regular expression: {error}: {shortened(pattern)!r}"
+            return f"not a valid regular expression: {error}: {shortened(pattern)!r}"
     except (TypeError, RecursionError, OverflowError) as error:
-        return f"no regular expression: {error}"
+        return f"not a valid regular expression: {error}"
     return None
 
 
@@ -90,7 +91,7 @@ def _fault_in_choice(choices: Any) -> str | None:
 
 
 def fault_in_schema(schema: Any) -> str | None:
-    """Why ``schema`` is not a JSON schema, and where; None if it is one."""
+    """Return why ``schema`` is not a JSON schema, with the place, or None if it is one."""
     from jsonschema import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
 
@@ -98,14 +99,18 @@ def fault_in_schema(schema: Any) -> str | None:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
         return f"{error.json_path}: {shortened(error.message, 200)}"
-    except (AttributeError, TypeError, ValueError) as error:  # it is looked up as an address
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as error:  # jsonschema resolves $schema as an address
         return f"$.$schema: {error}"
     return None
 
 
 def _example(schema: Any, root: Any, text: str, depth: int) -> Any:
     found = resolved(schema, root)
-    if depth > _DEEPEST:  # it refers to itself
+    if depth > _DEEPEST:  # the schema refers to itself
         return None
     if options := found.get("anyOf") or found.get("oneOf"):
         return _example(options[0], root, text, depth + 1)

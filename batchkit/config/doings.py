@@ -1,5 +1,5 @@
-"""What a job has this machine do besides asking a model: commands that run, code that is imported, and keys and
-exports that are sent."""
+"""Side effects of a job besides running the model: commands it runs, code it imports, and keys and exports it
+sends to other hosts."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from batchkit.config.upload import host_of, variables_in
 
 ON_END, REMOTE_CODE = "run.on_end", "trust_remote_code"
 OPTIONAL = {ON_END: "runs", UPLOAD: "sends"}
-"""Keys that a command can do without, and what would happen by them."""
+"""Keys that a command can ignore, and the verb of their side effect."""
 
 
 class Doing(NamedTuple):
-    """What follows from the ``keys`` of a job, of which the first names it."""
+    """A side effect, with the ``keys`` of the job that cause it. The first key names it."""
 
     keys: tuple[str, ...]
     what: str
 
     @property
     def line(self) -> str:
-        """As it is said before it happens."""
+        """The text that is printed before it happens."""
         return shortened(masked_text(self.what), 300)
 
     @property
     def host(self) -> str | None:
-        """The host that gets a key."""
+        """The host that receives an API key, if any."""
         return self.what.rpartition(" ")[2] if self.what.startswith("sends ") else None
 
 
 def doings(job: JobConfig, of: tuple[str, ...] = ("",)) -> list[Doing]:
-    """Those whose key begins with one ``of`` these."""
+    """Return the side effects whose first key starts with one of ``of``."""
     return [doing for doing in _doings(job) if doing.keys[0].startswith(of)]
 
 
 def lines_of(due: Iterable[Doing]) -> list[str]:
-    """What is said before these happen. That a model brings code is said as it is loaded."""
+    """Return the lines to print before these happen. Code of a model is reported when the model is loaded."""
     said = (doing.line for doing in due if not doing.keys[0].endswith(REMOTE_CODE))
     return list(dict.fromkeys(said))
 
 
 def hosts_of(job: JobConfig) -> dict[str, str]:
-    """The hosts of the job's servers, by the key of their engines."""
+    """Return the hosts of the job's servers, by the key of their engine."""
     return {key: _host(engine) for key, engine in _engines(job) if engine.base_url is not None}
 
 
@@ -68,7 +68,9 @@ def _doings(job: JobConfig) -> Iterator[Doing]:
             keys = f"{key}.base_url", f"{key}.api_key_env"
             yield Doing(keys, f"sends ${engine.api_key_env} to {_host(engine)}")
     address = None if job.is_trial else job.output.upload
-    if address is not None and (host := host_of(address)):  # without one, it is refused
+    if address is not None and (
+        host := host_of(address)
+    ):  # an address without a host is refused later
         secrets = "".join(f"${name}, " for name in variables_in(address))
         yield Doing((UPLOAD,), f"sends {secrets}exports to {host}")
     if (command_ := job.run.on_end) is not None:

@@ -1,4 +1,4 @@
-"""How batchkit was installed, and so how a package that it lacks is added."""
+"""The commands that add missing packages, depending on how batchkit was installed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from shlex import quote
 from typing import Literal
 
 DISTRIBUTION = "batchkit-vllm"
-"""Its name on the registry, where ``batchkit`` is another project's."""
-# Extras of `make setup`.
+"""The name on PyPI, where ``batchkit`` is another project."""
+# Extras that `make setup` installs.
 _BY_SETUP = ("vllm", "transformers", "charts", "excel", "media", "speech", "pdf", "ray")
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs what ``extra`` of ``pyproject.toml`` names."""
+    """Return the command that installs the packages of ``extra`` in ``pyproject.toml``."""
     folder = _checkout()
     if folder is None:
         return f"pip install {_packages_of(extra)}"
@@ -24,7 +24,7 @@ def how_to_install(extra: str) -> str:
 
 
 def how_to_reinstall(build: Literal["cpu", "cuda"] | None = None) -> str:
-    """The command that installs vLLM and batchkit again, for the CPU or for CUDA if that matters."""
+    """Return the command that reinstalls vLLM and batchkit; ``build`` selects CPU or CUDA if it matters."""
     folder = _checkout()
     if folder is None:
         return f"pip install --force-reinstall {_packages_of('cpu' if build == 'cpu' else 'vllm')}"
@@ -32,12 +32,12 @@ def how_to_reinstall(build: Literal["cpu", "cuda"] | None = None) -> str:
 
 
 def _packages_of(extra: str) -> str:
-    """Quoted for a shell, as the installed package names them."""
+    """Return the packages of ``extra``, quoted for a shell, from the metadata of the installed package."""
     parts = (text.partition("; extra == ") for text in metadata.requires(DISTRIBUTION) or ())
     return " ".join(quote(package) for package, _, of in parts if of.strip("'\"") == extra)
 
 
 def _checkout() -> Path | None:
-    """The repository's folder, if batchkit is imported from one."""
+    """Return the repository's folder if batchkit is imported from a checkout, otherwise None."""
     folder = Path(__file__).parents[2]
     return folder if (folder / "scripts" / "setup.sh").is_file() else None

@@ -1,4 +1,4 @@
-"""How a job file becomes a ``JobConfig``: read, overridden, checked, its paths made absolute."""
+"""Loading of a job file: read it, apply overrides, check it, and make its paths absolute."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from batchkit.config.values import check_values, reason_of
 from batchkit.errors import JobError
 
 _SCHEMA = "sampling.structured_outputs.json"
-_ESCAPED = re.compile(r"\[([*?[])\]")  # by glob.escape
-_REMEDIES = {  # by the beginning of what tomllib says
-    "Invalid value": '; a text needs straight quotes ("text"), and true and false small letters',
-    "Invalid hex value": "; \\ begins an escape in \"…\": write '…', or / for it",
-    "Unescaped '\\'": "; \\ begins an escape in \"…\": write '…', or / for it",
-    "Illegal character '\\n'": '; a text of several lines needs three quotes: """…"""',
+_ESCAPED = re.compile(r"\[([*?[])\]")  # glob.escape writes special characters in this form
+_REMEDIES = {  # by the start of tomllib's message
+    "Invalid value": '; write text in straight quotes ("text"), and true and false in lower case',
+    "Invalid hex value": "; \\ starts an escape in \"…\": write '…', or use / instead",
+    "Unescaped '\\'": "; \\ starts an escape in \"…\": write '…', or use / instead",
+    "Illegal character '\\n'": '; text of several lines needs three quotes: """…"""',
 }
 
 
@@ -50,13 +50,13 @@ def load_job(
     *,
     if_missing: Mapping[str, Any] = MappingProxyType({}),
 ) -> JobConfig:
-    """The job in ``path`` with the ``KEY=VALUE`` overrides applied and its paths made absolute.
+    """Load the job in ``path``, apply the ``KEY=VALUE`` overrides and make its paths absolute.
 
-    ``given`` are values by dotted key that replace those of both; its ``input.path`` is looked up in
-    the working directory, as a shell completes it. ``if_missing``: tables that the file need not have.
+    ``given`` holds values by dotted key that replace both; its ``input.path`` is relative to the working
+    directory, like a shell argument. ``if_missing`` holds tables that the file may leave out.
 
     Raises:
-        JobError: unreadable, not TOML, or any key wrong; one message lists all problems.
+        JobError: The file is unreadable or not TOML, or keys are wrong. One message lists all problems.
     """
     table = {**if_missing, **_read(path)}
     if (rows := given.get("input.path")) is not None:
@@ -66,20 +66,20 @@ def load_job(
 
 
 def check_not_moved(path: Path, job: JobConfig, overrides: Sequence[str]) -> None:
-    """Raise JobError if ``path`` is in a run folder that was moved, and ``overrides`` do not say where to run ``job``."""
+    """Raise JobError if ``path`` is in a moved run folder and ``overrides`` do not say where to run ``job``."""
     if any(override.startswith(("name=", "output.dir=")) for override in overrides):
         return
     here = path.resolve().parent
     if is_file(str(here / "manifest.json")) and here != job.folder.resolve():
         raise JobError(
-            f"{path}: is of a run folder that was moved here from {job.folder}; to continue it here:"
+            f"{path}: this run folder was moved here from {job.folder}; to resume the run here, add"
             f" --set output.dir={here.parent} --set name={here.name}"
         )
 
 
 def resolved_job(path: Path) -> JobConfig:
-    """The job in a ``job.toml`` that a run has written: nothing in it is filled in or looked for. Raises as
-    ``load_job``."""
+    """Load a ``job.toml`` written by a run. Its values and paths are complete, so nothing is looked up. Raises
+    JobError like ``load_job``."""
     job = with_filled(parse_job(_read(path), str(path)))
     learn_secrets(job)
     return job
@@ -91,7 +91,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if is_file(str(path.with_name("manifest.json"))):
             raise JobError(
-                f"{path}: is missing; `batchkit run` with the job file that made the run writes it again, and"
+                f"{path}: the file is missing; `batchkit run` with the original job file writes it again;"
                 " `status` and `verify` work without it"
             ) from None
         near = did_you_mean(path.name, (file.name for file in path.parent.glob("*.toml")))
@@ -99,7 +99,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise JobError(f"{path}: no such job file{near}") from None
     except IsADirectoryError:
         raise JobError(
-            f"{path}: is a folder; give a job file (of a run folder, name {path}/job.toml)"
+            f"{path}: is a folder; give a job file (for a run folder: {path}/job.toml)"
         ) from None
     except OSError as error:
         raise JobError(f"{path}: can't be read: {error.strerror}") from error
@@ -108,11 +108,11 @@ def _read(path: Path) -> dict[str, Any]:
     except (RecursionError, ValueError) as error:  # ValueError also for thousands of digits
         if path.suffix.lower() in (".yaml", ".yml"):
             raise JobError(
-                f"{path}: is YAML, and a job file is TOML (`batchkit init` writes one)"
+                f"{path}: is YAML, but a job file is TOML (`batchkit init` writes one)"
             ) from None
         if path.suffix.lower() not in ("", ".toml"):
             raise JobError(
-                f"{path}: is no job file, which is TOML. If it holds the rows: batchkit run --model MODEL"
+                f"{path}: is not a job file (TOML). If it holds the rows: batchkit run --model MODEL"
                 f" --input {path} --prompt '… {{{{ column }}}}', or name it in a job file (`batchkit init`"
                 f" writes one); {QUOTE}"
             ) from None
@@ -125,10 +125,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _problem_in(text: str, error: tomllib.TOMLDecodeError) -> str:
-    """What is wrong with ``text``, and the line at which Python's reader stopped."""
+    """Describe the error and show the line at which the parser stopped."""
     reason, _, place = str(error).partition(" (at ")
     lines = text.rstrip().splitlines() or [""]
-    found = re.match(r"line (\d+)", place)  # otherwise it is the end of the document
+    found = re.match(
+        r"line (\d+)", place
+    )  # no match: the parser stopped at the end of the document
     number = min(int(found[1]) if found else len(lines), len(lines))
     reason += next((fix for start, fix in _REMEDIES.items() if reason.startswith(start)), "")
     line = shortened(masked_text(lines[number - 1].strip()), 120)
@@ -143,7 +145,7 @@ def make_job(
     *,
     base: Path | None = None,
 ) -> JobConfig:
-    """As ``load_job``, from a table; relative paths are looked up in ``base`` first."""
+    """Make a job from a table, like ``load_job``. Relative paths are looked up in ``base`` first."""
     made_dry = [_leave_out_engine(table, override) for override in overrides]
     for override in overrides:
         _override(table, override)
@@ -156,7 +158,7 @@ def make_job(
 
 
 def _read_schemas(table: Mapping[str, Any], base: Path) -> None:
-    """Replace each name of a file in ``structured_outputs.json`` by the schema in that file."""
+    """Replace each file name in ``structured_outputs.json`` with the schema in that file."""
     steps, scoring = table.get("steps"), table.get("scoring")
     judge = scoring.get("judge") if isinstance(scoring, Mapping) else None
     for place in (table, judge, *(steps if isinstance(steps, list) else ())):
@@ -171,27 +173,27 @@ def _schema_in(path: Path) -> Any:
         return json.loads(read_text(str(path)))
     except OSError as error:
         raise JobError(
-            f"{_SCHEMA}: {path}: {error.strerror}; give a table, JSON, or the name of a file with a JSON schema"
+            f"{_SCHEMA}: {path}: {error.strerror}; give a table, JSON text, or the name of a file with a JSON schema"
         ) from error
     except (ValueError, RecursionError) as error:
         raise JobError(f"{_SCHEMA}: {path}: is not JSON: {reason_of(error)}") from error
 
 
 def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
-    """A checked job; ``origin`` names the file in errors.
+    """Check ``table`` and return the job; ``origin`` names the file in messages.
 
     Raises:
-        JobError: with one line per problem: key, what was found, what was expected.
+        JobError: One line per problem: key, value found, value expected.
     """
     learn(os.environ)
-    with suppress(ValueError):  # what is too deep or too long is refused below
+    with suppress(ValueError):  # the validation below reports values that are too deep or too long
         check_values(table)
         learn(table)
     return JobConfig.model_validate(table, context={"origin": origin})
 
 
 def parse_value(text: str) -> Any:
-    """``text`` as a TOML value if it is one (``0``, ``true``, ``["a"]``), else the text."""
+    """Parse ``text`` as a TOML value (``0``, ``true``, ``["a"]``); return the text itself if it is not one."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (RecursionError, ValueError):
@@ -200,7 +202,7 @@ def parse_value(text: str) -> Any:
 
 
 def masked_override(override: str) -> str:
-    """``KEY=VALUE`` with secrets masked, as it may be shown and written to a file."""
+    """Return ``KEY=VALUE`` with secrets masked, safe to print and store."""
     key, equals, text = override.partition("=")
     if not equals:
         return masked_text(override)
@@ -212,12 +214,12 @@ def masked_override(override: str) -> str:
 
 
 def check_override(override: str, flag: str = "--set") -> None:
-    """Raises JobError if ``override`` is not KEY=VALUE."""
+    """Raise JobError if ``override`` does not have the form KEY=VALUE."""
     key, equals, _ = override.partition("=")
     if not equals or not all(key.strip().split(".")):
         key = next(iter(homes_of(JobConfig, key)), key if "." in key else "sampling.temperature")
         raise JobError(
-            f"{flag} {masked_override(override)}: write KEY=VALUE in one word, as in {flag} {key}=…"
+            f"{flag} {masked_override(override)}: write KEY=VALUE without spaces, for example {flag} {key}=…"
         )
 
 
@@ -227,15 +229,15 @@ def _override(table: dict[str, Any], override: str) -> None:
     parts = key.strip().split(".")
     value = parse_value(text)
     if not isinstance(value, str) and annotation_of(JobConfig, parts) in (str, str | None):
-        value = text  # a folder named "2024" is a name and not a number
+        value = text  # a folder named "2024" is text, not a number
     _put(table, parts, value, f"--set {masked_override(override)}")
 
 
 def _leave_out_engine(table: Any, override: str) -> bool:
-    """``--set engine.kind=dry-run`` tries any job: what only its own engine knows is left out.
+    """Remove the engine's own keys for ``--set engine.kind=dry-run``, so that any job can be tried.
 
-    So does ``--set scoring.judge.engine.kind=dry-run`` for the judge's, and ``engines.NAME.kind``. True if no model
-    will answer what another engine's would have.
+    The same applies to ``scoring.judge.engine.kind`` and ``engines.NAME.kind``. Return True if ``dry-run``
+    now answers rows that a model would have answered.
     """
     key, _, kind = override.partition("=")
     *parts, last = key.strip().split(".")
@@ -246,13 +248,15 @@ def _leave_out_engine(table: Any, override: str) -> bool:
         table = table.get(part) if isinstance(table, dict) else None
     if not isinstance(table, dict) or table.get("kind") == "dry-run":
         return False
-    for name in ({*table} & {*EngineTable.model_fields}) - {"model"}:  # a wrong key stays one
+    for name in ({*table} & {*EngineTable.model_fields}) - {
+        "model"
+    }:  # unknown keys stay, and are reported
         del table[name]
     return parts[0] != "scoring"
 
 
 def _put(table: Any, parts: list[str], value: Any, origin: str) -> None:
-    """Set the key that ``parts`` name; ``origin`` names the setting in errors."""
+    """Set the key named by ``parts``; ``origin`` names the setting in messages."""
     *parents, last = parts
     for depth, part in enumerate(parents):
         key = ".".join(parents[:depth])
@@ -269,7 +273,7 @@ def _put(table: Any, parts: list[str], value: Any, origin: str) -> None:
 
 
 def _one_of(tables: list[dict[str, Any]], part: str, key: str, origin: str) -> dict[str, Any]:
-    """The one of ``tables``, a list of them at ``key``, with the name or the number ``part``."""
+    """Return the table in the list ``tables`` (at ``key``) whose name or index is ``part``."""
     by_name = {str(number): table for number, table in enumerate(tables)}
     by_name |= {str(table["name"]): table for table in tables if "name" in table}
     if part in by_name:
@@ -280,7 +284,7 @@ def _one_of(tables: list[dict[str, Any]], part: str, key: str, origin: str) -> d
 
 
 def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
-    """The job with its relative paths made absolute, so that it means the same from anywhere."""
+    """Make the job's relative paths absolute, so that it means the same in any working directory."""
     update: dict[str, Any] = {
         "prompt": _with_files_found(job.prompt, base, "prompt"),
         "scoring": _scoring_resolved(job.scoring, base),
@@ -301,7 +305,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
         update["input"] = job.input.model_copy(update={"path": _find_input(path, base)})
     input_table = update.get("input", job.input)
     root = _media_root(job, base, input_table)
-    # Not with model_copy, which would say that the root was given: `serve` asks for that.
+    # Not with model_copy, which would mark the root as set by the user; `serve` checks that.
     given, media = job.media.model_fields_set, {**job.media.model_dump(), "root": root}
     update["media"] = MediaTable.model_construct(given, **media)
     update["input"] = input_table.below(root)
@@ -311,15 +315,15 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
 
 
 def learn_secrets(job: JobConfig) -> None:
-    """Make ``masked_text`` hide, in this process, what is secret in ``job`` and in the environment."""
+    """Make ``masked_text`` mask the secrets of ``job`` and of the environment in this process."""
     learn(os.environ, job.model_dump())
     for engine in (job.engine, *job.engines.values()):
         learn_secret(os.environ.get(engine.api_key_env, "").strip())
 
 
 def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
-    """A folder made absolute; an fsspec URL unchanged. If none is given, one that has the files of
-    ``rows``."""
+    """Return the absolute folder, or the fsspec URL unchanged. Without a given root, return a folder that
+    contains the files of ``rows``."""
     root = _fill(job.media.root, job, "media.root")
     if not is_remote(root):
         root = str(_find(root, base, "media.root"))
@@ -330,14 +334,14 @@ def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
     check_user_info(root, "media.root")
     if job.scoring.table is not None and job.scoring.allow_code:
         raise JobError(
-            f"scoring.table: charts read their tables from a folder, and media.root is {bare(root)};"
+            f"scoring.table: charts read their tables from a folder, but media.root is {bare(root)};"
             " set media.root to a folder that holds them, or leave scoring.table out"
         )
     return root
 
 
 def _folder_of_files(rows: InputTable) -> str | None:
-    """The folder of an input whose rows are files; None if they are not, or have web addresses."""
+    """Return the folder of an input whose rows are files; None for other inputs and for http addresses."""
     path = rows.path or ""
     is_folder = path.endswith("/") or is_dir(path)
     if not path or rows.is_run or not (is_folder or rows.rows_are_files(path)):
@@ -363,7 +367,7 @@ def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:
 
 
 def _with_loras_found(engine: EngineTable, base: Path) -> EngineTable:
-    """Folders made absolute; what is no folder is a name on the hub, or is missing."""
+    """Make adapter folders absolute; other values are names on the hub, or missing folders."""
     if not engine.loras:
         return engine
     loras = {}
@@ -377,7 +381,9 @@ def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
     update: dict[str, Any] = {}
     if scoring.reference_run is not None:
         run = _find(scoring.reference_run, base, "scoring.reference_run")
-        if not run.exists():  # not made yet: runs are made below the working directory
+        if (
+            not run.exists()
+        ):  # the run does not exist yet: runs are created below the working directory
             run = Path.cwd() / scoring.reference_run
         update["reference_run"] = str(run)
     if scoring.judge is not None:
@@ -387,18 +393,18 @@ def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
 
 
 def _rollout_resolved(rollout: RolloutTable, base: Path) -> RolloutTable:
-    """A file's path made absolute; a module that is a file beside the job file, or in the working
-    directory, becomes that file."""
+    """Make the path of the function's file absolute. A module beside the job file or in the working directory
+    is replaced with its file."""
     place, _, name = rollout.function.rpartition(":")
     is_file = place.endswith(".py")
     path = _find(place if is_file else f"{place.replace('.', '/')}.py", base, "rollout.function")
-    if not is_file and not path.is_file():  # an installed one
+    if not is_file and not path.is_file():  # an installed module
         return rollout
     return rollout.model_copy(update={"function": f"{path}:{name}"})
 
 
 def _fill(template: str, job: JobConfig, key: str) -> str:
-    """``template`` with the job's ``[vars]`` filled in."""
+    """Render ``template`` with the job's ``[vars]``."""
     if "{" not in template:
         return template
     from jinja2 import StrictUndefined
@@ -407,28 +413,28 @@ def _fill(template: str, job: JobConfig, key: str) -> str:
     try:
         environment = SandboxedEnvironment(undefined=StrictUndefined)
         return environment.from_string(template).render(job.vars)
-    except Exception as error:  # a template may compute anything
+    except Exception as error:  # a template may run any expression
         raise JobError(
-            f"{key}: {shortened(repr(template), 200)}: {reason_of(error)}; [vars] holds {list(job.vars)}"
+            f"{key}: {shortened(repr(template), 200)}: {reason_of(error)}; [vars] has {list(job.vars)}"
         ) from error
 
 
 def _find(path: str, base: Path, key: str) -> Path:
-    """``path`` beside the job file if something exists there, else in the working directory."""
+    """Return ``path`` beside the job file if it exists there, otherwise in the working directory."""
     path = at_home(path)
     beside, here = base.resolve() / path, Path.cwd() / path
     try:
         return here if not beside.exists() and here.exists() else beside
-    except OSError as error:  # no permission to look there, or the text is not a path
+    except OSError as error:  # no permission to search the folder, or the text is not a path
         raise JobError(f"{key}: {shown(path)}: {error.strerror}") from error
 
 
 def _find_input(path: str, base: Path) -> str:
-    """As ``_find``, or a URL; of ``zip://*.jsonl::rows.zip``, the archive is found so. Where ``path`` may be
-    a glob, the folder before it is none: in a folder ``a[1]`` it finds no files of ``a1``."""
+    """Find an input like ``_find``. A URL stays as it is; in ``zip://*.jsonl::rows.zip`` the archive is looked up.
+    The folder before a glob pattern is escaped: in a folder ``a[1]`` the pattern must not match files of ``a1``."""
     if path == "-":
         raise JobError(
-            "input.path: -: standard input can't be read again by a resume; save it as a file first"
+            "input.path: -: a resumed run can't read standard input again; save it as a file first"
         )
     path = at_home(path)
     if "://" in path:
@@ -445,7 +451,7 @@ def _find_input(path: str, base: Path) -> str:
 
 
 def at_home(path: str) -> str:
-    """``path`` with the home folder for ``~`` or ``$HOME`` at its start, as a shell reads it."""
+    """Expand ``~`` or ``$HOME`` at the start of ``path``, like a shell."""
     is_there = path.startswith(("~/", "$HOME/"))
     return str(Path(path.replace("$HOME", "~", 1)).expanduser()) if is_there else path
 
@@ -455,8 +461,8 @@ def _matches(pattern: str) -> bool:
 
 
 def prompt_columns(job: JobConfig) -> frozenset[str]:
-    """Names in the texts of its prompts, but those of ``[vars]``, ``input.cross`` and the places of clips; a template
-    that can't be used is refused where it is, and has none here."""
+    """Return the column names used in the job's prompt texts, without ``[vars]``, ``input.cross`` and marks of clips.
+    Invalid templates contribute no names here; they are reported where they are used."""
     from jinja2 import Environment, TemplateError, nodes
     from jinja2.meta import find_undeclared_variables
 
@@ -476,7 +482,7 @@ def prompt_columns(job: JobConfig) -> frozenset[str]:
 
 
 def with_filled(job: JobConfig) -> JobConfig:
-    """The job whose input leaves out what ``input.empty`` says, once its prompts' files have been found."""
+    """Set which columns must not be empty (``input.empty``), once the files of the prompts are found."""
     if job.input.empty != "skip":
         return job
     return job.model_copy(update={"input": job.input.with_filled(prompt_columns(job))})

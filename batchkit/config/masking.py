@@ -1,9 +1,8 @@
-"""Secrets: how they are recognized, and how a job and messages are written without them.
+"""Recognition and masking of secrets in jobs and messages.
 
-In a table (``masked``), secrets are found by their names, and in URLs, headers and ``NAME=value``
-in its texts. A message (``masked_text``) is foreign text: each URL in it loses its whole query,
-and the secrets that this process read from jobs and its environment (``learn``) are hidden
-wherever they occur.
+``masked`` works on a table: it finds secrets by key names, and in URLs, headers and ``NAME=value`` pairs in
+its texts. ``masked_text`` works on a message of unknown origin: it removes the whole query of each URL, and
+masks every secret that ``learn`` found in jobs and in the environment of this process.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from batchkit.config.terminal import bounded
 
 MASK = "***"
 Mask = Callable[[str], str]
-FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")  # how a manifest has a secret
+FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")  # a secret's form in a manifest
 UPLOAD = "output.upload"
-# Keys of a job that hold text for the model, or values of the rows: they are never secrets.
+# Keys whose values are text for the model or row values, never secrets.
 CONTENT = frozenset(
     [
         "input.where",
@@ -44,35 +43,44 @@ _WORDS = (
     r"[_-]?key(?:[_-]?id)?)s?"
 )
 _NAME = re.compile(rf"(?:^|_){_WORDS}$|(?:api|access|secret|private)_?key(?:_?id)?s?$")
-# max_tokens; the name of a secret only if its value is a text.
+# A name such as max_tokens. It names a secret only if its value is text.
 _COUNT = re.compile(r"(?:^|_)tokens$")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_QUERIES = re.compile(
     r"(?:^|_)(?:sig|signature|key|code|hmac|policy|key_pair_id|google_?access_?id)$"
 )
 _PATH = re.compile(r"(?:/|%2F)|\.[a-z]\w{1,4}$", re.IGNORECASE)  # ?key=few-shot/example-0001.png
-_OF_STEP = re.compile(  # as a job has it, and as the identity of a run does: with the step's name
-    r"steps\.(?:(?!prompt\.|sampling\.)\w+\.)?((?:prompt|sampling|retry|output)\..*|[^.]+)"
+_OF_STEP = (
+    re.compile(  # key of a step in a job, or in a run's identity, where the step's name is added
+        r"steps\.(?:(?!prompt\.|sampling\.)\w+\.)?((?:prompt|sampling|retry|output)\..*|[^.]+)"
+    )
 )
 _OF_ENGINE = re.compile(r"engines\.[^.]+(.*)")
-# A part of a path that permits.
+# A path segment that looks like an access token.
 _TOKEN = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w-]{32,}", re.ASCII)
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
 
-_SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: a URL made into a path
-# Up to the last @, whatever a password has that a URL can't; but host:8000/… is a port, and a::b a chain.
+_SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: Path() turns // into /
+# Up to the last @, because a password may contain any character; but host:8000/… is a port, a::b a chain of URLs.
 _USER_INFO = re.compile(
     rf"{_SCHEME}([^/\s:@?#]*)(?::(?!:|\d{{1,5}}[^\w@])([^\s<>]{{0,2048}}))?@", re.IGNORECASE
 )
-_ONE_URL = re.compile(_USER_INFO.pattern.replace(r"[^\s<>]", "."), re.IGNORECASE)  # a whole text
-_TOKEN_SCHEMES = ("http", "https", "git+http", "git+https")  # otherwise, a user or a container
+_ONE_URL = re.compile(
+    _USER_INFO.pattern.replace(r"[^\s<>]", "."), re.IGNORECASE
+)  # the text is one URL
+_TOKEN_SCHEMES = (
+    "http",
+    "https",
+    "git+http",
+    "git+https",
+)  # elsewhere user info is a user or a container
 _PAIR = re.compile(r"((?:^|[?&;])([\w.%-]+)=)([^&;#\s\"'<>]*)")
 _JSON_PAIR = re.compile(r'("([\w.-]{1,64})"\s*:\s*")([^"]*)')
 _HEADER = re.compile(r"(([\w-]+):\s*+(?:(?:Bearer|Basic)\s++)?)(\S.*)")
 _BEARER = re.compile(r"(\bBearer\s+)([\w.~+/=-]{8,})")
 
 _URL = re.compile(rf"{_SCHEME}[^\s\"'<>]*", re.IGNORECASE)
-_BAD_HOST = re.compile(  # a text in the place of a port or of an IPv6 address may be a key
+_BAD_HOST = re.compile(  # text in place of a port or an IPv6 address may be a misplaced key
     r"(^https?://(?:\[(?=[^/?#@]*[g-z])|(?:[^/:@?#\[]*|\[[\da-f:.]*\]):(?=\d*[a-z])))[^/?#@{]{8,}(?=[/?#]|$)",
     re.IGNORECASE,
 )
@@ -83,17 +91,19 @@ _SAID = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z]+[.:]?")
 _COOKIE = re.compile(r"(\bcookie:\s*+)([^\r\n\"']+)", re.IGNORECASE)
-_IN_EACH = re.compile(  # what a text must hold so that the two above can match: 4 µs instead of 50
-    r"token|secret|passw|passphrase|pwd|credential|auth|bearer|cookie|jwt|dsn|conn|key"
+_IN_EACH = (
+    re.compile(  # a quick test: the two patterns above match only texts with one of these words
+        r"token|secret|passw|passphrase|pwd|credential|auth|bearer|cookie|jwt|dsn|conn|key"
+    )
 )
-_SHORTEST = 8  # a shorter one, or a plain word, would be found in messages that don't hold it
+_SHORTEST = 8  # characters; a shorter secret would also match ordinary words in messages
 
 _known: set[str] = set()
 
 
 def is_secret(name: str, value: Any = 0) -> bool:
-    """Whether a name is a secret's: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``; ``tokens``, if
-    its ``value`` is no number and no template."""
+    """Return True if ``name`` names a secret: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``. ``tokens`` does
+    only if its ``value`` is neither a number nor a template."""
     is_count, is_named = _said_by(name)
     if is_count:
         texts = value if isinstance(value, list | tuple) else [value]
@@ -102,22 +112,22 @@ def is_secret(name: str, value: Any = 0) -> bool:
     return is_named
 
 
-@lru_cache(4096)  # a start asks for each key of a job and of the environment many times
+@lru_cache(4096)  # each start asks for every key of the job and the environment many times
 def _said_by(name: str) -> tuple[bool, bool]:
-    """Whether a name may be a count of tokens, and whether it is a secret's."""
+    """Return whether ``name`` may be a token count, and whether it names a secret."""
     plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").replace(" ", "_").lower()
     return _COUNT.search(plain) is not None, _NAME.search(plain) is not None
 
 
 def without_user_info(url: str, mask: Mask = lambda _: MASK) -> str:
-    """``url``, or a text with URLs, without the passwords and tokens before a host."""
+    """Return ``url``, or a text with URLs, without the passwords and tokens before a host name."""
     pattern = _ONE_URL if _URL.match(url) and "\n" not in url else _USER_INFO
     return pattern.sub(lambda found: _without_user_info(found, mask), url)
 
 
 @lru_cache(4096)
 def home_of(key: str) -> str:
-    """``key``; of a step or of a named engine the key of the table that it is like."""
+    """Return ``key``; for a step or a named engine, the corresponding key of its top-level table."""
     if found := _OF_ENGINE.fullmatch(key):
         return f"engine{found[1]}"
     if found := _OF_STEP.fullmatch(key):
@@ -128,18 +138,17 @@ def home_of(key: str) -> str:
 def masked(
     value: Any, key: str = "", mask: Mask = lambda _: MASK, mask_part: Mask = lambda _: MASK
 ) -> Any:
-    """``value``, found at the dotted ``key`` of a job, without the secrets in it.
+    """Return ``value``, found at the dotted ``key`` of a job, with its secrets masked.
 
-    ``mask`` makes the replacement of a value whose name says that it is a secret. In a URL, a
-    header or ``NAME=value``, only the secret is replaced, by what ``mask_part`` makes of it; by
-    ``mask`` if it only looks like one.
+    ``mask`` makes the replacement of a value whose key names a secret. In a URL, a header or ``NAME=value``,
+    only the secret is replaced: by ``mask_part``, or by ``mask`` if it merely looks like a secret.
     """
     is_own = any(is_secret(name, value) for name in home_of(key).split("."))
     return _masked(value, key, is_own, mask, mask_part)
 
 
 def secrets_in(value: Any, key: str = "") -> list[str]:
-    """All that ``masked`` would mask; ``***`` for what is masked already."""
+    """Return all texts that ``masked`` would mask; ``***`` for those already masked."""
     found: list[str] = []
 
     def note(secret: str) -> str:
@@ -151,7 +160,7 @@ def secrets_in(value: Any, key: str = "") -> list[str]:
 
 
 def masked_keys(value: Any, key: str = "") -> Iterator[str]:
-    """The dotted keys below ``value`` whose secrets were masked."""
+    """Yield the dotted keys below ``value`` that contain masked secrets."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from masked_keys(part, f"{key}.{name}" if key else str(name))
@@ -160,7 +169,7 @@ def masked_keys(value: Any, key: str = "") -> Iterator[str]:
 
 
 def without_masked(value: Any, key: str) -> Any:
-    """``value`` without the entries of tables and lists whose secrets were masked."""
+    """Return ``value`` without the entries of tables and lists that contain masked secrets."""
     if isinstance(value, Mapping):
         below = {name: (part, f"{key}.{name}") for name, part in value.items()}
         return {n: without_masked(*part) for n, part in below.items() if not _is_masked(*part)}
@@ -174,7 +183,7 @@ def _is_masked(value: Any, key: str) -> bool:
 
 
 def learn(*tables: Mapping[str, Any]) -> None:
-    """Make ``masked_text`` hide the secrets of these (the environment or a job) in this process."""
+    """Make ``masked_text`` mask the secrets in these tables (the environment or a job) in this process."""
     for table in tables:
         for secret in secrets_in(table):
             if not secret.isalpha() and not ("/" in secret and exists(secret)):
@@ -182,21 +191,21 @@ def learn(*tables: Mapping[str, Any]) -> None:
 
 
 def learn_secret(secret: str) -> None:
-    """As ``learn``, for one text that is known to be a secret, whatever its name is."""
+    """Make ``masked_text`` mask ``secret``, whatever its name is."""
     if len(secret) >= _SHORTEST:
         _known.add(secret)
 
 
 def masked_text(text: str) -> str:
-    """A message or a line of a log, without anything that is, or looks like, a secret, and of bounded length."""
-    return bounded(_without_secrets(text))  # in this order: half of a secret is not recognized
+    """Return a message or log line, shortened, with everything masked that is or looks like a secret."""
+    return bounded(_without_secrets(text))  # mask before cutting: half a secret is not recognized
 
 
 def _without_secrets(text: str) -> str:
     for secret in sorted([one for one in [*_known] if one in text], key=len, reverse=True):
         text = text.replace(secret, MASK)
     if ":" not in text and "=" not in text and "Bearer" not in text:
-        return text  # a text with neither has no URL, no header and no pair
+        return text  # it can contain no URL, header or pair
     text = _URL.sub(lambda url: _without_query(url[0]), text)
     text = _in_text(text, lambda _: MASK, lambda _: MASK)
     if _IN_EACH.search(text.casefold()) is None:
@@ -246,7 +255,7 @@ def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> 
 
 
 def _in_address(address: str, mask: Mask) -> str:
-    """``address``, to which only a signature permits to send, without all values of its query."""
+    """Mask all query values and token-like path segments of ``address``; a signature gives access to it."""
     path, mark, query = without_user_info(address, mask).partition("?")
     path = "/".join(mask(part) if _TOKEN.fullmatch(part) else part for part in path.split("/"))
     return path + mark + "&".join(_without_any_value(pair, mask) for pair in query.split("&"))
@@ -258,7 +267,7 @@ def _without_any_value(pair: str, mask: Mask) -> str:
 
 
 def _in_text(text: str, mask: Mask, mask_alike: Mask) -> str:
-    """``text`` without the secrets of its URLs, headers and pairs, and what looks like them."""
+    """Mask the secrets in URLs, headers and pairs in ``text``, and values that look like secrets."""
     if "\n" not in text and (header := _HEADER.fullmatch(text)) and is_secret(header[2]):
         return header[1] + mask(header[3])
     if "@" in text:
@@ -284,7 +293,7 @@ def _without_user_info(found: re.Match[str], mask: Mask) -> str:
 
 def _without_value(found: re.Match[str], mask: Mask, mask_alike: Mask) -> str:
     head, name, value = found[1], found[2], found[3]
-    if not value or value.startswith(("{", "$")):  # a placeholder of a template or of a shell
+    if not value or value.startswith(("{", "$")):  # a template or shell placeholder
         return found[0]
     in_query = head[0] in "?&"
     plain = _CAMEL.sub("_", name).replace("-", "_").lower()

@@ -1,4 +1,4 @@
-"""Numbers and times as a person reads them."""
+"""Formatting of numbers, durations and times for people."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from datetime import datetime
 
 
 def number(value: float | None) -> str:
-    """Three digits if it is small, with thousands separators if it is large; None is empty."""
+    """Format with three digits below 100 and with thousands separators above; None gives an empty text."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def short_count(value: int) -> str:
-    """``12,345``, ``1.23 M``."""
+    """Format a count, for example ``12,345`` or ``1.23 M``."""
     if value < 1_000_000:
         return f"{value:,}"
     return f"{value / 1e6:.2f} M" if value < 1e9 else f"{value / 1e9:.2f} G"
@@ -24,7 +24,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``42 s``, ``6 min``, ``3 h 20 min``."""
+    """Format a duration, for example ``42 s``, ``6 min`` or ``3 h 20 min``."""
     minutes = round(seconds / 60)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 def when(stamp: str | None, until: str | None = None) -> str:
-    """``21 November 2026, 01:02 UTC``; with ``until`` both times, the day once if equal."""
+    """Format a time, for example ``21 November 2026, 01:02 UTC``, or a range; a shared day is written once."""
     try:
         moment = datetime.fromisoformat(stamp or "")
         end = datetime.fromisoformat(until) if until else moment

@@ -1,4 +1,4 @@
-"""What is wrong with a table, in plain words: pydantic's errors, one line per key."""
+"""Readable descriptions of mistakes in a table: pydantic's errors as one line per key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATTERNS = {
 
 
 class _Place(NamedTuple):
-    """Where in a table a value is, its type with its limits, and the keys of the table that it is in."""
+    """The location of a value, its type and limits, and the keys of the table that contains it."""
 
     location: tuple[Any, ...]
     annotation: Any
@@ -35,8 +35,8 @@ class _Place(NamedTuple):
 def problems_in(
     error: ValidationError, table: Model, values: Any, unknown: str = "unknown key"
 ) -> list[str]:
-    """One line per key; pydantic reports an error for every member of a union. ``values``: what is no
-    ``table``; ``unknown``: what is said of a key that it does not have."""
+    """Return one line per key; pydantic reports an error for every member of a union. ``values`` is the
+    invalid table; ``unknown`` is the text for an unknown key."""
     lines: dict[tuple[Any, ...], str] = {}
     for detail in error.errors(include_url=False):
         place = _place(table, detail["loc"])
@@ -47,13 +47,13 @@ def problems_in(
 
 
 def annotation_of(job: Model, parts: Iterable[Any]) -> Any:
-    """The type of a dotted key, or None if any key is allowed there (``vars``, ``options``). Within a
-    list of tables, a part is a number or a name."""
+    """Return the type of a dotted key, or None where any key is allowed (``vars``, ``options``). In a list
+    of tables, a part is an index or a name."""
     return _place(job, parts).annotation
 
 
 def homes_of(job: Model, key: str) -> list[str]:
-    """The dotted keys of the job's tables whose last part is ``key``."""
+    """Return the dotted keys whose last part is ``key``."""
     tables = {name: _table_in(field.annotation) for name, field in job.model_fields.items()}
     return [
         f"{name}.{key}" for name, table in tables.items() if table and key in table.model_fields
@@ -65,7 +65,7 @@ def shown(value: Any) -> str:
 
 
 def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
-    """The type of a key for people: "whole number ≥ 1", "list of text"."""
+    """Describe a key's type, for example "whole number ≥ 1" or "list of text"."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return in_words(parts[0], parts[1:])
@@ -87,7 +87,7 @@ def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
 
 
 def _member(part: Any) -> list[str]:
-    """The choices that a member of a union adds."""
+    """Return the choices that a member of a union adds."""
     if part is bool:
         return ["true", "false"]
     return [] if part is NoneType else [in_words(part)]
@@ -113,7 +113,7 @@ def _either(choices: list[str]) -> str:
 
 
 def _place(job: Model, parts: Iterable[Any]) -> _Place:
-    """The place that ``parts`` name; members of unions, which pydantic puts between, are passed over."""
+    """Find the place named by ``parts``. Skips the names of union members that pydantic inserts."""
     place = _Place((), job)
     for part in parts:
         if (table := _table_in(place.annotation)) is not None:
@@ -126,7 +126,7 @@ def _place(job: Model, parts: Iterable[Any]) -> _Place:
 
 
 def _table_in(annotation: Any) -> Model | None:
-    """The table that a value of this type is; None if it is not a table."""
+    """Return the table type in ``annotation``, or None if its values are not tables."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (list, dict):
@@ -135,7 +135,7 @@ def _table_in(annotation: Any) -> Model | None:
 
 
 def _entry(annotation: Any) -> Any:
-    """The type of the values of a list, or of a dict of tables; of a union, of the list in it."""
+    """Return the value type of a list or of a dict of tables, also inside a union."""
     for part in (annotation, *get_args(annotation)):
         if get_origin(part) in (list, dict):
             return get_args(part)[-1]
@@ -143,7 +143,7 @@ def _entry(annotation: Any) -> Any:
 
 
 def _with_name_of_step(location: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
-    """``location`` with the name of a step, if it has one, in place of its number."""
+    """Replace a step's index in ``location`` with its name, if it has a valid one."""
     match location:
         case ("steps", int(number), *rest) if isinstance(step := values["steps"][number], Mapping):
             if isinstance(name := step.get("name"), str) and name.isidentifier():
@@ -152,13 +152,13 @@ def _with_name_of_step(location: tuple[Any, ...], values: Any) -> tuple[Any, ...
 
 
 def _printed(part: Any) -> str:
-    """A key on one line, whatever characters are in it."""
+    """Return a key as one printable line."""
     text = str(part)
     return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _problem(detail: Mapping[str, Any], place: _Place, table: Model, unknown: str) -> str:
-    """What one of pydantic's error details says about the key at ``place``."""
+    """Describe one of pydantic's errors for the key at ``place``."""
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         return f"{unknown}{_hint(place, found, table)}"
@@ -170,19 +170,20 @@ def _problem(detail: Mapping[str, Any], place: _Place, table: Model, unknown: st
     is_value = isinstance(found, str) or len(place.location) == 1
     if is_value and (inner := _table_in(place.annotation)) is not None:
         names = inner.model_fields
-        hint = f"; set one of its keys, as {place.location[-1]}.{'user' if 'user' in names else next(iter(names))}"
+        key = "user" if "user" in names else next(iter(names))
+        hint = f"; set one of its keys, for example {place.location[-1]}.{key}"
     expected = in_words(place.annotation, place.limits)
     if isinstance(found, str) and expected.startswith("list of text"):
         hint = f"; write [{shown(found)}]"
     elif isinstance(found, str) and str(place.location[-1]).endswith(("_s", "seconds")):
         hint = "; write the number of seconds"
     if expected == "list of tables" and isinstance(found, Mapping):
-        hint = "; write [[{0}]] for [{0}]".format(".".join(map(str, place.location)))
+        hint = "; write [[{0}]] instead of [{0}]".format(".".join(map(str, place.location)))
     return f"found {shown(found)}, expected {expected}{hint}"
 
 
 def _hint(place: _Place, found: Any, table: Model) -> str:
-    """What an unknown key with the value ``found`` probably should have been."""
+    """Suggest a key in place of an unknown one with the value ``found``."""
     *tables, key = map(str, place.location)
     if (here := called_here(key, ".".join(tables))) is not None:
         return f"; did you mean {here!r}?"
@@ -197,7 +198,9 @@ def _hint(place: _Place, found: Any, table: Model) -> str:
         return near
     hint = f"; known: {', '.join(place.known)}"
     if "engine" in place.known or place.location[0] in ("engine", "engines"):
-        hint += "; vLLM's options belong in [engine.options], its sampling parameters in [sampling]"
+        hint += (
+            "; put vLLM's options into [engine.options], its sampling parameters into [sampling]"
+        )
     return hint
 
 

@@ -1,5 +1,5 @@
-"""Opening a path that must be a file: a pipe would block, a device may never end, and a file of any size may
-stand where a small one is expected."""
+"""Functions that open regular files only. A pipe would block, a device may never end, and a huge file may be
+given where a small one is expected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-MOST_BYTES = 64 << 20  # of a file that is read as a whole
+MOST_BYTES = 64 << 20  # maximum size of a file that is read into memory
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -18,18 +18,20 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
-# For a text that may be a name: one that is too long for a name is False, or in a folder that may not be
-# searched. Path's methods raise then.
+# Safe for a text that may not be a path: these return False for a name that is too long or a folder without
+# search permission, where Path's methods raise.
 exists, is_file, is_dir = os.path.exists, os.path.isfile, os.path.isdir
 
 
 def descriptor_of(path: str | Path, flags: int) -> int:
-    """A descriptor of the file at ``path``, which ``flags`` may create. Never blocks.
+    """Open ``path`` and return its descriptor; ``flags`` may create the file. Never blocks.
 
     Raises:
-        OSError: as ``os.open``; or it is a folder, a pipe, a socket or a device, as ``strerror`` says.
+        OSError: As ``os.open``. Also if the path is a folder, pipe, socket or device; ``strerror`` says which.
     """
-    with suppress(FileNotFoundError):  # before opening: opening alone can have side effects
+    with suppress(
+        FileNotFoundError
+    ):  # check before opening: opening a device can have side effects
         _check(Path(path).stat(follow_symlinks=not flags & os.O_NOFOLLOW).st_mode, path)
     # O_NONBLOCK: the path may have been replaced since the check.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -42,21 +44,21 @@ def descriptor_of(path: str | Path, flags: int) -> int:
 
 
 def open_regular(path: str | Path) -> io.FileIO:
-    """The file at ``path``, for reading bytes. Raises OSError as ``descriptor_of``."""
+    """Open ``path`` for reading bytes. Raises OSError like ``descriptor_of``."""
     return io.FileIO(descriptor_of(path, os.O_RDONLY))
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a file. Raises OSError as ``open_regular``; or it has more than ``most`` bytes."""
+    """Return the content of a file. Raises OSError like ``open_regular``, or if it has more than ``most`` bytes."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            reason = f"it has {size:,} bytes, and at most {most:,} are read"
+            reason = f"it has {size:,} bytes; the maximum is {most:,}"
             raise OSError(None, reason, str(path))
         return file.readall()
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file in UTF-8, without its byte order mark. Raises UnicodeDecodeError too."""
+    """Return the text of a UTF-8 file without its byte order mark. Also raises UnicodeDecodeError."""
     return read_bytes(path).decode("utf-8-sig")
 
 

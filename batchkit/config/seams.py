@@ -1,9 +1,9 @@
-"""What a package of others can add to: readers, engines, scorers, extractors and exports.
+"""Extension points: readers, engines, scorers, extractors and exports.
 
-Each of these is one table, beside the things themselves, of names with a lazy ``"module:Name"`` or
-``"module"``. Choices in the job file and its docs and the suffixes of inputs are derived from it. An installed
-package adds to a table with entry points, and ``export`` has a flag for each export that is added so;
-docs/plugins.md says what each is.
+Each extension point is one table of names, next to the built-in implementations. Its values are lazy
+``"module:Name"`` or ``"module"`` strings. The choices in the job file, its documentation, and the input suffixes
+are derived from these tables. Installed packages add to them with entry points; ``export`` gets a flag for
+each added export. docs/plugins.md describes each extension point.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from batchkit.errors import JobError
 
 
 class Seam(NamedTuple):
-    """The names of one kind of thing: those in ``table``, then the entry points ``batchkit.NAME``.
+    """One extension point: the names in ``table``, then the entry points of ``batchkit.NAME``.
 
-    Entry points are only read if a name is not in the table, or to list all names. ``also``: further
-    values of the job file's key, which name none of the things.
+    Entry points are read only if a name is not in the table, or to list all names. ``also``: further
+    accepted values of the job file's key that have no implementation here.
     """
 
     name: str
@@ -35,41 +35,42 @@ class Seam(NamedTuple):
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """The things that come with batchkit."""
+        """The implementations that come with batchkit."""
         table: Mapping[str, Any] = found_at(self.table)
         return table
 
     @property
     def added(self) -> Mapping[str, EntryPoint]:
-        """The things of other packages."""
+        """The entry points of other packages."""
         return {name: point for name, point in _added(self.name).items() if name not in self.own}
 
     def names(self) -> Iterator[str]:
-        """All of them; other packages are only looked for if the first ones are not enough."""
+        """Yield all names. Other packages are searched only if the built-in names are not enough."""
         yield from self.own
         yield from self.added
 
     def load(self, name: str) -> Any:
-        """The thing itself; its module is imported now.
+        """Import and return the implementation.
 
         Raises:
-            JobError: it is of another package, and can't be imported.
+            JobError: Another package provides it, and importing it fails.
         """
         if name in self.own:
             return found_at(self.own[name])
         point = self.added[name]
         try:
             return point.load()
-        except Exception as error:  # any code may run here
+        except Exception as error:  # importing another package may run any code
             package = "" if point.dist is None else f" of the package {point.dist.name}"
             raise JobError(
-                f"{name} ({point.value}{package}) can't be loaded: {type(error).__name__}: {error}"
+                f"can't load {name} ({point.value}{package}): {type(error).__name__}: {error}"
             ) from error
 
     def check(self, name: str) -> str:
-        """
+        """Return ``name``.
+
         Raises:
-            ValueError: nothing has this name.
+            ValueError: No implementation has this name.
         """
         if name in self.also or name in self.own or name in self.added:
             return name
@@ -97,7 +98,7 @@ ExportName = Annotated[str, EXPORTS, AfterValidator(EXPORTS.check)]
 
 
 def found_at(target: str) -> Any:
-    """The module, or what has the name in it, at ``"module"`` or ``"module:Name"``."""
+    """Return the module or object at ``"module"`` or ``"module:Name"``."""
     module, _, name = target.partition(":")
     found = import_module(module)
     return getattr(found, name) if name else found

@@ -1,4 +1,4 @@
-"""The command that starts a server: checked when the job is read, filled in when it is started."""
+"""The command that starts a server. It is checked when the job is read and filled in when the server starts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from batchkit.config.terminal import shortened
 from batchkit.config.values import split_command
 
 HOST = "127.0.0.1"
-_PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")  # not JSON, and not Jinja
-# Options of llama-server and `vllm serve` that change where and how fast a server answers, not what.
+_PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")  # matches neither JSON nor Jinja
+# Options of llama-server and `vllm serve` that change speed or address, not the answers.
 _SPEED_ONLY = frozenset(
     [
         "--host",
@@ -30,24 +30,28 @@ _SPEED_ONLY = frozenset(
         *("-dp", "--data-parallel-size", "--uvicorn-log-level", "--download-dir"),
     ]
 )
-_SPEED_FLAGS = frozenset(  # the same, without a value
+_SPEED_FLAGS = frozenset(  # options of the same kind that take no value
     ["--mlock", "--no-mmap", "--no-webui", "--no-ui", "--enforce-eager", "--no-enforce-eager"]
 )
-# Options that name a file or folder that decides the answers; others name logs, caches and keys.
+# Options with a file or folder that affects the answers. Other options name logs, caches and keys.
 _NAMES_FILE = re.compile(
     r"-m|-mm|-jf|--[\w-]*(?:model|lora|mmproj|template|tokenizer|grammar|schema|config|vector)[\w-]*"
 )
 
-_CONFIGS = ("config.json", "adapter_config.json", "params.json")  # of a model's or adapter's folder
+_CONFIGS = (
+    "config.json",
+    "adapter_config.json",
+    "params.json",
+)  # mark the folder of a model or adapter
 _BETWEEN = re.compile(r"""[=,:"'{}\[\]\s]+""")  # NAME=path, adapter.gguf:0.5, a.gguf,b.gguf, JSON
 _DECIDES = (".gguf", ".sh", ".py")
 
 
 def check_command(command: str) -> str:
-    """``command``, whose server batchkit can reach, and that shows no secret.
+    """Return ``command`` if batchkit can reach its server and it contains no secret.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: Describes the problem.
     """
     try:
         words = split_command(command)
@@ -56,9 +60,9 @@ def check_command(command: str) -> str:
             f"command can't be split into words ({error}): {shortened(masked_text(command))}"
         ) from None
     if not words:
-        raise ValueError("command is empty: give what starts the server")
+        raise ValueError("command is empty: give the command that starts the server")
     for name in set(_PLACEHOLDER.findall(command)) - {"port", "host"}:
-        raise ValueError(f"command: {{{name}}} is unknown; there are {{port}} and {{host}}")
+        raise ValueError(f"command: {{{name}}} is unknown; use {{port}} and {{host}}")
     if "{port}" not in command:
         raise ValueError(
             "command has no {port}: batchkit picks a free port and must pass it to the server, for example"
@@ -67,24 +71,24 @@ def check_command(command: str) -> str:
     for word in words:
         if (named := _names_a_secret(word)) is not None:
             raise ValueError(
-                f"command: {named} would show the key in job.toml and to all who see the processes;"
-                " the server reads it from the environment (LLAMA_API_KEY, VLLM_API_KEY, HF_TOKEN),"
-                " and has the run's own"
+                f"command: {named} would show the key in job.toml and in the process list;"
+                " put the key into the environment (LLAMA_API_KEY, VLLM_API_KEY, HF_TOKEN): the server gets"
+                " the run's environment"
             )
     return command
 
 
 def _names_a_secret(word: str) -> str | None:
-    """The part of ``word`` that gives a secret, masked: option, ``NAME=value``, header or URL."""
+    """Return the masked part of ``word`` that holds a secret: an option, ``NAME=value``, a header or a URL."""
     if word.startswith("-") and is_secret(word.partition("=")[0].lstrip("-")):
         return word.partition("=")[0]
-    parts = [word, *word.split()]  # a shell's own command is one word
+    parts = [word, *word.split()]  # a shell command in quotes (sh -c '…') is one word
     hidden = ((part, masked(part)) for part in parts if MASK not in part)
     return next((without for part, without in hidden if without != part), None)
 
 
 def words_of(command: str, *, port: int) -> list[str]:
-    """The command's words, with its placeholders filled in."""
+    """Split the command into words and fill in its placeholders."""
     return [
         word.replace("{port}", str(port)).replace("{host}", HOST) for word in shlex.split(command)
     ]
@@ -93,9 +97,9 @@ def words_of(command: str, *, port: int) -> list[str]:
 def llama_server(
     model: str, *, max_model_len: int, max_num_seqs: int, task: str = "generate"
 ) -> str:
-    """The command for a ``.gguf`` file; all ``-np`` slots share the context length ``-c``.
+    """Return the command for a ``.gguf`` file; all ``-np`` slots share the context length ``-c``.
 
-    What is embedded or scored must fit into one physical batch (``-ub``).
+    Texts to embed or score must fit into one physical batch (``-ub``).
     """
     batch = f"-b {max_model_len} -ub {max_model_len}"
     pooling = {"embed": f"--embedding {batch} ", "score": f"--reranking {batch} "}
@@ -106,15 +110,15 @@ def llama_server(
 
 
 def what_decides_answers(command: str) -> list[str]:
-    """The command's words, without the options that only change where and how fast it answers."""
+    """Return the command's words without options that only change speed or address."""
     return list(_without_speed(shlex.split(command)))
 
 
 def files_named(command: str) -> Iterator[str]:
-    """The command's files and folders that decide the answers: models, adapters, chat templates,
+    """Yield the files and folders in the command that affect the answers: models, adapters, chat templates,
     scripts.
 
-    Any other program is not among them: another version of a server may continue a run.
+    Programs are left out: a run may be resumed with another version of the server.
     """
     option = ""
     for word in _words_within(command):
@@ -127,7 +131,7 @@ def files_named(command: str) -> Iterator[str]:
 
 
 def _words_within(command: str) -> Iterator[str]:
-    """The words, and those of a shell's own command, which is one word."""
+    """Yield the words; a quoted shell command is also split into its words."""
     for word in shlex.split(command):
         yield word
         if len(parts := word.split()) > 1:
@@ -152,7 +156,7 @@ def _without_speed(words: list[str]) -> Iterator[str]:
 
 
 def _threads() -> int:
-    """OMP_NUM_THREADS if it is set, else the number of cores that this process may use."""
+    """Return OMP_NUM_THREADS if it is set, otherwise the number of cores available to this process."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdecimal() and int(wanted):
         return int(wanted)

@@ -1,4 +1,4 @@
-"""A static share of the input's rows, for jobs that run side by side without coordination."""
+"""A fixed share of the input's rows, for jobs that run in parallel without coordination."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from batchkit.errors import JobError
 
 _FORM = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
-_SLURM = {  # and what holds if it is not set
+_SLURM = {  # variable name -> value if it is not set; None means required
     "SLURM_ARRAY_TASK_ID": None,
     "SLURM_ARRAY_TASK_COUNT": None,
     "SLURM_ARRAY_TASK_MIN": "0",
@@ -19,10 +19,10 @@ _SLURM = {  # and what holds if it is not set
 
 
 class Shard(NamedTuple):
-    """Share ``number`` (from 0) of ``of``; written ``number/of``.
+    """Share ``number`` (from 0) of ``of`` shares; written ``number/of``.
 
-    A row's shard depends only on a hash of its id (``Row.id``: the index if the job names no id).
-    So it is the same in every run, and does not depend on an id's position in the input.
+    A hash of the row's id (``Row.id``; the index if the job names no id) decides its shard. A row is
+    therefore in the same shard in every run, wherever it is in the input.
     """
 
     number: int
@@ -37,17 +37,19 @@ class Shard(NamedTuple):
 
 
 def parse_shard(text: str) -> Shard:
-    """The shard that ``text`` names, for example ``0/4``.
+    """Parse a shard, for example ``0/4``.
 
     Raises:
-        ValueError: it names no shard.
+        ValueError: ``text`` is not a shard.
     """
     found = _FORM.fullmatch(text.strip())
     if found is None:
-        raise ValueError(f"{text!r} is not a shard; write I/N, from 0/4 to 3/4 for four shards")
+        raise ValueError(
+            f"{text!r} is not a shard; write I/N, for example 0/4 to 3/4 for four shards"
+        )
     number, count = map(int, found.groups())
     if not count:
-        raise ValueError(f"{text!r} is not a shard: there must be one at least")
+        raise ValueError(f"{text!r} is not a shard: the number of shards must be at least 1")
     if number >= count:
         raise ValueError(
             f"{text!r} is not a shard: the first of {count} is 0/{count}, the last"
@@ -57,25 +59,25 @@ def parse_shard(text: str) -> Shard:
 
 
 def asked_for(text: str, environ: Mapping[str, str]) -> Shard:
-    """The shard that ``--shard`` names: ``I/N``, or ``auto`` for this task of a SLURM job array.
+    """Return the shard that ``--shard`` selects: ``I/N``, or ``auto`` for this task of a SLURM job array.
 
     Raises:
-        JobError: it names no shard; or, with ``auto``, the variables in ``environ`` don't.
+        JobError: ``text`` is not a shard, or with ``auto`` the variables in ``environ`` are missing or irregular.
     """
     if text == "auto":
         return _of_slurm(environ)
     try:
         return parse_shard(text)
     except ValueError as error:
-        raise JobError(f"--shard: {error}; or auto, in a SLURM job array") from None
+        raise JobError(f"--shard: {error}; or write auto in a SLURM job array") from None
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Shard:
-    """The task's position in its job array: https://slurm.schedmd.com/job_array.html."""
+    """Return the task's position in its job array (https://slurm.schedmd.com/job_array.html)."""
     found = {name: environ.get(name) or default for name, default in _SLURM.items()}
     if missing := [name for name, value in found.items() if value is None]:
         raise JobError(
-            f"--shard auto: {' and '.join(missing)} not set, so this is no task of a SLURM job"
+            f"--shard auto: {' and '.join(missing)} not set, so this is not a task of a SLURM job"
             " array; start it with sbatch --array=0-N, or write --shard I/N"
         )
     try:
@@ -85,7 +87,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Shard:
         number, rest, count = 0, 1, 0
     if rest or not 0 <= number < count:
         raise JobError(
-            f"--shard auto: {', '.join(f'{name}={value}' for name, value in found.items())} is no task of a"
-            " regular array; start it as --array=FIRST-LAST, or write --shard I/N"
+            f"--shard auto: {', '.join(f'{name}={value}' for name, value in found.items())} is not a task of a"
+            " regular array; start it with --array=FIRST-LAST, or write --shard I/N"
         )
     return Shard(number, count)

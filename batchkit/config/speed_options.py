@@ -26,5 +26,4 @@ SPEED_OPTIONS = (
         "worker_cls",
     ),
 )
-"""A run may be resumed with other values of these options, and only they are tried by
-``tune`` without ``--allow-changes``."""
+"""A run may be resumed with other values of these options. Without ``--allow-changes``, ``tune`` tries no others."""

@@ -1,11 +1,11 @@
-"""What a mistyped name, or the name that another tool has for a thing, probably should have been."""
+"""Suggestions for mistyped names and for names that other tools use."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-QUOTE = "quote a prompt and a glob, which the shell splits: --prompt '… {{ column }}' --input 'data/*.csv'"
+QUOTE = "quote a prompt and a glob, because the shell splits them: --prompt '… {{ column }}' --input 'data/*.csv'"
 NAMES = {
     "engine.model": "model_name model_name_or_path model_path model_id pretrained checkpoint",
     "engine.base_url": "api_base api_url openai_api_base endpoint server_url",
@@ -51,24 +51,24 @@ NAMES = {
     "batchkit validate": "check test",
     "batchkit view": "ui dashboard",
 }
-"""What batchkit calls a thing (a dotted key of the job file, an option, a filter of templates, a command), and what
-other tools call it. A dotted key is also found by its last part alone. docs/job-file.md prints this table."""
+"""batchkit's name (a dotted key of the job file, an option, a template filter, a command) and the names in other
+tools. A dotted key is also found by its last part alone. docs/job-file.md prints this table."""
 ELSEWHERE = {key.rpartition(".")[2]: key for key in NAMES if "." in key} | {
     name: here for here, names in NAMES.items() for name in names.split()
 }
 
 
 def called_here(name: str, table: str = "", kind: str = ".") -> str | None:
-    """What batchkit calls the thing that another tool, or a user, calls ``name``; None if that is unknown, or of
-    another ``kind`` ("--", "|", "batchkit"; by default a key). A key in ``table`` is named from there."""
+    """Return batchkit's name for ``name`` of another tool, or None if there is none of this ``kind`` ("--", "|",
+    "batchkit"; by default a key). Keys in ``table`` are returned relative to it."""
     below = f"{table}." if table else ""
     here = ELSEWHERE.get(f"{below}{name}") or ELSEWHERE.get(name) or ""
     return here.removeprefix(below) if kind in here and here != f"{below}{name}" else None
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The name in ``known`` that another tool's ``name`` is here, or that is most like it; None if none is alike
-    (``cutoff``: 1 is equal)."""
+    """Return the name in ``known`` that matches ``name`` of another tool, or the most similar one, or None if none is
+    similar enough (``cutoff``: 1 means equal)."""
     known = [*known]
     if (here := ELSEWHERE.get(name, "").rpartition(".")[2].removeprefix("| ")) in known:
         return here
@@ -78,6 +78,6 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A suggestion to end a message about an unknown ``name`` with; empty if there is none."""
+    """Return a suggestion to append to a message about the unknown ``name``, or "" if there is none."""
     near = nearest(name, known)
     return "" if near is None else f"; did you mean {near!r}?"

@@ -1,6 +1,6 @@
-"""The functions that a model may call: OpenAI's definitions, and which of them it is to call.
+"""Definitions of the functions that a model may call, in OpenAI's format, and the choice among them.
 
-https://platform.openai.com/docs/api-reference/chat/create: ``tools`` and ``tool_choice``.
+See ``tools`` and ``tool_choice`` in https://platform.openai.com/docs/api-reference/chat/create.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHAPE = '{"type": "function", "function": {"name": …, "parameters": …}}'
 
 
 def is_template(tools: object) -> TypeGuard[str]:
-    """Whether ``prompt.tools`` is a template for a row's own, and no file."""
+    """Return True if ``prompt.tools`` is a template for each row, not a file name."""
     return isinstance(tools, str) and "{{" in tools
 
 
@@ -45,7 +45,7 @@ _TOOLS = TypeAdapter(Annotated[list[_Tool], Field(min_length=1)])
 
 
 def check_tools(tools: Any) -> None:
-    """Raises ValueError that names what is wrong if ``tools`` are not OpenAI's definitions."""
+    """Raise ValueError with the place and the problem if ``tools`` do not have OpenAI's format."""
     try:
         names = [tool.function.name for tool in _TOOLS.validate_python(tools)]
     except ValidationError as error:
@@ -58,24 +58,24 @@ def check_tools(tools: Any) -> None:
         place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in detail["loc"])
         raise ValueError(f"{place}: {found}, expected {_SHAPE}") from None
     for name in {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"{name!r} is defined twice")
+        raise ValueError(f"{name!r} is defined more than once")
 
 
 def check_parameters(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if the parameters of one of ``tools`` are not a JSON schema."""
+    """Raise ValueError if the parameters of a tool are not a JSON schema."""
     for n, tool in enumerate(tools):
         fault = fault_in_schema(tool["function"].get("parameters") or {})
         if fault is not None:
-            raise ValueError(f"[{n}].function.parameters: no JSON schema: {fault}")
+            raise ValueError(f"[{n}].function.parameters: not a valid JSON schema: {fault}")
 
 
 def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> Any:
-    """``tool_choice`` in OpenAI's shape: the name of a function becomes an object.
+    """Return ``tool_choice`` in OpenAI's format: a function name becomes an object.
 
-    Without ``tools`` the name is not looked up.
+    Without ``tools``, the name is not checked.
 
     Raises:
-        ValueError: it is none of "auto", "none", "required" and a function of ``tools``.
+        ValueError: The choice is not "auto", "none", "required" or a function in ``tools``.
     """
     if choice is None or choice in CHOICES:
         return choice
@@ -96,21 +96,25 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> Any:
 
 
 def why_not_forced(choice: Any, kind: str, tool_call_parser: str | None) -> str | None:
-    """Why an engine of ``kind`` can't make the model call what ``tool_choice`` requires, if so."""
+    """Return why an engine of ``kind`` cannot enforce ``tool_choice``, or None if it can."""
     if choice in (None, "auto", "none"):
         return None
     if kind == "transformers":
-        return 'only a grammar of vLLM forces a call: set engine.kind = "vllm", or "auto" here'
+        return (
+            'only vLLM\'s grammars can force a call: set engine.kind = "vllm", or use "auto" here'
+        )
     if kind == "vllm" and tool_call_parser is None:
-        return "forcing a call needs engine.tool_call_parser, which has the grammar; or set auto"
+        return (
+            "forcing a call needs engine.tool_call_parser and its grammar: set it, or use auto here"
+        )
     return None
 
 
 def tools_in(path: str) -> list[dict[str, Any]]:
-    """The definitions in a JSON file.
+    """Return the definitions in a JSON file.
 
     Raises:
-        JobError: it can't be read, or they are wrong.
+        JobError: The file can't be read, or a definition is invalid.
     """
     try:
         tools = orjson.loads(read_text(path))

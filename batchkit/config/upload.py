@@ -1,4 +1,4 @@
-"""``output.upload``: the address that exports are sent to. A part of it may be a secret, such as a signature."""
+"""The address in ``output.upload``, where exports are sent. Parts of it may be secret, such as a signature."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _UNSAFE = re.compile(r"[\s\x00-\x1f\x7f]")
 
 
 def check_address(text: str) -> str:
-    """``text``, which is an address, or becomes one once its ``${NAME}`` are filled in.
+    """Return ``text`` if it is an address, or may become one when its ``${NAME}`` are replaced.
 
     Raises:
-        ValueError: it is none that anything may be sent to.
+        ValueError: Nothing may be sent to this address.
     """
     if _VARIABLE.search(text) is None and (problem := _problem_of(text)) is not None:
         raise ValueError(problem)
@@ -28,11 +28,11 @@ def check_address(text: str) -> str:
 
 
 def address_of(text: str) -> str:
-    """``text`` with each ``${NAME}`` replaced by that environment variable. What is secret in it is hidden
-    from messages of this process.
+    """Replace each ``${NAME}`` in ``text`` with that environment variable. Secrets in the result are
+    masked in this process's messages from then on.
 
     Raises:
-        JobError: a variable is not set, the address can't be used, or a secret of it was not kept.
+        JobError: A variable is not set, the address can't be used, or it contains a masked secret.
     """
     address = _VARIABLE.sub(lambda found: _value_of(found[1]), text)
     _learn(address)
@@ -40,8 +40,8 @@ def address_of(text: str) -> str:
         raise JobError(f"{UPLOAD}: {problem}")
     if MASK in address:
         raise JobError(
-            f"{UPLOAD}: {shown(address)}: a run folder keeps no signature of an address; name the job file"
-            " that has it, or give --upload ADDRESS"
+            f"{UPLOAD}: {shown(address)}: a run folder does not store the signature of an address; give the job"
+            " file that has it, or --upload ADDRESS"
         )
     return address
 
@@ -51,18 +51,18 @@ def variables_in(text: str) -> list[str]:
 
 
 def host_of(text: str) -> str:
-    """The host that ``text`` names now; empty if it has no usable address."""
+    """Return the host in ``text`` with the current environment, or "" if the address is unusable."""
     address = _VARIABLE.sub(lambda found: os.environ.get(found[1], "").strip(), text)
     return "" if _problem_of(address) is not None else urlsplit(address).hostname or ""
 
 
 def url_for(address: str, name: str) -> str:
-    """Where the file ``name`` goes."""
+    """Return the address for the file ``name``."""
     return address.replace(PLACE, quote(name, safe=""))
 
 
 def shown(address: str) -> str:
-    """Without its query and its secrets."""
+    """Return ``address`` without its query and its secrets."""
     return bare(str(masked(address, UPLOAD)))
 
 
@@ -77,37 +77,33 @@ def is_local(url: str) -> bool:
 def _value_of(name: str) -> str:
     if value := os.environ.get(name, "").strip():
         return value
-    raise JobError(
-        f"{UPLOAD}: the environment variable {name} is not set; it has a part of the address"
-    )
+    raise JobError(f"{UPLOAD}: the environment variable {name} is not set; the address needs it")
 
 
 def _problem_of(address: str) -> str | None:
-    """Why nothing may be sent to ``address``, without what is secret in it."""
+    """Return why nothing may be sent to ``address``, without its secrets, or None if it is usable."""
     if "://" not in address or _UNSAFE.search(address):
-        return "expected an address without spaces, as https://host/path"
+        return "expected an address without spaces, like https://host/path"
     try:
         parts = urlsplit(address)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
         return f"{shown(address)}: {error}; expected https://host/path"
     if parts.scheme not in ("http", "https"):
-        return (
-            f"found {parts.scheme}://, expected https:// (for a store, a signed address to PUT to)"
-        )
+        return f"found {parts.scheme}://, expected https:// (for a store, use a signed address for PUT)"
     if not host or "{" in parts.netloc:
-        return "names no host; expected https://host/path"
+        return "contains no host; expected https://host/path"
     if parts.username is not None:
         return f"{shown(address)} has a user name or a password; use a signed address instead"
     if parts.scheme == "http" and not is_local(address):
-        return f"found http://{host}, expected https://; only this machine (localhost) is sent to without"
+        return f"found http://{host}, expected https://; http is allowed only for this machine (localhost)"
     if "#" in address:
-        return f"{shown(address)}: # ends a path; write %23"
+        return f"{shown(address)}: # starts a fragment; write %23"
     return None
 
 
 def _learn(address: str) -> None:
-    """Also as a server may quote them: unpacked, and of a credential its first part, the name of a key."""
+    """Mask the address's secrets, also unquoted, and the key name in a credential: servers may quote either."""
     learn({"output": {"upload": address}})
     for pair in address.partition("?")[2].split("&"):
         name, _, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""Checks for every value of a job, whatever its key: it must be writable and comparable."""
+"""Checks for every value of a job, whatever its key: batchkit must be able to write and compare it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import orjson
 
-MAX_DEPTH = 100  # nested tables and lists; the writers fail at about 250
-_MAX_COMMAND = 16_384  # characters; shlex needs seconds for a million of them
+MAX_DEPTH = 100  # levels of nested tables and lists; the TOML and JSON writers fail at about 250
+_MAX_COMMAND = 16_384  # characters; shlex needs seconds for a million characters
 _BITS = 64  # the limit of TOML's integers, and of the JSON writer
-# Tables that take any key, at least in a part of them. TOML lacks null: a key without a value is left
-# out, which is the same only for an option.
+# Tables that accept any key, at least in part. TOML has no null, so a key without a value is left out
+# of the file. This changes nothing for an option, but it would change these tables.
 _FREE_FORM = (
     ("vars",),
     ("input", "where"),
@@ -26,10 +26,10 @@ _OPTIONS = (("sampling",), ("pooling",), ("engine", "options"))
 
 
 def check_values(table: Mapping[str, Any]) -> None:
-    """Refuse values that can't be written to a file.
+    """Refuse values that cannot be written to a file.
 
     Raises:
-        ValueError: names the key, and what is wrong with its value.
+        ValueError: Names the key and the problem with its value.
     """
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), table)]
     while waiting:
@@ -44,7 +44,7 @@ def check_values(table: Mapping[str, Any]) -> None:
 
 
 def from_json(value: Any) -> Any:
-    """The value in a text of JSON, None if it is none; any other value itself."""
+    """Parse ``value`` if it is JSON text, with None for invalid JSON; return any other value unchanged."""
     try:
         return orjson.loads(value) if isinstance(value, str) else value
     except orjson.JSONDecodeError:
@@ -52,20 +52,20 @@ def from_json(value: Any) -> Any:
 
 
 def split_command(command: str) -> list[str]:
-    """Return the words of ``command``, separated as a shell would.
+    """Split ``command`` into words like a shell.
 
     Raises:
-        ValueError: a quotation has no end, or the command is too long.
+        ValueError: A quotation is not closed, or the command is too long.
     """
     if len(command) > _MAX_COMMAND:
         raise ValueError(
-            f"found {len(command):,} characters, at most {_MAX_COMMAND:,}; write a script and name it"
+            f"found {len(command):,} characters, at most {_MAX_COMMAND:,}; put the command into a script"
         )
     return shlex.split(command)
 
 
 def reason_of(error: Exception) -> str:
-    """Why a reader of nested text failed, for people."""
+    """Return a readable reason why a parser failed."""
     if isinstance(error, RecursionError | MemoryError):
         return "nested too deeply"
     if isinstance(error, ValueError) and "integer string conversion" in str(error):
@@ -80,11 +80,11 @@ def _problem(path: tuple[Any, ...], value: Any) -> str | None:
         bits = value.bit_length() + (value < 0)
         return f"found a number of {bits} bits; whole numbers have {_BITS} at most"
     if isinstance(value, float) and not isfinite(value) and _below(path, _FREE_FORM + _OPTIONS):
-        return f"found {value}, expected a finite number, or a text"
+        return f"found {value}, expected a finite number or a text"
     if value is None and _must_be_kept(path):
-        return "found None, which a job file can't hold; leave it out, or write it as a text"
+        return "found None, which a job file can't hold; leave the key out, or write a text"
     if isinstance(value, str) and _SURROGATE.search(value):
-        return "found text that is no valid UTF-8"
+        return "found text that is not valid UTF-8"
     return None
 
 

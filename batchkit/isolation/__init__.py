@@ -1,6 +1,7 @@
-"""What may hang, crash or eat memory runs in a process of its own.
+"""Child processes for code that may hang, crash or exhaust memory.
 
-``server`` forks such processes, each from one that has imported what they need, and ``client`` asks
-them. A handler is a module with a function ``main``, which gets a connection to the client:
-``pdf_child`` here, others beside what they serve; an engine that holds a model is one, too. ``confine`` takes all rights from a process.
+``server`` is a process that imports what a handler needs and then forks a child per request. ``client``
+starts servers and sends questions to their children. A handler is a module with a function ``main``, which gets
+the connection to the client: ``pdf_child`` here, others beside the code that uses them. An engine that
+holds a model is a handler, too. ``confine`` removes all rights from a process.
 """

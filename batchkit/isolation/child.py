@@ -1,4 +1,4 @@
-"""What a child process does: it answers questions within limits, and ends with its parent."""
+"""Functions for child processes: answer questions, limit memory, and end with the parent process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Refusal(Exception):
-    """Why there is no answer: its ``kind``, and what to say."""
+    """The reason why a question has no answer, with a ``kind`` and a message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -25,9 +25,9 @@ class Refusal(Exception):
 def answer_all(connection: Connection, answer: Callable[[bytes], Any]) -> None:
     """Answer the questions that arrive over ``connection``, one at a time, until the caller ends.
 
-    What is sent is ``marshal``'s bytes of "value" and what ``answer`` returns; or of the kind and the message of
-    what it raises: a Refusal, "memory" after a MemoryError (then the process ends: the next one
-    starts with little), or "error" after any other.
+    Each reply is ``marshal``'s bytes of a pair: "value" and the result of ``answer``, or the kind and message of
+    the exception that it raised. The kind is that of a Refusal, "memory" for a MemoryError, or "error".
+    After "memory" this process ends, so that the next one starts with little memory in use.
     """
     with contextlib.suppress(EOFError, OSError):  # the caller has ended
         kind = ""
@@ -40,14 +40,14 @@ def answer_all(connection: Connection, answer: Callable[[bytes], Any]) -> None:
                 kind, content = refusal.kind, marshal.dumps((refusal.kind, str(refusal)))
             except MemoryError as error:
                 kind, content = "memory", marshal.dumps(("memory", str(error)))
-            except Exception as error:  # a template or a broken file may raise anything
+            except Exception as error:  # templates and broken files may raise any exception
                 kind = "error"
                 content = marshal.dumps((kind, f"{type(error).__name__}: {error}"))
             connection.send_bytes(content)
 
 
 def limit_memory(n_bytes: int) -> int:
-    """Limit this process's memory to ``n_bytes``, or to less if the run's own limit is lower."""
+    """Limit this process's memory to ``n_bytes``, or to its hard limit if that is lower."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = n_bytes if most == resource.RLIM_INFINITY else min(n_bytes, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))
@@ -55,16 +55,16 @@ def limit_memory(n_bytes: int) -> int:
 
 
 def die_with_parent(*, is_over: bool = False) -> None:
-    """Have the kernel kill this process when the thread that started it ends, until that ``is_over``.
+    """Have the kernel kill this process when the thread that started it ends. ``is_over`` cancels this.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: The kernel refused.
     """
     prctl(_PR_SET_PDEATHSIG, 0 if is_over else signal.SIGKILL)
 
 
 def prctl(option: int, *arguments: int | bytes) -> None:
-    """Linux's call of that name (man 2 prctl); raises OSError."""
+    """Call Linux's prctl (man 2 prctl). Raises OSError."""
     typed = [ctypes.c_ulong(one) if isinstance(one, int) else one for one in arguments]
     zeros = [ctypes.c_ulong(0)] * (4 - len(typed))
     if ctypes.CDLL(None, use_errno=True).prctl(option, *typed, *zeros) < 0:

@@ -1,4 +1,4 @@
-"""Starts fork servers, and asks their forks, which are killed if they take too long."""
+"""Fork servers and their children, which are killed if an answer takes too long."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from batchkit.isolation.server import FAILED, READY, START_S
 from batchkit.storage.files import OwnFolder
 
 _END_S = 5.0
-_LAST_WORDS_S = 20.0  # a process with many libraries is slow to end
+_LAST_WORDS_S = 20.0  # a process with many libraries needs seconds to exit
 _MOST_SAID = 2**13
 _servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
-_starting = threading.Lock()  # held by the thread that starts a server
+_starting = threading.Lock()  # held while a thread looks up or starts a server
 _of_thread = threading.local()
 
 
 class Gone(Exception):
-    """The process ended before it answered; ``returncode`` is None if nobody knows how."""
+    """The process ended before it answered; ``returncode`` is None if it is unknown."""
 
     def __init__(self, returncode: int | None) -> None:
         super().__init__(f"exit code {returncode}")
@@ -36,18 +36,20 @@ class Gone(Exception):
 
 
 def ask(handler: str, task: str, question: bytes, timeout_s: float) -> tuple[str, Any]:
-    """What this thread's process that runs ``handler`` answers (``child.answer_all``). A process that was killed from
-    outside is replaced once; the one that died over its own limit of CPU time is not.
+    """Send ``question`` to this thread's child for ``handler`` and return its reply (see ``child.answer_all``).
+
+    If the child was killed from outside, a new one is asked once. A child that exceeded its own CPU time is not
+    replaced.
 
     Raises:
-        TimeoutError: there was no answer in time; the process was killed.
-        Gone: it died before it answered.
-        EngineError: none can be started; ``task`` says what it was for.
+        TimeoutError: No reply came in time; the child was killed.
+        Gone: The child died before it replied.
+        EngineError: No child could be started; ``task`` says in words what it is for.
     """
     try:
         answer = _child_of_thread(handler, task).ask(question, timeout_s)
     except Gone as gone:
-        if gone.returncode == -signal.SIGPROF:
+        if gone.returncode == -signal.SIGPROF:  # it ran out of CPU time and would do so again
             raise
         answer = _child_of_thread(handler, task).ask(question, timeout_s)
     kind, found = marshal.loads(answer)
@@ -55,10 +57,10 @@ def ask(handler: str, task: str, question: bytes, timeout_s: float) -> tuple[str
 
 
 def server_of(handler: str, task: str) -> Server:
-    """The fork server for ``handler``, started on first use. It ends when nobody holds it.
+    """Return the fork server for ``handler``, started on first use. It ends when its last reference is dropped.
 
     Raises:
-        EngineError: none can be started; ``task`` says what it was for.
+        EngineError: It could not be started; ``task`` says in words what it is for.
     """
     with _starting:
         found = _servers.get(handler)
@@ -67,15 +69,15 @@ def server_of(handler: str, task: str) -> Server:
                 found = _servers[handler] = Server(handler, task)
             except Gone:
                 raise EngineError(
-                    f"the process for {task} died as it started: is memory or the number of processes"
-                    f" limited? `python -c 'import {handler}'` shows its error"
+                    f"the process for {task} died while starting; memory or the number of processes may be limited."
+                    f" `python -c 'import {handler}'` shows the error"
                 ) from None
         return found
 
 
 def _bare(folder: str) -> dict[str, str]:
-    """No variable of this process's own, which may hold a secret, but the paths of libraries and
-    the time zone."""
+    """Return an environment without this process's variables, which may hold secrets, except library paths
+    and the time zone."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in os.environ}
     return {
         **kept,
@@ -84,7 +86,7 @@ def _bare(folder: str) -> dict[str, str]:
         "MPLCONFIGDIR": folder,
         "MPLBACKEND": "Agg",
         "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",  # the same chart gets the same score
+        "PYTHONHASHSEED": "0",  # a chart must get the same score each time
         "PYTHONNOUSERSITE": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
@@ -93,11 +95,11 @@ def _bare(folder: str) -> dict[str, str]:
 
 
 class Server:
-    """A fork server. Any thread may use it. It ends with the process, or with this object.
+    """A fork server. Any thread may use it. It ends with this process or with this object.
 
-    ``task``: what it is for, in words. ``arguments`` are for the handler. ``environment`` gives its variables;
-    its argument is the server's ``folder``, which is deleted with it. What is printed goes to ``output``.
-    ``start`` starts the process.
+    ``task`` says in words what it is for. ``arguments`` go to the handler. ``environment`` returns its
+    variables, given the server's ``folder``, which is deleted when the server ends. Its printed output goes to
+    ``output``. ``start`` starts the process.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Server:
         output: int | IO[bytes] = subprocess.DEVNULL,
         start: type[subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
-        """Raises Gone if it dies during its start, and EngineError if it can't be started."""
+        """Raise Gone if the server dies while starting, and EngineError if it cannot be started."""
         self._task = task
         try:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -127,7 +129,7 @@ class Server:
                         **environment(self.folder),
                         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                     },
-                    process_group=0,  # Ctrl-C reaches only the run
+                    process_group=0,  # Ctrl-C must reach only the run
                 )
         except OSError as error:
             raise self._not_started(error.strerror) from error
@@ -135,12 +137,12 @@ class Server:
         try:
             self._await_start()
         except BaseException:
-            self._process.kill()  # it may be in the middle of an import; there is no fork yet
+            self._process.kill()  # it may be importing and would not react; it has no forks yet
             self.close()
             raise
 
     def close(self) -> None:
-        """End it and its forks. May be called twice."""
+        """End the server and its forks. May be called twice."""
         self._end()
 
     @property
@@ -148,11 +150,11 @@ class Server:
         return self._end.alive and self._process.poll() is None
 
     def fork(self) -> Child:
-        """A new process that runs the handler.
+        """Start a child that runs the handler.
 
         Raises:
-            Gone: the server has ended.
-            EngineError: there are too many files or processes.
+            Gone: The server has ended.
+            EngineError: The system has too many open files or processes.
         """
         try:
             ours, theirs = socket.socketpair()
@@ -180,8 +182,8 @@ class Server:
             said = self._control.recv(_MOST_SAID)
         except TimeoutError:
             raise EngineError(
-                f"the process for {self._task} did not start within {START_S:g} s: is the machine"
-                " overloaded?"
+                f"the process for {self._task} did not start within {START_S:g} s; the machine may be"
+                " overloaded"
             ) from None
         except OSError:
             said = b""
@@ -192,19 +194,19 @@ class Server:
         self._control.settimeout(None)
 
     def _gone(self) -> Gone:
-        """It closed its end, so it is ending."""
+        """Wait for the server, which closed its end of the socket, and return how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LAST_WORDS_S)
         return Gone(self._process.returncode)
 
     def _not_started(self, reason: str | None) -> EngineError:
-        return EngineError(f"no process for {self._task} could be started: {reason}")
+        return EngineError(f"could not start the process for {self._task}: {reason}")
 
 
 class Child:
-    """A fork of ``server``. It gets one question at a time, and ends with this object.
+    """A fork of ``server``. It answers one question at a time and ends with this object.
 
-    ``returncode`` is that of a process that has ended; None, too, if its server ended with it.
+    ``returncode`` is set when the process has ended; it stays None if its server ended at the same time.
     """
 
     def __init__(self, server: Server, connection: Connection, life: socket.socket) -> None:
@@ -215,23 +217,23 @@ class Child:
         self._close = weakref.finalize(self, _close, connection, life)
 
     def ask(self, question: bytes, timeout_s: float) -> bytes:
-        """The process's answer. Raises TimeoutError or Gone; then the process was ended."""
+        """Return the reply to ``question``. Raises TimeoutError or Gone; the process has then been ended."""
         try:
             self.connection.send_bytes(question)
             if self.connection.poll(timeout_s):
                 return self.connection.recv_bytes()
-        except (EOFError, OSError) as error:  # OSError: in the middle of an answer
+        except (EOFError, OSError) as error:  # OSError: the process died in the middle of a reply
             self.has_ended(_END_S)
             self.end()
             raise Gone(self.returncode) from error
-        except BaseException:  # a late answer would be taken for that of the next question
+        except BaseException:  # otherwise a late reply would be taken for the next question's
             self.end()
             raise
         self.end()
         raise TimeoutError
 
     def has_ended(self, timeout_s: float = 0) -> bool:
-        """Whether the process ends within ``timeout_s``."""
+        """Wait up to ``timeout_s`` for the process to end; return whether it has ended."""
         if not self._has_ended:
             self._life.settimeout(timeout_s)
             try:
@@ -245,8 +247,8 @@ class Child:
         return True
 
     def end(self, timeout_s: float = _END_S) -> bool:
-        """Its server kills it: nothing more comes over its life from here. Returns whether it has ended
-        within ``timeout_s``."""
+        """Have the server kill the process, and return whether it ended within ``timeout_s``. It reports nothing
+        afterwards."""
         with contextlib.suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)
         is_gone = self.has_ended(timeout_s)

@@ -1,7 +1,7 @@
-"""The handler that decodes sound and video, by PyAV with the FFmpeg that it brings.
+"""The handler that decodes sound and video with PyAV and its bundled FFmpeg.
 
-A file is opened with the demuxer that its first bytes name: none that FFmpeg guesses, so that a playlist
-is never followed.
+The first bytes of a file select the demuxer. FFmpeg must not guess it: it would follow the addresses in a
+playlist.
 """
 
 from __future__ import annotations
@@ -39,19 +39,25 @@ _DEMUXERS = {
     re.compile(rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfd]"): "mp3",
 }
 _READABLE = "MP4, MOV, MKV, WebM, AVI, WAV, MP3, M4A, FLAC, OGG, AIFF or another plain clip"
-_GUESSED = ("aac", "amr", "mp3", "mpeg", "mpegts")  # whose length FFmpeg computes from the bit rate
-_NICE = 10  # what is decoded ahead can wait for the threads that feed the engine
-_SHORT_S, _SHORT_SHARE = 0.5, 0.05  # how much less than its header says a whole clip may have
+_GUESSED = (
+    "aac",
+    "amr",
+    "mp3",
+    "mpeg",
+    "mpegts",
+)  # FFmpeg estimates their length from the bit rate
+_NICE = 10  # decoding ahead must not slow down the threads that feed the engine
+_SHORT_S, _SHORT_SHARE = 0.5, 0.05  # how much shorter than its header says a complete clip may be
 _SAMPLE_RATES = range(1000, 768_001)
 _MOST_CHANNELS = 64
 _SIZE_ORDER: dict[bytes, Literal["little", "big"]] = {b"RIFF": "little", b"FORM": "big"}
-_UNKNOWN_SIZE = 2**32 - 2**16  # what is written to a pipe has the largest number there
+_UNKNOWN_SIZE = 2**32 - 2**16  # programs that write to a pipe put the largest number there
 _MOST_FRAMES_A_SECOND = 1000
 _MOST_FROM_KEY_FRAME = 300
-_RATE = 25.0  # of frames, if the clip names none
-# Packets of a WAV in which FFmpeg looks for DTS: the usual 32 take longer than decoding.
+_RATE = 25.0  # frames per second if the clip gives no rate
+# Packets of a WAV in which FFmpeg looks for DTS: its default of 32 takes longer than decoding.
 _OPTIONS = {"max_probe_packets": "4"}
-_AT_ONCE = 2**16  # samples of a channel that are resampled by one call
+_AT_ONCE = 2**16  # samples per channel that one call resamples
 _FULL_SCALE = {"s16": 2**15, "s16p": 2**15, "s32": 2**31, "s32p": 2**31, "flt": 1, "fltp": 1}
 
 
@@ -68,7 +74,7 @@ def _answer(question: bytes) -> Any:
         demuxer = next((name for mark, name in _DEMUXERS.items() if mark.match(start)), None)
         if demuxer is None:
             found = f"it begins with {start[:16]!r}" if start else "it is empty"
-            raise Refusal("unreadable", f"is no clip that can be read: {found}; give {_READABLE}")
+            raise Refusal("unreadable", f"is not a readable clip: {found}; give {_READABLE}")
         _check_bytes(start, file.seek(0, io.SEEK_END))
         file.seek(0)
         try:
@@ -76,31 +82,31 @@ def _answer(question: bytes) -> Any:
                 return _ANSWERS[what](clip, *arguments)
         except av.error.FFmpegError as error:
             raise Refusal(
-                "unreadable", f"is broken or cut short ({error.strerror}); save it again"
+                "unreadable", f"is broken or truncated ({error.strerror}); save it again"
             ) from error
 
 
 def _check_bytes(start: bytes, n_bytes: int) -> None:
-    """Of a WAV, AVI or AIFF that was cut short, FFmpeg takes what is left for the whole."""
+    """Refuse a truncated WAV, AVI or AIFF; FFmpeg would take what is left for the whole file."""
     if (order := _SIZE_ORDER.get(start[:4])) is None:
         return
     said = int.from_bytes(start[4:8], order) + 8
     if n_bytes < said < _UNKNOWN_SIZE:
         raise Refusal(
             "unreadable",
-            f"says that it has {said:,} bytes, and has {n_bytes:,}: it is cut short; save it again",
+            f"is truncated: its header says {said:,} bytes, but it has {n_bytes:,}; save it again",
         )
 
 
 def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
-    """Float32 samples of one channel, ``sample_rate`` a second."""
+    """Return float32 samples of one channel at ``sample_rate`` Hz."""
     stream = _stream(clip, "audio")
     rate, channels = stream.rate or 0, stream.codec_context.channels
     if rate not in _SAMPLE_RATES or not 0 < channels <= _MOST_CHANNELS:
         raise Refusal(
             "unreadable",
-            f"has {channels} channels at {rate} samples a second; expected 1 to {_MOST_CHANNELS}"
-            f" channels at {_SAMPLE_RATES[0]:,} to {_SAMPLE_RATES[-1]:,}",
+            f"has {channels} channels at {rate} Hz; expected 1 to {_MOST_CHANNELS}"
+            f" channels at {_SAMPLE_RATES[0]:,} to {_SAMPLE_RATES[-1]:,} Hz",
         )
     _check_length(clip, stream, max_seconds)
     samples, n_samples = list[Any](), 0
@@ -116,7 +122,7 @@ def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
 
 
 def _gathered(frames: Iterator[Any]) -> Iterator[Any]:
-    """The same sound in fewer frames: of small ones, the calls take longer than their samples."""
+    """Merge small frames into larger ones: for small frames, the calls take longer than the work."""
     fifo, kind = av.AudioFifo(), None
     for frame in frames:
         found = frame.format.name, frame.layout.name, frame.sample_rate
@@ -124,7 +130,7 @@ def _gathered(frames: Iterator[Any]) -> Iterator[Any]:
             if fifo.samples:
                 yield fifo.read()
             fifo, kind = av.AudioFifo(), found
-        frame.pts = None  # a gap in the clip's times would be refused
+        frame.pts = None  # PyAV would refuse a gap in the clip's timestamps
         fifo.write(frame)
         if fifo.samples >= _AT_ONCE:
             yield fifo.read()
@@ -133,8 +139,8 @@ def _gathered(frames: Iterator[Any]) -> Iterator[Any]:
 
 
 def _resampled(frames: Iterator[Any], sample_rate: int) -> Iterator[Any]:
-    """Of ``sample_rate``, in a format of ``_FULL_SCALE``. FFmpeg's resampler is left out where it would only convert numbers,
-    since it takes longer than decoding."""
+    """Resample to ``sample_rate``, in a format of ``_FULL_SCALE``. FFmpeg's resampler is skipped where it would only
+    convert the number format, because that takes longer than decoding."""
     resampler = None
     for frame in frames:
         if (
@@ -151,7 +157,7 @@ def _resampled(frames: Iterator[Any], sample_rate: int) -> Iterator[Any]:
 
 
 def _mono(frame: Any) -> Any:
-    """The mean of the channels, between -1 and 1. FFmpeg's own layout "mono" is their sum, which may be louder."""
+    """Return the mean of the channels, from -1 to 1. FFmpeg's "mono" layout adds them up, which can be louder."""
     samples = frame.to_ndarray()
     if not frame.format.is_planar:
         samples = samples.reshape(-1, frame.layout.nb_channels).T
@@ -160,8 +166,8 @@ def _mono(frame: Any) -> Any:
 
 
 def _video(clip: Any, max_seconds: float) -> tuple[int, int, int, float]:
-    """Width and height, upright, the number of frames and their seconds: of the first frame and the packets,
-    since no other is decoded."""
+    """Return the upright width and height, the number of frames, and the length in seconds. Only the first
+    frame is decoded; packets give the rest."""
     stream = _stream(clip, "video")
     _check_length(clip, stream, max_seconds)
     first, times = None, list[float]()
@@ -182,8 +188,8 @@ def _video(clip: Any, max_seconds: float) -> tuple[int, int, int, float]:
 def _frames(
     clip: Any, width: int, height: int, chosen: Sequence[int], max_seconds: float
 ) -> tuple[int, float, float, list[float], bytes]:
-    """The number of all frames, how many are shown a second, their seconds; the times of the ``chosen`` ones, and their
-    RGB pixels, upright, ``width`` × ``height``."""
+    """Return the number of all frames, the frame rate, the length in seconds, the times of the ``chosen`` frames, and
+    their upright RGB pixels, ``width`` × ``height``."""
     stream = _stream(clip, "video")
     _check_length(clip, stream, max_seconds)
     times, pixels = list[float](), list[bytes]()
@@ -202,8 +208,8 @@ def _frames(
 
 
 def _still(clip: Any, side: int) -> tuple[int, int, bytes]:
-    """Width, height and RGB pixels, upright, of the frame in the middle, or one before it if key frames are rare. No side is
-    longer than ``side``."""
+    """Return width, height and upright RGB pixels of the middle frame, or of an earlier one if key frames are rare. No
+    side is longer than ``side``."""
     stream, frame = _stream(clip, "video"), None
     middle_s = (_said_s(clip, stream) or 0.0) / 2
     if middle_s:
@@ -228,15 +234,15 @@ def _rgb(frame: Any, width: int, height: int) -> bytes:
 
 
 def _turns(frame: Any) -> int:
-    """By a right angle, against the clock, until it is upright."""
+    """Return how many counterclockwise right angles turn the frame upright."""
     return int(round(frame.rotation / 90) % 4)
 
 
 def _stream(clip: Any, kind: str) -> Any:
     found = getattr(clip.streams, kind)
     if not found:
-        raise Refusal("unreadable", f"has no {kind}; name a clip that has")
-    found[0].codec_context.thread_count = 1  # other clips are decoded beside it
+        raise Refusal("unreadable", f"has no {kind}; give a clip that has {kind}")
+    found[0].codec_context.thread_count = 1  # other processes decode clips at the same time
     return found[0]
 
 
@@ -249,13 +255,13 @@ def _check_length(clip: Any, stream: Any, max_seconds: float) -> None:
 def _too_long(seconds: float, kind: str, max_seconds: float) -> Refusal:
     return Refusal(
         "unreadable",
-        f"is {seconds:,.1f} s long or longer, media.max_{kind}_seconds is {max_seconds:g}; raise it or cut"
+        f"is at least {seconds:,.1f} s long, but media.max_{kind}_seconds is {max_seconds:g}; raise it or cut"
         " the clip",
     )
 
 
 def _said_s(clip: Any, stream: Any) -> float | None:
-    """The length that the file's header gives; None if it gives none."""
+    """Return the length that the file's header gives, or None if it gives none."""
     if clip.format.name in _GUESSED:
         return None
     if stream.duration is not None:
@@ -264,15 +270,15 @@ def _said_s(clip: Any, stream: Any) -> float | None:
 
 
 def _check_whole(clip: Any, stream: Any, seconds: float) -> None:
-    """Of a file that was cut short, FFmpeg decodes what there is, without an error."""
+    """Refuse a truncated file; FFmpeg decodes what is left without an error."""
     said = _said_s(clip, stream)
     if said is None or not _is_short(seconds, said):
         return
     if stream.duration is not None or _is_short(_last_s(clip), said):
         raise Refusal(
             "unreadable",
-            f"says that it is {said:.1f} s long, and {seconds:.1f} s could be decoded: it is cut short, or its"
-            " header is wrong; save it again",
+            f"is truncated or has a wrong header: the header says {said:.1f} s, but {seconds:.1f} s could be decoded;"
+            " save it again",
         )
 
 
@@ -281,7 +287,7 @@ def _is_short(seconds: float, said: float) -> bool:
 
 
 def _last_s(clip: Any) -> float:
-    """Where the last packet of any stream ends: the header's length may be that of another one."""
+    """Return the end of the last packet of any stream; the header's length may belong to another stream."""
     clip.seek(0)
     packets = (packet for packet in clip.demux() if packet.pts is not None)
     ends = (float((it.pts + (it.duration or 0)) * it.time_base) for it in packets)
@@ -293,7 +299,7 @@ def _time(pts: int | None, time_base: Any, before: Sequence[float], stream: Any)
 
 
 def _seconds_of(times: Sequence[float], stream: Any) -> float:
-    """From the first frame to the end of the last, which is shown as long as the others on average."""
+    """Return the time from the first frame to the end of the last, which gets the average duration."""
     shown = max(times, default=0.0) - min(times, default=0.0)
     return shown * len(times) / (len(times) - 1) if shown > 0 else 1 / _rate(stream)
 

@@ -1,8 +1,8 @@
-"""Permanently removes every right that a chart's code doesn't need from the calling process.
+"""Permanent removal of all rights of this process that a chart's code does not need.
 
-Three layers, in case one has a hole: Landlock (files), seccomp (system calls: no new process, no
-network, no access to other processes), and no capabilities, even for root. Still possible: to see
-that a path exists, and to read the clock.
+There are three layers, in case one has a hole: Landlock (files), seccomp (system calls: no new
+process, no network, no access to other processes), and dropped capabilities, even for root. The process can
+still see that a path exists and read the clock.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ _PR_SET_NO_NEW_PRIVS = 38
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _MAKE_REG, _TRUNCATE = 1 << 8, 1 << 14
 _OF_FILES = _WRITE_FILE | _READ_FILE | _TRUNCATE | 1  # 1: execute
-# By version, all rights that it knows: what is not granted below is refused.
+# All rights known to each Landlock version; rights not granted below are refused.
 _ACCESS_FS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _ACCESS_NET = {4: 0b11}
 _SCOPED = {6: 0b11}
 
 
 def what_is_missing() -> str | None:
-    """What this machine lacks to confine a process, None if it lacks nothing. Changes nothing."""
+    """Return what this machine lacks for confining a process, or None. Changes nothing."""
     if sys.platform != "linux":
-        return f"the sandbox needs Linux (Landlock and seccomp), this is {sys.platform}"
+        return f"the sandbox needs Linux (Landlock and seccomp), but this is {sys.platform}"
     return landlock_missing() or seccomp_missing()
 
 
 def confine(*, readable: Path, writable: Path) -> None:
-    """From now on this process, which must have one thread, may only read below ``readable`` and
-    what Python needs, and write files in ``writable``.
+    """Restrict this process, which must have one thread: it may read only below ``readable`` and what Python needs,
+    and write files only in ``writable``.
 
     Raises:
-        OSError: a layer could not be set up. Those that were stay in force: run nothing.
+        OSError: A layer could not be set up. Other layers stay active; do not run any code.
     """
     restrict_files(
         readable=[readable, *map(Path, _SYSTEM), *_python()],
@@ -66,7 +66,7 @@ def confine(*, readable: Path, writable: Path) -> None:
 
 
 def _python() -> Iterator[Path]:
-    """The folders of Python's modules and their libraries; not the parents, which may be a home."""
+    """Yield the folders of Python's modules and libraries, not their parents, which may be a home folder."""
     paths = sysconfig.get_paths()
     yield from {Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     for entry in map(Path, sys.path):
@@ -83,7 +83,7 @@ def _drop_capabilities() -> None:
 
 
 def landlock_missing() -> str | None:
-    """Why the kernel can't do it, None if it can."""
+    """Return why the kernel does not support Landlock, or None if it does."""
     if _version() >= 1:
         return None
     return (
@@ -95,13 +95,13 @@ def landlock_missing() -> str | None:
 def restrict_files(
     *, readable: Iterable[Path], files_writable_in: Path, writable_file: Path
 ) -> None:
-    """Deny this process all files except ``writable_file`` and those at and below ``readable`` and
+    """Deny this process all files except ``writable_file`` and those in or below ``readable`` and
     ``files_writable_in``.
 
-    In the latter, files can be created and written, not removed. Missing paths are skipped.
+    In ``files_writable_in``, files can be created and written but not removed. Missing paths are skipped.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: The kernel refused.
     """
     version = _version()
     handled = _known(_ACCESS_FS, version)
@@ -126,7 +126,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _version() -> int:
-    """Landlock's version; 0 if there is none."""
+    """Return Landlock's version, or 0 if the kernel has none."""
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, _CREATE_RULESET_VERSION)))
 
 

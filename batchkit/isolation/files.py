@@ -1,5 +1,5 @@
-"""Asks a process of its own about a file that may crash the library that reads it, or take for ever: a PDF, sound or
-video."""
+"""Readers of PDFs, sound and video in a child process: such a file may crash the library that reads it, or make
+it run forever."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _KILLED = -signal.SIGKILL
 
 
 class UnreadableFileError(Exception):
-    """The file's own fault: it will not be readable next time."""
+    """The file itself is at fault, so trying again is useless."""
 
 
 class FileProcessError(Exception):
-    """There was no answer, and another time there may be one."""
+    """There was no answer, but another attempt may succeed."""
 
 
 class Reader(NamedTuple):
-    """Who reads a kind of file: the handler's module, what it is for and the ``library`` in it, in words,
-    what to do about a broken file, and the package that it needs, with its import, its extra and who needs it."""
+    """A reader of one kind of file: the handler's module, its ``task`` and ``library`` in words, a ``remedy`` for broken
+    files, and the ``package`` it needs (import name, extra, reason)."""
 
     handler: str
     task: str
@@ -38,34 +38,36 @@ class Reader(NamedTuple):
 
     @property
     def missing(self) -> str | None:
-        """What to install, if such files can't be read here."""
+        """The package to install if such files can't be read on this machine, otherwise None."""
         module, extra, need = self.package
         return None if find_spec(module) is not None else f"{need}: {how_to_install(extra)}"
 
     def ask(
         self, place: str, memory_bytes: int, what: str, *arguments: Any, seconds: float = 0
     ) -> Any:
-        """The handler's answer about the file at ``place``, for which it has ``memory_bytes``, and ``seconds`` more
-        than usual.
+        """Return the handler's answer about the file at ``place``. The handler may use ``memory_bytes``; ``seconds`` are
+        added to its usual time limit.
 
         Raises:
-            UnreadableFileError: it is broken, refused, or needs a password.
-            FileProcessError: it takes longer than that, or the process was killed.
-            EngineError: no process can be started.
+            UnreadableFileError: The file is broken, refused, or needs a password.
+            FileProcessError: The handler took too long, or its process was killed.
+            EngineError: No process could be started.
         """
         question, limit_s = (what, place, arguments, memory_bytes), self.timeout_s + seconds
         try:
             kind, found = client.ask(self.handler, self.task, marshal.dumps(question), limit_s)
         except TimeoutError:
-            raise FileProcessError(f"it takes longer than {limit_s:g} s; save it anew") from None
+            raise FileProcessError(
+                f"reading takes longer than {limit_s:g} s; save it again"
+            ) from None
         except client.Gone as gone:
             code = gone.returncode
             if code == _KILLED or code is None or code >= 0:
                 raise FileProcessError(
-                    "the process that reads it was killed twice; is memory short?"
+                    "the process that reads it was killed twice; the machine may be short of memory"
                 ) from None
             raise UnreadableFileError(
-                f"{self.library}, which reads it, crashed ({signal.Signals(-code).name}): it is broken, or"
+                f"{self.library} crashed while reading it ({signal.Signals(-code).name}): the file is broken, or"
                 f" needs more memory than {memory_bytes:,} bytes; {self.remedy}"
             ) from None
         match kind:
@@ -73,8 +75,8 @@ class Reader(NamedTuple):
                 return found
             case "memory":
                 raise UnreadableFileError(f"needs more memory than {memory_bytes:,} bytes")
-            case "error":  # what a library raises for a broken file is not documented
-                raise UnreadableFileError(f"is broken ({found}); save it anew")
+            case "error":  # libraries do not document what they raise for broken files
+                raise UnreadableFileError(f"is broken ({found}); save it again")
         raise UnreadableFileError(found)
 
 
@@ -82,21 +84,21 @@ PDF_READER = Reader(
     "batchkit.isolation.pdf_child",
     "reading PDFs",
     "PDFium",
-    "save it anew, for example by printing it to a PDF",
+    "save it again, for example by printing it to a PDF",
     ("pypdfium2", "pdf", "a PDF needs pypdfium2"),
 )
 CLIP_READER = Reader(
     "batchkit.isolation.clip_child",
     "decoding sound and video",
     "FFmpeg",
-    "save it anew, for example by ffmpeg",
+    "save it again, for example with ffmpeg",
     ("av", "media", "sound and video need PyAV"),
 )
 
 
 @contextmanager
 def placed(data: bytes) -> Iterator[str]:
-    """A path at which another process of this user can open ``data`` as a file."""
+    """Yield a path at which another process of this user can open ``data`` as a file."""
     descriptor = os.memfd_create("file")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -107,5 +109,5 @@ def placed(data: bytes) -> Iterator[str]:
 
 
 def place_of(descriptor: int) -> str:
-    """A name under which another process of this user can open the file."""
+    """Return a path at which another process of this user can open the file."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,7 +1,7 @@
-"""The handler that matches regular expressions of Python's ``re``.
+"""The handler that matches regular expressions with Python's ``re``.
 
-The kernel kills the process if a match takes more than ``TIMEOUT_S`` of its CPU time: nothing else can
-stop ``re`` (``(\\w+\\s?)+$`` needs only 40 characters to take hours).
+The kernel kills the process if a match needs more than ``TIMEOUT_S`` of CPU time. Nothing else can
+interrupt ``re``: ``(\\w+\\s?)+$`` takes hours for only 40 characters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ MEMORY_BYTES = 2 << 30
 
 
 def main(connection: Connection) -> None:
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process
     limit_memory(MEMORY_BYTES)
     answer_all(connection, _last_in)
 
 
 def _last_in(question: bytes) -> str | None:
-    """The last match of a pattern in a text: its first group, if it has one."""
+    """Return the last match of a pattern in a text, or its first group if the pattern has groups."""
     pattern, text = marshal.loads(question)
     signal.setitimer(signal.ITIMER_PROF, TIMEOUT_S)
     try:

@@ -13,8 +13,8 @@ import pypdfium2.raw as raw
 
 from batchkit.isolation.child import Refusal, answer_all, limit_memory
 
-_BYTES_PER_PIXEL = 4  # of a picture in a page, once PDFium has decoded it
-_HYPHENS = {2: "-", 0xFFFE: "-"}  # how PDFium writes one at the end of a line
+_BYTES_PER_PIXEL = 4  # of an image in a page, once PDFium has decoded it
+_HYPHENS = {2: "-", 0xFFFE: "-"}  # PDFium's characters for a hyphen at the end of a line
 _MOST_OPEN = 2
 _open: dict[Any, pdfium.PdfDocument] = {}
 
@@ -34,20 +34,20 @@ def _answer(question: bytes) -> Any:
 
 def _reason(error: pdfium.PdfiumError, place: str) -> str:
     if not Path(place).stat().st_size:
-        return "is empty; save it anew"
+        return "is empty; save it again"
     if error.err_code == raw.FPDF_ERR_PASSWORD:
-        return "needs a password; save it without one, for example by qpdf --decrypt"
+        return "needs a password; save it without one, for example with qpdf --decrypt"
     if error.err_code == raw.FPDF_ERR_SECURITY:
-        return "is encrypted in a way that can't be read; save it without a password"
+        return "has an unsupported encryption; save it without a password"
     with open(place, "rb") as file:
         start = file.read(1024)
     if b"%PDF-" not in start:
         return f"is not a PDF: it begins with {start[:16]!r}"
-    return f"is broken ({error}); save it anew, for example by printing it to a PDF"
+    return f"is broken ({error}); save it again, for example by printing it to a PDF"
 
 
 def _document(place: str) -> pdfium.PdfDocument:
-    """The pages of one are asked for in order; between them, a thread may draw one of another."""
+    """Return the open document. Two stay open, because a thread may draw another one between the pages of this one."""
     status = Path(place).stat()
     key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     document = _open.pop(key, None)
@@ -56,15 +56,15 @@ def _document(place: str) -> pdfium.PdfDocument:
             _open.pop(next(iter(_open))).close()
         file = open(place, "rb")  # noqa: SIM115 - the document closes it
         document = pdfium.PdfDocument(file, autoclose=True)
-        document.init_forms()  # else what was filled into a form is not drawn
-    _open[key] = document  # the last one
+        document.init_forms()  # otherwise filled-in form fields are not drawn
+    _open[key] = document  # as the most recent one
     return document
 
 
 def _page(document: pdfium.PdfDocument, number: int) -> pdfium.PdfPage:
     if number > len(document):
         pages = "1 page" if len(document) == 1 else f"{len(document):,} pages"
-        raise Refusal("unreadable", f"has {pages}; there is no page {number:,}")
+        raise Refusal("unreadable", f"has only {pages}, so there is no page {number:,}")
     return document[number - 1]
 
 
@@ -74,7 +74,7 @@ def _text(document: pdfium.PdfDocument, page: int) -> str:
 
 
 def _size(document: pdfium.PdfDocument, page: int) -> tuple[float, float, int]:
-    """The page's width and height, in points, and the bytes of its pictures."""
+    """Return the page's width and height in points, and the size of its decoded images in bytes."""
     found = _page(document, page)
     pictures = (it.get_px_size() for it in found.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE]))
     n_bytes = sum(_BYTES_PER_PIXEL * width * height for width, height in pictures)
@@ -82,7 +82,7 @@ def _size(document: pdfium.PdfDocument, page: int) -> tuple[float, float, int]:
 
 
 def _image(document: pdfium.PdfDocument, page: int, width: int, height: int) -> bytes:
-    """The page's pixels on white, as RGB."""
+    """Return the page's RGB pixels on a white background."""
     found = _page(document, page)
     bitmap = pdfium.PdfBitmap.new_native(width, height, raw.FPDFBitmap_BGR, rev_byteorder=True)
     bitmap.fill_rect((255, 255, 255, 255), 0, 0, width, height)

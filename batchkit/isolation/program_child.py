@@ -1,4 +1,4 @@
-"""The handler that becomes another program: the command that it is sent, in a process group of its own."""
+"""The handler that turns into another program: it receives a command and runs it in a new process group."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-NOT_STARTED = 127  # as in a shell
+NOT_STARTED = 127  # a shell's exit code for this
 
 
 def main(connection: Connection) -> None:
     command, environment = marshal.loads(connection.recv_bytes())
     os.setpgid(0, 0)
-    # What Python and the fork server ignore, the program would, too.
+    # A program inherits ignored signals, and Python and the fork server ignore these.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     connection.close()

@@ -1,7 +1,7 @@
-"""seccomp: a process gives up all system calls except a list (man 2 seccomp).
+"""A seccomp filter that allows only a list of system calls (man 2 seccomp).
 
-The list says what is allowed, so what a later kernel adds is refused. Refused calls fail with
-EPERM, so that code gets a PermissionError and a person can read why.
+New calls of later kernels are refused, because they are not in the list. Refused calls fail with EPERM, so
+Python code gets a readable PermissionError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Call(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """A half of an argument (low: 0, high: 1) under ``mask`` is, or is not, ``value``."""
+    """A test of half of an argument (0 low, 1 high): under ``mask`` it must equal, or differ from, ``value``."""
 
     argument: int
     mask: int
@@ -41,7 +41,7 @@ class _Condition(NamedTuple):
     half: int = 0
 
 
-# Numbers of asm/unistd_64.h and asm-generic/unistd.h.
+# Call numbers from asm/unistd_64.h and asm-generic/unistd.h.
 _ALWAYS = {
     "read": _Call(0, 63),
     "write": _Call(1, 64),
@@ -133,17 +133,25 @@ _CLONE_THREAD = 0x10000
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 # TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
 _IOCTLS = (0x5401, 0x541B, 0x5421, 0x5450, 0x5451)
-_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # F_DUPFD … F_SETLKW, F_DUPFD_CLOEXEC: no owner, no lease
+_FCNTLS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    1030,
+)  # F_DUPFD … F_SETLKW, F_DUPFD_CLOEXEC; not F_SETOWN or leases
 
 _AUDIT_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def seccomp_missing() -> str | None:
-    """Why the kernel can't do it, None if it can."""
+    """Return why the kernel does not support the filter, or None if it does."""
     if platform.machine() not in _AUDIT_ARCHITECTURE:
-        return (
-            f"the sandbox knows the system calls of x86_64 and aarch64, not of {platform.machine()}"
-        )
+        return f"the sandbox supports the system calls of x86_64 and aarch64, not of {platform.machine()}"
     try:
         prctl(_PR_GET_SECCOMP)
     except OSError:
@@ -152,10 +160,10 @@ def seccomp_missing() -> str | None:
 
 
 def restrict_calls() -> None:
-    """Allow this process, and its future threads, only the calls listed here.
+    """Allow this process and its future threads only the calls in this file.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: The kernel refused.
     """
     program = b"".join(_program(platform.machine(), os.getpid()))
     code = ctypes.create_string_buffer(program, len(program))
@@ -165,10 +173,10 @@ def restrict_calls() -> None:
 
 
 def _program(machine: str, pid: int) -> Iterator[bytes]:
-    """Classic BPF instructions. A call that no rule allows is refused at the end.
+    """Yield classic BPF instructions. A call that no rule allows is refused at the end.
 
     32-bit calls kill the process, because their numbers would be read as 64-bit ones. x32 calls
-    have other numbers and match nothing.
+    have other numbers and match no rule.
     """
     yield _instruction(_LOAD, _AT_ARCHITECTURE)
     yield _instruction(_EQUAL, _AUDIT_ARCHITECTURE[machine], 1, 0)
@@ -178,15 +186,15 @@ def _program(machine: str, pid: int) -> Iterator[bytes]:
         yield from _rule(_number(call, machine), [])
     for call, conditions in _conditional(pid):
         yield from _rule(_number(call, machine), conditions)
-    # As if the kernel lacked it, so that the C library starts threads with clone, whose flags the
-    # filter can read.
+    # Report clone3 as missing, so that the C library starts threads with clone: the filter can read its
+    # flags.
     yield from _rule(_number(_CLONE3, machine), [], _ERRNO | errno.ENOSYS)
     yield _instruction(_RETURN, _ERRNO | errno.EPERM)
 
 
 def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
-    # O_TRUNC without write access: Landlock before its third version does not check it.
-    # O_TMPFILE: a file outside any folder is not counted.
+    # O_TRUNC without write access: Landlock checks it only from version 3 on.
+    # O_TMPFILE: an unnamed file would escape the limit on files.
     for call, flags in ((_OPEN, 1), (_OPENAT, 2)):
         yield (
             call,
@@ -196,10 +204,10 @@ def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
             ],
         )
     yield _CLONE, [_Condition(0, _CLONE_THREAD, _CLONE_THREAD)]
-    yield _TGKILL, [_Condition(0, 0xFFFFFFFF, pid)]  # abort() and raise()
+    yield _TGKILL, [_Condition(0, 0xFFFFFFFF, pid)]  # needed by abort() and raise()
     yield (
         _PRLIMIT,
-        [  # to read, not to set: both halves of the pointer to a new limit are 0
+        [  # allow reading limits, not setting them: both halves of the pointer to a new limit must be 0
             _Condition(2, 0xFFFFFFFF, 0),
             _Condition(2, 0xFFFFFFFF, 0, half=1),
         ],
@@ -215,9 +223,9 @@ def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
 def _rule(
     number: int | None, conditions: Iterable[_Condition], action: int = _ALLOW
 ) -> Iterator[bytes]:
-    """``action`` for a call that meets all ``conditions``; otherwise the next rule decides.
+    """Yield instructions that take ``action`` for a call that meets all ``conditions``; the next rule decides others.
 
-    The call's number is in the accumulator when the rule starts, and when the next one starts.
+    The accumulator holds the call's number at the start of each rule.
     """
     if number is None:
         return

@@ -1,9 +1,9 @@
 """The fork server: ``python -m batchkit.isolation.server FD FOLDER HANDLER [ARGUMENT…]``.
 
-It imports HANDLER, starts no thread, and forks for each request received over FD; the fork calls the
-handler's ``main``. It ends with the process that started it, kills its forks and what is left of their
-process groups, and deletes FOLDER. A handler may have ``prepare``, which is called once with the
-arguments, and ``tidy``, which is called here whenever a fork has ended.
+It imports HANDLER, starts no threads, and forks for each request it receives over FD. The fork calls the
+handler's ``main``. The server ends with the process that started it; it then kills its forks with their process
+groups and deletes FOLDER. A handler may define ``prepare``, which is called once with the arguments, and
+``tidy``, which the server calls after each fork has ended.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Any, NamedTuple
 from batchkit.isolation.child import die_with_parent
 
 READY, FAILED = b"+", b"!"
-START_S = 600  # the first import after an installation compiles everything
+START_S = 600  # the first import after an installation compiles all modules
 _MOST_FDS = 64
-_LOOK_S = 5.0  # until the parent is looked for, whose descriptor another process may hold
-_MOST_BYTES = 2**17  # of a request
+_LOOK_S = 5.0  # between checks of the parent: another process may keep its end of the socket open
+_MOST_BYTES = 2**17  # maximum size of a request
 _MOST_SAID = 2000
 
 
 class Fork(NamedTuple):
-    """What a fork has: the request's message and descriptors. The server reports over ``life``, to
-    which the fork sends its process id, how it ends."""
+    """A request as the fork gets it: its message and descriptors. The fork sends its process id over ``life``; the
+    server then reports over ``life`` how the fork ended."""
 
     message: bytes
     life: socket.socket
     fds: list[int]
 
     def report(self) -> None:
-        """The process is what was asked for: it can be sent signals from now on."""
+        """Report that this process has started and can receive signals."""
         self.life.send(READY + str(os.getpid()).encode())
         self.life.close()
 
@@ -50,14 +50,14 @@ class Fork(NamedTuple):
 def main() -> None:
     control, folder, handler, *arguments = socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:]
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # the parent decides when to end
-    signal.alarm(START_S)  # ends this process if the import never ends
+        signal.signal(signum, signal.SIG_IGN)  # the parent decides when this process ends
+    signal.alarm(START_S)  # ends this process if the import hangs
     try:
-        die_with_parent()  # which waits for READY on the thread that started this process
+        die_with_parent()  # the thread that started this process waits for READY
         module = _prepared(handler, arguments)
         die_with_parent(is_over=True)
         control.send(READY)
-    except Exception as error:  # a broken installation may raise anything
+    except Exception as error:  # a broken installation may raise any exception
         traceback.print_exc()
         with contextlib.suppress(OSError):
             control.send(FAILED + f"{type(error).__name__}: {error}".encode()[:_MOST_SAID])
@@ -67,7 +67,7 @@ def main() -> None:
         fork = serve(control, tidy=getattr(module, "tidy", None))
     if fork is None:
         shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)  # a process with many libraries is slow to end
+        os._exit(0)  # a normal exit is slow with many libraries loaded
     die_with_parent()
     fork.report()
     try:
@@ -81,17 +81,17 @@ def main() -> None:
 def serve(
     control: socket.socket, *, ends_with_caller: bool = True, tidy: Callable[[], None] | None = None
 ) -> Fork | None:
-    """Fork for each request on ``control``; returns in the fork. Returns None here when the other
-    end of ``control`` is closed, or the parent has ended.
+    """Fork for each request on ``control``. Return the request in the fork. Return None in the server when the
+    other end of ``control`` is closed or the parent has ended.
 
-    A request is a message and descriptors, of which the first is the fork's ``life``.
-    ``ends_with_caller``: a fork is killed when the other end of its ``life`` is closed, and with the
-    server; so is, whenever a fork ends, what is left of its process group. ``tidy`` is called then.
+    A request is a message with descriptors; the first one is the fork's ``life``. With ``ends_with_caller``, a
+    fork is killed when the other end of its ``life`` is closed or the server ends, and the rest of its process
+    group is killed when it ends. ``tidy`` is called after each fork has ended.
     """
     woken, waker = socket.socketpair()
     waker.setblocking(False)
     signal.set_wakeup_fd(waker.fileno())
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # it wakes the select below
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler is needed to wake the select below
     parent, lives, killed = os.getppid(), dict[int, socket.socket](), set[int]()
     while True:
         callers = {
@@ -110,7 +110,7 @@ def serve(
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if tidy is not None:
                 tidy()
-            with lives.pop(pid) as life, contextlib.suppress(OSError):  # nobody waits for it
+            with lives.pop(pid) as life, contextlib.suppress(OSError):  # the caller may be gone
                 life.send(str(code).encode())
             killed.discard(pid)
         request = _received(control) if control in ready else None
@@ -131,7 +131,7 @@ def _prepared(handler: str, arguments: Sequence[str]) -> Any:
     if prepare := getattr(module, "prepare", None):
         prepare(*arguments)
     gc.collect()
-    gc.freeze()  # the forks' garbage collector skips, and so doesn't copy, what was imported
+    gc.freeze()  # the garbage collector of a fork then leaves, and so does not copy, the imported objects
     return module
 
 
@@ -141,7 +141,7 @@ def _received(control: socket.socket) -> Fork | None:
 
 
 def _forked(request: Fork, lives: dict[int, socket.socket]) -> bool:
-    """True in the fork."""
+    """Fork; return True in the fork."""
     try:
         pid = os.fork()
     except OSError as error:
@@ -156,13 +156,13 @@ def _forked(request: Fork, lives: dict[int, socket.socket]) -> bool:
 
 
 def _ended(lives: dict[int, socket.socket]) -> list[int]:
-    """The forks that have ended; they are not reaped yet, so their ids are not reused."""
+    """Return the forks that have ended. They are not reaped yet, so their ids are not reused."""
     look = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return [pid for pid in lives if os.waitid(os.P_PID, pid, look) is not None]
 
 
 def _kill(pid: int) -> None:
-    """The fork, which is not reaped yet, and its process group, if it has one of its own."""
+    """Kill a fork that is not reaped yet, and its process group if it leads one."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)

@@ -116,11 +116,11 @@ def test_a_judge_that_does_not_fit_the_run_is_refused_and_the_run_stays_as_it_is
 @pytest.mark.parametrize(
     ("judge", "words"),
     [
-        ({}, r"scoring\.judge: needs one of engine, .* and step"),
-        ({"step": "judge", "engine": {"kind": "dry-run"}}, r"scoring\.judge: needs one of engine"),
+        ({}, r"scoring\.judge: set either engine"),
+        ({"step": "judge", "engine": {"kind": "dry-run"}}, r"scoring\.judge: set either engine"),
         ({"step": "juge"}, r"scoring\.judge\.step: found 'juge', .* draft, judge; did you mean"),
         ({"step": "draft"}, r"steps\.draft: .* answer = false"),
-        ({"step": "judge", "prompt": {"user": "?"}}, r"prompt is that of steps\.judge"),
+        ({"step": "judge", "prompt": {"user": "?"}}, r"prompt comes from steps\.judge"),
     ],
 )
 def test_a_judge_that_does_not_fit_is_named(

@@ -306,7 +306,7 @@ def test_an_address_is_taken_from_the_users_job_file_only(store: str) -> None:
     assert "output.upload is left out, for only " in _foreign("", "").stderr
     trusted = batchkit("export", RUN, "--parquet", "--trust")
     assert trusted.exit_code == 2
-    assert "a run folder keeps no signature of an address" in trusted.stderr
+    assert "a run folder does not store the signature of an address" in trusted.stderr
     assert len(Store.taken) == 2
 
 
@@ -314,8 +314,8 @@ BAD = [
     ("s3://bucket/a", "output.upload: found s3://, expected https://"),
     ("http://example.org/a?sig=5ec4e75ec4e7", "output.upload: found http://example.org, expected"),
     ("https://me:5ec4e75ec4e7@example.org/a", "https://example.org/a has a user name or a"),
-    ("https:///a", "output.upload: names no host"),
-    ("https://{name}/a", "output.upload: names no host"),
+    ("https:///a", "output.upload: contains no host"),
+    ("https://{name}/a", "output.upload: contains no host"),
     ("https://example.org/a b", "output.upload: expected an address without spaces"),
     ("https://example.org/a#b", "write %23"),
     ("https://example.org:99999/a", "Port out of range"),

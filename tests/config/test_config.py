@@ -143,7 +143,7 @@ def test_problem_says_key_found_and_expected_and_what_is_near(
 
 @pytest.mark.parametrize("given", ["max_num_partial_prefills=5", "engine.enforce_eager=true"])
 def test_option_of_vllm_is_sent_to_its_table(given: str) -> None:
-    assert "vLLM's options belong in [engine.options]" in problems(given)[0]
+    assert "put vLLM's options into [engine.options]" in problems(given)[0]
 
 
 KEYS_OF_SECONDS = ["row_timeout_s", "stall_timeout_s", "checkpoint_interval_s"]
@@ -340,7 +340,7 @@ def test_later_override_wins_and_the_rest_stays() -> None:
         (f"vars{'.a' * DEEP}=1", "nested more than 100 deep"),
         (f"run.seed={HUGE}", 'run.seed: found "9999'),
         (f"run.seed={2**65}", "run.seed: found a number of 66 bits"),
-        ("vars.a=\udc80", "vars.a: found text that is no valid UTF-8"),
+        ("vars.a=\udc80", "vars.a: found text that is not valid UTF-8"),
     ],
     ids=lambda text: text[:20],
 )
@@ -386,12 +386,15 @@ def test_dry_run_in_place_of_any_engine_leaves_out_what_only_that_knows() -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["limit", "5"], "--set limit: write KEY=VALUE in one word, as in --set input.limit=…"),
+        (
+            ["limit", "5"],
+            "--set limit: write KEY=VALUE without spaces, for example --set input.limit=…",
+        ),
         (
             ["input.limit", "=", "5"],
-            "--set input.limit: write KEY=VALUE in one word, as in --set i",
+            "--set input.limit: write KEY=VALUE without spaces, for example --set i",
         ),
-        (["max_model_len", "5"], "as in --set sampling.temperature=…"),
+        (["max_model_len", "5"], "for example --set sampling.temperature=…"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "validate", "retry-failed", "score"])
@@ -460,7 +463,7 @@ def test_vars_fill_input_path_and_media_root(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{{ wher }}/a", "'wher' is undefined; [vars] holds ['where']"),
+        ("{{ wher }}/a", "'wher' is undefined; [vars] has ['where']"),
         ("{{ where", "unexpected end of template"),
         ("{{ 1 // 0 }}", "by zero"),
         ("{{ range(10**12) | list }}", "Range too big"),
@@ -503,7 +506,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("model = Qwen/Qwen3", 'Invalid value; a text needs straight quotes ("text")'),
+        ("model = Qwen/Qwen3", 'Invalid value; write text in straight quotes ("text")'),
         ('name = "x', "Illegal character"),
         ("[engine", "Expected ']'"),
         ("name = 'b'", "Cannot overwrite a value"),

@@ -198,7 +198,7 @@ def test_rows_from_python_have_no_shard() -> None:
         ("a/b", "write I/N"),
         ("", "write I/N"),
         ("1.0/4", "write I/N"),
-        ("0/0", "one at least"),
+        ("0/0", "must be at least 1"),
         ("٣/4", "write I/N"),
     ],
 )
@@ -233,7 +233,7 @@ SLURM = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "4"}
         ({"ID": "x"}, "SLURM_ARRAY_TASK_ID=x, SLURM_ARRAY_TASK_COUNT=4"),
         ({"ID": "7"}, "SLURM_ARRAY_TASK_ID=7, SLURM_ARRAY_TASK_COUNT=4"),
         ({"MIN": "3"}, "SLURM_ARRAY_TASK_MIN=3, "),
-        ({"STEP": "4"}, "SLURM_ARRAY_TASK_STEP=4 is no task of"),
+        ({"STEP": "4"}, "SLURM_ARRAY_TASK_STEP=4 is not a task of"),
         ({"COUNT": "0"}, "SLURM_ARRAY_TASK_COUNT=0, "),
     ],
 )

@@ -59,7 +59,7 @@ BY_ROW = {"user": "{{ q }}", "lora": "{{ a }}"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"engine": VLLM, "prompt": BY_ROW},
-        'prompt.lora: no adapters are named; add [engine.loras] with legal = "adapters/legal", for example',
+        'prompt.lora: there are no named adapters; add [engine.loras], for example legal = "adapters/legal"',
     ),
     (
         {"engine": {**VLLM, "loras": {"a": "x"}}, "prompt": {"user": "{{ q }}"}},
@@ -67,19 +67,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"engine": {**VLLM, "kind": "transformers"}, "steps": [step(prompt=BY_ROW)]},
-        "steps.draft.prompt.lora: transformers runs one adapter, engine.lora; use vllm",
+        "steps.draft.prompt.lora: transformers supports one adapter, engine.lora; use vllm",
     ),
     (
         {"engine": {**VLLM, "loras": {"a": "x"}, "lora": "y"}, "prompt": BY_ROW},
-        "engine: lora is for every row, and loras are for some: keep one",
+        "engine: lora applies to every row and loras to single rows: keep one",
     ),
     (
         {"engine": {**VLLM, "loras": {" a": "x"}}, "prompt": BY_ROW},
-        "engine: loras: ' a' is no name; an empty one means the model alone",
+        "engine: loras: ' a' is not a valid name (an empty name means the base model)",
     ),
     (
         {"prompt": BY_ROW, "task": "embed"},
-        'prompt.lora: is for task = "generate", whose answer is a text; task is "embed", so leave it out',
+        'prompt.lora: is for task = "generate", whose answer is text; task is "embed", so leave it out',
     ),
     (
         {"steps": [step(), step("b", smapling={})]},
@@ -100,70 +100,70 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": [step(), step("draft")]},
-        "steps: two are named 'draft'; give each a name of its own",
+        "steps: two are named 'draft'; give each its own name",
     ),
     (
         {"steps": [step("items")]},
-        "steps.items: a template can't read steps.items; name it otherwise",
+        "steps.items: templates can't read steps.items, which is a method of dict; choose another name",
     ),
     ({"steps": [3]}, "steps.0: found 3, expected table"),
-    ({"steps": {}}, "steps: found {}, expected list of tables; write [[steps]] for [steps]"),
+    ({"steps": {}}, "steps: found {}, expected list of tables; write [[steps]] instead of [steps]"),
     ({"step": [step()]}, "step: unknown key; did you mean 'steps'?"),
     (
         {"steps": [step(extract="regex")]},
-        'steps.draft: extract = "regex" needs a pattern, here or in each rule that has it',
+        'steps.draft: extract = "regex" needs a pattern, here or in each rule that uses it',
     ),
     (
         {"steps": [step(), step("b", prompt={"system": "x"})]},
-        "steps.b.prompt: has no user, user_file or images; only the first step needs none",
+        "steps.b.prompt: has no user, user_file or images; only the first step may have none",
     ),
     (
         {"steps": [step(answer=False)]},
-        "steps: all have answer = false, and one of them gives the row's answer",
+        "steps: all have answer = false, but one must give the row's answer",
     ),
     (
         {"steps": [step()], "prompt": {"user": "x"}},
-        "prompt.user: [[steps]] has prompts of its own; leave it out here",
+        "prompt.user: [[steps]] has its own prompts; leave it out here",
     ),
     (
         {"steps": [step()], "output": {"parse": "json"}},
-        "output.parse: belongs to a step, as its parse; [[steps]] is given",
+        "output.parse: belongs to a step, as its parse, because the job has [[steps]]",
     ),
     (
         {"steps": [step(parse="json")], "sampling": NO_SCHEMA},
         (
-            "steps.draft.sampling.structured_outputs.json: no JSON schema: $.type: 'x' is not valid"
+            "steps.draft.sampling.structured_outputs.json: not a valid JSON schema: $.type: 'x' is not valid"
             " under any of the given schemas"
         ),
     ),
     (
         {"steps": [step(prompt=FORCED, engine="judge")], "engines": {"judge": {"model": "m"}}},
         (
-            "steps.draft.prompt.tool_choice: forcing a call needs engine.tool_call_parser, which has"
-            " the grammar; or set auto"
+            "steps.draft.prompt.tool_choice: forcing a call needs engine.tool_call_parser and its"
+            " grammar: set it, or use auto here"
         ),
     ),
     (
         {"steps": [step()], "retry": {"reask": 1, "reask_note": "x"}},
         (
-            "retry.reask: no answer lacks anything; say what to look for: set extract or parse of a"
-            " step"
+            "retry.reask: every answer would be accepted; set extract or parse of a"
+            " step to say what to look for"
         ),
     ),
     (
         {"steps": [step(extract="code", scorers=["chart"])]},
-        "steps.draft.scorers: chart is computed after the run; name it in scoring.scorers",
+        "steps.draft.scorers: chart is computed after the run; put it into scoring.scorers",
     ),
     (
         {"steps": [step()], "task": "embed"},
         (
-            '[[steps]]: is for task = "generate", whose answer is a text; task is "embed", so leave it'
+            '[[steps]]: is for task = "generate", whose answer is text; task is "embed", so leave it'
             " out"
         ),
     ),
     (
         {"steps": [step()], "vars": {"steps": 1}},
-        "vars.steps: 'steps' are the answers of [[steps]]; choose another name",
+        "vars.steps: 'steps' is the name of the earlier steps' results; choose another name",
     ),
     (
         {"steps": [step(engine="jugde")], "engines": ENGINE},
@@ -176,7 +176,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"engines": {"judge": 3}}, "engines.judge: found 3, expected table"),
     (
         {"steps": [step()], "engines": ENGINE},
-        "engines.judge: no step uses it; give one engine = 'judge', or leave it out",
+        "engines.judge: no step uses it; set engine = 'judge' in a step, or leave it out",
     ),
     (
         {"steps": [step(engine="a.b")], "engines": {"a.b": DRY}},
@@ -190,11 +190,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             },
             "run": {"price_per_gpu_hour": 2.0},
         },
-        "run.price_per_gpu_hour: engines.judge is a server; give run.price_per_million_tokens",
+        "run.price_per_gpu_hour: engines.judge is a server; set run.price_per_million_tokens instead",
     ),
     (
         {"steps": [step()], "rollout": {"function": "a:b"}},
-        "[rollout]: its function asks for all of a row's generations, so leave [[steps]] out",
+        "[rollout]: its function submits all generations of a row, so leave [[steps]] out",
     ),
     (
         {
@@ -202,7 +202,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             "scoring": {"extract": "number"},
             "retry": {"reask": 1, "reask_note": "x"},
         },
-        "retry.reask: a function does that itself; leave it out with [rollout]",
+        "retry.reask: a rollout function does this itself; leave it out with [rollout]",
     ),
 ]
 

@@ -30,7 +30,7 @@ def refusal(**tables: Any) -> str:
     [
         ({"task": "embedding"}, 'task: found "embedding", expected "generate", "embed"'),
         ({"pair": PAIR}, '[pair]: is for task = "score"; task is "generate"'),
-        ({"pooling": {"dimensions": 4}}, "[pooling]: is for the other tasks"),
+        ({"pooling": {"dimensions": 4}}, "[pooling]: is for pooling tasks"),
         ({"task": "embed", "pair": PAIR}, '[pair]: is for task = "score"; task is "embed"'),
         ({"task": "embed", "sampling": {"top_p": 0.5}}, '[sampling]: is for task = "generate"'),
         ({"task": "embed", "output": {"parse": "json"}}, 'output.parse: is for task = "generate"'),
@@ -49,18 +49,18 @@ def refusal(**tables: Any) -> str:
         ),
         (
             {"task": "embed", "pooling": {"normalize": True, "use_activation": False}},
-            "normalize and use_activation are both given",
+            "normalize and use_activation are the same setting",
         ),
         ({"task": "embed", "prompt": {"system": "Be brief."}}, "unless prompt.chat = true"),
         ({"task": "score", "pair": {"documents": "x"}}, "pair.query: is missing"),
         ({"task": "score", "pair": {"query": "x"}}, "pair.documents: is missing"),
         (
             {"task": "score", "pair": PAIR, "prompt": {"user": "x"}},
-            'prompt.user: task = "score" has [pair]',
+            'prompt.user: task = "score" uses [pair]',
         ),
         (
             {"task": "embed", "engine": {"kind": "transformers", "model": "m"}},
-            'engine.kind: "transformers" has no task "embed"',
+            'engine.kind: "transformers" does not support the task "embed"',
         ),
         (
             {"task": "token_classify", "pooling": {"dimensions": 4}},
@@ -75,7 +75,7 @@ def refusal(**tables: Any) -> str:
                     "base_url": "http://localhost/v1",
                 },
             },
-            'engine.kind: "openai-server" has no task "token_embed"',
+            'engine.kind: "openai-server" does not support the task "token_embed"',
         ),
     ],
     ids=lambda found: None if isinstance(found, str) else "-".join(found),

@@ -195,7 +195,7 @@ HANGS = "import time; print('thinking', flush=True); time.sleep(600)"
     [
         ("lama-server -m x --port {port}", 60, ["engine.server.command: no program 'lama-server'"]),
         ("FOLDER/serve {port}", 60, ["serve: can't be started: Exec format error"]),
-        (f"{SERVER} {'x' * 2**17}", 60, ["at most 16,384; write a script and name it"]),
+        (f"{SERVER} {'x' * 2**17}", 60, ["at most 16,384; put the command into a script"]),
         (
             python(ENDS),
             60,

@@ -196,7 +196,8 @@ def test_a_price_that_is_not_known_is_refused() -> None:
     found = run()
     assert found.exit_code == 2
     assert (
-        "max_price needs a price: price_per_gpu_hour, or price_per_million_tokens" in found.stderr
+        "max_price needs a price: set price_per_gpu_hour, or price_per_million_tokens"
+        in found.stderr
     )
 
 

@@ -270,9 +270,9 @@ def test_the_commands_read_the_run_of_a_function_from_python() -> None:
         (
             solve_once,
             {"steps": [{"name": "a", "prompt": {"user": "b"}}]},
-            r"\[rollout\]: its function asks for all of a row's generations",
+            r"\[rollout\]: its function submits all generations of a row",
         ),
-        (solve_once, {"prompt": {"user": "{{ q }}"}}, "has prompts of its own"),
+        (solve_once, {"prompt": {"user": "{{ q }}"}}, "has its own prompts"),
     ],
     ids=["no coroutine", "workers", "steps", "a prompt"],
 )

@@ -214,7 +214,7 @@ def test_each_part_is_a_generation_and_a_recording_one_record(tmp_path: Path) ->
         ({"task": "generate"}, '[speech]: is for task = "transcribe"'),
         ({"sampling": {"n": 2}}, "sampling.n: a recording has one transcript"),
         ({"speech": {"part_seconds": 8, "overlap_seconds": 3}}, "speech.overlap_seconds: is more"),
-        ({"engine": {"kind": "transformers", "model": "m"}}, 'has no task "transcribe"'),
+        ({"engine": {"kind": "transformers", "model": "m"}}, 'does not support the task "transcribe"'),
         ({"output": {"parse": "json"}}, 'output.parse: is for task = "generate"'),
     ],
 )  # fmt: skip

@@ -81,7 +81,7 @@ def test_the_next_question_is_answered(question: bytes, answer: Any, is_ended: b
 
 
 def test_a_handler_that_can_not_be_imported_is_named() -> None:
-    with pytest.raises(EngineError, match=r"no process for the test could be started: Module"):
+    with pytest.raises(EngineError, match=r"could not start the process for the test: Module"):
         ask("batchkit.isolation.nothing", "the test", b"", 30.0)
 
 

@@ -110,8 +110,8 @@ def _watch(pid: int, most: list[int], seen: set[int]) -> None:
 _CUT_SHORT = {
     "mkv": "5.0 s long, and",
     "film": "5.0 s long, and",
-    "mp4": "is broken or cut short",
-    "wav": "it is cut short",
+    "mp4": "is broken or truncated",
+    "wav": "is truncated",
 }
 
 
@@ -230,7 +230,7 @@ def _no_clips() -> Iterator[Hostile]:
         "a PDF": b"%PDF-1.7\n" * 50,
     }
     for (name, data), kind in zip(things.items(), cycle(["audio", "video"]), strict=False):
-        words = "is no clip that can be read" if data else "it is empty"
+        words = "is not a readable clip" if data else "it is empty"
         yield Hostile(name, kind, data, words)
     yield Hostile("sound without video", "video", _good()["wav"][1], "has no video")
     yield Hostile("video without sound", "audio", _good()["mkv"][1], "has no audio")

@@ -156,7 +156,7 @@ def test_rows_that_name_the_same_clip_share_it(root: Path) -> None:
         (MediaError, {"user": "q", "videos": ["{{ none }}"]}, "the row names no video"),
         (MediaError, {"user": "q", "audios": ["{{ none }}"]}, "the row names no audio"),
         (MediaError, {"user": "q", "videos": ["{{ three }}"]}, "video 3 (int): a video is a path"),
-        (MediaError, {"user": "q", "audios": ["red.png"]}, "red.png: is no clip that can be read"),
+        (MediaError, {"user": "q", "audios": ["red.png"]}, "red.png: is not a readable clip"),
         (MediaError, {"user": "q", "videos": ["x.mkv"]}, "x.mkv: no such file"),
     ],
 )
@@ -174,7 +174,7 @@ def test_what_is_wrong_with_a_clip_is_its_rows_error(
         ({"media": {"video_frames": 4, "video_fps": 1}}, "keep one"),
         (
             {"engine": {"kind": "transformers", "model": "m"}, "prompt": {"videos": ["{{ a }}"]}},
-            'prompt.videos: engine.kind "transformers" takes none',
+            'prompt.videos: engine.kind "transformers" does not support them',
         ),
     ],
 )

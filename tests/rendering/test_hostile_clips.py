@@ -50,8 +50,8 @@ def test_no_playlist_is_followed(playlist: str, kind: str, tmp_path: Path) -> No
 
 ENCODED = f"data:;base64,{base64.b64encode(MKV).decode()}"
 OVER = [
-    ("video", MKV, {"max_video_seconds": 4}, "is 5.0 s long or longer, media.max_video_seconds is 4"),
-    ("audio", WAV, {"max_audio_seconds": 2}, "is 3.0 s long or longer, media.max_audio_seconds is 2"),
+    ("video", MKV, {"max_video_seconds": 4}, "is at least 5.0 s long, but media.max_video_seconds is 4"),
+    ("audio", WAV, {"max_audio_seconds": 2}, "is at least 3.0 s long, but media.max_audio_seconds is 2"),
     ("video", ENCODED, {"max_bytes": 1000}, "media.max_bytes"),
     ("video", MKV, {"max_decode_bytes": 10**5}, "32 frames of 96×64 pixels need"),
 ]  # fmt: skip

@@ -162,7 +162,7 @@ BAD_FILES: dict[str, tuple[bytes, list[str]]] = {
     "empty": (b"", ["is empty", "give PNG"]),
     "text": (b"hello, no image here", ["not an image", "hello", "give PNG, JPEG"]),
     "html": (b"<!DOCTYPE html><title>404</title>", ["not an image", "<!DOCTYPE html>"]),
-    "pdf": (b"%PDF-1.7\n", ["is broken (Failed to load document", "save it anew"]),
+    "pdf": (b"%PDF-1.7\n", ["is broken (Failed to load document", "save it again"]),
     "ppm": (encoded(gradient(), "PPM"), ["not an image", "P6"]),
     "png header": (PNG[:33], ["broken, cut short"]),
     "png cut": (PNG[: len(PNG) // 2], ["broken, cut short"]),

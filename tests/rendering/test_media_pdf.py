@@ -103,7 +103,7 @@ def test_what_was_filled_into_a_form_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("a.pdf#page=3", "a.pdf#page=3: has 2 pages; there is no page 3"),
+        ("a.pdf#page=3", "a.pdf#page=3: has only 2 pages, so there is no page 3"),
         ("no.pdf#page=1", "no.pdf#page=1: no such file under media.root"),
         ("../a.pdf#page=1", "outside media.root"),
         ("locked.pdf#page=1", "locked.pdf#page=1: needs a password"),

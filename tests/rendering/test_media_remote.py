@@ -309,7 +309,7 @@ def test_a_scheme_that_fsspec_does_not_know_gets_a_near_one() -> None:
 
 def test_a_password_in_the_root_is_refused_and_not_repeated() -> None:
     for root in ("sftp://me:secret@host/images", "zip://a::sftp://me:secret@host/a.zip"):
-        assert "set it in the environment as FSSPEC_SFTP_PASSWORD" in complaint(root)
+        assert "put it into the environment variable FSSPEC_SFTP_PASSWORD" in complaint(root)
     for root in ("sftp://me@host/images", "abfs://images@a.b.net/c", "zip://a::s3://b/c.zip"):
         assert job(media={"root": root}).media.root == root
 

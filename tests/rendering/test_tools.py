@@ -124,7 +124,7 @@ def test_parameters_with_the_name_of_a_secret_are_kept(tmp_path: Path) -> None:
         ([{"type": "function"}], "[0].function: is missing, expected {"),
         ([{"function": {}}], "[0].function.name: is missing, expected {"),
         ([{"function": {"name": 3}}], "[0].function.name: found 3, expected {"),
-        ([WEATHER, WEATHER], "'weather' is defined twice"),
+        ([WEATHER, WEATHER], "'weather' is defined more than once"),
         ([{"function": {"name": "f", "description": 1}}], "[0].function.description: found 1"),
         ([{"function": {"name": "f", "parameters": "x"}}], "[0].function.parameters: found 'x'"),
     ],
@@ -152,11 +152,11 @@ def test_wrong_definitions_are_named_wherever_they_are(
 
 WRONG = {"function": {"name": "f", "parameters": {"type": "strin"}}}
 OF_THE_JOB: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [WRONG]}, "[0].function.parameters: no JSON schema: $.type: 'strin'"),
+    ({"tools": [WRONG]}, "[0].function.parameters: not a valid JSON schema: $.type: 'strin'"),
     ({"tools": TOOLS, "tool_choice": "wether"}, "'wether'; did you mean 'weather'?"),
     ({"tools": TOOLS, "tool_choice": "x"}, "no tool is called 'x'; tools has weather, clock"),
     ({"tools": TOOLS, "tool_choice": {"a": 1}}, "found {'a': 1}, expected 'auto', 'none'"),
-    ({"tool_choice": "auto"}, "tool_choice is 'auto', and there are no tools"),
+    ({"tool_choice": "auto"}, "tool_choice is 'auto', but there are no tools"),
     ({"tools": TOOLS, "chat": False}, "leave out system, images and tools"),
 ]
 OF_A_COLUMN: list[tuple[Any, str]] = [
@@ -204,7 +204,7 @@ def test_a_forced_call_needs_a_grammar(choice: Any) -> None:
     prompt = {"tools": TOOLS, "tool_choice": choice}
     with pytest.raises(JobError, match=r"prompt\.tool_choice: .* needs engine\.tool_call_parser"):
         renderer(prompt, engine={"kind": "vllm", "model": "m"})
-    with pytest.raises(JobError, match=r"prompt\.tool_choice: only a grammar of vLLM"):
+    with pytest.raises(JobError, match=r"prompt\.tool_choice: only vLLM's grammars"):
         renderer(prompt, engine={"kind": "transformers", "model": "m"})
     renderer(prompt, engine={"kind": "vllm", "model": "m", "tool_call_parser": "hermes"})
 

@@ -201,7 +201,7 @@ def test_rouge_l_is_that_of_rouge_score(one: list[str], other: list[str]) -> Non
 @pytest.mark.parametrize(
     ("scoring", "words"),
     [
-        ({"pattern": "("}, r"pattern '\(' is no regular expression: missing \)"),
+        ({"pattern": "("}, r"pattern '\(' is not a valid regular expression: missing \)"),
         ({"pattern": "(" * 5000 + ")" * 5000}, "pattern .* nested too deep"),
         ({"pattern": "x", "rules": [{}, {"pattern": "["}]}, r"rules\.1\.pattern '\['"),
     ],

@@ -97,8 +97,8 @@ def test_rows_from_python_are_crossed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cross", "words"),
     [
-        ({"a": []}, "a: has no values"),
-        ({"a": [1, "1"]}, "a: '1' is given twice"),
+        ({"a": []}, "a: the list of values is empty"),
+        ({"a": [1, "1"]}, "a: '1' is listed twice"),
         ({"a": "x"}, "a: found 'x', expected a list of values"),
     ],
 )

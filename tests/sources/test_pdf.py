@@ -92,7 +92,7 @@ def test_a_pdf_that_can_not_be_opened_fails_alone() -> None:
     for stem, problem in {
         "b": "is broken (",
         "c": "needs a password; save it without one",
-        "d": "is empty; save it anew",
+        "d": "is empty; save it again",
         "e": "is not a PDF: it begins with b'text'",
     }.items():
         record = found[f"scans/{stem}.pdf"]

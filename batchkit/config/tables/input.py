@@ -1,4 +1,4 @@
-"""``[input]``."""
+"""The table ``[input]``."""
 
 from __future__ import annotations
 
@@ -28,74 +28,73 @@ _LONGEST_LABEL = 20  # characters
 
 
 class InputTable(Table):
-    """Where the rows come from."""
+    """Where the rows come from, and which of them to run."""
 
     path: Free[str | None] = None
-    """File, glob, folder of images, clips or PDFs, folder of a run, or fsspec URL (`s3://`, `hf://`);
-    relative paths are looked up beside the job file, then in the working directory. May use `{{
-    name }}` from `[vars]`. A URL's signature is used and not stored: to resume from the run folder
-    alone, give it again with `--set input.path=…`. Passwords belong in the environment."""
+    """File, glob pattern, folder of images, clips or PDFs, run folder, or fsspec URL (`s3://`, `hf://`). A relative
+    path is looked up beside the job file, then in the working directory. It may contain `{{ name }}` from `[vars]`.
+    The signature of a URL is used but not stored: to resume from the run folder alone, pass `--set input.path=…`
+    again. Put passwords into the environment."""
     format: Identity[FormatName] = "auto"
-    """`auto` goes by the file's name. `files`: each file is a row; `pdf`: each page; `run`: each
-    answered row of the run whose folder `path` is."""
+    """Format of the input. `auto` detects it from the file name. `files`: one row per file. `pdf`: one row per page.
+    `run`: one row per answered row of another run, whose folder is `path`."""
     records: Identity[str | None] = None
-    """JSON: the key (dotted) of the list of rows. Excel: the sheet's name, by default the first
-    one."""
+    """JSON: dotted key of the list of rows. Excel: name of the sheet (the first sheet by default)."""
     separator: Identity[Literal[",", ";", "\t", "|"] | None] = None
-    """CSV: what stands between cells; by default a tab in `.tsv`, else a comma, or where line 1 has none, a semicolon,
-    a tab or `|`."""
+    """CSV: the character between cells. The default is a tab for `.tsv` and a comma otherwise; if line 1 has no
+    comma, a semicolon, a tab or `|`."""
     id: Identity[str | None] = None
-    """The field that names a row; by default, its index in the input (a file's `path`, a PDF page's
-    `image`, a run's `id`). A row that lacks it fails, and is named `no-id:` and its index. Rows
-    that need no id are named so too where they are read together with OpenAI batch files."""
+    """Field that identifies a row. The default is the row's index in the input (for files `path`, for PDF pages
+    `image`, for runs `id`). A row without the field fails and gets the id `no-id:INDEX`. Rows that need no id also
+    get such an id if they are read together with OpenAI batch files."""
     where: Identity[dict[str, Any]] = Field({})
-    """Keep only rows whose field equals the value, or is in the list. Numbers, days and true or
-    false are also found where they are text."""
+    """Keep only rows whose field equals the value or is in the list. Numbers, dates and booleans also match their
+    text form."""
     empty: Identity[Literal["keep", "skip", "fail"]] = "keep"
-    """Rows in which a column of the prompt's texts is null or blank: `skip` leaves them out as `where` does, `fail`
-    makes them failed rows. How many there are among the first 10,000 is said before the run."""
+    """What happens to rows in which a column of the prompt is null or blank. `keep` runs them, `skip` leaves them out
+    like `where`, `fail` makes them failed rows. `run` prints how many of the first 10,000 rows are affected."""
     cross: Identity[dict[str, list[str | bool | int | float]]] = Field({})
-    """Each row once for each value: `cross = { adapter = ["a", "b", ""] }` adds a column `adapter`,
-    and the row `7` becomes `7/a`, `7/b` and `7/`. Of a value with more than 20 characters, the id has the first words:
-    `7/answer-in-one-word`. Several keys: all their combinations. `limit`,
-    `shard`, `where` and `run.sample` count rows before that."""
+    """Run each row once per value. `cross = { adapter = ["a", "b", ""] }` adds a column `adapter`; row `7` becomes
+    `7/a`, `7/b` and `7/`. For a value longer than 20 characters, the id contains its first words:
+    `7/answer-in-one-word`. Several keys give all combinations. `limit`, `shard`, `where` and `run.sample` apply
+    before rows are multiplied."""
     limit: Free[PositiveInt | None] = None
-    """Only the first rows, counted after `where` and `empty`."""
+    """Maximum number of rows, counted after `where` and `empty`. By default all rows run."""
     shard: Identity[ShardText | None] = None
-    """Only this share of those rows, `0/4` to `3/4`. It depends only on a hash of the row's id (of
-    its index, if there is no `id`). `run --shard` sets it, and the run folder's name with it."""
+    """Run only this share of the rows: `0/4` to `3/4` for four shards. A hash of the row's id (its index, without
+    `id`) decides the shard. `run --shard` sets this key and the name of the run folder."""
 
     _media_root: str = PrivateAttr("")
     _filled: frozenset[str] = PrivateAttr(frozenset())
 
     def rows_are_files(self, path: str) -> bool:
-        """Whether the file or glob ``path`` is one whose rows are files or their pages."""
+        """Return whether ``path``, a file or glob pattern, gives rows that are files or their pages."""
         if self.format != "auto":
             return self.format in ("files", "clips", "pdf")
         return path.lower().endswith((*IMAGE_SUFFIXES, *CLIP_SUFFIXES, PDF_SUFFIX))
 
     @property
     def is_run(self) -> bool:
-        """Whether the rows are those of another run, whose folder ``path`` is."""
+        """True if the rows come from another run, whose folder is ``path``."""
         if self.format != "auto" or self.path is None:
             return self.format == "run"
         return is_file(f"{self.path}/manifest.json")
 
     @property
     def may_be_batch(self) -> bool:
-        """Whether the rows may be lines for OpenAI's batch API; only the first line says so."""
+        """True if the rows may be lines for OpenAI's Batch API; the first line decides."""
         if self.format == "auto":
             return self.path is not None and ".jsonl" in self.path.lower()
         return self.format == "openai-batch"
 
     @property
     def filled(self) -> frozenset[str]:
-        """The columns of which none is empty in a row that is read."""
+        """The columns that must not be empty in any row that is read."""
         return self._filled
 
     @property
     def is_filtered(self) -> bool:
-        """Whether only reading the rows shows how many there are to run, whatever the limit."""
+        """True if the number of rows to run is known only after reading them, apart from ``limit``."""
         return bool(self.where or self.shard or self.filled)
 
     def with_filled(self, columns: frozenset[str]) -> InputTable:
@@ -104,14 +103,14 @@ class InputTable(Table):
         return table
 
     def below(self, media_root: str) -> InputTable:
-        """This table, for rows that are files: those below ``media_root`` are named from there."""
+        """Return a copy in which rows that are files below ``media_root`` are named relative to it."""
         table = self.model_copy()
         table._media_root = media_root.rstrip("/")
         return table
 
     def name_of_file(self, path: str) -> str:
-        """How a row names its file at ``path``: as a template of ``prompt.images`` can, below
-        ``media.root`` if it is there."""
+        """Return the name that a row gives its file at ``path``: relative to ``media.root`` if it is below it, as a
+        template of ``prompt.images`` expects."""
         if "://" in path:
             return path.removeprefix(f"{self._media_root}/")
         found, root = PurePath(os.path.normpath(path)), self._media_root
@@ -123,7 +122,7 @@ class InputTable(Table):
     def _is_no_expression(cls, where: Any) -> Any:
         if isinstance(where, str):
             raise ValueError(
-                f'found {where!r}, expected a table of fields with the values to keep: {{ label = "positive" }} or'
+                f'found {where!r}, expected a table of fields and the values to keep: {{ label = "positive" }} or'
                 " { stars = [4, 5] }"
             )
         return where
@@ -136,27 +135,29 @@ class InputTable(Table):
                 raise ValueError(f"{name}: found {values!r}, expected a list of values")
             texts = [str(value) for value in values]
             if not name or not values:
-                raise ValueError(f"{name}: has no values" if name else "a column needs a name")
+                raise ValueError(
+                    f"{name}: the list of values is empty" if name else "a column needs a name"
+                )
             if twice := {text for text in texts if texts.count(text) > 1}:
-                raise ValueError(f"{name}: {min(twice)!r} is given twice")
+                raise ValueError(f"{name}: {min(twice)!r} is listed twice; remove one")
         return cross
 
 
 class Variant(NamedTuple):
-    """One combination of values: the columns that it adds to a row, and its part of the row's id."""
+    """One combination of ``input.cross`` values: the columns it adds to a row, and its part of the row's id."""
 
     fields: Mapping[str, Any]
     label: str
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The combination as readable text."""
         values = {key: "(none)" if value == "" else value for key, value in self.fields.items()}
         return ", ".join(f"{key} = {value}" for key, value in values.items())
 
 
 def variants(cross: Mapping[str, Sequence[Any]]) -> list[Variant]:
-    """Return the variants in the order of the rows; one that adds nothing if ``cross`` is empty."""
+    """Return the variants in the order of the rows. Without ``cross``, return one that adds nothing."""
     labeled = [[*zip(values, _labels(values), strict=True)] for values in cross.values()]
     return [
         Variant(
@@ -168,7 +169,7 @@ def variants(cross: Mapping[str, Sequence[Any]]) -> list[Variant]:
 
 
 def _labels(values: Sequence[Any]) -> Iterator[str]:
-    """Yield the part of a row's id for each value: a short value itself, else its first words."""
+    """Yield each value's part of a row id: the value itself if it is short, otherwise its first words."""
     taken = set[str]()
     for text in map(str, values):
         label = text

@@ -1,4 +1,4 @@
-"""A whole job."""
+"""The complete job: all tables of a job file."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _TRIAL = ".dry-run"
 
 
 class JobConfig(Table):
-    """A whole job, with the tables and keys of a job file (``docs/job-file.md`` describes them all).
+    """A complete job with all tables and keys of a job file (see ``docs/job-file.md``).
 
-    From Python, a table is a dict::
+    From Python, pass each table as a dict::
 
         JobConfig(
             name="reviews",
@@ -54,15 +54,15 @@ class JobConfig(Table):
     """
 
     name: Free[str] = Field("batch", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names the run folder."""
+    """Name of the job and of its run folder."""
     task: Identity[TaskName] = "generate"
-    """What the model does with a row: `generate` text; or vLLM's pooling tasks: `embed` gives a
-    vector, `token_embed` one for each token of the prompt, `classify` a label and the probabilities of the model's
-    classes, `token_classify` these for each token of the prompt, and named entities, `score` a number for each document
-    of `[pair]`; `transcribe` gives what is said in a recording. Lines of an OpenAI batch file go by their own task if the model does both."""
+    """What the model does with each row. `generate` writes text. `transcribe` writes the speech of a recording.
+    `embed` gives one vector, `token_embed` one per prompt token. `classify` gives a label and the class
+    probabilities, `token_classify` the same per prompt token, and named entities. `score` gives a number per document
+    of `[pair]`. Lines of an OpenAI batch file use the task of their URL if the model supports it."""
     input: InputTable = InputTable()
     vars: Identity[dict[str, Any]] = Field({})
-    """Free names for the templates."""
+    """Free variables for the templates."""
     prompt: PromptTable = PromptTable()
     pair: PairTable = PairTable()
     media: MediaTable = MediaTable()
@@ -75,9 +75,9 @@ class JobConfig(Table):
     output: OutputTable = OutputTable()
     scoring: Free[ScoringTable] = ScoringTable()
     steps: Identity[list[StepTable]] = Field([])
-    """Several generations for a row, one after another."""
+    """Several generations per row, one after another. By default a row has one generation."""
     rollout: RolloutTable | None = None
-    """… or a function that asks for them."""
+    """A Python function that submits a row's generations, instead of `[prompt]` and `[[steps]]`."""
     select: SelectTable = SelectTable()
     engines: Identity[dict[str, EngineTable]] = Field({})
     """Further models for steps: `[engines.NAME]`, each with the keys of `[engine]`."""
@@ -86,8 +86,8 @@ class JobConfig(Table):
 
     @property
     def made_in(self) -> str:
-        """The path of the job file that it was read from; of a job that was not read from one, the working
-        directory; empty if it was read from a run folder."""
+        """Path of the job file. It is the working directory for a job made in Python, and empty for a job read from
+        a run folder."""
         return self._made_in
 
     def as_made_in(self, place: str) -> JobConfig:
@@ -97,16 +97,16 @@ class JobConfig(Table):
 
     @property
     def is_dry(self) -> bool:
-        """Whether an engine of it answers without a model."""
+        """True if any engine of the job is ``dry-run``."""
         return any(self.with_engine(name).engine.kind == "dry-run" for name in self.engine_names)
 
     @property
     def is_trial(self) -> bool:
-        """Whether it is another job without the model: the next such run replaces its run."""
+        """True if this is a ``--dry-run`` copy of a job. Each such run replaces the run before it."""
         return self.is_dry and self.name.endswith(_TRIAL)
 
     def as_trial(self) -> JobConfig:
-        """The job under a name of its own, so that nothing of its run stands where answers would."""
+        """Return the job under a separate name, so that trial records never mix with real answers."""
         return self.model_copy(update={"name": f"{self.name}{_TRIAL}"})
 
     @property
@@ -116,31 +116,31 @@ class JobConfig(Table):
 
     @property
     def gpus(self) -> float:
-        """How many GPUs the run holds: those of one worker, times its workers."""
+        """The number of GPUs that the run holds: GPUs per worker times workers."""
         of_engine = max(self.with_engine(name).engine_gpus for name in self.engine_names)
         of_worker = self.run.worker_gpus
         return (of_engine if of_worker is None else of_worker) * (self.run.workers or 1)
 
     @property
     def engine_gpus(self) -> int:
-        """How many GPUs ``engine`` asks for."""
+        """The number of GPUs that ``engine`` needs."""
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
         given = [self.engine.options.get(size) for size in sizes]
         return math.prod(size for size in given if isinstance(size, int))
 
     def params(self) -> dict[str, Any]:
-        """The parameters of a request, by the names of ``vllm.SamplingParams``, or of
-        ``vllm.PoolingParams`` if the task is one of pooling."""
+        """Return the parameters of a request: the arguments for ``vllm.SamplingParams``, or for
+        ``vllm.PoolingParams`` if the task is a pooling task."""
         return self.sampling.params() if self.generates else self.pooling.params()
 
     @property
     def generates(self) -> bool:
-        """Whether the answer is a text."""
+        """True if the answer is text."""
         return self.task in GENERATING
 
     @property
     def may_have_lines(self) -> bool:
-        """Whether the rows may be lines of an OpenAI batch file, each for an endpoint of its own."""
+        """True if the rows may be lines of an OpenAI batch file, each with its own endpoint."""
         prompt = self.prompt
         of_job = (prompt.user, prompt.user_file, prompt.system, prompt.system_file, prompt.images)
         if self.task == "transcribe":
@@ -158,29 +158,28 @@ class JobConfig(Table):
 
     @property
     def parsing(self) -> set[str]:
-        """The steps whose answers have to be JSON; "" if those of a job without steps have to."""
+        """The names of the steps whose answers must be JSON; "" stands for the answer of a job without steps."""
         of_steps = {step.name for step in self.steps if step.parse is not None}
         return of_steps if self.output.parse is None else {*of_steps, ""}
 
     @property
     def keeps_choices(self) -> bool:
-        """True if a record has all ``n`` answers of its row."""
+        """True if a record holds all ``n`` answers of its row."""
         return self.select.by is None if self.output.choices is None else self.output.choices
 
     @property
     def engine_names(self) -> list[str]:
-        """The engines that a row's generations may ask, in the order of the steps: names of
-        ``engines``, and "" for ``engine``."""
+        """The engines that a row may use, in the order of the steps: names in ``engines``, or "" for ``engine``."""
         if self.rollout is not None:
             return ["", *self.engines]
         return list(dict.fromkeys(step.engine for step in self.steps)) or [""]
 
     def with_engine(self, name: str) -> JobConfig:
-        """The job with that one of ``engines`` as its ``engine``; "" is ``engine`` itself."""
+        """Return the job with ``engines[name]`` as its ``engine``; "" keeps ``engine``."""
         return self.model_copy(update={"engine": self.engines[name]}) if name else self
 
     def of_step(self, step: StepTable) -> JobConfig:
-        """A job whose rows have one generation: that of ``step``."""
+        """Return a job with one generation per row: the generation of ``step``."""
         given = {name: getattr(step.sampling, name) for name in step.sampling.model_fields_set}
         kwargs = {**self.prompt.chat_template_kwargs, **step.prompt.chat_template_kwargs}
         prompt = step.prompt.model_copy(update={"chat_template_kwargs": kwargs})
@@ -197,15 +196,15 @@ class JobConfig(Table):
         )
 
     def of_each_step(self) -> Iterator[tuple[str, JobConfig]]:
-        """What precedes the keys of each step in names (``steps.draft.``), and ``of_step``; without
-        steps the job itself, whose keys nothing precedes."""
+        """Yield the key prefix of each step (``steps.draft.``) and the job from ``of_step``. A job without steps
+        yields itself with an empty prefix."""
         for step in self.steps:
             yield f"steps.{step.name}.", self.of_step(step)
         if not self.steps:
             yield "", self
 
     def of_shard(self, shard: Shard) -> JobConfig:
-        """The job of one shard, with its own run folder: ``<name>.shard-<number>-of-<of>``."""
+        """Return the job of one shard. Its run folder is ``<name>.shard-<number>-of-<of>``."""
         return self.model_copy(
             update={
                 "name": f"{self.name}.shard-{shard.number}-of-{shard.of}",
@@ -222,13 +221,13 @@ class JobConfig(Table):
 
     @model_validator(mode="after")
     def _with_defaults_of_others(self) -> JobConfig:
-        """Defaults that follow from other tables."""
+        """Set the defaults that depend on other tables."""
         scoring = dict[str, Any]()
         if self.scoring.group_by is None and self.input.cross:
             scoring["group_by"] = next(iter(self.input.cross))
         if self.scoring.normalizer is None and self.speech.language == "en":
             scoring["normalizer"] = "english"
-        # As vllm.LLM.embed does; its server applies the chat template to images.
+        # vllm.LLM.embed applies no chat template to text; vLLM's server applies it to images.
         chat_is_meant = "chat" in self.prompt.model_fields_set or self.prompt.has_media
         prompt = {} if self.generates or chat_is_meant else {"chat": False}
         for name, update in (("scoring", scoring), ("prompt", prompt)):
@@ -249,9 +248,9 @@ class JobConfig(Table):
     def _with_problems_in_plain_words(
         cls, tables: Any, handler: ModelWrapValidatorHandler[JobConfig], info: ValidationInfo
     ) -> JobConfig:
-        """Raises JobError with one line per problem: key, what was found, what was expected.
+        """Raise JobError with one line per problem: key, value found, value expected.
 
-        It is the last one here, since it only sees the problems that those before it find.
+        Keep it last in the class: a wrap validator only sees problems of validators defined before it.
         """
         try:
             return handler(tables)

@@ -1,4 +1,4 @@
-"""Keys of a job that don't fit together."""
+"""Checks for keys of a job that contradict each other."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _OF_PROMPT = (
 
 
 def misfits(job: JobConfig) -> list[str]:
-    """A line for each key of ``job`` that does not fit the others; the later rules hold only for a job that
-    keeps the earlier ones."""
+    """Return a line for each key of ``job`` that contradicts others. Later rules assume that the earlier ones found
+    nothing, so only the first rule with findings counts."""
     rules = (
         _misfits_of_task,
         _misfits_of_steps,
@@ -51,7 +51,7 @@ def misfits(job: JobConfig) -> list[str]:
 
 
 def _misfits_of_task(job: JobConfig) -> Iterator[str]:
-    """A line for each key of ``job`` that does not fit its task."""
+    """Yield a line for each key that does not fit the task."""
     task, pair, pooling = job.task, job.pair, job.pooling
     if "npy" in job.output.export and task not in WITH_VECTORS:
         yield f'output.export: "npy" is for {FOR_VECTORS}; task is "{task}"'
@@ -61,17 +61,17 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
         yield f'[speech]: is for task = "transcribe"; task is "{task}"'
     if job.generates:
         if pooling.params():
-            yield f'[pooling]: is for the other tasks; parameters of "{task}" belong in [sampling]'
+            yield f'[pooling]: is for pooling tasks; put the parameters of task = "{task}" into [sampling]'
         if task == "transcribe":
             yield from _misfits_of_speech(job)
         return
     if job.engine.kind == "transformers":
-        yield f'engine.kind: "transformers" has no task "{task}"; use "vllm" or a server'
+        yield f'engine.kind: "transformers" does not support the task "{task}"; use "vllm" or a server'
     for key, is_set in _of_generation(job):
         if is_set:
-            yield f'{key}: is for task = "generate", whose answer is a text; task is "{task}", so leave it out'
+            yield f'{key}: is for task = "generate", whose answer is text; task is "{task}", so leave it out'
     if task in OF_TOKENS and job.engine.kind == "openai-server":
-        yield f'engine.kind: "openai-server" has no task "{task}"; use "vllm"'
+        yield f'engine.kind: "openai-server" does not support the task "{task}"; use "vllm"'
     if task not in ("embed", "token_embed") and (
         pooling.dimensions is not None or pooling.normalize is not None
     ):
@@ -84,15 +84,15 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
 
 def _misfits_of_speech(job: JobConfig) -> Iterator[str]:
     if job.engine.kind == "transformers":
-        yield 'engine.kind: "transformers" has no task "transcribe"; use "vllm" or a server'
+        yield 'engine.kind: "transformers" does not support the task "transcribe"; use "vllm" or a server'
     if (found := len(job.prompt.audios)) > 1:
-        yield f'prompt.audios: has {found} templates, and task = "transcribe" reads one recording a row'
+        yield f'prompt.audios: has {found} templates, but task = "transcribe" reads one recording per row'
     for key, is_set in _of_generation(job):
         if is_set and key not in ("[sampling]", "[scoring]", "retry.temperatures"):
             yield f'{key}: is for task = "generate"; task is "transcribe", so leave it out'
     for name in _OF_PROMPT:
         if name not in ("audios", "chat") and getattr(job.prompt, name):
-            yield f'prompt.{name}: task = "transcribe" reads prompt.audios alone; speech.prompt is what comes before'
+            yield f'prompt.{name}: task = "transcribe" reads only prompt.audios; use speech.prompt for preceding text'
     if job.params().get("n", 1) != 1:
         yield 'sampling.n: a recording has one transcript; task = "transcribe" needs n = 1'
     if job.speech.overlap_seconds * 4 > job.speech.part_seconds:
@@ -100,7 +100,7 @@ def _misfits_of_speech(job: JobConfig) -> Iterator[str]:
 
 
 def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:
-    """Keys that have a meaning only where text is generated, and whether ``job`` sets them."""
+    """Yield the keys that only apply to generated text, and whether ``job`` sets them."""
     yield "[[steps]]", bool(job.steps)
     yield "[rollout]", job.rollout is not None
     yield "[select]", job.select.by is not None
@@ -115,31 +115,33 @@ def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:
 
 def _misfits_of_score(job: JobConfig) -> Iterator[str]:
     pair, prompt = job.pair, job.prompt
-    is_set = pair.is_set or not job.input.may_be_batch  # each line of a batch has its own
+    is_set = (
+        pair.is_set or not job.input.may_be_batch
+    )  # lines of a batch file bring their own texts
     if is_set and pair.query is None and not pair.query_images:
         yield 'pair.query: is missing: task = "score" compares it with pair.documents'
     if is_set and pair.documents is None and not pair.document_images:
         yield 'pair.documents: is missing: task = "score" compares them with pair.query'
     for name in _OF_PROMPT:
         if getattr(prompt, name):
-            yield f'prompt.{name}: task = "score" has [pair] instead: query and documents'
+            yield f'prompt.{name}: task = "score" uses [pair] instead: query and documents'
 
 
 def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
-    """A line for each key of ``job`` that does not fit its steps, rollout or selection."""
+    """Yield a line for each key that does not fit the job's steps, rollout or selection."""
     names = [step.name for step in job.steps]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"steps: two are named {name!r}; give each a name of its own"
+        yield f"steps: two are named {name!r}; give each its own name"
     several = "[[steps]]" if job.steps else "[rollout]" if job.rollout is not None else None
     if job.steps and job.rollout is not None:
-        yield "[rollout]: its function asks for all of a row's generations, so leave [[steps]] out"
+        yield "[rollout]: its function submits all generations of a row, so leave [[steps]] out"
     if several is not None:
         for name, field in PromptTable.model_fields.items():
             if getattr(job.prompt, name) != field.default and name != "chat_template_kwargs":
-                yield f"prompt.{name}: {several} has prompts of its own; leave it out here"
+                yield f"prompt.{name}: {several} has its own prompts; leave it out here"
         if job.output.parse is not None:
             where = "a step, as its parse" if job.steps else "[[steps]]"
-            yield f"output.parse: belongs to {where}; {several} is given"
+            yield f"output.parse: belongs to {where}, because the job has {several}"
     if job.rollout is not None:
         yield from _misfits_of_rollout(job)
     for place, step in enumerate(job.steps):
@@ -148,13 +150,15 @@ def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
         if not _NAME_OF_ENGINE.fullmatch(name):
             yield f"engines.{name!r}: name it with letters, digits, - and _"
     if job.steps and not any(step.answer for step in job.steps):
-        yield "steps: all have answer = false, and one of them gives the row's answer"
+        yield "steps: all have answer = false, but one must give the row's answer"
     used = {step.engine for step in job.steps} - {""}
-    if job.rollout is None and used <= job.engines.keys():  # a function names them as it runs
+    if (
+        job.rollout is None and used <= job.engines.keys()
+    ):  # a function names its engines at run time
         for name in job.engines.keys() - used:
-            yield f"engines.{name}: no step uses it; give one engine = {name!r}, or leave it out"
+            yield f"engines.{name}: no step uses it; set engine = {name!r} in a step, or leave it out"
     if job.steps and "steps" in job.vars:
-        yield "vars.steps: 'steps' are the answers of [[steps]]; choose another name"
+        yield "vars.steps: 'steps' is the name of the earlier steps' results; choose another name"
     yield from _misfits_of_select(job)
     if job.scoring.judge is not None and job.scoring.judge.step is not None:
         yield from _misfits_of_scoring_step(job, job.scoring.judge.step)
@@ -163,15 +167,15 @@ def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
 def _misfits_of_scoring_step(job: JobConfig, name: str) -> Iterator[str]:
     answers = {step.name: step.answer for step in job.steps}
     if name not in answers:
-        known = ", ".join(answers) or "none is given"
+        known = ", ".join(answers) or "there are none"
         hint = did_you_mean(name, answers)
         yield f"scoring.judge.step: found {name!r}, expected one of [[steps]]: {known}{hint}"
     elif answers[name]:
-        yield f"steps.{name}: scores the answers (scoring.judge.step); give it answer = false"
+        yield f"steps.{name}: judges the answers (scoring.judge.step); set answer = false"
 
 
 def _misfits_of_rollout(job: JobConfig) -> Iterator[str]:
-    """What a function does itself."""
+    """Yield a line for each key that a rollout function must implement itself."""
     of_function = {
         "retry.reask": job.retry.reask > 0,
         'retry.on_too_long = "truncate-middle"': job.retry.on_too_long == "truncate-middle",
@@ -181,23 +185,23 @@ def _misfits_of_rollout(job: JobConfig) -> Iterator[str]:
     }
     for key, is_set in of_function.items():
         if is_set:
-            yield f"{key}: a function does that itself; leave it out with [rollout]"
+            yield f"{key}: a rollout function does this itself; leave it out with [rollout]"
 
 
 def _misfits_of_step(job: JobConfig, step: StepTable, *, is_first: bool) -> Iterator[str]:
     key, prompt = f"steps.{step.name}", step.prompt
     if hasattr(dict, step.name):
-        yield f"{key}: a template can't read steps.{step.name}; name it otherwise"
+        yield f"{key}: templates can't read steps.{step.name}, which is a method of dict; choose another name"
     for name in {*SCORERS.also} & {*(step.scorers or ())}:
-        yield f"{key}.scorers: {name} is computed after the run; name it in scoring.scorers"
+        yield f"{key}.scorers: {name} is computed after the run; put it into scoring.scorers"
     if step.engine and step.engine not in job.engines:
-        known = ", ".join(job.engines) or "none is given"
+        known = ", ".join(job.engines) or "there are none"
         hint = did_you_mean(step.engine, job.engines)
         yield f"{key}.engine: found {step.engine!r}, expected one of [engines]: {known}{hint}"
     has_prompt = prompt.user is not None or prompt.user_file is not None
     has_prompt = has_prompt or prompt.has_media
     if not is_first and not has_prompt:
-        yield f"{key}.prompt: has no user, user_file or images; only the first step needs none"
+        yield f"{key}.prompt: has no user, user_file or images; only the first step may have none"
 
 
 def _misfits_of_select(job: JobConfig) -> Iterator[str]:
@@ -211,7 +215,7 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
             yield f'select.{name}: is for by = "{name}"; by is "{select.by}"'
     judged = [*map(job.of_step, job.steps[:-1] if select.by == "step" else job.steps)] or [job]
     if not any(map(_may_have_several, judged)):
-        yield f"sampling.n: is 1{' in each step' * bool(job.steps)}; [select] chooses among several answers"
+        yield f"sampling.n: is 1{' in each step' * bool(job.steps)}, but [select] chooses among several answers"
     if select.by == "step":
         yield from _misfits_of_judge(job)
         return
@@ -219,13 +223,13 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
         if select.by == "majority" and not {"extract", "choices"} & table.model_fields_set:
             yield f'select.by: "majority" counts predictions: set {place}.extract or {place}.choices'
         if select.by == "scorer" and job.steps and table.reference == "steps":
-            yield f"{place}.reference: 'steps' are the answers of [[steps]]; rename that field"
+            yield f"{place}.reference: 'steps' is the name of the earlier steps' results; rename that field"
         if select.by == "scorer":
             yield from _misfits_of_scorer(select.scorer, table.scorers, f"{place}.scorers")
 
 
 def _read_for_choice(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
-    """The scoring of each generation that may have several answers, and its place in the job file."""
+    """Yield the scoring of each generation that may have several answers, with its place in the job file."""
     if not job.steps:
         yield "scoring", job.scoring
     for step in job.steps:
@@ -235,7 +239,7 @@ def _read_for_choice(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
 
 
 def _may_have_several(job: JobConfig) -> bool:
-    """A row's own parameters may have an ``n``, and so may the body of a request that is a row."""
+    """Return True if ``n`` may be over 1. A row's own parameters, or a request body as a row, may set it."""
     is_body = not (job.prompt.user or job.prompt.user_file)
     has_own = is_body or job.sampling.sampling_column is not None or "n" in job.sampling.templates
     return has_own or job.params().get("n", 1) != 1
@@ -246,11 +250,11 @@ def _misfits_of_scorer(
 ) -> Iterator[str]:
     known = [scorer for scorer in scorers if scorer not in SCORERS.also]
     if name is None and len(scorers) != 1:
-        yield f"select.scorer: is missing; {place} has {len(scorers)}: name one of them"
+        yield f"select.scorer: is missing; {place} has {len(scorers)} scorers: name one of them"
     elif (chosen := name or scorers[0]) not in known:
         yield (
             f"select.scorer: found {chosen!r}, expected one of {place} that is computed as rows finish:"
-            f" {', '.join(known) or 'none is'}"
+            f" {', '.join(known) or 'there is none'}"
         )
 
 
@@ -262,20 +266,21 @@ def _misfits_of_judge(job: JobConfig) -> Iterator[str]:
 
 
 def _misfits_of_each_step(job: JobConfig) -> Iterator[str]:
-    """A line for each key of a step, or of a job without steps, that does not fit its engine or its other keys."""
+    """Yield a line for each key of a step (or of a job without steps) that does not fit its engine or other keys."""
     for place, each in job.of_each_step():
         engine, prompt, params = each.engine, each.prompt, each.sampling.params()
         for kind in ("videos", "audios"):
             if engine.kind == "transformers" and getattr(prompt, kind):
-                yield f'{place}prompt.{kind}: engine.kind "transformers" takes none; use "vllm"'
+                yield f'{place}prompt.{kind}: engine.kind "transformers" does not support them; use "vllm"'
         if reason := why_not_forced(prompt.tool_choice, engine.kind, engine.tool_call_parser):
             yield f"{place}prompt.tool_choice: {reason}"
         for fault in faults_in(params.get("structured_outputs")):
             yield f"{place}sampling.structured_outputs{fault}"
         if prompt.lora is not None and engine.kind == "transformers":
-            yield f"{place}prompt.lora: transformers runs one adapter, engine.lora; use vllm"
+            yield f"{place}prompt.lora: transformers supports one adapter, engine.lora; use vllm"
         elif prompt.lora is not None and engine.kind == "vllm" and not engine.loras:
-            yield f'{place}prompt.lora: no adapters are named; add [engine.loras] with legal = "adapters/legal", for example'
+            example = 'legal = "adapters/legal"'
+            yield f"{place}prompt.lora: there are no named adapters; add [engine.loras], for example {example}"
         yield from names_of_other_tools({"sampling": params}, place)
 
 
@@ -285,7 +290,7 @@ def _misfits_of_retry(job: JobConfig) -> Iterator[str]:
     parses = any(each.output.parse is not None for each in jobs)
     if job.retry.reask and extracts <= {"text", None} and not parses:
         keys = "extract or parse of a step" if job.steps else "scoring.extract or output.parse"
-        yield f"retry.reask: no answer lacks anything; say what to look for: set {keys}"
+        yield f"retry.reask: every answer would be accepted; set {keys} to say what to look for"
 
 
 def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
@@ -294,8 +299,10 @@ def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
     for name in ("", *job.engines):
         place, engine = f"engines.{name}" if name else "engine", job.with_engine(name).engine
         if job.run.price_per_gpu_hour is not None and engine.base_url is not None:
-            yield f"run.price_per_gpu_hour: {place} is a server; give run.price_per_million_tokens"
-        may_be_named = not name and job.may_have_lines  # as the model of a batch line
+            yield f"run.price_per_gpu_hour: {place} is a server; set run.price_per_million_tokens instead"
+        may_be_named = (
+            not name and job.may_have_lines
+        )  # a line of a batch file may name an adapter as its model
         for option in engine.options if engine.kind == "vllm" else ():
             here = called_here(option, "engine.options")
             if here is not None and not here.startswith("engine."):
@@ -305,7 +312,7 @@ def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
 
 
 def names_of_other_tools(tables: Any, place: str = "") -> Iterator[str]:
-    """A line for each parameter in the table ``sampling`` that no engine has, and another tool calls so."""
+    """Yield a line for each key in ``sampling`` that is another tool's name for a setting."""
     sampling = tables.get("sampling") if isinstance(tables, Mapping) else None
     for name in sampling if isinstance(sampling, Mapping) else ():
         if name in ("name", "task"):

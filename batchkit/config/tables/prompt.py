@@ -1,4 +1,4 @@
-"""``[prompt]`` and ``[media]``."""
+"""The tables ``[prompt]`` and ``[media]``."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from batchkit.config.tool_definitions import check_parameters, check_tools, choi
 
 
 class PromptTable(Table):
-    """How a row becomes a prompt. Templates are Jinja2; an unknown name fails the row. `row` is all of its
-    columns: `{{ row["my column"] }}` for a name that is no plain word."""
+    """How a row becomes a prompt. Templates are Jinja2. A row fails if its template uses an unknown name. `row` holds
+    all columns: write `{{ row["my column"] }}` for a column whose name is not an identifier."""
 
     system: Identity[str | None] = None
-    """System message."""
+    """Template of the system message."""
     system_file: Identity[str | None] = None
-    """… or a file that holds it."""
+    """File that holds the template of the system message, instead of `system`."""
     user: Identity[str | None] = None
-    """User message."""
+    """Template of the user message."""
     user_file: Identity[str | None] = None
-    """… or a file that holds it."""
+    """File that holds the template of the user message, instead of `user`."""
     allow_constant: Free[bool] = False
-    """Run even if the prompt uses no column, so that it is the same for all rows."""
+    """Allow a prompt that uses no column and is therefore the same for all rows."""
     images: Identity[list[str]] = Field([])
-    """One template per image: a path under `media.root`, a data: URI, an http(s) URL, or `{{ column
-    }}` alone for a column of bytes (or a list of images)."""
+    """One template per image. Each gives a path under `media.root`, a data: URI or an http(s) URL. `{{ column }}`
+    alone may name a column with image bytes or with a list of images."""
     videos: Identity[list[str]] = Field([])
-    """One template per video, as `images`. `{{ video }}` in `user` is the place of a video in the text;
-    those that have none come before it, behind the images."""
+    """One template per video, written like `images`. `{{ video }}` in `user` marks where a video is inserted. Videos
+    without a mark are inserted before the text, after the images."""
     audios: Identity[list[str]] = Field([])
-    """One template per clip of sound, as `videos`; `{{ audio }}` is its place. Of a video, its sound."""
+    """One template per audio clip, written like `videos`. `{{ audio }}` marks its place. A video file gives its
+    sound."""
     captions: Identity[list[str]] = Field([])
-    """A text before each image, one per image."""
+    """Text inserted before each image. Give one caption per image, or none."""
     texts: Identity[dict[str, str]] = Field({})
-    """Text files, by their names in the templates: one path template each, under `media.root`. A
-    file that is missing fails its row."""
+    """Text files that templates can use, by name. Each value is a template of a path under `media.root`. A row fails
+    if its file is missing."""
     order: Identity[Literal["images-first", "text-first"]] = "images-first"
-    """What comes first in the user message."""
+    """Whether images or text come first in the user message."""
     chat: Identity[bool] = True
-    """`false` sends `user` as it is, without the model's chat template. That is the default of the
-    tasks `embed` and `classify` if the prompt has no images."""
+    """Apply the model's chat template. With `false`, `user` is sent as it is. The default is `false` for the pooling
+    tasks if the prompt has no images, videos or audio clips."""
     chat_template_kwargs: Identity[dict[str, Any]] = Field({})
-    """Names for the model's chat template, for example `enable_thinking = false`."""
+    """Variables passed to the model's chat template, for example `enable_thinking = false`."""
     tools: Identity[str | list[dict[str, Any]] | None] = None
-    """The functions that the model may call, as OpenAI defines them: a JSON file with a list of
-    them, the list itself (`[[prompt.tools]]`), or `{{ column }}` for a row's own, a list or its
-    JSON text; an empty value means none."""
+    """Functions that the model may call, in OpenAI's format: a JSON file with a list, the list itself
+    (`[[prompt.tools]]`), or `{{ column }}` for a list (or its JSON text) in each row. An empty value means no
+    tools."""
     tool_choice: Identity[str | dict[str, Any] | None] = None
-    """`auto` (default), `none`, `required`, or the name of the function to call. vLLM's grammars
-    enforce the last two, for which it needs `engine.tool_call_parser`."""
+    """Which function the model calls: `auto` (the default), `none`, `required`, or a function's name. vLLM enforces
+    `required` and a name with a grammar and needs `engine.tool_call_parser` for both."""
 
     lora: Identity[str | None] = None
-    """The row's adapter: a template that gives a name of `[engine.loras]`, for example `{{ adapter
-    }}`; an empty one means the model alone. With `openai-server`, the model that the row asks for
-    instead of `engine.model`."""
+    """Template that gives the row's LoRA adapter: a name from `[engine.loras]`, for example `{{ adapter }}`. An empty
+    result selects the base model. With `openai-server`, it gives the model name to use instead of `engine.model`."""
 
     @property
     def has_media(self) -> bool:
@@ -95,7 +95,7 @@ class PromptTable(Table):
             raise ValueError("chat = false sends plain text: leave out system, images and tools")
         if self.tool_choice is not None and self.tools is None:
             raise ValueError(
-                f"tool_choice is {self.tool_choice!r}, and there are no tools: give them"
+                f"tool_choice is {self.tool_choice!r}, but there are no tools: set prompt.tools"
             )
         if isinstance(self.tools, list):
             try:
@@ -106,42 +106,41 @@ class PromptTable(Table):
 
 
 class MediaTable(Table):
-    """What may be opened as an image, sound or video, and how large it may be."""
+    """Which images, sounds and videos may be opened, and how large they may be."""
 
     root: Free[str] = "."
-    """Folder, or fsspec URL (`s3://bucket/images`, `gs://`, `hf://`), that images and texts are
-    looked up in; what is outside is refused; a folder's symbolic links are resolved. A store's keys
-    and passwords belong in the environment. If the rows are files outside of the default, it is
-    their folder."""
+    """Folder or fsspec URL (`s3://bucket/images`, `gs://`, `hf://`) that holds the images and texts. Paths outside it
+    are refused; symbolic links are resolved first. Put the keys and passwords of a store into the environment. If the
+    rows are files outside the default root, their folder is used."""
     allow_urls: Free[list[str]] = Field([])
-    """Hosts that images may be fetched from, as `host` (ports 80 and 443) or `host:port`. A name
-    must resolve to public addresses; an IP address is allowed as it is."""
+    """Hosts that images may be downloaded from, as `host` (ports 80 and 443) or `host:port`. A host name must resolve
+    to public addresses; an IP address in the list is always allowed."""
     max_bytes: Free[PositiveInt] = 64 * 2**20
-    """Largest file or download."""
+    """Maximum size of a file or download, in bytes."""
     max_pixels: Identity[PositiveInt] = 1605632
-    """Larger images are downscaled to it, their aspect kept."""
+    """Maximum number of pixels. Larger images are scaled down; the aspect ratio is kept."""
     min_pixels: Identity[NonNegativeInt] = 0
-    """Smaller images are upscaled to it."""
+    """Minimum number of pixels. Smaller images are scaled up."""
     factor: Identity[PositiveInt | None] = None
-    """Both sides become multiples of it, by the rule of Qwen-VL's own `smart_resize`: 32 for
-    Qwen3-VL, 28 for Qwen2-VL and Qwen2.5-VL. Then the model sees the very size that its processor
-    would have made of the whole image."""
+    """Round both sides to multiples of this number, by the rule of Qwen-VL's `smart_resize`: 32 for Qwen3-VL, 28 for
+    Qwen2-VL and Qwen2.5-VL. The model then sees the same size as its own processor would produce from the full
+    image."""
     pdf_dpi: Identity[PositiveInt] = 150
-    """Pages of PDFs are drawn at it; `max_pixels` holds for them, too."""
+    """Resolution for rendering PDF pages, in dots per inch. `max_pixels` applies to the result."""
     video_frames: Identity[PositiveInt] = 32
-    """Frames that the model sees of a video, evenly from the first to the last, each within `max_pixels`."""
+    """Number of frames taken from a video, evenly spaced from first to last. `max_pixels` applies to each frame."""
     video_fps: Identity[PositiveFloat | None] = None
-    """… or so many for each second of it."""
+    """Frames taken per second of video, instead of a fixed `video_frames`."""
     max_video_seconds: Free[PositiveFloat] = 3600
-    """Longer videos are refused."""
+    """Maximum length of a video, in seconds. The rows of longer videos fail."""
     audio_sample_rate: Identity[PositiveInt] = 16000
-    """Sound is resampled to it, and mixed to one channel. Most models hear 16,000 samples a second."""
+    """Sample rate that sound is resampled to, in Hz, mixed to one channel. Most models expect 16,000 Hz."""
     max_audio_seconds: Free[PositiveFloat] = 7200
-    """Longer sound is refused."""
+    """Maximum length of a sound, in seconds. The rows of longer sounds fail."""
     max_decode_bytes: Free[PositiveInt] = 2**30
-    """An image or a clip that would need more memory while decoding is refused."""
+    """Maximum memory for decoding one image or clip, in bytes. Rows that need more fail."""
     max_memory_bytes: Free[PositiveInt] = 2**30
-    """Decoded pixels and samples held at a time, from opening an image or a clip to its row's record."""
+    """Maximum memory for decoded pixels and samples of all rows in progress, in bytes."""
 
     @model_validator(mode="after")
     def _ordered(self) -> MediaTable:

@@ -1,4 +1,4 @@
-"""``[run]``, ``[retry]`` and ``[output]``."""
+"""The tables ``[run]``, ``[retry]`` and ``[output]``."""
 
 from __future__ import annotations
 
@@ -29,78 +29,75 @@ _InAndOut = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
 
 
 class RunTable(Table):
-    """How the run behaves."""
+    """How the run works: concurrency, limits, budgets and prices."""
 
     max_in_flight: Free[Literal["auto"] | PositiveInt] = "auto"
-    """Requests handed to the engine at a time; `auto` adapts."""
+    """Maximum number of requests submitted to the engine at a time. `auto` adapts it to the engine."""
     render_threads: Free[int] = Field(4, ge=1, le=256)
-    """Threads that render prompts and decode images ahead of the engine."""
+    """Number of threads that render prompts and decode images ahead of the engine."""
     look_ahead: Free[NonNegativeInt] = 1024
-    """Rows read ahead, so that those that share an image or their beginning are in flight together,
-    and at the end of the input those with the largest `max_tokens` come first; 0 keeps the input's
-    order."""
+    """Number of rows read ahead and reordered: rows that share an image or a prefix run together, and the rows with
+    the largest `max_tokens` come first at the end of the input. 0 keeps the order of the input."""
     checkpoint_interval_s: Free[PositiveSeconds] = 5.0
-    """Seconds between checkpoints (fsync, then the checkpoint)."""
+    """Seconds between checkpoints. A checkpoint syncs the log to disk (fsync) and then updates `checkpoint.json`."""
     fail_on_error: Free[bool | NonNegativeInt | Annotated[float, Field(ge=0, lt=1)]] = False
-    """Stop the run: `true` at the first failed row, a fraction below 1 when that share of the
-    settled rows failed (from 20 rows on), a count when more than that many."""
+    """When to stop the run because of failed rows: `true` at the first one; a fraction below 1 when that share of the
+    finished rows failed (from 20 rows on); an integer when more rows than that failed. `false` never stops."""
     check_rows: Free[NonNegativeInt] = 20
-    """Stop if the first so many rows fail, or all of a few, for the same reason, before the model is loaded if they
-    can't be rendered; or if they lack a field that the job names. 0 never does, nor does a run that has an answer."""
+    """Stop the run if this many first rows (or all rows of a smaller input) fail for the same reason, or lack a field
+    that the job uses. Rows that cannot be rendered are found before the model is loaded. 0 disables the check. A run
+    that already has an answer is not checked."""
     row_timeout_s: Free[PositiveSeconds] = 600.0
-    """A running row that gets no token for this long, or whose prompt is not prepared within it, is
-    aborted with `timeout`, and tried again as `retry.attempts` says; one whose template is not
-    filled in within it fails with `timeout` at once."""
+    """Seconds that a running row may wait for its next token, or for its prompt to be prepared. After that it is
+    aborted with `timeout` and retried as `retry.attempts` allows. A row whose template takes longer fails with
+    `timeout`."""
     stall_timeout_s: Free[PositiveSeconds] = 600.0
-    """An engine that completes no step for this long is restarted, and its stacks are logged; not
-    with `engine.in_process`, where no other process can watch it."""
+    """Seconds without a finished engine step after which the engine is restarted and its stacks are logged. It has no
+    effect with `engine.in_process`, because no other process can watch the engine."""
     max_engine_restarts: Free[NonNegativeInt] = 16
-    """Stop if the engine died more often than this without one answer in between. With 0, its first
-    death stops the run; no smaller settings are tried."""
+    """Stop the run if the engine dies more often than this without any answer in between. 0 stops at the first death
+    and tries no smaller settings."""
     max_host_gb: Free[PositiveFloat | None] = None
-    """The engine's process, or the server that the run started, is restarted between rows when it
-    grows past this."""
+    """Memory limit of the engine's process (or of the server that the run started), in GB. If it grows larger, it is
+    restarted between rows. By default there is no limit."""
     workers: Free[PositiveInt | None] = None
-    """The number of engines on Ray, each with its own GPUs; by default one engine and no Ray."""
+    """Number of engines that run on Ray, each with its own GPUs. By default one engine runs, without Ray."""
     ray_address: Free[str | None] = None
-    """The cluster that they run on, as `ray.init` takes it; by default `RAY_ADDRESS`, or else Ray
-    is started on this machine for the run."""
+    """Address of the Ray cluster, as `ray.init` takes it. The default is `RAY_ADDRESS`; if that is not set either,
+    batchkit starts Ray on this machine for the run."""
     worker_gpus: Free[NonNegativeFloat | None] = None
-    """GPUs of one worker, a fraction to share one; by default `tensor_parallel_size` ×
-    `pipeline_parallel_size`, or none if the cluster has none. Without `workers`, too: if they are
-    as many as all `[engines]` ask for, these are loaded together (docs/engines.md)."""
+    """GPUs per worker; a fraction shares a GPU. The default is `tensor_parallel_size` × `pipeline_parallel_size`, or
+    0 if the cluster has no GPUs. It also applies without `workers`: if it covers the GPUs of all `[engines]`, they
+    are loaded together (docs/engines.md)."""
     worker_cpus: Free[PositiveFloat | None] = None
-    """Cores of one worker, and its OpenMP threads; by default 1 with a GPU, else its share of all
-    cores."""
+    """CPU cores and OpenMP threads per worker. The default is 1 with a GPU, otherwise an equal share of all cores."""
     seed: Identity[int] = 0
-    """The engine's seed, and that of `run.sample`."""
+    """Seed of the engine and of `run.sample`."""
     sample: Free[PositiveInt | None] = None
-    """Run only so many rows, drawn at random from those of the input; a start without it runs the
-    rest, and one with a larger number adds to them."""
+    """Run only this number of rows, drawn at random from the input. Resuming without it runs the rest; resuming with a
+    larger number adds rows."""
     max_seconds: Free[PositiveFloat | None] = None
-    """Budget of each start, loading included: then no new row begins, and rows in flight get 10
-    seconds more. The run ends with exit code 1, and the same command continues it."""
+    """Time budget of each start, in seconds, including loading. When it is used up, no new row starts, and running
+    rows get 10 more seconds. The exit code is 1; the same command resumes the run."""
     max_completion_tokens: Free[PositiveInt | None] = None
-    """Budget of the run, over all its starts: at so many tokens of answers no new row begins; rows
-    in flight, which are paid for, are finished. Exit code 1; a larger budget continues the run."""
+    """Token budget of the run across all starts. After this number of completion tokens no new row starts; rows
+    already running are finished. The exit code is 1; a larger budget resumes the run."""
     max_price: Free[PositiveFloat | None] = None
-    """Budget of the run, over all its starts, in the currency of the prices below; it ends like
-    `max_completion_tokens`."""
+    """Price budget of the run across all starts, in the currency of the prices below. It ends the run in the same way
+    as `max_completion_tokens`."""
     price_per_gpu_hour: Free[PositiveFloat | None] = None
-    """What an hour of one GPU costs, loading included; the run pays for `tensor_parallel_size` ×
-    `pipeline_parallel_size` × `data_parallel_size` of them, or `run.worker_gpus`, times
-    `run.workers`."""
+    """Price of one GPU for one hour, including loading. The number of GPUs is `tensor_parallel_size` ×
+    `pipeline_parallel_size` × `data_parallel_size`, or `run.worker_gpus`, times `run.workers`."""
     price_per_million_tokens: Free[_InAndOut | None] = None
-    """What a million tokens of prompts and of answers cost: `[0.15, 0.60]`."""
+    """Price of a million prompt tokens and of a million completion tokens, for example `[0.15, 0.60]`."""
 
     metrics_port: Free[int | None] = Field(None, ge=1, le=65535)
-    """Prometheus finds the run's metrics at `http://127.0.0.1:PORT/metrics`; needs the extra
-    `metrics`."""
+    """Port for Prometheus metrics at `http://127.0.0.1:PORT/metrics`. Needs the extra `metrics`. By default no port is
+    opened."""
 
     on_end: Free[str | list[str] | None] = None
-    """A command that is run when a run has ended or was stopped, with the run's last line of JSON
-    on its stdin, for at most a minute; no shell reads it: `notify-send batchkit`, or `["sh", "-c",
-    "…"]`."""
+    """Command to run when a run ends or is stopped, without a shell and for at most 60 seconds. Its stdin gets the
+    run's final JSON line. Examples: `notify-send batchkit`, `["sh", "-c", "…"]`."""
 
     @field_validator("on_end")
     @classmethod
@@ -110,7 +107,7 @@ class RunTable(Table):
         return command
 
     def price_of(self, tokens: Usage, gpu_seconds: float) -> float | None:
-        """What ``tokens`` and the seconds of GPUs cost; None if the job has no price."""
+        """Return the price of ``tokens`` and ``gpu_seconds``, or None if the job sets no price."""
         if self.price_per_gpu_hour is None and self.price_per_million_tokens is None:
             return None
         of_prompts, of_answers = self.price_per_million_tokens or (0.0, 0.0)
@@ -118,8 +115,8 @@ class RunTable(Table):
         return millions / 1e6 + gpu_seconds / _HOUR_S * (self.price_per_gpu_hour or 0.0)
 
     def of_part(self, **update: None) -> RunTable:
-        """For a run that is a part of this one, with an engine of its own: the judge's, for example.
-        ``update``: further keys to leave out."""
+        """Return settings for a part of this run that has its own engine, for example the judge. ``update`` names
+        further keys to leave out."""
         ours = (
             "sample",
             "max_price",
@@ -135,36 +132,39 @@ class RunTable(Table):
         prices = self.price_per_gpu_hour, self.price_per_million_tokens
         if self.max_price is not None and not any(prices):
             raise ValueError(
-                "max_price needs a price: price_per_gpu_hour, or price_per_million_tokens ="
+                "max_price needs a price: set price_per_gpu_hour, or price_per_million_tokens ="
                 " [of prompts, of answers]"
             )
         return self
 
 
 class RetryTable(Table):
-    """What is tried again within a run."""
+    """What is retried within a run."""
 
     attempts: Free[PositiveInt] = 2
-    """Tries of one row, including the first, for errors that may not recur."""
+    """Maximum number of attempts per row, including the first, for errors that may be temporary."""
     temperatures: Identity[list[Annotated[float, Field(ge=0)]] | None] = None
-    """Temperature by attempt; the last one applies to all further ones."""
+    """Temperature of each attempt, in order. The last value applies to all further attempts. By default the row's
+    own."""
     backoff_s: Free[Seconds] = 0.0
-    """Seconds before the second try, twice as long before each further one."""
+    """Seconds before the second attempt. The delay doubles for each further attempt."""
     on_too_long: Identity[Literal["fail", "truncate-middle"]] = "fail"
-    """What a prompt that does not fit does: `fail` its row, or `truncate-middle`: cut the row's
-    longest text in the middle until prompt and answer fit; the record says by how many tokens
-    (`truncated_tokens`)."""
+    """What happens to a prompt that is too long. `fail`: the row fails. `truncate-middle`: the row's longest text is
+    cut in the middle until prompt and answer fit; the record holds the number of removed tokens as
+    `truncated_tokens`."""
     reask: Identity[NonNegativeInt] = 0
-    """How often a row is asked again if its answer has nothing that `scoring.extract` finds, or is
-    not what `output.parse` asks for; the last answer counts, whatever it is."""
+    """How often to ask again if `scoring.extract` finds nothing in an answer, or the answer does not satisfy
+    `output.parse`. The last answer counts in any case."""
     reask_note: Identity[str] = ""
-    """Template: what is added to the prompt then. A row for which it is empty is not asked
-    again."""
+    """Template of the text that is added to the prompt when a row is asked again. If the result is empty, the row is
+    not asked again."""
 
     @model_validator(mode="after")
     def _says_what_to_add(self) -> RetryTable:
         if self.reask and not self.reask_note.strip():
-            raise ValueError("reask needs a reask_note: what is added to the prompt then")
+            raise ValueError(
+                "reask needs a reask_note: the text to add to the prompt when a row is asked again"
+            )
         return self
 
 
@@ -172,44 +172,43 @@ class OutputTable(Table):
     """What is written, and where."""
 
     dir: Free[str] = "output"
-    """The run folder is `<dir>/<name>`."""
+    """Folder for run folders. The run folder is `<dir>/<name>`."""
     keep: Free[list[str] | Literal["*"]] = "*"
-    """The columns of the input that exports have: `"*"` for all of them, or some, which are also copied into each
-    record, beside those that `[scoring]` reads."""
+    """Input columns to include in exports: `"*"` for all, or a list. Listed columns are also copied into each record,
+    as are the columns that `[scoring]` reads."""
     prompt: Identity[bool] = False
-    """Also store the rendered prompt in each record; with a server and `dry-run` there is none."""
+    """Store the rendered prompt in each record. Not available with `openai-server` and `dry-run`."""
     parse: Identity[Literal["json"] | None] = None
-    """`json`: each answer has to be JSON, or have one fenced block of it, and to fit the schema of
-    `sampling.structured_outputs` if there is one. Its value is `parsed` in the record, and its keys
-    are columns of Parquet and CSV. Any other answer is the failure `invalid_output`."""
+    """`json`: each answer must be JSON, or contain one fenced JSON block, and must match the schema of
+    `sampling.structured_outputs` if there is one. The record holds the value as `parsed`; its keys become columns in
+    Parquet and CSV. Any other answer fails with `invalid_output`."""
     choices: Identity[bool | None] = None
-    """Whether a record has all `n` answers of its row; by default, unless `[select]` picks one."""
+    """Store all `n` answers in the row's record. The default is true, unless `[select]` picks one."""
     replay: Free[Literal["strict", "fresh"]] = "strict"
-    """What happens to a row whose function asks for something else than before it was interrupted:
-    it fails with `rollout`, or has the new answer."""
+    """What happens to an interrupted row whose function now submits other requests than before: `strict` makes it
+    fail with `rollout`, `fresh` uses the new answers."""
     vector_dtype: Identity[Literal["float32", "float16"]] = "float32"
-    """For `task = "embed"`, `"token_embed"` and `"token_classify"`: the type that vectors are stored with."""
+    """Number format of stored vectors, for `task = "embed"`, `"token_embed"` and `"token_classify"`."""
     export: Free[list[ExportName]] = Field([])
-    """Formats that `batchkit run` and `retry-failed` write into the run folder once all rows are done, as `batchkit export`
-    names them."""
+    """Export formats that `run` and `retry-failed` write into the run folder when all rows are done, named as in
+    `batchkit export`."""
     upload: Free[Annotated[str, AfterValidator(check_address)] | None] = None
-    """Where these are sent then, each with one PUT: a web address, usually a signed one. `${NAME}` in it is that environment
-    variable, `{name}` the file's name, which must be there if several files are sent."""
+    """URL that receives the exports, one HTTP PUT per file; usually a signed URL. `${NAME}` inserts an environment
+    variable, `{name}` the file name. `{name}` is required if there are several files."""
 
 
 def words_of(command: str | Sequence[str]) -> list[str]:
-    """The words of ``command``, separated as a shell would.
+    """Split ``command`` into words like a shell.
 
     Raises:
-        ValueError: a quotation has no end, the command is too long, there is no word, or a word is an operator
-            of a shell.
+        ValueError: A quotation is not closed, the command is too long or empty, or a word is a shell operator.
     """
     words = split_command(command) if isinstance(command, str) else [*command]
     if not words or not words[0]:
-        raise ValueError("names no command")
+        raise ValueError("the command is empty")
     if isinstance(command, str) and (operator := next(filter(_SHELL.fullmatch, words), None)):
         raise ValueError(
-            f"no shell reads the command, so {operator!r} would be an argument of {words[0]}; write"
+            f"no shell runs the command, so {operator!r} would be an argument of {words[0]}; write"
             f' ["sh", "-c", "…"] in the job file, or sh -c \'…\' after --notify'
         )
     return words

@@ -1,4 +1,4 @@
-"""``[scoring]``, its judge and its rules."""
+"""The table ``[scoring]`` with its judge and its rules."""
 
 from __future__ import annotations
 
@@ -16,109 +16,108 @@ from batchkit.config.values import reason_of
 
 
 class JudgeTable(Table):
-    """Who scores the answers, for the scorer `judge`: a second model, which is asked when all rows are
-    answered, or one of `[[steps]]`.
+    """The judge for the scorer `judge`: either a second model, which runs after all rows are answered, or one of
+    `[[steps]]`.
 
-    Its templates see the row's fields, and `prediction`, `reference` and `text` besides.
+    Its templates see the row's fields and also `prediction`, `reference` and `text`.
     """
 
     step: str | None = None
-    """Instead of `engine`: one of `[[steps]]`, with `answer = false`, whose answers are the
-    scores."""
+    """Name of the step that judges, instead of `engine`. It must have `answer = false`; its answers are the scores."""
     engine: EngineTable | None = None
     sampling: SamplingTable = SamplingTable()
     prompt: PromptTable = PromptTable()
     max_score: PositiveFloat = 100.0
-    """The best score that it can give."""
+    """The highest score that the judge can give."""
 
     @model_validator(mode="after")
     def _coherent(self) -> JudgeTable:
         if (self.step is None) == (self.engine is None):
-            raise ValueError("needs one of engine, a model of its own, and step, one of [[steps]]")
+            raise ValueError("set either engine (a second model) or step (one of [[steps]])")
         if self.step is not None:
             for name, value in (("sampling", SamplingTable()), ("prompt", PromptTable())):
                 if getattr(self, name) != value:
-                    raise ValueError(f"{name} is that of steps.{self.step}; leave it out here")
+                    raise ValueError(f"{name} comes from steps.{self.step}; leave it out here")
         return self
 
 
 class Reading(Table):
-    """What may be read from answers otherwise than `[scoring]` says."""
+    """Scoring keys that a step or a rule may set for itself."""
 
     extract: Identity[Extract | None] = None
-    """As `scoring.extract`."""
+    """Same as `scoring.extract`."""
     pattern: Identity[str | None] = None
-    """As `scoring.pattern`."""
+    """Same as `scoring.pattern`."""
     key: Identity[str | None] = None
-    """As `scoring.key`."""
+    """Same as `scoring.key`."""
     choices: Identity[list[str] | None] = None
-    """As `scoring.choices`."""
+    """Same as `scoring.choices`."""
     reference: Identity[str | None] = None
-    """As `scoring.reference`."""
+    """Same as `scoring.reference`."""
     scorers: Identity[list[ScorerName] | None] = None
-    """As `scoring.scorers`."""
+    """Same as `scoring.scorers`."""
     tolerance: Identity[NonNegativeFloat | None] = None
-    """As `scoring.tolerance`."""
+    """Same as `scoring.tolerance`."""
 
 
 class ScoringRule(Reading):
-    """Rows that are scored differently: keys set here replace those of `[scoring]`."""
+    """Different scoring for some rows. Keys set here replace the keys of `[scoring]`."""
 
     where: dict[str, Any] = Field({})
-    """Which rows: as `input.where`. The first rule that matches a row applies."""
+    """The rows that this rule applies to, written like `input.where`. The first matching rule applies."""
 
 
 class ScoringTable(Table):
-    """How answers are scored: as rows finish, and again by `batchkit score`."""
+    """How answers are scored. Scores are computed as rows finish; `batchkit score` computes them again."""
 
     extract: Extract = "text"
-    """What the prediction is: the whole `text` (of a JSON object its `answer`), the first group of a `regex`, a `json` value, the
-    last `number`, what follows `[Final Answer]:`, the last block of `code`, or a `reward` from 0 to
-    10."""
+    """How the prediction is read from an answer: `text` (the whole text; for a JSON object, its `answer`), `regex`
+    (see `pattern`), `json` (the value at `key`), `number` (the last number), `final-answer` (the text after
+    `[Final Answer]:`), `code` (the last code block) or `reward` (a number from 0 to 10)."""
     pattern: str | None = None
-    """For `regex`: the last match counts, its first group if it has one."""
+    """For `regex`: the regular expression. The last match counts, or its first group if the pattern has groups."""
     key: str | None = None
-    """For `json`: the key (dotted) of the value."""
+    """For `json`: the dotted key of the value."""
     choices: list[str] = Field([])
-    """For `choice`: the answers to choose from."""
+    """For `choice`: the allowed answers."""
     reference: str | None = None
-    """The field that holds the right answer."""
+    """Name of the field with the correct answer."""
     reference_run: str | None = None
-    """A run whose predictions, by id, are the right answers instead."""
+    """A run whose predictions are used as the correct answers, matched by row id."""
     scorers: list[ScorerName] = Field([])
-    """What is computed of prediction and reference; docs/scoring.md."""
+    """The scores to compute from prediction and reference (docs/scoring.md)."""
     group_by: str | None = None
-    """The field whose values group the table of scores."""
+    """Field whose values group the rows of the score table."""
     mode: Literal["official", "fixed"] = "fixed"
-    """`official` equals RealHiTBench's own code to the digit, its quirks included; `fixed` corrects them:
-    docs/scoring.md lists them."""
+    """`official` gives exactly the scores of RealHiTBench's own code, including its errors. `fixed` corrects these
+    errors; docs/scoring.md lists them."""
     tolerance: NonNegativeFloat = 0.01
-    """For `numeric`: how far off, as a share of the reference."""
+    """For `numeric`: largest accepted difference, as a fraction of the reference."""
     normalizer: Literal["english", "basic"] | None = None
-    """For `wer` and `cer`: which of Whisper's text normalisers both texts go through. By default `english` if
-    `speech.language` is `en`, else `basic`."""
+    """For `wer` and `cer`: the Whisper text normalizer applied to both texts. The default is `english` if
+    `speech.language` is `en`, otherwise `basic`."""
     default_reward: float | None = None
-    """The score of an answer without a number; by default it is unscored."""
+    """Score of an answer without a number. By default such an answer stays unscored."""
     allow_code: bool = False
-    """For `chart`: run the code that the model wrote, in a sandbox."""
+    """For `chart`: allow running the code that the model wrote, in a sandbox."""
     table: str | None = None
-    """For `chart`: template of the path, under `media.root`, of the row's table. It is opened after
-    the check, so no other user may have write access below `media.root`."""
+    """For `chart`: template of the path of the row's table, under `media.root`. The file is opened after its path is
+    checked, so no other user may have write access below `media.root`."""
     chart_type: str = "{{ SubQType }}"
-    """For `chart`: template; its first word is LineChart, BarChart, ScatterChart or PieChart."""
+    """For `chart`: template of the chart type. Its first word is LineChart, BarChart, ScatterChart or PieChart."""
     judge: JudgeTable | None = None
-    """For `judge`: the model that judges."""
+    """For `judge`: the judge."""
     rules: list[ScoringRule] = Field([])
-    """Rows that are scored differently."""
+    """Rules that change the scoring for some rows."""
 
     @property
     def parts(self) -> list[ScoringTable | ScoringRule]:
-        """The table itself, then its rules in the order of the file."""
+        """The table itself, then its rules, in file order."""
         return [self, *self.rules]
 
     @property
     def is_on(self) -> bool:
-        """True if anything has to be extracted from the answers."""
+        """True if the job reads a prediction from the answers or scores them."""
         return bool(self.scorers or self.rules) or self.extract != "text"
 
     @model_validator(mode="after")
@@ -127,13 +126,13 @@ class ScoringTable(Table):
         used = {name for part in parts for name in part.scorers or ()}
         laid = [(part.extract or self.extract, part.pattern or self.pattern) for part in parts]
         if any(extract == "regex" and pattern is None for extract, pattern in laid):
-            raise ValueError('extract = "regex" needs a pattern, here or in each rule that has it')
+            raise ValueError('extract = "regex" needs a pattern, here or in each rule that uses it')
         for place, part in enumerate(parts):
             if part.pattern is not None:
                 key = f"rules.{place - 1}.pattern" if place else "pattern"
                 _check_pattern(key, part.pattern)
         if "choice" in used and not any(part.choices for part in parts):
-            raise ValueError("the scorer choice needs choices")
+            raise ValueError("the scorer choice needs choices: the list of allowed answers")
         return self
 
 
@@ -142,4 +141,6 @@ def _check_pattern(key: str, pattern: str) -> None:
         re.compile(pattern)
     except (re.error, RecursionError, MemoryError, OverflowError, ValueError) as error:
         shown = repr(shortened(pattern))
-        raise ValueError(f"{key} {shown} is no regular expression: {reason_of(error)}") from None
+        raise ValueError(
+            f"{key} {shown} is not a valid regular expression: {reason_of(error)}"
+        ) from None

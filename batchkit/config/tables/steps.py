@@ -1,4 +1,4 @@
-"""``[[steps]]``, ``[rollout]`` and ``[select]``: several generations for a row."""
+"""The tables ``[[steps]]``, ``[rollout]`` and ``[select]``: several generations per row."""
 
 from __future__ import annotations
 
@@ -18,46 +18,56 @@ from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.tables.scoring import Reading, ScoringTable
 
-_CONSTANTS = ("", "0", "1", "no", "yes", "none", "false", "true")  # which turn a step off and on
+_CONSTANTS = (
+    "",
+    "0",
+    "1",
+    "no",
+    "yes",
+    "none",
+    "false",
+    "true",
+)  # fixed values that switch a step off or on
 
 
 class StepTable(Reading):
-    """One generation of a row, in the order of the file; the last one that runs gives the row's answer.
+    """One generation of a row. Steps run in the order of the file. The last step that runs gives the row's answer.
 
-    Its templates see the row's fields, and what the steps before it answered: `steps.NAME.text`,
-    `.reasoning`, `.tool_calls`, `.json` (the text's JSON value), `.prediction` and `.scores`, `.choices`
-    (the texts of all `n`), `.selected` (with `[select]`: the number of the one that counts, from 0) and `.skipped`.
+    A step's templates can use the row's fields and the results of earlier steps: `steps.NAME.text`, `.reasoning`,
+    `.tool_calls`, `.json` (the text parsed as JSON), `.prediction`, `.scores`, `.choices` (the texts of all `n`
+    answers), `.selected` (with `[select]`: the index of the selected answer, from 0) and `.skipped`.
     """
 
     name: Identity[str] = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """Its name in templates, in `steps.jsonl` and in tables."""
+    """Name of the step in templates, in `steps.jsonl` and in result tables."""
     prompt: PromptTable = Field(PromptTable())
-    """As `[prompt]`."""
+    """The step's prompt, with the keys of `[prompt]`."""
     sampling: SamplingTable = Field(SamplingTable())
-    """As `[sampling]`, which gives what is not set here."""
+    """The step's sampling parameters. Keys not set here come from `[sampling]`."""
     engine: Identity[str] = ""
-    """The name of one of `[engines]`; by default `[engine]`."""
+    """Name of the engine in `[engines]` that runs this step. By default `[engine]` runs it."""
     when: Identity[str | None] = None
-    """A template; the step is skipped if it gives nothing, `false`, `no`, `none` or `0`."""
+    """Template that decides whether the step runs. The step is skipped if the result is empty, `false`, `no`, `none`
+    or `0`."""
     answer: Identity[bool] = True
-    """`false` for a step that plans or judges: the row's answer is that of the last other step."""
+    """Whether this step may give the row's answer. Use `false` for a step that only plans or judges."""
     parse: Identity[Literal["json"] | None] = None
-    """As `output.parse`."""
+    """Same as `output.parse`, for this step."""
 
     @property
     def scoring(self) -> ScoringTable:
-        """What is read from its answers."""
+        """The scoring settings that apply to this step's answers."""
         given = {name: getattr(self, name) for name in Reading.model_fields}
         return ScoringTable(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def has_scoring(self) -> bool:
-        """True if its answers are read in a way of their own."""
+        """True if the step sets any scoring key itself."""
         return any(getattr(self, name) is not None for name in Reading.model_fields)
 
     @model_validator(mode="after")
     def _coherent(self) -> StepTable:
-        _ = self.scoring  # raises what does not fit
+        _ = self.scoring  # raises ValueError for contradicting keys
         when = self.when or ""
         if "{" not in when and when.strip().lower() not in _CONSTANTS:
             raise ValueError(
@@ -67,32 +77,33 @@ class StepTable(Reading):
 
     @model_serializer(mode="wrap")
     def _without_sampling_of_job(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A default written down would replace what ``[sampling]`` says."""
+        """Leave out sampling defaults: written to the file, they would override ``[sampling]`` when it is read
+        again."""
         given = self.sampling.model_dump(exclude_unset=True)
         found = {name: value for name, value in dump(self).items() if name != "sampling"}
         return {**found, "sampling": given} if given else found
 
 
 class RolloutTable(Table):
-    """A function instead of `[prompt]` and `[[steps]]`: `async def solve(row, generate)`, which is
-    called for each row and returns its answer, a text or a dict (docs/steps.md). Its code is trusted."""
+    """A Python function that replaces `[prompt]` and `[[steps]]`: `async def solve(row, generate)`. batchkit calls it
+    once per row; it returns the answer as text or a dict (docs/steps.md). The code runs without a sandbox."""
 
     function: Identity[str] = Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")
-    """`module:name`, or `path/to/file.py:name`; a module is looked for beside the job file, too."""
+    """The function, as `module:name` or `path/to/file.py:name`. Modules beside the job file are found, too."""
     concurrency: Free[PositiveInt] = 4096
-    """Rows that are begun at a time, those that wait for something else included."""
+    """Maximum number of rows in progress at a time, including rows that wait for something other than the model."""
 
 
 class SelectTable(Table):
-    """Which of the `n` answers of `sampling.n` counts: of the row's, and of those of each step, which its own
-    `extract` and `scorers` read if it has any, else those of `[scoring]`. Only whole answers are chosen."""
+    """How one of the `n` answers of `sampling.n` is selected, for the row and for each step. A step's own `extract`
+    and `scorers` are used if it has any, otherwise those of `[scoring]`. Truncated answers are never selected."""
 
     by: Identity[Literal["majority", "scorer", "step"] | None] = None
-    """`majority`: the first of those whose prediction (`scoring.extract`) most of them have: the
-    same one of `scoring.choices`, number or words; `scorer`: the first with the highest score;
-    `step`: the one whose number, from 1, the step `select.step` answers; its templates see
-    `candidates`, the texts, and its `extract` is `number` by default."""
+    """Selection method. `majority`: the first answer with the most frequent prediction (`scoring.extract`);
+    predictions are equal if they are the same one of `scoring.choices`, the same number or the same words. `scorer`:
+    the first answer with the highest score. `step`: the answer whose number, from 1, the step `select.step` returns;
+    its templates see the texts as `candidates`, and its `extract` is `number` by default."""
     scorer: Identity[ScorerName | None] = None
-    """For `scorer`: one of `scoring.scorers`; by default the only one."""
+    """For `scorer`: name of a scorer in `scoring.scorers`. It may be left out if there is only one."""
     step: Identity[str | None] = None
-    """For `step`: the last of `[[steps]]`."""
+    """For `step`: name of the step that selects; it must be the last of `[[steps]]`."""

@@ -1,4 +1,4 @@
-"""``task``, ``[pair]``, ``[pooling]`` and ``[speech]``, and which other keys fit them."""
+"""The ``task`` names and the tables ``[pair]``, ``[pooling]`` and ``[speech]``."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ TaskName = Literal[
     "generate", "embed", "token_embed", "classify", "token_classify", "score", "transcribe"
 ]
 GENERATING = ("generate", "transcribe")
-"""Those whose answer is a text."""
+"""Tasks whose answer is text."""
 OF_TOKENS = ("token_embed", "token_classify")
 WITH_VECTORS = ("embed", *OF_TOKENS)
 FOR_VECTORS = 'task = "embed", "token_embed" or "token_classify"'
 
 
 class PairTable(Table):
-    """What `task = "score"` compares: a query with a document, or with each of a list. Templates are
-    filled in as those of `[prompt]`."""
+    """The two sides of `task = "score"`: a query, and one document or a list of documents. Their templates use
+    the same names as `[prompt]`."""
 
     query: Identity[str | None] = None
-    """The query, or one of the two texts."""
+    """Template of the query."""
     documents: Identity[str | None] = None
-    """The text that it is compared with; or `{{ column }}` alone for a column with a list of texts,
-    each of which gets its score."""
+    """Template of the document that is compared with the query. `{{ column }}` alone may name a column with a list
+    of texts; each text then gets its own score."""
     query_images: Identity[list[str]] = Field([])
-    """Images of the query, as `prompt.images`."""
+    """Images of the query, written like `prompt.images`."""
     document_images: Identity[list[str]] = Field([])
-    """Images of the document, as `prompt.images`. If `documents` is a list, each template gives a
-    list as long, with one image for each document."""
+    """Images of the document, written like `prompt.images`. If `documents` is a list, each template must give
+    a list of the same length, with one image per document."""
 
     @property
     def is_set(self) -> bool:
@@ -46,20 +46,20 @@ class PairTable(Table):
 
 
 class PoolingTable(Table):
-    """For the tasks other than `generate`: given to `vllm.PoolingParams` as they are, so any
-    of its names may be used here."""
+    """Parameters for `vllm.PoolingParams`, used by all tasks except `generate` and `transcribe`. Any of its names
+    may be used here."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     dimensions: Identity[PositiveInt | None] = None
-    """For `embed` and `token_embed`: only the first so many of a vector, if the model was trained for it
-    (Matryoshka). With `dry-run`: the length of its vectors (8)."""
+    """For `embed` and `token_embed`: keep only the first `dimensions` values of each vector (by default all). The
+    model must be trained for it (Matryoshka). With `dry-run`: the length of its vectors (default 8)."""
     normalize: Identity[bool | None] = None
-    """For `embed` and `token_embed`: whether vectors get the length 1, by default as the model says. It is what vLLM
-    calls `use_activation`."""
+    """For `embed` and `token_embed`: scale each vector to length 1. The default comes from the model. vLLM calls
+    this `use_activation`."""
 
     def params(self) -> dict[str, Any]:
-        """The names and values for ``vllm.PoolingParams``."""
+        """Return the keyword arguments for ``vllm.PoolingParams``."""
         params = self.model_dump(exclude={"normalize"}, exclude_none=True)
         return params if self.normalize is None else {**params, "use_activation": self.normalize}
 
@@ -67,23 +67,23 @@ class PoolingTable(Table):
     def _coherent(self) -> PoolingTable:
         if self.normalize is not None and "use_activation" in (self.model_extra or {}):
             raise ValueError(
-                "normalize and use_activation are both given; they are one for task embed: keep one"
+                "normalize and use_activation are the same setting for the task embed: remove one of them"
             )
         return self
 
 
 class SpeechTable(Table):
-    """For `task = "transcribe"`, whose recordings `prompt.audios` names, one for each row."""
+    """Settings for `task = "transcribe"`. `prompt.audios` names one recording per row."""
 
     language: Identity[str | None] = None
-    """The language of the recording, for example `en`; or a template, for example `{{ language }}`. Without it, Whisper is
-    asked first which of its languages it hears, as vLLM's server does."""
+    """Language of the recording, for example `en`, or a template such as `{{ language }}`. By default Whisper detects
+    the language first, as vLLM's server does."""
     prompt: Identity[str | None] = None
-    """A text that the model takes for what was said before, for example names and how they are spelt; or a template."""
+    """Text or template that the model treats as the preceding speech, for example names with their spelling."""
     timestamps: Identity[bool] = True
-    """Ask the model when each sentence begins and ends, if it can say so. `false`: each part of a recording is one
+    """Ask the model for the start and end of each sentence, if it supports timestamps. With `false`, each chunk is one
     segment."""
     part_seconds: Identity[PositiveFloat] = 30.0
-    """The longest part that the model is given, at most what it can hear: 30 seconds for Whisper."""
+    """Maximum length of a chunk, in seconds, up to the model's own limit (30 s for Whisper)."""
     overlap_seconds: Identity[NonNegativeFloat] = 0.5
-    """By how much a part may reach into the silence behind it, and where a recording has none, into the speech."""
+    """Overlap between chunks, in seconds: silence where the recording has some, otherwise speech."""
