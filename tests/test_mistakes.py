@@ -388,7 +388,7 @@ KEYS = [
     ),
     Mistake(
         "run job.toml --set input.path=blank.csv --set input.empty=skip",
-        ("blank.csv: has no row without a blank in review",),
+        ("blank.csv: every row has a blank in review",),
         files={"blank.csv": "id,review,label\n1,,a\n"},
     ),
     # A file that batchkit has not written is not replaced.

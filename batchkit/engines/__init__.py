@@ -1,9 +1,11 @@
-"""Engines: what answers requests.
+"""Engines, which answer requests.
 
-A module of ``ENGINES`` has ``open_engine(job)`` and ``open_preflight(job)``. It may have ``SAMPLING``, the
-only sampling parameters that it knows; ``preload()``, which imports what it needs, if it holds a model and so
-runs in a process of its own; ``MAX_NUM_SEQS``, how many rows that runs at once if the job does not say; and
-``REQUIRES``, packages of the extra of its name.
+Each module in ``ENGINES`` has ``open_engine(job)`` and ``open_preflight(job)``. Optional names:
+
+- ``SAMPLING``: the only sampling parameters that the engine supports.
+- ``preload()``: import what the engine needs. An engine with it holds a model and runs in a child process.
+- ``MAX_NUM_SEQS``: the default number of rows that run at the same time.
+- ``REQUIRES``: packages that the extra with the engine's name installs.
 """
 
 ENGINES = {

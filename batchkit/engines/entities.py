@@ -1,4 +1,4 @@
-"""Named entities: the label scores of a text's tokens become spans of the text."""
+"""Named entities: conversion of token label scores to spans of the text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BEGINS, _ENDS = ("B", "U", "S"), ("L", "E", "U", "S")  # BILOU and BIOES
 
 
 class Tag(NamedTuple):
-    """A label without its prefix, and whether the prefix says that an entity begins or ends with this token."""
+    """A label without its prefix, and whether the prefix marks the begin or the end of an entity."""
 
     label: str
     begins: bool = False
@@ -25,7 +25,7 @@ class Tag(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token that is in an entity: its tag and its score, and its place in the text."""
+    """A token inside an entity: its tag, score and position in the text."""
 
     tag: Tag
     score: float
@@ -34,9 +34,10 @@ class Token(NamedTuple):
 
 
 def tags_of(labels: Mapping[int, str], count: int) -> list[Tag]:
-    """The tags of a model's ``count`` labels, in their order; one without a name is ``LABEL_n``, as in transformers.
+    """Return the tags of a model's ``count`` labels, in order. A label without a name is ``LABEL_n``, as in
+    transformers.
 
-    A letter and a hyphen are a prefix only if the label after them also has B- or I-, so ``E-MAIL`` stays whole.
+    A letter and a hyphen count as a prefix only if the same label also occurs with B- or I-; ``E-MAIL`` stays whole.
     """
     names = [labels.get(n, f"LABEL_{n}") for n in range(count)]
     parts = [_PREFIXED.fullmatch(name) for name in names]
@@ -55,11 +56,11 @@ def entities_in(
     scores: np.ndarray[Any, Any],
     tags: Sequence[Tag],
 ) -> list[Entity]:
-    """The entities of ``text``, in its order.
+    """Return the entities of ``text``, in order.
 
-    ``places``: where each token is in ``text``; None for a special token. ``scores``: a line for each token, with a
-    number for each tag. The likeliest tag of a token counts. Tokens that follow each other with the same label are one
-    entity, unless their prefixes say otherwise; its score is the mean of theirs.
+    ``places`` holds each token's position in ``text``, None for a special token. ``scores`` has one line per token and
+    one column per tag; the tag with the highest score counts. Adjacent tokens with the same label form one entity,
+    unless their prefixes say otherwise. Its score is the mean of their scores.
     """
     spans = list[list[Token]]()
     previous: Token | None = None
@@ -78,12 +79,12 @@ def _tokens(
     scores: np.ndarray[Any, Any],
     tags: Sequence[Tag],
 ) -> Iterator[Token | None]:
-    """None for a token that is outside of all entities."""
+    """Yield each token, None for a token outside all entities."""
     likeliest, best = scores.argmax(axis=1).tolist(), scores.max(axis=1).tolist()
     for place, number, score in zip(places, likeliest, best, strict=True):
         if place is None or tags[number].label == OUTSIDE:
             yield None
-        elif place[0] < place[1]:  # else it has none of the text
+        elif place[0] < place[1]:  # otherwise the token covers no text
             yield Token(tags[number], score, *place)
 
 
@@ -92,7 +93,7 @@ def _continues(previous: Tag, tag: Tag) -> bool:
 
 
 def _entity(text: str, span: Sequence[Token]) -> Entity:
-    """Without the space before it, which many tokenizers make part of a token."""
+    """Return the entity without leading space, which many tokenizers include in the token."""
     start, end = span[0].start, span[-1].end
     whole = text[start:end]
     start += len(whole) - len(whole.lstrip())

@@ -1,4 +1,4 @@
-"""Why an engine died, classified by the error's type where a type exists."""
+"""Causes of engine deaths, classified by the error's type where a type exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from batchkit.types import Request
 
-# What vLLM says when the error of one of its workers is only in the log.
+# vLLM's messages when the error of a worker is only in the log.
 _ELSEWHERE_WORDS = (
     "WorkerProc initialization failed",
     "Executor failed",
@@ -27,16 +27,16 @@ _LONGEST_MESSAGE = 1000
 
 FaultKind = Literal["oom", "engine_crash", "stall", "timeout"]
 
-# Types by name: torch is not imported here, and its CUDA and generic classes are the same.
+# Type names: torch is not imported here, and its CUDA and generic classes have the same names.
 _OOM_TYPES = ("OutOfMemoryError", "MemoryError")
-# Errors without their own type: the CPU allocator, vLLM's KV cache, CUDA's libraries, llama.cpp.
+# Words for errors without a type: the CPU allocator, vLLM's KV cache, CUDA's libraries, llama.cpp.
 _OVER_CLAIM_WORDS = (
     "less than requested memory for kv",
     "less than desired GPU memory utilization",
     "less than desired CPU memory utilization",
 )
 _WITHOUT_CACHE_WORDS = "No available memory for the cache blocks"
-# vLLM at load, if the KV cache is too small for one request of full length.
+# vLLM's message while loading, if the KV cache is too small for one request of full length.
 _SHORT_OF_CACHE_WORDS = "is larger than the available KV cache memory"
 _OOM_WORDS = (
     "can't allocate memory",
@@ -53,9 +53,9 @@ _OOM_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why an engine died. ``type`` is the error's class, or the signal that ended it.
+    """The cause of an engine's death. ``type`` is the error's class, or the signal that ended the engine.
 
-    ``is_unexplained_kill``: SIGKILL from outside, with no sign that memory ran out.
+    ``is_unexplained_kill``: SIGKILL from outside, without evidence that memory ran out.
     """
 
     kind: FaultKind
@@ -65,17 +65,17 @@ class Fault:
 
     @property
     def is_over_claim(self) -> bool:
-        """The engine requested more memory than was free, before it loaded anything."""
+        """True if the engine claimed more memory than was free, before it loaded anything."""
         return any(words in self.message for words in _OVER_CLAIM_WORDS)
 
     @property
     def is_without_cache(self) -> bool:
-        """The engine's memory is full before the KV cache gets any of it."""
+        """True if the engine's memory is full before the KV cache gets any of it."""
         return _WITHOUT_CACHE_WORDS in self.message
 
     @property
     def is_short_of_cache(self) -> bool:
-        """The KV cache is too small for one request of full length; ``kind`` is not "oom"."""
+        """True if the KV cache is too small for one request of full length; ``kind`` is then not "oom"."""
         return _SHORT_OF_CACHE_WORDS in self.message
 
     def __str__(self) -> str:
@@ -83,10 +83,9 @@ class Fault:
 
 
 class EngineDied(EngineError):
-    """The engine is dead; ``fault`` says why. Requests in flight do not come back.
+    """The engine is dead, for the reason in ``fault``. Its running requests do not come back.
 
-    ``stacks``: the stacks of its threads, if a watchdog killed it. ``request``: the one that killed
-    it, if known.
+    ``stacks``: the stacks of its threads, if a watchdog killed it. ``request``: the request that killed it, if known.
     """
 
     def __init__(self, fault: Fault, *, stacks: str = "", request: Request | None = None) -> None:
@@ -97,10 +96,10 @@ class EngineDied(EngineError):
 
 
 class StartFailed(EngineDied):
-    """The engine did not start; ``message`` says what to do.
+    """The engine did not start; ``message`` contains the remedy.
 
-    ``limits``: the options that would have decided its memory use, if they were known by then.
-    ``log``: the file with what the engine printed, if the error's text should name it.
+    ``limits``: the options that determine its memory use, if already known. ``log``: the file with the engine's
+    output, if the error's text should name it.
     """
 
     def __init__(
@@ -112,13 +111,13 @@ class StartFailed(EngineDied):
         log: Path | None = None,
     ) -> None:
         super().__init__(fault)
-        self.args = (message if log is None else f"{message}; what it printed is in {log}",)
+        self.args = (message if log is None else f"{message}; its output is in {log}",)
         self.message = message
         self.limits = limits
 
 
 def fault_of(error: BaseException) -> Fault:
-    """The innermost cause of ``error``, classified."""
+    """Classify the innermost cause of ``error``."""
     while error.__cause__ is not None:
         error = error.__cause__
     names = [base.__name__ for base in type(error).__mro__]
@@ -132,11 +131,11 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
-    """The fault of a process that ended without reporting why; ``code`` is None if the fork server that watched it was
-    killed with it.
+    """Return the fault of a process that ended without reporting a cause. ``code`` is None if its fork server was
+    killed at the same time.
 
-    The kernel sends SIGKILL to free memory, but others send it, too; ``memory`` is the evidence
-    that memory ran out (``memory.py``), empty if there is none.
+    The kernel sends SIGKILL to free memory, but other programs send it, too. ``memory`` is the evidence that memory
+    ran out (``memory.py``), or "".
     """
     if code is None or code == -signal.SIGKILL:
         if memory:
@@ -151,10 +150,10 @@ def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
 
 
 def with_log(fault: Fault, log: str) -> Fault:
-    """``fault`` with its cause taken from the engine's ``log``, if it does not name one itself.
+    """Take the cause from the engine's ``log`` if ``fault`` does not name one.
 
-    An engine with worker processes only learns that one of them failed; the worker's error is in
-    the log. So is the error of a worker that the others wait for until the wait counts as a stall.
+    An engine with worker processes only learns that a worker failed; the worker's error is in the log.
+    The log also has the error of a worker that the others wait for until the wait counts as a stall.
     """
     if fault.kind == "oom" or (fault.kind != "stall" and not points_elsewhere(fault.message)):
         return fault
@@ -165,7 +164,7 @@ def with_log(fault: Fault, log: str) -> Fault:
 
 
 def points_elsewhere(text: str) -> bool:
-    """Whether ``text`` only says that the cause was reported earlier."""
+    """Return True if ``text`` only says that the cause was reported elsewhere."""
     return any(words in text for words in _ELSEWHERE_WORDS)
 
 

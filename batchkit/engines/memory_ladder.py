@@ -1,8 +1,8 @@
-"""Reduces an engine's memory use after it ran out of memory.
+"""Smaller settings for an engine that ran out of memory.
 
-``max_num_seqs`` is halved to 1, then ``max_num_batched_tokens`` to 512, then the engine's claim
-(its share of the GPU, or a fixed KV cache). The claim is reduced first if it was the only problem:
-more was requested than is free. It is kept if the KV cache found no room: less would not help.
+``max_num_seqs`` is halved down to 1, then ``max_num_batched_tokens`` down to 512, then the engine's memory claim
+(its share of the GPU, or a fixed KV cache). The claim is reduced first if the engine claimed more memory than
+was free. It is never reduced if the KV cache had too little room, because that would not help.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEAST_CACHE_BYTES = 64 * 2**20
 
 
 class Ladder:
-    """The engine options in force, as overrides of the job's."""
+    """The reduced engine options, as overrides of the job's options."""
 
     def __init__(self, steps: Iterable[Mapping[str, Any]] | None = None) -> None:
         self._steps = [dict(step) for step in steps or ()]
@@ -26,12 +26,12 @@ class Ladder:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The steps down so far."""
+        """The reductions so far, in order."""
         return list(self._steps)
 
     @property
     def overrides(self) -> Mapping[str, Any]:
-        """The options that replace the job's."""
+        """The options that replace the job's options."""
         merged: dict[str, Any] = {}
         for step in self._steps:
             merged |= step
@@ -40,10 +40,11 @@ class Ladder:
     def step_down(
         self, limits: Mapping[str, Any], fault: Fault, *, alone: bool = False
     ) -> dict[str, Any] | None:
-        """Take the next smaller setting and return it; None at the bottom, or if it is in force and was not obeyed.
+        """Apply the next smaller setting and return it. Return None at the minimum, or if the engine ignored the
+        setting.
 
-        ``limits`` are the options in force that decide the engine's memory; ``fault`` is an oom.
-        ``alone``: only one request ran, so fewer at once would not help.
+        ``limits`` are the options in force that affect the engine's memory; ``fault`` is an out-of-memory fault.
+        ``alone``: only one request ran, so a smaller batch would not help.
         """
         step = _smaller(limits, fault, alone=alone)
         if step is None or step.items() <= self.overrides.items():
@@ -52,15 +53,15 @@ class Ladder:
         return step
 
     def undo(self, n_steps: int) -> None:
-        """Undo the last ``n_steps``, which did not help."""
+        """Undo the last ``n_steps`` reductions, which did not help."""
         del self._steps[len(self._steps) - n_steps :]
 
     def keep(self) -> None:
-        """The settings in force have answered rows: ``back`` returns to them."""
+        """Save the current settings, which have answered rows; ``back`` returns to them."""
         self._kept = list(self._steps)
 
     def back(self) -> None:
-        """Return to the settings that were kept last."""
+        """Return to the settings saved by ``keep``."""
         self._steps = list(self._kept)
 
 
@@ -70,7 +71,7 @@ def _smaller(limits: Mapping[str, Any], fault: Fault, *, alone: bool) -> dict[st
     running = limits.get("max_num_seqs", 1)
     if running > 1 and not alone:
         return {"max_num_seqs": running // 2}
-    least = max(LEAST_BATCHED_TOKENS, running)  # vLLM needs at least one per request
+    least = max(LEAST_BATCHED_TOKENS, running)  # vLLM needs at least one token per request
     if (tokens := limits.get("max_num_batched_tokens", 0)) > least:
         return {"max_num_batched_tokens": max(least, tokens // 2)}
     return None if fault.is_without_cache else _smaller_claim(limits, LEAST_SHARE)

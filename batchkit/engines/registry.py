@@ -1,4 +1,4 @@
-"""Opens engines by the name in ``engine.kind``."""
+"""Opening of engines by the name in ``engine.kind``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from batchkit.errors import JobError
 
 
 def open_preflight(job: JobConfig) -> Preflight:
-    """Opens what renders and checks the job's requests without loading the model. Raises JobError if the
-    engine's options or sampling parameters can't be right."""
+    """Open an object that renders and checks the job's requests without loading the model. Raises JobError if
+    engine options or sampling parameters are invalid."""
     with _importing(job):
         preflight: Preflight = ENGINES.load(job.engine.kind).open_preflight(job)
     return preflight
 
 
 def open_engine(job: JobConfig, launcher: Launcher | None = None) -> Engine:
-    """The job's engine, its model loaded: in a process of its own, unless ``engine.in_process``.
+    """Open the job's engine and load its model, in a child process unless ``engine.in_process`` is set.
 
-    With a ``launcher`` that has been used before, the process need not import its libraries.
+    A ``launcher`` that was used before has already imported the engine's libraries.
 
     Raises:
-        JobError: the engine's options or sampling parameters can't be right.
-        EngineError: the model can't be loaded.
+        JobError: Engine options or sampling parameters are invalid.
+        EngineError: The model can't be loaded.
     """
     if job.engine.in_process or not holds_model(job.engine.kind):
         return load_engine(job, None if launcher is None else launcher.log)
@@ -43,7 +43,7 @@ def open_engine(job: JobConfig, launcher: Launcher | None = None) -> Engine:
 
 
 def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
-    """Like ``open_engine``, but always in this process. A server that it starts prints to ``log``."""
+    """Open the engine in this process, even if it holds a model. A server that it starts prints to ``log``."""
     own = () if job.engine.server is None else (log,)
     with _importing(job):
         engine: Engine = ENGINES.load(job.engine.kind).open_engine(job, *own)
@@ -51,24 +51,24 @@ def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
 
 
 def sampling_names(kind: str) -> Collection[str] | None:
-    """The names allowed in ``[sampling]`` for an engine of ``kind``; None if it has no list."""
+    """Return the names allowed in ``[sampling]`` for an engine of ``kind``, or None if it has no list."""
     names: Collection[str] | None = getattr(ENGINES.load(kind), "SAMPLING", None)
     return names
 
 
 def max_num_seqs_of(kind: str) -> int | None:
-    """How many rows an engine of ``kind`` runs at once if the job does not say; None if it has to be
-    opened for that, which loads no model."""
+    """Return the default number of rows that an engine of ``kind`` runs at the same time, or None if only the
+    opened engine knows it."""
     most: int | None = getattr(ENGINES.load(kind), "MAX_NUM_SEQS", None)
     return most
 
 
 def speed_options(job: JobConfig) -> Mapping[str, Any]:
-    """Return the ``SPEED_OPTIONS`` that ``tune`` may try on the job's engine: for each, the value in force or a list of
+    """Return the ``SPEED_OPTIONS`` that ``tune`` may try for the job. Each value is the one in force, or a list of
     other values.
 
     Raises:
-        JobError: the job can't be run.
+        JobError: The job can't be run.
     """
     kind = job.engine.kind
     with _importing(job):
@@ -79,7 +79,8 @@ def speed_options(job: JobConfig) -> Mapping[str, Any]:
 
 
 def changing_options(job: JobConfig) -> Mapping[str, Any]:
-    """Values of other options, in lists, that may be faster and change the answers. Raises as ``speed_options``."""
+    """Return other options, as lists of values, that may be faster but change answers. Raises like
+    ``speed_options``."""
     with _importing(job):
         found = getattr(ENGINES.load(job.engine.kind), "changing_options", None)
         known: Mapping[str, Any] = {} if found is None else found(job)
@@ -90,23 +91,23 @@ WORKS_WITHOUT = (
     'Without it: --set engine.kind=dry-run tries the job, and a server answers it (engine.kind = "openai-server").'
     " For a machine without a GPU, `make setup` in a checkout installs vLLM's CPU build"
 )
-"""What else there is where an engine's packages are not installed."""
+"""Alternatives if an engine's packages are not installed."""
 
 
 def holds_model(kind: str) -> bool:
-    """Whether an engine of ``kind`` holds a model, which could crash the run's process."""
+    """Return True if an engine of ``kind`` holds a model, which could crash the process it runs in."""
     return hasattr(ENGINES.load(kind), "preload")
 
 
 def preload_engine(kind: str) -> None:
-    """Import what an engine of ``kind`` needs, without touching a GPU; a light one needs nothing."""
+    """Import what an engine of ``kind`` needs, without touching a GPU. Engines without a model need nothing."""
     if holds_model(kind):
         ENGINES.load(kind).preload()
 
 
 def require(packages: Sequence[str], *, user: str, extra: str) -> None:
-    """Raises JobError if one of ``packages``, which ``user`` needs and ``extra`` has, is not installed.
-    Nothing is imported."""
+    """Raise JobError if one of ``packages`` is not installed; ``user`` needs it and ``extra`` installs it. Imports
+    nothing."""
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
         are = "is" if len(missing) == 1 else "are"
@@ -134,7 +135,7 @@ def _require_packages(job: JobConfig) -> None:
 
 @contextmanager
 def _importing(job: JobConfig) -> Iterator[None]:
-    """Raises JobError if a package that the job's engine needs is missing, or can't be imported."""
+    """Raise JobError if a package that the job's engine needs is missing or can't be imported."""
     _require_packages(job)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checks of requests and options that the engines with a model share."""
+"""Checks of requests and options, shared by the engines that hold a model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from batchkit.types import Request
 def check_length(
     request: Request, prompt_tokens: int, max_model_len: int, *, generates: bool = True
 ) -> None:
-    """The prompt must leave room for one token, if the model ``generates``; after a cut, for the tokens
-    that the cut was for. Raises PromptTooLongError, with the token counts, which a cut needs."""
+    """Raise PromptTooLongError, with the token counts, if the prompt leaves no room for the answer: one token, or
+    after truncation the tokens that it made room for. A model that does not generate needs no room."""
     room = 1 if request.cut is None else request.cut.answer_tokens
     if prompt_tokens + (room if generates else 0) <= max_model_len:
         return
@@ -34,14 +34,14 @@ def check_length(
 
 
 def check_forced_call(request: Request, job: JobConfig) -> None:
-    """Raises RequestError if the row's ``tool_choice`` requires a call that nothing would enforce."""
+    """Raise RequestError if the row's ``tool_choice`` requires a call that the engine cannot enforce."""
     engine = job.engine
     if reason := why_not_forced(request.tool_choice, engine.kind, engine.tool_call_parser):
         raise RequestError(f"tool_choice: {reason}")
 
 
 def missing_model(model: str) -> str | None:
-    """The error if ``model`` is a folder without a model, or is written as one that does not exist; else None."""
+    """Return an error if ``model`` is a folder without a model or a path that does not exist, otherwise None."""
     folder = Path(model)
     if folder.is_dir() and not any(map(_is_of_a_model, folder.iterdir())):
         found = f"{model} holds no model: it has no config.json"
@@ -66,8 +66,8 @@ def _is_of_a_model(path: Path) -> bool:
 
 
 def chat_template(options: Mapping[str, Any]) -> str | None:
-    """Like ``vllm.LLM(chat_template=…)``: a file, or the template itself; None is the model's own.
-    Raises JobError if the file can't be read."""
+    """Return the template in the option, or in the file it names, like ``vllm.LLM(chat_template=…)``. None selects the
+    model's own. Raises JobError if the file can't be read."""
     template = options.get("chat_template")
     if template is None or any(c in template for c in "{}\n"):
         return template
@@ -78,10 +78,10 @@ def chat_template(options: Mapping[str, Any]) -> str | None:
 
 
 def template_kwargs(job: JobConfig, request: Request) -> dict[str, Any]:
-    """The names for the chat template: the job's, then the row's own.
+    """Return the variables for the chat template: the job's, overridden by the row's.
 
-    As in vLLM's server, a row's ``reasoning_effort`` switches thinking on or off, unless the row
-    says ``enable_thinking`` itself.
+    As in vLLM's server, a row's ``reasoning_effort`` switches thinking on or off, unless the row sets
+    ``enable_thinking`` itself.
     """
     own = dict(request.chat_template_kwargs)
     if (effort := own.get("reasoning_effort")) is not None:
@@ -90,7 +90,7 @@ def template_kwargs(job: JobConfig, request: Request) -> dict[str, Any]:
 
 
 def cause(error: BaseException) -> str:
-    """The innermost error: processors wrap theirs in pages of arguments."""
+    """Return the innermost error; processors wrap theirs in pages of arguments."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
@@ -99,8 +99,8 @@ def cause(error: BaseException) -> str:
 def problems_with(
     place: str, table: type[Table], values: Mapping[str, Any], kind: str
 ) -> list[str]:
-    """One line for each wrong name of ``place``, a table of the job that only engines of ``kind``
-    have; empty if ``values`` make a ``table``."""
+    """Return one line for each invalid name in ``place``, a table of the job that only engines of ``kind``
+    have. The list is empty if ``values`` are a valid ``table``."""
     try:
         table.model_validate(values)
     except ValidationError as error:

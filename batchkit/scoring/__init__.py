@@ -1,10 +1,10 @@
-"""From an answer's text to its prediction and scores.
+"""Scoring: an answer's text becomes a prediction and scores.
 
-A scorer judges one record; a metric (``metrics``) reduces many. A score is a number from 0 to 1
-(``reward``: 0 to 10) or None: unscored, which is never the same as 0. Failed rows are never scored.
+A scorer scores one record; a metric (``metrics``) summarizes many. A score is a number from 0 to 1
+(``reward``: 0 to 10) or None for "unscored", which is never the same as 0. Failed rows are never scored.
 
-``chart`` and ``judge`` need more than the record (a sandbox, a second model): their scores are None
-here, and ``batchkit.commands.score`` fills them in.
+``chart`` and ``judge`` need more than the record (a sandbox, a second model). Their scores are None
+here; ``batchkit.commands.score`` fills them in later.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from batchkit.storage.plain_json import encoded
 T = TypeVar("T")
 
 DEFERRED = SCORERS.also
-_NO_ANSWER = "[ERROR]"  # how RealHiTBench's harness marks a failure
+_NO_ANSWER = "[ERROR]"  # RealHiTBench's mark for a failed request
 _BLANK = "the answer has no text"
-SCORES_OF = {"chart": ("ecr", "pass")}  # all others: one, with the scorer's own name
+SCORES_OF = {"chart": ("ecr", "pass")}  # other scorers give one score with their own name
 
 
 class Scored(NamedTuple):
-    """What was read from an answer. A score of None: it is unscored; ``unscored``: why, unless it
-    just lacks a prediction or a reference."""
+    """The prediction and scores of an answer. A score of None means unscored; ``unscored`` gives the reason, unless
+    only the prediction or reference is missing."""
 
     prediction: str | None
     scores: dict[str, float | None]
@@ -43,10 +43,10 @@ class Scored(NamedTuple):
 
 
 class Scoring:
-    """Scores answers as ``table`` says. Immutable.
+    """Scores answers according to ``table``. Immutable.
 
-    ``references``: the right answers by the row's id, if ``reference_run`` supplies them. ``say``
-    is called with a message about each row that an extractor or scorer failed on.
+    ``references``: the correct answers by row id, if ``reference_run`` supplies them. ``say`` is called with a
+    message for each row on which an extractor or scorer failed.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class Scoring:
 
     @property
     def scorers(self) -> list[str]:
-        """The names of the scorers, over all rules."""
+        """The names of the scorers in all rules."""
         return scorers_of(self._table)
 
     @property
     def fields(self) -> set[str]:
-        """The fields of a row that are read."""
+        """The row fields that scoring reads."""
         return fields_of(self._table)
 
     def table_for(self, fields: Mapping[str, Any]) -> ScoringTable:
-        """The scoring of a row: its first matching rule, merged over the rest."""
+        """Return the scoring of a row: its first matching rule, merged into the table."""
         return next((table for fits, table in self._rules if fits(fields)), self._table)
 
     def score(self, text: str, fields: Mapping[str, Any], row_id: str) -> Scored:
-        """The prediction in ``text`` and its scores; never raises for what a model wrote.
+        """Return the prediction in ``text`` and its scores. Never raises, whatever the model wrote.
 
-            A blank text is unscored, unless its missing words count. The log has one only as the first of several choices, or
-        of a recording in which nothing is heard.
+        A blank text is unscored, unless the scorer counts missing words. Blank texts occur in the log only as one of
+        several choices, or for a recording without speech.
         """
         if not text.strip() and not {*ERROR_RATES} & {*self.scorers}:
             return self.score_prediction(None, fields, row_id, [_BLANK])
@@ -103,7 +103,7 @@ class Scoring:
         row_id: str,
         why: Iterable[str] = (),
     ) -> Scored:
-        """Like ``score``, for a prediction that was already extracted; ``why`` it is None."""
+        """Score a prediction that was already extracted; ``why`` gives the reasons if it is None."""
         table, reasons = self.table_for(fields), [*why]
         reference = self.reference(fields, row_id)
         scores: dict[str, float | None] = {}
@@ -117,20 +117,20 @@ class Scoring:
         return Scored(prediction, scores, why_not or None)
 
     def finds_nothing(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> bool:
-        """True if the answer lacks what its extractor looks for."""
+        """Return True if the answer lacks what its extractor looks for."""
         if self.table_for(fields).extract == "final-answer" and text.startswith(_NO_ANSWER):
-            return False  # the official code accepts it, so that its calls can be compared
+            return False  # RealHiTBench's code accepts it; batchkit must ask as often to give comparable results
         return self.found(text, fields, row_id) is None
 
     def found(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> str | None:
-        """What the extractor looks for in the answer; None if it is not there."""
+        """Return what the extractor finds in the answer, or None."""
         table = self.table_for(fields)
-        if table.default_reward is not None:  # it would replace what is looked for
+        if table.default_reward is not None:  # it would hide that nothing was found
             table = table.model_copy(update={"default_reward": None})
         return self._extracted(text, table, row_id, [])
 
     def reference(self, fields: Mapping[str, Any], row_id: str) -> str | None:
-        """The right answer, as text; None if there is none."""
+        """Return the correct answer as text, or None if there is none."""
         if self._references is not None:
             found: Any = self._references.get(row_id)
         else:
@@ -148,9 +148,9 @@ class Scoring:
     def _tried(
         self, who: str, row_id: str, make: Callable[[], T | None], reasons: list[str]
     ) -> T | None:
-        """The result of ``make``; if it fails, None, and the reason is added to ``reasons``.
+        """Return the result of ``make``. If it fails, add the reason to ``reasons`` and return None.
 
-        An answer was paid for: a failure to score it must not lose it.
+        A failure to score must not lose the answer, which took GPU time.
         """
         try:
             return make()
@@ -164,37 +164,37 @@ class Scoring:
 
 
 def scoring_of_steps(job: JobConfig) -> dict[str, Scoring]:
-    """What reads the answers of each step that has an extractor or scorers of its own."""
+    """Return the scoring of each step that sets an extractor or scorers."""
     return {step.name: Scoring(step.scoring) for step in job.steps if step.scoring.is_on}
 
 
 def scorers_of(table: ScoringTable) -> list[str]:
-    """The names of the scorers, over all rules, in the order of the job file."""
+    """Return the names of the scorers in all rules, in the order of the job file."""
     return list(dict.fromkeys(name for part in table.parts for name in part.scorers or ()))
 
 
 def fields_of(table: ScoringTable) -> set[str]:
-    """The fields of a row that its scoring reads."""
+    """Return the row fields that scoring reads."""
     read = {name for rule in table.rules for name in rule.where}
     read |= {part.reference for part in table.parts if part.reference is not None}
     return read if table.group_by is None else read | {table.group_by}
 
 
 def score_names(table: ScoringTable) -> list[str]:
-    """The names of the scores that a record has, over all rules, in the order of the job file."""
+    """Return the names of a record's scores from all rules, in the order of the job file."""
     names = [score for name in scorers_of(table) for score in SCORES_OF.get(name, (name,))]
     return list(dict.fromkeys(names))
 
 
 def kept_fields(job: JobConfig) -> list[str]:
-    """The row's fields that a record keeps: those of ``output.keep`` and ``input.cross``, and what its scoring reads."""
+    """Return the row fields that a record keeps, for ``output.keep``, ``input.cross`` and scoring."""
     read = sorted(fields_of(job.scoring)) if job.scoring.is_on else []
     keep = [] if job.output.keep == "*" else job.output.keep
     return list(dict.fromkeys([*keep, *job.input.cross, *read]))
 
 
 def _as_text(value: Any) -> str:
-    """A field as text, the way a kept one is stored: as JSON, a date without quotes."""
+    """Convert a field to text in its stored form: as JSON, but a date without quotes."""
     if isinstance(value, str):
         return value
     text = encoded(value).decode().strip()

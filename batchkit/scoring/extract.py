@@ -1,6 +1,6 @@
-"""Extractors: one function each, from the answer's text to the prediction.
+"""Extractors: one function each, which reads the prediction from an answer's text.
 
-Each returns None if the text has nothing of its kind. CONTRIBUTING.md says how to add one.
+An extractor returns None if it finds nothing. CONTRIBUTING.md explains how to add one.
 """
 
 from __future__ import annotations
@@ -31,18 +31,21 @@ EXTRACTORS = {
     "reward": "batchkit.scoring.extract:reward",
 }
 
-# An object or a list may start here: a key, a value or its end follows.
+# The start of an object or list: followed by a key, a value or the end.
 _OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI])""")
 _MARKERS = ("[Final Answer]:", "Final Answer:")
 FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
 _ANSWERS = ("answer", "prediction")
-_MOST_IN_VAIN = 10_000_000  # characters; a text of nothing but brackets would take hours
-_DEAR = 10_000  # cost of a value nested too deep for Python
-_FAILURE = 50  # cost of any failure
+_MOST_IN_VAIN = (
+    10_000_000  # characters read without success; a text full of brackets would take hours
+)
+_DEAR = 10_000  # cost of a value nested too deeply for Python, in characters
+_FAILURE = 50  # cost of each failed attempt, in characters
 
 
 def whole(text: str, table: ScoringTable) -> str | None:
-    """The text without white space around it; of a JSON object that has an ``answer`` or a ``prediction``, that."""
+    """Return the text without surrounding white space; for a JSON object, its ``answer`` or ``prediction`` if
+    present."""
     text = text.strip()
     if text.startswith("{") and text.endswith("}"):
         for key in _ANSWERS:
@@ -53,7 +56,7 @@ def whole(text: str, table: ScoringTable) -> str | None:
 
 
 def final_answer(text: str, table: ScoringTable) -> str | None:
-    """The text after the last ``[Final Answer]:``, else ``Final Answer:``; case-sensitive."""
+    """Return the text after the last ``[Final Answer]:`` or, without one, ``Final Answer:`` (case-sensitive)."""
     for marker in _MARKERS:
         if marker in text:
             return text.rpartition(marker)[2].strip()
@@ -61,25 +64,25 @@ def final_answer(text: str, table: ScoringTable) -> str | None:
 
 
 def last_number(text: str, table: ScoringTable) -> str | None:
-    """The last number, without thousands separators."""
+    """Return the last number, without thousands separators."""
     found = numbers_in(text)
     return in_digits(found[-1]) if found else None
 
 
 def reward(text: str, table: ScoringTable) -> str | None:
-    """The score from 0 to 10 in the text."""
+    """Return the score from 0 to 10 in the text."""
     found = parse_reward(text, table.default_reward)
     return None if found is None else f"{found:g}"
 
 
 def regex(text: str, table: ScoringTable) -> str | None:
-    """The last match of ``pattern``: its first group, if it has one."""
+    """Return the last match of ``pattern``, or its first group if the pattern has groups."""
     found = last_match(table.pattern or "", text)
     return None if found is None else found.strip()
 
 
 def json_value(text: str, table: ScoringTable) -> str | None:
-    """The value at ``key`` of the last JSON object or list that has it; as JSON if not text."""
+    """Return the value at ``key`` in the last JSON object or list that has it, as JSON unless it is text."""
     found = None
     for value in _json_in(text):
         at_key = _at(value, table.key)
@@ -90,7 +93,7 @@ def json_value(text: str, table: ScoringTable) -> str | None:
 
 
 def code(text: str, table: ScoringTable) -> str | None:
-    """The last fenced block; without a fence, all from the first ``import`` line on."""
+    """Return the last fenced block; without a fence, the text from the first ``import`` line on."""
     if blocks := FENCED.findall(text):
         return str(blocks[-1]).strip()
     start = re.search(r"^(import|from) \w", text, re.MULTILINE)
@@ -99,7 +102,7 @@ def code(text: str, table: ScoringTable) -> str | None:
 
 def _json_in(text: str) -> Iterator[Any]:
     decoder, position, in_vain = JSONDecoder(), 0, 0
-    # The decoder counts the lines before an error, from the beginning of what it is given.
+    # The decoder counts lines before an error from the start of its text, so it gets a short window.
     rest, rest_from, window = text, 0, max(1024, len(text) // 1000)
     while (found := _OPENED.search(text, position)) is not None:
         if found.start() - rest_from > window:
@@ -117,15 +120,15 @@ def _json_in(text: str) -> Iterator[Any]:
 
 
 def _read_in_vain(error: Exception, length: int) -> int:
-    """The position in the text, of ``length`` characters, up to which it was read."""
+    """Return how many characters of a text of ``length`` were read before the error."""
     if not isinstance(error, JSONDecodeError):
         return _DEAR  # too deep
-    # This one's position is where the string begins, and it has no type of its own.
+    # For this error, pos is where the string begins; the error has no separate type.
     return length if error.msg.startswith("Unterminated string") else error.pos
 
 
 def _as_json(value: Any) -> str | None:
-    """Not by orjson: a model's JSON may have any number, and nest deeper than orjson supports."""
+    """Encode with json, not orjson: a model's JSON may have huge numbers and deep nesting."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
@@ -144,10 +147,10 @@ def _at(value: Any, key: str | None) -> Any:
 
 
 def extracted(text: str, table: ScoringTable) -> str | None:
-    """The prediction in ``text``, as ``table.extract`` reads it.
+    """Return the prediction in ``text``, read by the extractor ``table.extract``.
 
     Raises:
-        Unscorable: the answer is too long, or reading it takes too long.
+        Unscorable: The answer is too long, or extraction takes too long.
     """
     check_length("answer", text, MOST_READ)
     extract: Extractor = SEAM.load(table.extract)
@@ -156,27 +159,27 @@ def extracted(text: str, table: ScoringTable) -> str | None:
 
 
 MOST_READ = 4_000_000  # characters of an answer that an extractor reads
-MOST_COMPARED = 200_000  # characters of a prediction, and of a reference
+MOST_COMPARED = 200_000  # characters of a prediction or a reference
 _HANDLER = "batchkit.isolation.pattern_child"
-_WAIT_S = 120.0  # until a process that gets no CPU time is given up
+_WAIT_S = 120.0  # maximum wall time of a match, even if its process gets no CPU time
 
 
 class Unscorable(Exception):
-    """Why an answer is not scored; the same words for all rows with the same cause."""
+    """The reason why an answer is not scored. Rows with the same cause have the same text."""
 
 
 def check_length(what: str, text: str, most: int) -> None:
-    """Raises Unscorable if ``text`` has more characters than ``most``."""
+    """Raise Unscorable if ``text`` has more than ``most`` characters."""
     if len(text) > most:
         raise Unscorable(f"the {what} has more than {most:,} characters")
 
 
 def last_match(pattern: str, text: str) -> str | None:
-    """The last match of ``pattern`` in ``text``: its first group, if it has one.
+    """Return the last match of ``pattern`` in ``text``, or its first group if the pattern has groups.
 
     Raises:
-        Unscorable: it takes too much time or memory.
-        EngineError: no process can be started.
+        Unscorable: Matching takes too much time or memory.
+        EngineError: No process can be started.
     """
     try:
         kind, found = ask(_HANDLER, "scoring.pattern", marshal.dumps((pattern, text)), _WAIT_S)

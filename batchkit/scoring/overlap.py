@@ -1,8 +1,8 @@
-"""Scorers of overlapping words: F1, EM, ROUGE-L, SacreBLEU, as RealHiTBench computes them.
+"""Scorers of word overlap: F1, EM, ROUGE-L and SacreBLEU, as RealHiTBench computes them.
 
-``official`` equals its code (metrics/qa_metrics.py at cspzyy/RealHiTBench 5278fa2) exactly: each
-row's score is a percentage rounded to two decimals. ``fixed`` does not round, and reads numbers as
-numbers; docs/scoring.md lists the differences.
+``official`` gives exactly the scores of its code (metrics/qa_metrics.py in cspzyy/RealHiTBench 5278fa2): each
+row's score is a percentage rounded to two decimals. ``fixed`` does not round, and parses numbers;
+docs/scoring.md lists the differences.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ _NO_ANSWER = "#"
 
 
 class Pair(NamedTuple):
-    """Prediction and reference, normalised."""
+    """A normalized prediction and reference."""
 
     prediction: str
     reference: str
 
 
 def normalise(text: str, mode: Mode) -> str:
-    """``text`` as it is compared: decimals to one place, no case, punctuation or articles."""
+    """Normalize ``text`` for comparison: decimals to one place, no case, punctuation or articles."""
     return _official(text) if mode == "official" else _fixed(text)
 
 
 def pair(prediction: str, reference: str, mode: Mode) -> Pair:
-    """Both normalised. A prediction that becomes empty is ``#``, and matches nothing."""
+    """Normalize both texts. An empty prediction becomes ``#``, which matches nothing."""
     return Pair(normalise(prediction, mode) or _NO_ANSWER, normalise(reference, mode))
 
 
 def f1(texts: Pair, mode: Mode) -> float:
-    """F1 of the two bags of words: 2·precision·recall / (precision + recall)."""
+    """Return the F1 of the two bags of words: 2·precision·recall / (precision + recall)."""
     predicted, right = texts.prediction.split(), texts.reference.split()
     common = (Counter(predicted) & Counter(right)).total()
     return 2 * common / (len(predicted) + len(right)) if common else 0.0
 
 
 def em(texts: Pair, mode: Mode) -> float:
-    """1 if they are equal."""
+    """Return 1 if the texts are equal, otherwise 0."""
     return float(texts.prediction == texts.reference)
 
 
 def rouge_l(texts: Pair, mode: Mode) -> float:
-    """F-measure of the longest common subsequence of words (Lin 2004), by ``rouge_score``.
+    """Return the F-measure of the longest common subsequence of words (Lin 2004), by ``rouge_score``.
 
-    Its own tokenizer keeps only a–z and 0–9: a text in another script scores 0 in ``official``.
+    Its tokenizer keeps only a–z and 0–9, so a text in another script scores 0 in ``official``.
     """
     words_in, fmeasure = _rouge(mode)
     right, predicted = words_in(texts.reference), words_in(texts.prediction)
@@ -68,9 +68,9 @@ def rouge_l(texts: Pair, mode: Mode) -> float:
 
 
 def _common_subsequence(one: list[str], other: list[str]) -> int:
-    """The length of the longest. ``rouge_score``'s own table takes 8 bytes per pair of words.
+    """Return the length of the longest common subsequence. ``rouge_score``'s table needs 8 bytes per pair of words.
 
-    One bit per word of ``one``, all at once (Hyyrö 2004, Bit-parallel LCS-length computation).
+    This uses one bit per word of ``one`` (Hyyrö 2004, Bit-parallel LCS-length computation).
     """
     places: dict[str, int] = {}
     for place, word in enumerate(one):
@@ -83,9 +83,9 @@ def _common_subsequence(one: list[str], other: list[str]) -> int:
 
 
 def sacrebleu(texts: Pair, mode: Mode) -> float:
-    """Sentence BLEU-4 by ``sacrebleu``: 13a tokens, exponential smoothing (Post 2018).
+    """Return sentence BLEU-4 by ``sacrebleu``: 13a tokens, exponential smoothing (Post 2018).
 
-    ``official`` uses no effective order: a text of fewer than four tokens scores 0, even if equal.
+    ``official`` uses no effective order, so a text of fewer than four tokens scores 0, even if equal.
     """
     return float(_bleu(mode).corpus_score([texts.prediction], [[texts.reference]]).score) / 100
 
@@ -99,16 +99,16 @@ OVERLAPS: dict[str, Callable[[Pair, Mode], float]] = {
 
 
 def overlap(name: str, texts: Pair, mode: Mode) -> float:
-    """The score, from 0 to 1, of the scorer called ``name``."""
+    """Return the score of the scorer ``name``, from 0 to 1."""
     score = OVERLAPS[name](texts, mode)
     return round(score * 100, 2) / 100 if mode == "official" else score
 
 
 def preload(name: str) -> None:
-    """Import what the scorer called ``name`` needs: the first row should not wait for it.
+    """Import the packages of the scorer ``name``, so that the first row does not wait for them.
 
     Raises:
-        JobError: it is not installed.
+        JobError: A package is not installed.
     """
     if name == "rouge-l":
         _rouge("official")
@@ -140,14 +140,14 @@ def _fixed(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a text without numbers. Commas and slashes separate words; apostrophes don't."""
+    """Return the words of a text without numbers. Commas and slashes separate words; apostrophes do not."""
     parted = re.sub(r"[^\w\s']|_", " ", text).replace("'", "")
     return _ARTICLE.sub(" ", parted).split()
 
 
 @cache
 def _rouge(mode: Mode) -> Any:
-    """The function that splits a text into words, and ``rouge_score``'s F-measure."""
+    """Return the function that splits a text into words, and ``rouge_score``'s F-measure."""
     from rouge_score.scoring import fmeasure
     from rouge_score.tokenizers import DefaultTokenizer
 

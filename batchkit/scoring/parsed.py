@@ -1,4 +1,4 @@
-"""An answer as JSON: its value, held against a schema."""
+"""Parsing of answers as JSON, and validation against a schema."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from batchkit.errors import InvalidOutputError, TruncatedOutputError
 from batchkit.scoring.extract import FENCED, Unscorable, last_match
 from batchkit.types import Choice
 
-_MOST_MISFITS = 100  # looked at, to show the one that matters
+_MOST_MISFITS = 100  # schema violations examined to find the most relevant one
 _SHOWN = 200
 _LONG_INT = re.compile(r"\d{19}")
 
 
 class NotJson(Exception):
-    """Why a text is not JSON."""
+    """The reason why a text is not JSON."""
 
 
 def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
-    """The JSON value of an answer; None if it is a tool call.
+    """Return the JSON value of an answer, or None for a tool call.
 
     Raises:
-        InvalidOutputError: it is not JSON, or does not fit the schema of ``sampling``.
+        InvalidOutputError: The answer is not JSON, or does not match the schema in ``sampling``.
     """
     if choice.tool_calls and not choice.text.strip():
         return None
@@ -42,9 +42,9 @@ def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
         is_cut = choice.finish_reason == "length"
         if is_cut and (white := sum(map(str.isspace, choice.text))) > 0.9 * len(choice.text):
             raise InvalidOutputError(
-                f"{white} of its {len(choice.text)} characters are white space, which JSON allows and"
-                " sampling.max_tokens ends; with vLLM, engine.options.structured_outputs_config ="
-                ' { backend = "xgrammar", disable_any_whitespace = true } allows none'
+                f"{white} of its {len(choice.text)} characters are white space, which JSON allows, so"
+                " sampling.max_tokens ended it; with vLLM, set engine.options.structured_outputs_config ="
+                ' { backend = "xgrammar", disable_any_whitespace = true } to forbid it'
             ) from None
         if is_cut:
             raise TruncatedOutputError(
@@ -55,11 +55,11 @@ def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
 
 
 def parsed(text: str, schema: Any = None) -> Any:
-    """The value of ``text``, which is JSON or has one fenced block of it.
+    """Return the value of ``text``, which is JSON or contains one fenced JSON block.
 
     Raises:
-        NotJson: it is not.
-        InvalidOutputError: the value does not fit ``schema``, or can't be checked.
+        NotJson: The text is neither.
+        InvalidOutputError: The value does not match ``schema``, or can't be checked.
     """
     value = _value(text)
     if schema is not None:
@@ -82,12 +82,12 @@ def _value(text: str) -> Any:
 
 
 def _loads(text: str) -> Any:
-    """Raises ValueError if it is not JSON, or has a number of thousands of digits."""
+    """Parse JSON. Raises ValueError if it is invalid, or has a number with thousands of digits."""
     value = orjson.loads(text)
     if _LONG_INT.search(text) is None:
         return value
     try:
-        return json.loads(text)  # orjson makes a float of an integer beyond 64 bits
+        return json.loads(text)  # orjson converts an integer beyond 64 bits to a float
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -100,32 +100,34 @@ def _check(value: Any, schema: Any) -> None:
         worst = best_match(islice(misfits, _MOST_MISFITS))
     except RecursionError:
         raise InvalidOutputError(
-            "the answer can't be held against its schema: nested too deeply"
+            "the answer can't be checked against its schema: nested too deeply"
         ) from None
-    except Exception as error:  # a row may bring any schema
-        raise InvalidOutputError(f"the answer can't be held against its schema: {error}") from error
+    except Exception as error:  # a row may contain any schema
+        raise InvalidOutputError(
+            f"the answer can't be checked against its schema: {error}"
+        ) from error
     if worst is not None:
         raise InvalidOutputError(
-            f"the answer is JSON that does not fit its schema: {worst.json_path}:"
+            f"the answer is JSON that does not match its schema: {worst.json_path}:"
             f" {shortened(worst.message, _SHOWN)}"
         )
 
 
 @lru_cache(maxsize=64)
 def _validator(schema: bytes) -> Any:
-    """A schema is not allowed to fetch others: the registry is empty."""
+    """Return a validator with an empty registry, so that a schema cannot load other schemas."""
     from jsonschema.validators import Draft202012Validator, extend, validator_for
     from referencing import Registry
 
     found = orjson.loads(schema)
     if (fault := fault_in_schema(found)) is not None:
-        raise Unscorable(f"it is no JSON schema: {fault}")
+        raise Unscorable(f"it is not a valid JSON schema: {fault}")
     kind = validator_for(found, default=Draft202012Validator)
     return extend(kind, {"pattern": _pattern})(found, registry=Registry())
 
 
 def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
-    """As jsonschema's, within the limits of time for patterns of the scoring."""
+    """Check ``pattern`` like jsonschema, but with the time limit for scoring patterns."""
     from jsonschema import ValidationError
 
     if isinstance(value, str) and last_match(f"({pattern})", value) is None:

@@ -1,7 +1,7 @@
-"""Scorers: one function each, from a prediction and the right answer to a score.
+"""Scorers: one function each, which compares a prediction with the correct answer.
 
-Each returns a number from 0 to 1 (``reward``: to 10; ``wer`` and ``cer`` may be over 1), or None: unscored, which is never the same as 0. The
-right answer is None if the row has none. CONTRIBUTING.md says how to add one.
+A scorer returns a number from 0 to 1 (``reward``: to 10; ``wer`` and ``cer`` may be over 1), or None for "unscored",
+which is never the same as 0. The correct answer is None if the row has none. CONTRIBUTING.md explains how to add one.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SCORERS = {
     "cer": "batchkit.scoring.scorers:cer",
 }
 
-_pair = lru_cache(maxsize=1)(pair)  # normalised once for all scorers
+_pair = lru_cache(maxsize=1)(pair)  # all scorers of a row share the normalized texts
 
 
 def score_by(
     name: str, prediction: str | None, reference: str | None, table: ScoringTable
 ) -> float | None:
-    """The score by the scorer called ``name``; None if there is nothing to compare.
+    """Return the score of the scorer ``name``, or None if there is nothing to compare.
 
     Raises:
-        Unscorable: comparing them would take too long.
+        Unscorable: The comparison would take too long.
     """
     if prediction is None:
         return None
@@ -56,7 +56,7 @@ def score_by(
 
 
 def of_two(compare: Callable[[str, str, ScoringTable], float | None]) -> Scorer:
-    """A scorer that compares two texts; without the right answer, there is no score."""
+    """Return a scorer that compares two texts; a row without the correct answer is unscored."""
 
     def score(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
         if reference is None:
@@ -80,9 +80,9 @@ rouge_l, sacrebleu = _of_words("rouge-l"), _of_words("sacrebleu")
 
 @of_two
 def numeric(prediction: str, reference: str, table: ScoringTable) -> float | None:
-    """1 if both have the same numbers in the same order, within the tolerance; else 0.
+    """Return 1 if both have the same numbers in the same order, within the tolerance, otherwise 0.
 
-    The tolerance is a share of the reference. None if the reference has no number.
+    The tolerance is a fraction of the reference. Return None if the reference has no number.
     """
     right, found = numbers_in(reference), numbers_in(prediction)
     if not right:
@@ -94,9 +94,9 @@ def numeric(prediction: str, reference: str, table: ScoringTable) -> float | Non
 
 @of_two
 def choice(prediction: str, reference: str, table: ScoringTable) -> float | None:
-    """1 if the prediction names the same one of the choices as the reference; else 0.
+    """Return 1 if the prediction names the same choice as the reference, otherwise 0.
 
-    None if the reference is none of them.
+    Return None if the reference is not one of the choices.
     """
     right = chosen(reference, table.choices)
     return None if right is None else float(chosen(prediction, table.choices) == right)
@@ -107,7 +107,7 @@ def reward(prediction: str, reference: str | None, table: ScoringTable) -> float
 
 
 def check_installed() -> None:
-    """Raises JobError if a package for these scorers is missing."""
+    """Raise JobError if a package for the scorers wer and cer is missing."""
     for package in ("jiwer", "transformers"):
         if find_spec(package) is None:
             raise JobError(
@@ -116,8 +116,9 @@ def check_installed() -> None:
 
 
 def _error_rate(name: str) -> Scorer:
-    """The share of a transcript's words or characters that are wrong, by ``jiwer``, after the normaliser of Whisper's
-    authors: substituted, missing and added ones, over the reference's; None if that has none."""
+    """Return a scorer for a transcript's error rate, by ``jiwer``, after Whisper's own text normalizer. The rate is
+    the number of substituted, missing and added words or characters, divided by the reference's length; None if that
+    is 0."""
 
     @of_two
     def rate(prediction: str, reference: str, table: ScoringTable) -> float | None:

@@ -1,4 +1,4 @@
-"""Values in a text: numbers, one of several choices, a score from 0 to 10."""
+"""Extraction of values from text: numbers, one of several choices, a score from 0 to 10."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _NUMBER = re.compile(
     r"(?<![\w.])[-+]?[$€£¥]?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
 )
-# Possessive, and never starting inside a number: otherwise a page of digits takes minutes.
+# Possessive, and never starting inside a number: otherwise a page of digits would take minutes.
 _DIGITS = r"(?<!\d)(\d++(?:\.\d++)?+)"
-# In this order, from a number that is called a score to any number.
+# In order of preference, from a number called a score to any number.
 _PATTERNS = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -27,7 +27,7 @@ _PATTERNS = [
 
 
 def numbers_in(text: str) -> list[float]:
-    """The numbers of ``text`` in order; ``1,234`` is one number, ``1955,62170`` is two. Whole numbers are
+    """Return the numbers in ``text``, in order; ``1,234`` is one number, ``1955,62170`` is two. Integers are
     exact."""
     found: list[float] = []
     for match in _NUMBER.findall(text.replace("\u2212", "-")):
@@ -38,14 +38,15 @@ def numbers_in(text: str) -> list[float]:
 
 
 def in_digits(number: float) -> str:
-    """One of ``numbers_in``, as text."""
+    """Format a number from ``numbers_in`` as text."""
     return str(number) if isinstance(number, int) else f"{number:.15g}"
 
 
 def vote_of(prediction: str, choices: Sequence[str]) -> str | None:
-    """Equal for predictions that say the same: the same one of ``choices``, if there are any, and None
-    for none of them; else the same number, or the same text but for case, white space, brackets and
-    quotation marks around it, and a full stop.
+    """Return a key that is equal for predictions with the same meaning.
+
+    With ``choices``, it is the matching choice, or None. Otherwise it is the number, or the text without case, extra
+    white space, surrounding brackets and quotation marks, and a final full stop.
     """
     if choices:
         return chosen(prediction, choices)
@@ -56,9 +57,9 @@ def vote_of(prediction: str, choices: Sequence[str]) -> str | None:
 
 
 def chosen(text: str, choices: Sequence[str]) -> str | None:
-    """The choice that ``text`` is, else the only one that it contains as a separate word.
+    """Return the choice that equals ``text``, or else the only choice that it contains as a separate word.
 
-    Case is ignored if none appears in the right case, but never for a single letter: "a" in a
+    Case is ignored if no choice matches with the right case. A single letter must match exactly, because "a" in a
     sentence is the article.
     """
     plain = text.strip().strip(".()[]\"'*` ")
@@ -75,9 +76,9 @@ def _named(text: str, choices: Sequence[str], flags: re.RegexFlag) -> list[str]:
 
 
 def parse_reward(text: str, default: float | None = None) -> float | None:
-    """The score in ``text``, clamped to 0–10; ``default`` if it has no number.
+    """Return the score in ``text``, clamped to 0–10, or ``default`` if it has no number.
 
-    Searched in this order: ``Score``, ``Rating``, ``x/10``, ``x out of 10``, a number that is the
+    The order of the search is: ``Score``, ``Rating``, ``x/10``, ``x out of 10``, a number that is the
     whole text, the first number. A minus sign is ignored.
     """
     for pattern in _PATTERNS:

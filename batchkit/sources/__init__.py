@@ -1,7 +1,7 @@
-"""The rows of the input: numbered, filtered, and cut at the limit.
+"""The rows of the input: numbered, filtered and limited.
 
-A format is one module with one generator (``reader.Reader``); it does not handle ids, ``where``
-and ``limit``, which are handled here for all formats. CONTRIBUTING.md says how to add one.
+A format is one module with one generator (``reader.Reader``). Ids, ``where`` and ``limit`` are handled here for all
+formats. CONTRIBUTING.md explains how to add a format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from batchkit.types import Row
 
 
 def never(index: int) -> bool:
-    """A ``skip`` that skips no row."""
+    """Return False: a ``skip`` that skips no row."""
     return False
 
 
@@ -36,32 +36,31 @@ def read_rows(
     skip: Skip = never,
     files: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
-    """Rows of the input, lazily: filtered by ``where``, cut at ``limit``, then those of ``shard``, each of them
-    once for each value of ``cross``.
+    """Yield the rows of the input lazily: filtered by ``where``, limited, restricted to ``shard``, and multiplied by
+    ``cross``.
 
-    ``files`` are what ``fingerprint`` found earlier, with the hash of each: files that match only
-    now are not read. A row that is a file, or a page of one, has that hash in its field ``sha256``,
-    so that a file that changes is another row.
+    ``files`` maps the files found by an earlier ``fingerprint`` to their hashes; files that appeared later are not
+    read. A row that is a file, or a page of one, has that hash in its field ``sha256``, so that it counts as another
+    row if the file changes.
 
-    ``Row.index`` is the position in the unfiltered input, over all files in order, and all values. A row that can't
-    be read has ``error`` set; it passes every filter, so that it becomes a failed record.
+    ``Row.index`` is the position in the unfiltered input, over all files and ``cross`` values. A row that can't be
+    read has ``error`` set; it passes every filter, so that it becomes a failed record.
 
-    Rows for which ``skip(index)`` is true are not yielded, but count toward the limit. They are
-    skipped without parsing if the format allows it, except if both ``where`` and ``limit`` are set,
-    since the limit counts rows that the filter kept. ``skip`` may be called twice for one row, and
-    must return the same value.
+    Rows for which ``skip(index)`` is true are not yielded but count toward the limit. They are skipped without
+    parsing if the format allows it, unless both ``where`` and ``limit`` are set, because the limit counts rows that
+    the filter kept. ``skip`` may be called twice for a row and must return the same value.
 
-    The iterator may be shared between threads that hold one lock around ``next``.
+    Threads may share the iterator if they hold one lock around ``next``.
 
     Raises:
-        InputError: the input can't be read any further; the rows before it were yielded.
+        InputError: The rest of the input can't be read; the rows before it were yielded.
     """
     files = dict.fromkeys(input_files(table), "") if files is None else files
     yield from crossed(table.cross, lambda skip: _of_shard(table, skip, files), skip)
 
 
 def _of_shard(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterator[Row]:
-    """As ``read_rows``, without ``cross``."""
+    """Yield rows like ``read_rows``, without ``cross``."""
     if table.shard is None:
         yield from _rows(table, skip, files)
         return
@@ -70,15 +69,15 @@ def _of_shard(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterat
         for row in _rows(table, skip, files):
             if shard.holds(str(row.index) if is_fallback(row.id) else row.id):
                 yield row
-    else:  # depends on the index alone, so the rows of other shards need not be parsed
+    else:  # the shard depends only on the index, so rows of other shards need not be parsed
         yield from _rows(table, lambda index: skip(index) or not shard.holds(str(index)), files)
 
 
 def _rows(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterator[Row]:
-    """As ``read_rows``, of all shards."""
+    """Yield rows like ``read_rows``, for all shards."""
     keeps = compile_where(table.where, table.filled)
     filtered = bool(table.where or table.filled)
-    checked = not filtered  # the first readable row has shown that the fields in `where` exist
+    checked = not filtered  # True once a readable row has shown that the fields in `where` exist
 
     def passes_over(index: int) -> bool:
         return checked and table.limit is None and skip(index)
@@ -110,11 +109,10 @@ def _rows(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterator[R
 
 
 def count_rows(table: InputTable, files: Mapping[str, str] | None = None) -> int:
-    """How many rows ``read_rows`` would yield; parses rows only if ``where`` or ``shard`` is
-    set.
+    """Return the number of rows that ``read_rows`` would yield. Parses rows only if a filter or ``shard`` is set.
 
     Raises:
-        InputError: as ``read_rows``, as far as errors show without parsing.
+        InputError: As ``read_rows``, for errors that show without parsing.
     """
     if table.is_filtered:
         return sum(1 for _ in read_rows(table, files=files))
@@ -129,7 +127,7 @@ def count_rows(table: InputTable, files: Mapping[str, str] | None = None) -> int
 
 
 def has_ids(table: InputTable, files: Iterable[str]) -> bool:
-    """True if the rows have ids of their own, which do not depend on their position."""
+    """Return True if the rows have ids that do not depend on their position."""
     return any(_id_key(path, table) is not None for path in files)
 
 
@@ -140,10 +138,10 @@ def _id_key(path: str, table: InputTable) -> str | None:
 def crossed(
     cross: Mapping[str, Sequence[Any]], read: Callable[[Skip], Iterator[Row]], skip: Skip
 ) -> Iterator[Row]:
-    """The rows that ``read`` yields, each once for each variant, but those for which ``skip(index)`` is true: the n of
-    the row at position i are the rows i × n to i × n + n - 1, so that ``Row.index`` only depends on the input and on ``cross``.
+    """Yield each row of ``read`` once per variant, except where ``skip(index)`` is true. The n variants of the row at
+    position i have the indexes i × n to i × n + n - 1, so ``Row.index`` depends only on the input and on ``cross``.
 
-    A row that has a column of one of the names has ``error`` set.
+    A row that already has a column with one of the names gets ``error`` set.
     """
     if not cross:
         yield from read(skip)
@@ -160,7 +158,7 @@ def _of_variant(row: Row, index: int, variant: Variant) -> Row:
     error = row.error
     if error is None and (taken := [name for name in variant.fields if name in row.fields]):
         error = RequestError(
-            f"input.cross.{taken[0]}: the row has a column of that name; give the key another one"
+            f"input.cross.{taken[0]}: the row already has a column of that name; rename the key"
         )
     fields = {**row.fields, **variant.fields}
     return replace(row, index=index, id=f"{row.id}/{variant.label}", fields=fields, error=error)

@@ -1,4 +1,4 @@
-"""Finding the files of the input: one, those of a glob, or those of a folder; on disk or at a URL."""
+"""Search for the files of the input: a single file, a glob pattern or a folder, local or at a URL."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from batchkit.sources.formats import ROWS_ARE_FILES, format_with, load_format, s
 _NAMES = {"files": "image", "clips": "clip", "pdf": "PDF"}
 _List = Callable[[str], Iterable[dict[str, Any]]]
 _DIGITS = re.compile(r"([0-9]+)")
-_CACHE = re.compile(r"\b(?:(?:simple|file|block)cache|cached)::")  # of fsspec
+_CACHE = re.compile(r"\b(?:(?:simple|file|block)cache|cached)::")  # fsspec's caching protocols
 
 
 class Listing(NamedTuple):
-    """The input's files in their order; ``left_out``: what else is there, in words, or empty."""
+    """The input's files in order. ``left_out`` describes other files that were found, or is empty."""
 
     files: list[str]
     left_out: str = ""
@@ -38,14 +38,13 @@ class _Matches(NamedTuple):
 
 
 def listing(table: InputTable) -> Listing:
-    """The paths and URLs that ``input.path`` names: a glob's matches sorted, and in natural order
-    if each file is a row, or each page of it.
+    """Return the paths and URLs that ``input.path`` names. Matches of a glob pattern are sorted; in natural order
+    if each file, or each page, is a row.
 
-    Of a folder, or of a glob with images, clips or PDFs in it, ``input.format = "auto"`` takes these.
+    With ``input.format = "auto"``, a folder or pattern that contains images, clips or PDFs gives only these.
 
     Raises:
-        InputError: ``input.path`` is not set, no file matches it, or it is unclear which ones are
-            meant.
+        InputError: ``input.path`` is not set, no file matches it, or it is ambiguous.
     """
     if table.path is None:
         raise InputError("input.path is not set; give the file that holds the rows")
@@ -61,7 +60,9 @@ def listing(table: InputTable) -> Listing:
         return _chosen(path, table, kind, found, is_in_folder)
     if is_in_folder:
         raise is_folder(path)
-    if found.folders and PurePath(path).suffix:  # as Spark writes: its rows would be missing
+    if (
+        found.folders and PurePath(path).suffix
+    ):  # Spark writes tables as folders; their rows would be missing
         raise is_folder(found.folders[0])
     if not found.files:
         raise InputError(f"{path}: no file matches; check input.path{_neighbour(path)}")
@@ -69,7 +70,7 @@ def listing(table: InputTable) -> Listing:
 
 
 def input_files(table: InputTable) -> list[str]:
-    """As ``listing``, the files alone."""
+    """Return the files of ``listing``."""
     return listing(table).files
 
 
@@ -81,7 +82,7 @@ def _is_folder(path: str, table: InputTable) -> bool:
 
 
 def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool) -> str | None:
-    """The format whose rows are these files, or pages of them; None if rows are in the files."""
+    """Return the format if each file, or each page, is a row; None if the files contain rows."""
     if table.format != "auto":
         return table.format if table.format in ROWS_ARE_FILES else None
     kinds = Counter(format_with(suffix_of(file)) for file in files)
@@ -94,19 +95,19 @@ def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool
         case [kind]:
             other = next(file for file in files if format_with(suffix_of(file)) in tables)
             raise InputError(
-                f"{path}: matches {_NAMES[kind]}s and also {other}, which holds rows of its own; name"
-                " one or the other"
+                f"{path}: matches {_NAMES[kind]}s and also {other}, which contains rows; choose one of them with the"
+                " pattern"
             )
     raise InputError(
-        f"{path}: has {' and '.join(f'{_NAMES[kind]}s' for kind in several)}; name one or the other by its"
-        ' suffix, or set input.format = "pdf" (a row for each page) or "files" (a row for each file)'
+        f"{path}: has {' and '.join(f'{_NAMES[kind]}s' for kind in several)}; choose one kind by its"
+        ' suffix, or set input.format = "pdf" (one row per page) or "files" (one row per file)'
     )
 
 
 def _chosen(
     path: str, table: InputTable, kind: str, found: _Matches, is_in_folder: bool
 ) -> Listing:
-    """Those of the files that are of the ``kind``: the job may name them itself."""
+    """Return the files of the given ``kind``, or all files if the job names the format itself."""
     are_named = kind == table.format and not (kind == "pdf" and is_in_folder)
     files = [file for file in found.files if are_named or format_with(suffix_of(file)) == kind]
     files.sort(key=_natural)
@@ -114,7 +115,7 @@ def _chosen(
     others = Counter(
         suffix_of(file) or "without a suffix" for file in found.files if file not in chosen
     )
-    if found.folders and "**" not in path:  # which has looked into them
+    if found.folders and "**" not in path:  # ** has searched them
         others["folder" if len(found.folders) == 1 else "folders"] = len(found.folders)
     rest = ", ".join(f"{n:,} {what}" for what, n in others.most_common())
     if not files:
@@ -125,7 +126,7 @@ def _chosen(
 
 
 def _natural(path: str) -> tuple[list[str | int], str]:
-    """Sorts ``page-2`` before ``page-10``."""
+    """Return a sort key that puts ``page-2`` before ``page-10``."""
     pieces = _DIGITS.split(str(PurePath(path).with_suffix("")))
     return [int(piece) if n % 2 else piece for n, piece in enumerate(pieces)], path
 
@@ -147,9 +148,9 @@ def _local(path: str, is_in_folder: bool) -> _Matches:
 
 
 def _listed(folder: str) -> list[dict[str, Any]]:
-    """As fsspec's ``ls``. A link to a disk that is not there counts as a folder, so listing it fails."""
+    """List a folder like fsspec's ``ls``. A broken link counts as a folder, so that listing it fails."""
     try:
-        os.lstat(f"{folder or '.'}/.")  # fails for a folder that can be listed and not be searched
+        os.lstat(f"{folder or '.'}/.")  # fails for a folder that can be listed but not searched
         paths = [*map(str, Path(folder).iterdir())]
     except OSError as error:
         raise InputError(f"{folder.rstrip('/')}: can't be listed: {error.strerror}") from error
@@ -161,14 +162,14 @@ def _is_file(path: str) -> bool:
 
 
 def _check_different(files: Iterable[str]) -> None:
-    """Raises InputError if links lead to one file twice, as a folder ``latest`` often does."""
+    """Raise InputError if links lead to one file twice, as a folder ``latest`` often does."""
     known: dict[str, str] = {}
     for path in files:
         other = known.setdefault(os.path.realpath(path), path)
         if other != path:
             raise InputError(
-                f"{other} and {path}: are one file, and its rows would be answered twice; have"
-                " input.path find it under one name, or remove the link"
+                f"{other} and {path}: are the same file, so its rows would be answered twice; change"
+                " input.path to match one name, or remove the link"
             )
 
 
@@ -198,20 +199,20 @@ def _remote(path: str, is_in_folder: bool) -> _Matches:
 
 
 def _spelled(match: str, pattern: str, glob_url: str) -> str:
-    """The URL of ``match`` as the job spells it: a store may know it as ``/a`` or by another scheme."""
+    """Return the URL of ``match`` as the job writes it; a store may return ``/a`` or another scheme."""
     ours, theirs = _fixed(glob_url), _fixed(pattern)
     return ours + match.removeprefix(theirs) if match.startswith(theirs) else match
 
 
 def _fixed(pattern: str) -> str:
-    """The folder that all matches are in."""
+    """Return the folder that contains all matches."""
     before = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     return before[: before.rfind("/") + 1]
 
 
 def _matches(ls: _List, pattern: str) -> dict[str, dict[str, Any]]:
-    """What a glob finds, by name, as ``ls`` describes it. Unlike ``glob``, raises why a folder can't be
-    listed, as if it were empty its rows would be missing; hidden names are passed over everywhere."""
+    """Return the matches of a glob pattern by name, as ``ls`` describes them. Unlike ``glob``, it raises an error for
+    a folder that can't be listed, because its rows would be missing. Hidden names are skipped everywhere."""
     root = _fixed(pattern)
     try:
         listed = ls(root)
@@ -224,7 +225,7 @@ def _matches(ls: _List, pattern: str) -> dict[str, dict[str, Any]]:
 def _matching(
     ls: _List, listed: Iterable[dict[str, Any]], parts: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Those below a folder, which has ``listed`` in it, that match the ``parts`` of a pattern."""
+    """Yield the entries at or below ``listed`` that match the ``parts`` of a pattern."""
     head, *rest = parts
     listed = [*listed]
     if head == "**" and rest:

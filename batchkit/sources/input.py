@@ -1,4 +1,4 @@
-"""The source of a start's rows: the job's own input, or rows given from Python."""
+"""The source of a run's rows: the job's own input, or rows given from Python."""
 
 from __future__ import annotations
 
@@ -34,22 +34,21 @@ from batchkit.types import Row
 
 _CHUNK_BYTES = 1 << 20
 LOOK_S = 5.0
-_HASH_BYTES = 8  # of input_hash
-_REST = 8  # times as long as a look took, to the next
+_HASH_BYTES = 8  # size of an input_hash
+_REST = 8  # the pause after a check is this many times the time that it took
 
 
 class Input(NamedTuple):
-    """The source of this start's rows.
+    """The source of the rows.
 
-    ``files`` are the fingerprints that show whether it is the input of an earlier start; None for
-    rows that can be read only once, which can never be resumed. ``read`` yields the rows for whose
-    index its argument is false; ``everything`` does too, past ``limit``. ``size`` is the number of
-    rows to run in all, or None if it is not known. ``has_ids``: the rows have ids that do not
-    depend on their position. ``changes`` says, by path, how the input now differs from ``files``;
-    if its argument is true, by a thorough check that may take as long as making ``files``.
-    ``labels``: pandas' index of the rows, if they have one. ``id``: the field that names rows from Python, or None.
-    ``left_out`` says what the input's folder has besides them; ``if_empty`` why there are none, if
-    there are none. ``sample_of``: the rows of the whole input, if only a sample of them is read.
+    ``files``: fingerprints that show whether the input is that of an earlier start; None for rows that can be read
+    only once, whose run can't be resumed. ``read`` yields the rows for whose index its argument is false;
+    ``everything`` does the same past ``limit``. ``size`` returns the total number of rows, or None if unknown.
+    ``has_ids``: row ids do not depend on positions. ``changes`` returns how the input now differs from ``files``, by
+    path; with True it checks thoroughly, which may take as long as making ``files``. ``labels``: pandas' index of
+    the rows, if any. ``id``: the field that identifies rows from Python, or None. ``left_out`` describes what else
+    the input's folder contains; ``if_empty`` is the message for an input without rows. ``sample_of``: the number of
+    rows in the whole input if only a sample is read.
     """
 
     files: list[FileFingerprint] | None
@@ -66,7 +65,7 @@ class Input(NamedTuple):
 
 
 def from_job(job: JobConfig) -> Input:
-    """The job's own input: the files that match now; files that appear later are not read."""
+    """Return the job's own input. It consists of the files that match now; later files are not read."""
     unlimited = job.input.model_copy(update={"limit": None})
     files = fingerprint(job.input, _known_files(job.folder))
     paths = {file.path: file.sha256 for file in files}
@@ -83,14 +82,14 @@ def from_job(job: JobConfig) -> Input:
 
 
 def from_python(rows: Any, table: InputTable) -> Input:
-    """Rows given from Python: prompts, chat messages, or dicts of template fields.
+    """Return an input of rows from Python: prompts, chat messages, or dicts of template fields.
 
     Raises:
         JobError: ``table`` has a key that only works for files, or ``rows`` are not rows.
     """
     if table.where or table.limit or table.shard or table.filled:
         raise JobError(
-            'input.where, input.limit, input.shard and input.empty = "skip" are for files: give the rows that you want'
+            'input.where, input.limit, input.shard and input.empty = "skip" work only for files: select the rows yourself'
         )
     found = python_rows(rows, table.id)
     has_ids = found.id is not None
@@ -111,7 +110,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
         return {PLACE: "other values"} if is_other else {}
 
     def read(skip: Skip) -> Iterator[Row]:
-        """Each row is compared when it is read, so a row that is changed back later is noticed."""
+        """Compare each row when it is read, so that a row that is changed back later is noticed, too."""
         nonlocal is_other
         end = 0
         for row in found.read():
@@ -142,12 +141,12 @@ def from_python(rows: Any, table: InputTable) -> Input:
 def watched(
     rows: Iterator[Row], source: Input, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Row]:
-    """``rows``, which are read from ``source``, as long as it is unchanged since the run began.
+    """Yield ``rows`` of ``source`` as long as the source is unchanged since the run began.
 
     It is checked every few seconds, and thoroughly when the rows end or can't be read any further.
 
     Raises:
-        ChangedInputError: it has changed; rows of both states may have been read.
+        ChangedInputError: The source has changed; rows of both states may have been read.
     """
     next_look = now() + LOOK_S
     try:
@@ -155,7 +154,7 @@ def watched(
             yield row
             if (began := now()) >= next_look:
                 check_unchanged(source.changes(False))
-                took_s = now() - began  # a second for some 200,000 files
+                took_s = now() - began  # about a second for 200,000 files
                 next_look = now() + max(LOOK_S, _REST * took_s)
     except ChangedInputError:
         raise
@@ -166,7 +165,7 @@ def watched(
 
 
 def check_unchanged(changes: Mapping[str, str], because: InputError | None = None) -> None:
-    """Raises ChangedInputError if there are ``changes``: how each file differs, by path."""
+    """Raise ChangedInputError if there are ``changes``: how each file differs, by path."""
     if not changes:
         return
     path, how = next(iter(changes.items()))
@@ -174,17 +173,17 @@ def check_unchanged(changes: Mapping[str, str], because: InputError | None = Non
     then = f"; then it could not be read: {because}" if because is not None else ""
     raise ChangedInputError(
         f"{path}{others}: changed while the run read it ({how}){then}. Rows of both states may have"
-        " been answered, so the run stops. What is finished is on disk: let the input stay as it is"
-        " from now on, or bring the old one back, and run again with --on-change requeue (keeps the"
-        " answers of rows that are the same, answers the others again) or --fresh",
+        " been answered, so the run stops. All finished rows are saved. Keep the input as it is"
+        " now, or restore the old one, and run again with --on-change requeue (keeps the"
+        " answers of unchanged rows, answers the others again) or --fresh",
         changes.keys(),
     ) from because
 
 
 def distrusted(files: list[FileFingerprint], changed: Collection[str]) -> list[FileFingerprint]:
-    """``files``; those that ``changed`` while they were read get fingerprints that no file has.
+    """Return ``files``, in which files that ``changed`` during the run have fingerprints that never match.
 
-    So the next start takes them as changed, even if they were changed back, and compares rows.
+    The next start then treats them as changed, even if they were changed back, and compares their rows.
     """
     paths = {*changed} & {file.path for file in files} or {file.path for file in files}
     return [
@@ -198,7 +197,7 @@ def why_empty(table: InputTable) -> str:
         return f"shard {table.shard} of {table.path} has no rows"
     wanted = ", ".join(f"{name} = {shown(value)}" for name, value in table.where.items())
     if table.filled and not wanted:
-        return f"{table.path}: has no row without a blank in {', '.join(sorted(table.filled))}"
+        return f"{table.path}: every row has a blank in {', '.join(sorted(table.filled))}"
     reason = (
         f"no row has what input.where asks for: {wanted} (upper and lower case differ)"
         if wanted
@@ -208,7 +207,7 @@ def why_empty(table: InputTable) -> str:
 
 
 def _known_files(folder: Path) -> list[FileFingerprint]:
-    """What an earlier start found, so that an unchanged file need not be read again."""
+    """Return the files of an earlier start, so that unchanged files need not be read again."""
     try:
         return read_manifest(folder).input
     except StoreError:
@@ -216,7 +215,7 @@ def _known_files(folder: Path) -> list[FileFingerprint]:
 
 
 class Total:
-    """How many rows the job has, counted on its own thread while the model loads."""
+    """The total number of rows, counted in a separate thread while the model loads."""
 
     def __init__(self, source: Input) -> None:
         self._source = source
@@ -234,14 +233,13 @@ class Total:
     def _work(self) -> None:
         try:
             self._count = self._source.size()
-        except BatchkitError:  # the thread that reads the rows gets the same error and reports it
+        except BatchkitError:  # the thread that reads the rows reports the same error
             self._count = None
 
 
 def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint]) -> list[str]:
-    """One line for each file that differs by content; moving or touching a file changes nothing.
-
-    Except if its new name means that it is read in another format.
+    """Return one line for each file whose content differs. Moving or touching a file changes nothing, unless
+    its new name selects another format.
     """
     if len(then) == len(now) and all(map(_same, then, now)):
         return []
@@ -278,7 +276,7 @@ def _columns_changed(then: Sequence[str], now: Sequence[str]) -> str:
 
 
 def _lines_added(then: FileFingerprint, now: FileFingerprint) -> int:
-    """How many lines stand behind what a local text file was; 0 if it is another one."""
+    """Return the number of lines appended to a local text file, 0 if it differs otherwise."""
     path = Path(now.path)
     if path.suffix not in (".jsonl", ".csv", ".tsv", ".txt") or now.size <= then.size:
         return 0

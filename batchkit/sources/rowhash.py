@@ -1,6 +1,6 @@
-"""A hash of a row's fields: it shows whether a later input holds the row that was answered.
+"""A hash of a row's fields, which shows whether a later input contains the same row.
 
-PIL images in rows from Python are recognised by their methods, so that PIL is not imported.
+PIL images in rows from Python are detected by their methods, so that PIL need not be imported.
 """
 
 from __future__ import annotations
@@ -15,37 +15,39 @@ import msgspec
 _EXIF_ORIENTATION = 0x0112
 
 # Pillow decodes an opened file at its first use, and marks it as decoded before the pixels are
-# there. Rows may share such an image, and render threads run concurrently: without a lock, all but
-# one of them would see a part of the picture. A few locks serve all images, so none is freed.
+# there. Rows may share such an image, and render threads run concurrently: without a lock, some of
+# them would see a part of the picture. A fixed set of locks serves all images, so none must be freed.
 _LOCKS = [threading.Lock() for _ in range(64)]
 
 
 def input_hash(fields: Mapping[str, Any]) -> str:
-    """16 hex digits that are the same for rows with equal fields, whatever the order of the fields.
+    """Return 16 hex digits that are equal for rows with equal fields, whatever the order of the fields.
 
-    Within a field the order of keys counts: a prompt may show it.
+    Inside a field the order of keys matters, because a prompt may show it.
     """
     in_order = dict(sorted(fields.items(), key=lambda field: str(field[0])))
     try:
         content = _ENCODER.encode(in_order)
-    except Exception:  # an integer beyond 64 bits, text that is not Unicode, or a value's own code
+    except (
+        Exception
+    ):  # an integer beyond 64 bits, invalid Unicode, or an error in a value's own code
         content = _ENCODER.encode(_plain(in_order))
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def _content(value: Any) -> Any:
-    """What a value of another type than JSON's holds: of a picture, an array or a table, all of it,
-    since their ``repr`` is an address or leaves out the middle."""
+    """Return the full content of a value that is not a JSON type. The ``repr`` of a picture, an array or a table is an
+    address, or leaves out the middle."""
     kind = type(value).__name__
     if isinstance(value, Mapping):
         return dict(value)
     if is_picture(value):
         return [kind, value.size, _look_of(value), _digest(value)]
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # numpy's
-        is_of_objects = value.dtype.hasobject  # whose bytes are addresses
+        is_of_objects = value.dtype.hasobject  # its bytes would be addresses
         content = value.tolist() if is_of_objects else _digest(value)
         return [kind, str(value.dtype), value.shape, content]
-    if hasattr(value, "samples"):  # of a clip
+    if hasattr(value, "samples"):  # a clip
         return [kind, value.sample_rate, _digest(value.samples)]
     for name in ("to_dict", "to_list", "__array__"):  # tables, columns and tensors
         if hasattr(value, name):
@@ -58,7 +60,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as the encoder takes it, whatever it is."""
+    """Convert any value to types that the encoder accepts."""
     if isinstance(value, Mapping):
         return [[_plain(key), _plain(part)] for key, part in value.items()]
     if isinstance(value, list | tuple):
@@ -71,7 +73,7 @@ def _plain(value: Any) -> Any:
         return hex(value)
     try:
         return _plain(_content(value))
-    except Exception:  # its own code runs here
+    except Exception:  # the value's own code runs here
         return f"({type(value).__name__})"
 
 
@@ -80,9 +82,9 @@ def is_picture(value: Any) -> bool:
 
 
 def loaded(picture: Any) -> int | None:
-    """Decode ``picture``, one thread at a time; returns its orientation, see ``orientation_of``.
+    """Decode ``picture``, one thread at a time, and return its ``orientation_of``.
 
-    Raises what Pillow raises for a broken file.
+    Raises Pillow's exceptions for a broken file.
     """
     with _LOCKS[id(picture) // 16 % len(_LOCKS)]:
         picture.load()
@@ -90,16 +92,16 @@ def loaded(picture: Any) -> int | None:
 
 
 def orientation_of(picture: Any) -> int | None:
-    """The EXIF orientation of a picture, 1 to 8, or None."""
+    """Return the EXIF orientation of a picture, 1 to 8, or None."""
     try:
         orientation = picture.getexif().get(_EXIF_ORIENTATION)
-    except Exception:  # broken EXIF raises anything; the pixels are good, and are not rotated
+    except Exception:  # broken EXIF raises anything; the pixels are usable, without rotation
         return None
     return orientation if isinstance(orientation, int) else None
 
 
 def _look_of(picture: Any) -> list[Any]:
-    """What decides how a picture's bytes look."""
+    """Return the attributes that determine how a picture's bytes are displayed."""
     orientation, mode = loaded(picture), picture.mode
     palette = bytes(picture.getpalette("RGBA") or ()) if mode in ("P", "PA") else b""
     return [mode, palette, repr(picture.info.get("transparency")), orientation]

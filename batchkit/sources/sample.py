@@ -1,4 +1,4 @@
-"""Some rows of the input, chosen at random: ``run.sample``, and the sample of ``plan``."""
+"""Random samples of the input's rows, for ``run.sample`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from batchkit.storage.index_set import IndexSet
 
 
 def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: Totals) -> Input:
-    """``source``, of which only ``size`` rows are read, each with all values of ``input.cross``. The same rows for
-    the same ``seed``; a larger sample has all rows of a smaller one. Rows that are ``settled`` count beside them.
+    """Return ``source`` limited to ``size`` random rows, each with all values of ``input.cross``. The same ``seed``
+    gives the same rows; a larger sample contains a smaller one. ``settled`` rows are counted in addition.
 
     Raises:
-        InputError: as ``read_rows``.
+        InputError: As ``read_rows``.
     """
     indexes = indexes_of(source, table)
     chosen = IndexSet(drawn(indexes, table, size, seed=seed))
@@ -27,7 +27,7 @@ def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: 
 
 
 def only(source: Input, chosen: IndexSet, *, of: int, settled: Totals) -> Input:
-    """``source``, of whose ``of`` rows only those ``chosen`` are read; ``settled`` as above."""
+    """Return ``source`` limited to the ``chosen`` rows, out of ``of``; ``settled`` as above."""
     in_all = len(chosen | settled.completed | settled.failed_rows)
     return source._replace(
         read=lambda skip: source.read(lambda index: index not in chosen or skip(index)),
@@ -37,14 +37,14 @@ def only(source: Input, chosen: IndexSet, *, of: int, settled: Totals) -> Input:
 
 
 def indexes_of(source: Input, table: InputTable) -> Sequence[int]:
-    """Those of the rows to choose from; all rows are read only if some are filtered out."""
+    """Return the indexes of the rows to choose from. Rows are read only if some are filtered out."""
     if table.is_filtered:
         return array("L", (row.index for row in source.read(lambda index: False)))
     return range(source.size() or 0)
 
 
 def drawn(indexes: Sequence[int], table: InputTable, size: int, *, seed: int) -> Iterator[int]:
-    """Those of ``sampled``, in random order."""
+    """Yield the indexes of a sample, in random order."""
     n = len(variants(table.cross))
     rows = indexes if n == 1 else [*dict.fromkeys(index // n for index in indexes)]
     for row in in_random_order(rows, seed=seed, most=size):
@@ -52,24 +52,24 @@ def drawn(indexes: Sequence[int], table: InputTable, size: int, *, seed: int) ->
 
 
 def in_random_order(indexes: Sequence[int], *, seed: int, most: int | None = None) -> Iterator[int]:
-    """The first ``most`` of ``indexes`` in an order that depends on ``seed`` and on their number."""
+    """Yield the first ``most`` of ``indexes`` in an order that depends on ``seed`` and on their number."""
     n = len(indexes)
     places = _draw(n, n if most is None else most, Random(seed))
     return (indexes[place] for place in places)
 
 
 def check_countable(source: Input) -> None:
-    """Raises JobError if the rows can be read only once."""
+    """Raise JobError if the rows can be read only once."""
     if source.files is None:
         raise JobError(
-            "run.sample: rows that come from an iterator can't be counted before they are read, so none can"
-            " be chosen at random. Give a list, a table or a file, or leave run.sample out"
+            "run.sample: rows from an iterator can't be counted before they are read, so a random sample is"
+            " impossible. Give a list, a table or a file, or leave run.sample out"
         )
 
 
 def _draw(n: int, size: int, random: Random) -> Iterator[int]:
-    """The first ``size`` of 0 … n-1 in random order: Fisher and Yates' shuffle, of which only the
-    numbers that have moved are in memory."""
+    """Yield the first ``size`` of 0 … n-1 in random order: Fisher-Yates shuffle that keeps only moved
+    numbers in memory."""
     moved: dict[int, int] = {}
     for place in range(min(size, n)):
         other = random.randrange(place, n)

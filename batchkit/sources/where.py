@@ -1,4 +1,4 @@
-"""``input.where``: which rows to keep."""
+"""The row filter ``input.where``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def is_blank(value: Any) -> bool:
 def compile_where(
     where: Mapping[str, Any], filled: Set[str] = frozenset()
 ) -> Callable[[Mapping[str, Any]], bool]:
-    """``keeps(fields)``: every field is there, and equals its value, or one value of its list; and none of
-    ``filled`` is blank.
+    """Return ``keeps(fields)``, which is true if every field in ``where`` exists and equals its value or one in its
+    list, and no field in ``filled`` is blank.
 
-    A value also matches as text: CSV has no numbers, and ``year = 2020`` must find "2020". A midnight
-    matches as its day: Excel has no other dates.
+    A value also matches its text, because CSV has no numbers: ``year = 2020`` must find "2020". Midnight matches its
+    day, because Excel stores dates as midnight.
     """
     allowed = {
         key: (values, {text for value in values for text in _texts(value)})
@@ -42,18 +42,18 @@ def compile_where(
 
 
 def check_fields(where: Mapping[str, Any], fields: Mapping[str, Any], path: str) -> None:
-    """Raises InputError if ``fields``, of the first readable row, lack one of ``where``: a typo must
-    not empty the input."""
+    """Raise InputError if ``fields`` (the first readable row) lack a field in ``where``; otherwise a typo would
+    leave no rows."""
     for key in where:
         if key not in fields:
             raise InputError(
-                f"{path}: input.where names {key!r}, which its first readable row lacks;"
+                f"{path}: input.where names {key!r}, but its first readable row has no such field;"
                 f" {one_of(key, fields)}"
             )
 
 
 def _texts(value: Any) -> set[str]:
-    """How ``value`` is written, in Python and elsewhere."""
+    """Return the ways to write ``value``, in Python and elsewhere."""
     text = str(value)
     if isinstance(value, bool):
         return {text, text.lower(), text.upper()}

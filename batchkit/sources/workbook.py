@@ -1,4 +1,4 @@
-"""Excel workbooks: one sheet, whose first row names the columns. Values keep their types."""
+"""Excel workbooks: one sheet, with column names in the first row. Values keep their types."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from batchkit.errors import InputError, RequestError
 from batchkit.sources.files import open_input
 from batchkit.sources.reader import Format, Found, Skip, check_columns, one_of, shown
 
-# What a program writes that leaves computing to Excel: the values of its formulas are missing, or 0.
+# Programs that leave calculation to Excel set this: formula values are then missing or 0.
 _TO_COMPUTE = re.compile(rb'fullCalcOnLoad="(?:1|true)"')
-# How a workbook writes what XML has no characters for, such as the \r of a line break, and the _ that
-# begins a text of that form. Other escapes are left: openpyxl hides whether they were meant.
+# A workbook's escape for characters that XML lacks, such as the \r of a line break, and for the _ of a
+# literal text in that form. Other escapes stay as they are: openpyxl hides whether they were meant.
 _ESCAPED = re.compile("_x(00[01][0-9A-Fa-f]|005[Ff])_")
-_EXACT = 2**53  # a cell's number is a double, which is exact below this
-_FORMULA = object()  # in place of a value that is not known
+_EXACT = 2**53  # numbers in cells are doubles, which are exact below this
+_FORMULA = object()  # stands for an unknown value
 _NOT_COMPUTED = (
     "a formula without a value; open the workbook in Excel or LibreOffice and save it there"
 )
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; ``input.records`` names the sheet, by default the first one. Blank rows are
-    skipped. A formula has the value that is saved with it; without one, it fails its row."""
+    """Read a sheet (see ``Reader``). ``input.records`` names it; the default is the first sheet. Blank rows are
+    skipped. A formula gives its saved value; without one, its row fails."""
     with open_input(path, text=False) as file, ExitStack() as stack:
         is_computed = _is_computed(path, file)
         books = [_opened(path, file, data_only=only) for only in (True, False)]
@@ -48,18 +48,18 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                 index += 1
         except InputError:
             raise
-        except Exception as error:  # openpyxl raises what its parsers do: KeyError, ParseError …
+        except Exception as error:  # openpyxl passes on its parsers' errors: KeyError, ParseError …
             raise InputError(f"{path}: broken workbook after row {number}: {error}") from error
     if not header:
         names = ", ".join(shown(name) for name in books[0].sheetnames)
         raise InputError(
-            f"{path}: its sheet is empty; the first row must name the columns. input.records names the sheet: it has"
+            f"{path}: the sheet is empty; its first row must name the columns. input.records selects the sheet, one of:"
             f" {names}"
         )
 
 
 def _is_computed(path: str, file: IO[bytes]) -> bool:
-    """Whether the values of formulas are those that Excel would show."""
+    """Return whether saved formula values are those that Excel would show."""
     try:
         with ZipFile(file) as archive:
             return _TO_COMPUTE.search(archive.read("xl/workbook.xml")) is None
@@ -76,13 +76,13 @@ def _opened(path: str, file: IO[bytes], *, data_only: bool) -> Any:
         ) from error
     try:
         return load_workbook(file, read_only=True, data_only=data_only, keep_links=False)
-    except Exception as error:  # openpyxl raises what its parsers do
+    except Exception as error:  # openpyxl passes on its parsers' errors
         raise _is_no_workbook(path, error) from error
 
 
 def _is_no_workbook(path: str, error: Exception) -> InputError:
     return InputError(
-        f"{path}: not an .xlsx workbook: {error}; save it anew as .xlsx, or check input.format"
+        f"{path}: not an .xlsx workbook: {error}; save it again as .xlsx, or check input.format"
     )
 
 
@@ -91,19 +91,21 @@ def _sheet(path: str, workbook: Any, name: str | None) -> Any:
     if not sheets:
         raise InputError(f"{path}: has no sheet with cells")
     if name is not None and name not in sheets:
-        raise InputError(f"{path}: input.records = {name!r} names no sheet; {one_of(name, sheets)}")
+        raise InputError(
+            f"{path}: input.records: there is no sheet {name!r}; {one_of(name, sheets)}"
+        )
     sheet = sheets[name or next(iter(sheets))]
     if name is None and sheet.sheet_state != "visible":
         raise InputError(
-            f"{path}: its first sheet, {shown(sheet.title)}, is hidden; set input.records to the sheet that"
-            f" is meant, one of {', '.join(map(shown, sheets))}"
+            f"{path}: its first sheet, {shown(sheet.title)}, is hidden; set input.records to one of"
+            f" {', '.join(map(shown, sheets))}"
         )
-    sheet.reset_dimensions()  # what some programs write there is wrong, and would cut off columns
+    sheet.reset_dimensions()  # some programs write wrong dimensions, which would cut off columns
     return sheet
 
 
 def _values(saved: Any, written: Any, *, is_computed: bool) -> Iterator[Sequence[Any]]:
-    """The sheet as it was saved, whose formulas are known from the sheet as it was written."""
+    """Yield rows of values from the ``saved`` sheet; the ``written`` sheet shows which cells are formulas."""
     for cells, formulas in zip(saved.iter_rows(), written.iter_rows(), strict=True):
         yield [
             _plain(cell.value)
@@ -114,12 +116,12 @@ def _values(saved: Any, written: Any, *, is_computed: bool) -> Iterator[Sequence
 
 
 def _has_value(cell: Any) -> bool:
-    """An empty text is a value; without one, the cell has a number's type."""
+    """Return True if the formula has a saved value. Without one, the cell has a number's type."""
     return cell.value is not None or cell.data_type != "n"
 
 
 def _plain(value: Any) -> Any:
-    """A text without escapes. A whole number as one: Google Sheets writes 1.0 where Excel writes 1."""
+    """Return text without escapes, and whole floats as int: Google Sheets writes 1.0 where Excel writes 1."""
     if isinstance(value, str) and "_x00" in value:
         return _ESCAPED.sub(lambda escape: chr(int(escape[1], 16)), value)
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
@@ -128,12 +130,12 @@ def _plain(value: Any) -> Any:
 
 
 def _check_header(path: str, header: list[str], number: int, cells: Sequence[Any]) -> None:
-    """Raises InputError if the row behind the header looks like the header: the one above it is a title."""
+    """Raise InputError if the row after the header looks like the real header, below a title."""
     names = [cell for cell in cells if cell is not None]
     if len(header) < len(names) and all(isinstance(name, str) for name in names):
         raise InputError(
-            f"{path} row {number}: the header seems to be here, with {len(names)} names, and the row above it a"
-            f" title, {shown(header[0])}; remove what is above the header"
+            f"{path} row {number}: this row, with {len(names)} names, seems to be the header, and the row above it a"
+            f" title, {shown(header[0])}; remove the rows above the header"
         )
 
 

@@ -150,7 +150,7 @@ def test_a_server_without_the_endpoint_stops_the_run_and_says_which_has_it(
         ("tests", "score", {"use_activations": 1}, "did you mean 'use_activation'"),
         ("llamacpp", "generate", {"repetition_penalty": 1.1}, "engine.options.extra_body.repeat_penalty"),
         ("llamacpp", "generate", {"structured_outputs": {"choice": ["yes"]}}, "extra_body.grammar"),
-        ("llamacpp", "generate", {"min_tokens": 5}, "sampling.min_tokens: llama.cpp's server lacks it, .* leave it out"),
+        ("llamacpp", "generate", {"min_tokens": 5}, "sampling.min_tokens: llama.cpp's server does not support it, .* leave it out"),
         ("llamacpp", "embed", {"use_activation": False}, "extra_body.embd_normalize"),
         ("llamacpp", "embed", {"truncate_prompt_tokens": 8}, "leave it out"),
         ("llamacpp", "score", {"use_activation": True}, "leave it out"),
@@ -220,10 +220,10 @@ NO_ANSWERS: dict[str, dict[str, tuple[Any, str]]] = {
         "text in it": (embedded(["1"]), "Expected `float`, got `str`"),
         "truth in it": (embedded([True]), "Expected `float`, got `bool`"),
         "one for each token": (embedded([[1.0], [2.0]]), "Expected `float`, got `array`"),
-        "no base64": (embedded("?#!"), "is no base64 of float32"),
-        "a byte more": (embedded(packed([1.0])[:-2] + "AAAA"), "is no base64 of float32"),
+        "no base64": (embedded("?#!"), "is not base64 of float32"),
+        "a byte more": (embedded(packed([1.0])[:-2] + "AAAA"), "is not base64 of float32"),
         "an object": (embedded({"float": [1.0]}), "got `object`"),
-        "an error with 200": ({"error": {"message": "broken"}}, "the answer has an error: "),
+        "an error with 200": ({"error": {"message": "broken"}}, "the answer contains an error: "),
     },
     "classify": {
         "no probabilities": (classified(label="a"), "data[0].probs: has no numbers"),
@@ -270,7 +270,7 @@ def test_a_vector_of_another_size_than_asked_for_fails_its_row() -> None:
         (done,) = ask(engine, [text(0, dimensions=4)])
     assert done.error is not None
     assert done.error.kind == "invalid_output"
-    assert "2 dimensions, and pooling.dimensions asks for 4" in str(done.error)
+    assert "2 dimensions, but pooling.dimensions is 4" in str(done.error)
 
 
 @pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
@@ -299,7 +299,7 @@ def test_a_run_embeds_its_rows_and_what_can_be_no_vector_of_its_model_fails_its_
             assert record["error"]["kind"] == "invalid_output"
         else:
             assert vectors.of(record).tolist() == vector(asked)
-    assert "7 dimensions, and those of other rows have 8" in records()[-1]["error"]["message"]
+    assert "7 dimensions, but vectors of other rows have 8" in records()[-1]["error"]["message"]
 
 
 @pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
@@ -416,6 +416,6 @@ def test_a_mixed_batch_file_is_answered_as_far_as_the_server_has_the_endpoints(t
     assert failed.keys() == ({1, 2} if task == "embed" else {0})
     for message in failed.values():
         assert (
-            f'answered 404: Not Found: the server, which serves task = "{task}", lacks it'
+            f'answered 404: Not Found: the server, which serves task = "{task}", lacks this endpoint'
             in message
         )

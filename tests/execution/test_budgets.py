@@ -281,6 +281,6 @@ def test_a_sample_of_a_table_keeps_its_index() -> None:
 def test_a_sample_of_an_iterator_is_refused_before_the_earlier_run_is_moved() -> None:
     processor = ProductionBatchProcessor(job(run={"sample": 2}), quiet=True)
     processor.process(["a", "b", "c"])
-    with pytest.raises(JobError, match=r"run\.sample: rows that come from an iterator"):
+    with pytest.raises(JobError, match=r"run\.sample: rows from an iterator"):
         processor.process(iter(["a", "b", "c"]))
     assert manifest()["total"] == 3

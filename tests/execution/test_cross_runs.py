@@ -226,4 +226,4 @@ def test_a_server_that_does_not_choose_by_name_ends_the_run(server: ChatServer) 
     write_scored_job(server, input={"cross": {"adapter": ["a", "b"]}})
     done = run()
     assert done.exit_code == 1
-    assert f"answered as model {MODEL!r}, and the row asked for 'a'" in done.stderr
+    assert f"answered as model {MODEL!r}, but the row needs 'a'" in done.stderr

@@ -80,7 +80,7 @@ def test_a_row_that_can_not_be_read_fails_once_for_each_value(tmp_path: Path) ->
     assert [row.id for row in found[3:6]] == ["no-id:1/x", "no-id:1/y", "no-id:1/"]
     assert all("line 2" in str(row.error) for row in found[3:6])
     assert [str(row.error) for row in found[6:]] == [
-        "input.cross.adapter: the row has a column of that name; give the key another one"
+        "input.cross.adapter: the row already has a column of that name; rename the key"
     ] * 3
 
 

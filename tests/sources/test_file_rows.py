@@ -75,11 +75,11 @@ def test_the_format_files_takes_every_file_that_is_not_hidden() -> None:
 @pytest.mark.parametrize(
     ("files", "path", "problem"),
     [
-        (["a.png", "b.pdf"], "in", 'has images and PDFs; name one or the other .*"pdf"'),
+        (["a.png", "b.pdf"], "in", 'has images and PDFs; choose one kind .*"pdf"'),
         (
             ["a.png", "b.csv"],
             "in/*",
-            "matches images and also .*/in/b.csv, which holds rows of its own",
+            "matches images and also .*/in/b.csv, which contains rows",
         ),
         (["a.txt", "b.md"], "in", r'is a folder; name its files, .*/in/\*.txt, .*"files"'),
         (["a.heic"], "in/*.png", "no file matches; check input.path"),

@@ -72,7 +72,7 @@ def test_file_that_a_glob_finds_under_two_names_is_an_error(tmp_path: Path, link
     (tmp_path / "3").mkdir()
     rows = write_rows(tmp_path / "3", "rows.jsonl")
     (tmp_path / link).symlink_to(rows if link.endswith(".jsonl") else "3")
-    with pytest.raises(InputError, match=r"are one file, and its rows would be answered twice"):
+    with pytest.raises(InputError, match=r"are the same file, so its rows would be answered twice"):
         input_files(table(tmp_path / "*" / "*.jsonl"))
 
 

@@ -88,7 +88,12 @@ ZSTD = bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'  # one raw block, w
         ("x.parquet", b"a,b\n1,2\n" * 9, {}, "not a Parquet file"),
         ("x.jsonl", b'{"a": 1}', {"format": "parquet"}, "not a Parquet file"),
         ("x.jsonl", b'{"kind": 1}', {"where": {"knd": 1}}, "did you mean 'kind'?"),
-        ("x.jsonl", b'{"kind": 1}', {"where": {"zz": 1}}, "which its first readable row lacks"),
+        (
+            "x.jsonl",
+            b'{"kind": 1}',
+            {"where": {"zz": 1}},
+            "but its first readable row has no such field",
+        ),
     ],
 )
 def test_an_unreadable_input_is_named_with_a_way_out(

@@ -74,7 +74,7 @@ def test_records_names_the_sheet(tmp_path: Path) -> None:
     path = workbook(tmp_path, first=[["a"], [1]], second=[["b"], [2]])
     assert [row.fields for row in rows_of(path)] == [{"a": 1}]
     assert [row.fields for row in rows_of(path, records="second")] == [{"b": 2}]
-    with pytest.raises(InputError, match="'secnd' names no sheet; did you mean 'second'"):
+    with pytest.raises(InputError, match="there is no sheet 'secnd'; did you mean 'second'"):
         rows_of(path, records="secnd")
 
 
@@ -180,14 +180,17 @@ def test_formula_without_a_value_fails_its_row_whatever_program_wrote_it(
 @pytest.mark.parametrize(
     ("sheets", "problem"),
     [
-        ({"data": []}, "its sheet is empty"),
-        ({"notes": [], "data": [["q"]]}, "input.records names the sheet: it has 'notes', 'data'"),
+        ({"data": []}, "the sheet is empty"),
+        (
+            {"notes": [], "data": [["q"]]},
+            "input.records selects the sheet, one of: 'notes', 'data'",
+        ),
         ({"data": [["a", None, "b"], [1, 2, 3]]}, "row 1: column 2 of 3 has no name"),
         ({"data": [["a", "a "], [1, 2]]}, "row 1: two columns are named 'a'"),
         ({"data": [["=A2"], ["tea"]]}, "row 1: column 1 is a formula without a value"),
         (
             {"data": [["Survey 2026"], ["id", "review"], [1, "Fine"]]},
-            "row 2: the header seems to be here, with 2 names, and the row above it a title, 'Survey 2026'",
+            "row 2: this row, with 2 names, seems to be the header, and the row above it a title, 'Survey 2026'",
         ),
     ],
 )
@@ -199,7 +202,7 @@ def test_a_header_that_can_not_be_used_is_an_error(
 
 
 def test_what_is_no_workbook_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"not an .xlsx workbook: .*save it anew as .xlsx"):
+    with pytest.raises(InputError, match=r"not an .xlsx workbook: .*save it again as .xlsx"):
         rows_of(write(tmp_path, "x.xlsx", b"\xd0\xcf\x11\xe0 an old .xls"))
 
 

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server as an engine."""
+"""An engine that uses a server with OpenAI's API."""

@@ -1,7 +1,7 @@
-"""What the endpoints of OpenAI's API share: requests as JSON, refusals, and the list of models.
+"""Parts shared by the endpoints of OpenAI's API: JSON bodies, refusals, and the list of models.
 
-https://platform.openai.com/docs/api-reference, with the fields that `vllm serve` and
-llama.cpp's server add to it. Nothing here touches the network.
+See https://platform.openai.com/docs/api-reference, with the additions of `vllm serve` and
+llama.cpp's server. No code here touches the network.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Error codes, types and parameters for a prompt that is too long: OpenAI's, llama.cpp's, vLLM's.
 _TOO_LONG = ("context_length_exceeded", "exceed_context_size_error", "input_tokens", "input_text")
-# The same in words: the first is vLLM's for a prompt with images, which has no code.
+# The same error as text; the first form is vLLM's for a prompt with images, which has no code.
 _COUNTS = (
     re.compile(
         r"Input length \((?P<n>\d+)\) exceeds model's maximum context length \((?P<most>\d+)"
@@ -49,9 +49,9 @@ class ShapeError(ValueError):
 
 
 class Refusal(NamedTuple):
-    """An error response: the HTTP status, and what the server says about it.
+    """An error response: the HTTP status and the server's message.
 
-    ``signs``: its code, type and parameter, those that it has. The counts are None if it reports none.
+    ``signs``: the error's code, type and parameter, if present. The counts are None if the server reports none.
     """
 
     status: int
@@ -79,7 +79,7 @@ class Refusal(NamedTuple):
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:
-    """The body as JSON, its images as PNG in data: URIs. Raises RequestError if it has a value that JSON
+    """Return the body as JSON, with images as PNG in data: URIs. Raises RequestError for a value that JSON
     can't represent."""
     try:
         return orjson.dumps(_with_images(body), option=orjson.OPT_NON_STR_KEYS)
@@ -88,7 +88,7 @@ def encoded(body: Mapping[str, Any]) -> bytes:
 
 
 def refusal_of(status: int, content: bytes) -> Refusal:
-    """The refusal in an error's body, in any of the shapes that servers use."""
+    """Read the refusal from an error body, in any of the formats that servers use."""
     try:
         body = parsed(content)
     except ValueError:
@@ -103,13 +103,13 @@ def refusal_of(status: int, content: bytes) -> Refusal:
 
 
 def in_words(error: Any) -> str:
-    """What a server says, as one line of at most a thousand characters, none of which controls a terminal."""
+    """Return a server's message as one line of at most 1,000 characters, without terminal control characters."""
     text = valid(error) if isinstance(error, str) else as_json(error).decode()
     return plain(" ".join(text.split()))[:_LONGEST_MESSAGE]
 
 
 def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | None]:
-    """Tokens of the prompt, and how many the server allows, if it reports them."""
+    """Return the prompt's token count and the server's limit, or None for both if they are not reported."""
     pairs = [(error.get("n_prompt_tokens"), error.get("n_ctx"))]  # llama.cpp
     found = (pattern.search(message) for pattern in _COUNTS)
     pairs += [(int(words["n"]), int(words["most"])) for words in found if words]
@@ -120,7 +120,7 @@ def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | N
 
 
 def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
-    """The refusal as the row's own error, with the counts that a cut needs, if known."""
+    """Return the refusal as the row's error, with the counts that truncation needs, if known."""
     error = PromptTooLongError(refusal.message)
     error.prompt_tokens = refusal.prompt_tokens
     error.max_model_len = refusal.max_model_len or max_model_len
@@ -128,16 +128,16 @@ def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
 
 
 def max_model_len(model: Mapping[str, Any]) -> int | None:
-    """A request's context, if the list of models has it: vLLM's field, or llama.cpp's of a slot."""
+    """Return the context length in a model's entry: vLLM's field, or llama.cpp's context per slot."""
     most = model.get("max_model_len") or _meta(model).get("n_ctx")
     return most if is_count(most) and most else None
 
 
 def known_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """What a list of models says about the model that is requested as ``name``.
+    """Return what a list of models reports about the model requested as ``name``.
 
-    It is the one with that name, or else the only one. vLLM lists its folder, llama.cpp its size,
-    once it has loaded it.
+    It is the model with that name, or the only one in the list. vLLM lists its folder; llama.cpp lists its size
+    once it is loaded.
     """
     named = [model for model in models if model.get("id") == name] or models
     if len(named) != 1:
@@ -154,7 +154,7 @@ def _meta(model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """The header in seconds, which may be a date; None if it is nonsense."""
+    """Return a Retry-After header (a number or a date) in seconds, or None if it is invalid."""
     try:
         return max(0.0, float(value or ""))
     except ValueError:
@@ -163,7 +163,7 @@ def retry_after_s(value: str | None) -> float | None:
 
 
 def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
-    """``body`` with each image in its messages or its pair as OpenAI's part."""
+    """Return ``body`` with each image in its messages or its pair in OpenAI's format."""
 
     def part(kind: str, found: Any) -> dict[str, Any]:
         if kind == "image":
@@ -171,7 +171,7 @@ def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
         if kind == "audio":
             return {"type": "input_audio", "input_audio": {"data": _wav(found), "format": "wav"}}
         if not isinstance(found, VideoFile):
-            raise RequestError("a server can't be sent the frames of a video, only its file")
+            raise RequestError("only a video's file can be sent to a server, not its frames")
         data = base64.b64encode(found.data).decode()
         return {"type": "video_url", "video_url": {"url": f"data:{found.type};base64,{data}"}}
 
@@ -190,7 +190,7 @@ def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wav(sound: Audio) -> str:
-    """In base64, of 16 bits, which every server reads."""
+    """Return a base64 WAV with 16-bit samples, which every server can read."""
     file = io.BytesIO()
     with wave.open(file, "wb") as wav:
         wav.setparams((1, 2, sound.sample_rate, 0, "NONE", ""))

@@ -19,7 +19,7 @@ from batchkit.types import BROKEN_OFF, Choice, Completion, Request, Usage
 
 T = TypeVar("T")
 
-# Names of vllm.SamplingParams that the API has, OpenAI's own or added by `vllm serve`.
+# Names of vllm.SamplingParams that the API accepts: OpenAI's own, and additions of `vllm serve`.
 SAMPLING = (
     *("max_tokens", "temperature", "top_p", "n", "stop", "seed"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "reasoning_effort"),
@@ -31,9 +31,9 @@ SAMPLING = (
 
 
 class Endpoint:
-    """Writes the requests of one task, and reads the answers. Nothing in it touches the network.
+    """Writes the requests of one task and reads the answers. It does not touch the network.
 
-    ``parameters``: what the API has of the job's ``table``.
+    ``parameters``: the names in the job's ``table`` that the API accepts.
     """
 
     task = "generate"
@@ -46,12 +46,12 @@ class Endpoint:
         self._chat_template_kwargs = job.prompt.chat_template_kwargs
         self._selects = job.select.by is not None
         self.seen: dict[str, Any] = {}
-        """What the answers so far have shown of the model."""
+        """What the answers so far have shown about the model."""
 
     @classmethod
     def check_names(cls, params: Mapping[str, Any]) -> None:
-        """Refuse names that the API does not have: the server would silently ignore them. Raises
-        RequestError, naming the parameter."""
+        """Refuse names that the API does not have, because the server would silently ignore them. Raises
+        RequestError with the name."""
         for name in params:
             if name == "prompt_logprobs":
                 raise RequestError("sampling.prompt_logprobs: batchkit does not store them")
@@ -63,8 +63,8 @@ class Endpoint:
                 )
 
     def body_of(self, request: Request) -> dict[str, Any]:
-        """The request in the API's terms; its images are still PIL's (``api.encoded`` converts them).
-        Raises RequestError, naming a parameter that the API does not have."""
+        """Return the request in the API's format. Images are still PIL images (``api.encoded`` converts them).
+        Raises RequestError for a parameter that the API does not have."""
         self.check_names(request.sampling)
         given = {name: value for name, value in request.sampling.items() if value is not None}
         parameters = self.parameters_of(request, given)
@@ -78,27 +78,27 @@ class Endpoint:
         return {name: value for name, value in body.items() if name not in self._drop}
 
     def encoded(self, body: Mapping[str, Any]) -> Content:
-        """``body_of`` as it is sent; may be called by another thread. Raises RowError."""
+        """Encode the result of ``body_of``. May be called by another thread. Raises RowError."""
         return Content(encoded(body))
 
     def url(self, base_url: str, request: Request) -> str:
-        """Where ``request`` is sent."""
+        """Return the address for ``request``."""
         return base_url + self.path
 
     def input_of(self, request: Request) -> dict[str, Any]:
-        """What the model reads."""
+        """Return the part of the body that the model reads."""
         raise NotImplementedError
 
     def parameters_of(self, request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        """``given``, the request's own, in the API's terms."""
+        """Return the request's parameters in the API's format."""
         return given
 
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
-        """The server's answer; ``n`` choices were asked for (0: not known).
+        """Convert the server's answer; ``n`` choices were requested (0: unknown).
 
         Raises:
-            ShapeError: it is not in the API's format, or not whole.
-            RowError: it is, but can't be used.
+            ShapeError: It is not in the API's format, or is incomplete.
+            RowError: It is in the API's format but can't be used.
         """
         raise NotImplementedError
 
@@ -111,7 +111,7 @@ class _Part(msgspec.Struct):
 class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None  # some servers return parts
     reasoning: Any = None
-    reasoning_content: Any = None  # DeepSeek's name, which other servers have, too
+    reasoning_content: Any = None  # DeepSeek's name, which other servers use, too
     tool_calls: Any = None
 
 
@@ -125,14 +125,14 @@ class _Choice(msgspec.Struct):
 
     @property
     def reason(self) -> Any:
-        """SGLang's internal one is an object, ``{"type": "abort", …}``, which a proxy may pass on. A
-        router gives a choice an ``error`` instead."""
+        """The reason why the choice ended. SGLang's internal reason is an object, ``{"type": "abort", …}``, which a
+        proxy may pass on. A router sets ``error`` instead."""
         reason = "error" if self.error else self.finish_reason
         return reason.get("type") if isinstance(reason, Mapping) else reason
 
     @property
     def failure(self) -> str | None:
-        """What went wrong, if the choice is incomplete."""
+        """The problem if the choice is incomplete, otherwise None."""
         if not self.error and self.reason not in BROKEN_OFF:
             return None
         return f"finish_reason is {self.reason}" + (f": {in_words(self.error)}" * bool(self.error))
@@ -152,7 +152,7 @@ class _Answer(msgspec.Struct):
     error: Any = None
 
     def ordered(self, n: int) -> list[_Choice]:
-        """The ``n`` choices that were requested (0: not known), or one: some servers ignore ``n``."""
+        """Return the ``n`` requested choices (0: unknown), or one: some servers ignore ``n``."""
         places = [choice.index for choice in self.choices]
         if not any(place is not None for place in places):
             places = [*range(len(places))]
@@ -161,7 +161,9 @@ class _Answer(msgspec.Struct):
             return [found[place] for place in range(len(places))]
         if len(places) == 1 and (n <= 1 or places == [0]):
             return self.choices
-        raise ShapeError(f"the answer has choices with the indexes {places[:10]}, asked were {n}")
+        raise ShapeError(
+            f"the answer has choices with the indexes {places[:10]}, but {n} were requested"
+        )
 
 
 class Chat(Endpoint):
@@ -185,14 +187,14 @@ class Chat(Endpoint):
 
     def parameters_of(self, request: Request, given: dict[str, Any]) -> dict[str, Any]:
         for name, value in given.items():
-            # JSON has only null for it: the server would use its default.
+            # JSON would write null for it, and the server would use its default.
             if isinstance(value, float) and not math.isfinite(value):
                 raise RequestError(f"sampling.{name}: is {value}, expected a finite number")
         if (response_format := json_form(given.get("structured_outputs"))) is not None:
             del given["structured_outputs"]
             given["response_format"] = response_format
         if request.messages is not None and "logprobs" in given:
-            # In chat it is a switch, and top_logprobs the count.
+            # For chat, logprobs is a switch and top_logprobs the count.
             given |= {"logprobs": True, "top_logprobs": given["logprobs"]}
         return given
 
@@ -211,21 +213,21 @@ class Chat(Endpoint):
 
 
 def as_shape(answer: Any, shape: type[T]) -> T:
-    """``answer`` as a ``shape``. Raises ShapeError if it is no such thing, or has an error."""
+    """Convert ``answer`` to ``shape``. Raises ShapeError if that is impossible or the answer holds an error."""
     try:
         found = msgspec.convert(answer, shape)
     except (msgspec.ValidationError, OverflowError) as error:
         raise ShapeError(f"the answer is not in OpenAI's format: {error}") from None
     if fault := getattr(found, "error", None):
-        raise ShapeError(f"the answer has an error: {in_words(fault)}")
+        raise ShapeError(f"the answer contains an error: {in_words(fault)}")
     return found
 
 
 def usage_in(
     counts: Any, sent: str = "prompt_tokens", answered: str = "completion_tokens"
 ) -> Usage | None:
-    """None if the server does not report all counts: the answer is still valid. ``sent`` and ``answered``: their names
-    in ``counts``."""
+    """Return the token counts, or None if the server does not report all; the answer is valid in either case. ``sent``
+    and ``answered`` are their names in ``counts``."""
     if not isinstance(counts, Mapping):
         return None
     reasoning, cached = (
@@ -238,13 +240,13 @@ def usage_in(
 
 
 def json_form(wanted: Any) -> dict[str, Any] | None:
-    """OpenAI's own form, which every server supports; None if only vLLM has one."""
+    """Return OpenAI's own form, which every server supports, or None if only vLLM's form exists."""
     if not isinstance(wanted, Mapping) or len(wanted) != 1:
         return None
     if wanted.get("json_object") is True:
         return {"type": "json_object"}
     if not isinstance(schema := from_json(wanted.get("json")), Mapping):
-        return None  # vLLM says what is wrong with it
+        return None  # vLLM reports what is wrong with it
     return {
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": schema, "strict": True},

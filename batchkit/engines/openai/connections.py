@@ -1,4 +1,4 @@
-"""The connections to one server, and how a request is sent on them."""
+"""The HTTP connections to one server."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 10.0
-_OTHER_FILES = 256  # logs, media, pipes to children, libraries
-_MOST_ERROR_BYTES = 1 << 20  # of an error, of which 1,000 characters are shown
-# An answer comes as it is: what is packed may unpack to gigabytes.
+_OTHER_FILES = 256  # files that logs, media, pipes to children and libraries may open
+_MOST_ERROR_BYTES = 1 << 20  # of an error response; 1,000 characters are shown
+# Ask for uncompressed answers: a compressed one may expand to gigabytes.
 _HEADERS = {"Connection": "close", "Accept-Encoding": "identity"}
 
 
 class Content(NamedTuple):
-    """What is sent, and its type."""
+    """The body of a request and its content type."""
 
     data: bytes
     type: str = "application/json"
 
 
 class Response(NamedTuple):
-    """``is_whole`` is False if ``content`` is only the beginning."""
+    """A response. ``is_whole`` is False if ``content`` is only its beginning."""
 
     status: int
     headers: Mapping[str, str]
@@ -38,10 +38,10 @@ class Response(NamedTuple):
 
 
 def allow_connections(count: int) -> None:
-    """Raise this process's limit of open files so far that it can have so many connections at once.
+    """Raise this process's limit of open files so that ``count`` connections fit.
 
     Raises:
-        JobError: the administrator allows fewer.
+        JobError: The system's hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _OTHER_FILES
@@ -51,22 +51,22 @@ def allow_connections(count: int) -> None:
         if fits < 1:
             remedy = f"raise that limit: even one request needs {_OTHER_FILES + 1:,}"
         raise JobError(
-            f"engine.options.max_num_seqs: {count:,} requests at once need {needed:,} open files, and this machine"
-            f" allows a process {hard:,} (ulimit -Hn); {remedy}"
+            f"engine.options.max_num_seqs: {count:,} concurrent requests need {needed:,} open files, but this machine"
+            f" allows {hard:,} per process (ulimit -Hn); {remedy}"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class Connections:
-    """Gives every request a connection of its own. An answer's first ``max_bytes`` are read.
+    """A new connection for each request. At most ``max_bytes`` of an answer are read.
 
-    HTTP/1.1 has no id that ties an answer to its request. If a server or a proxy answers a request
-    twice, late, or with more bytes than it announced, every later row on that connection would get the
-    answer of the row before it. ``benchmarks/LOG.md`` has what new connections cost.
+    HTTP/1.1 has no id that ties an answer to its request. If a server or proxy answered twice, late, or with more
+    bytes than announced, every later row on a reused connection would get the answer of the row before it.
+    ``benchmarks/LOG.md`` shows what new connections cost.
 
-    Once created, belongs to one event loop. Raises EngineError if the environment's proxy or
-    certificates can't be used.
+    Use only from one event loop. Raises EngineError if the environment's proxy or certificates can't
+    be used.
     """
 
     def __init__(self, headers: Mapping[str, str], *, trust_env: bool, max_bytes: int) -> None:
@@ -80,7 +80,7 @@ class Connections:
             self._idle.append(self._new())
         except (ValueError, ImportError, OSError) as error:
             raise EngineError(
-                f"the proxy or the certificates that the environment names can't be used: {error}"
+                f"the proxy or the certificates set in the environment can't be used: {error}"
             ) from error
 
     async def close(self) -> None:
@@ -91,10 +91,11 @@ class Connections:
     async def exchange(
         self, method: str, url: str, content: Content | None, timeout_s: float
     ) -> Response:
-        """
+        """Send a request and return the response.
+
         Raises:
-            RowTimeoutError: the response did not arrive in time.
-            NoAnswer: there is no response, or one that is packed.
+            RowTimeoutError: The response did not arrive in time.
+            NoAnswer: There was no response, or it was compressed.
         """
         import httpx
 
@@ -122,7 +123,7 @@ class Connections:
         coding = response.headers.get("content-encoding", "identity")
         if coding.strip().lower() != "identity":
             raise NoAnswer(
-                f"{response.url}: Content-Encoding is {coding!r}, which was not asked for"
+                f"{response.url}: Content-Encoding is {coding!r}, but an uncompressed answer was requested"
             )
         received = bytearray()
         async for chunk in response.aiter_raw():
@@ -134,8 +135,8 @@ class Connections:
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
-        """A client for one request. If that fails, the client is not used again: httpcore may still count
-        the connection of a request that was interrupted, and the next one would wait for its end."""
+        """Yield a client for one request. After a failure the client is discarded: httpcore may still count the
+        interrupted request's connection, and the next request would wait for it."""
         client = self._idle.pop() if self._idle else self._new()
         try:
             yield client
@@ -145,8 +146,8 @@ class Connections:
         self._idle.append(client)
 
     def _new(self) -> httpx.AsyncClient:
-        """A client for one request at a time. A client for many scans all its connections whenever
-        one is taken or returned: with 64 that was seven times the work of everything else here."""
+        """Create a client for one request at a time. A client with many connections scans all of them for each
+        request; with 64 connections that took seven times as long as everything else here."""
         import httpx
 
         return httpx.AsyncClient(

@@ -1,20 +1,20 @@
-"""A server that speaks OpenAI's API: OpenAI's own, ``vllm serve``, llama.cpp's ``llama-server``.
+"""An engine that sends requests to a server with OpenAI's API: OpenAI's own, ``vllm serve``, ``llama-server``.
 
-It runs at ``engine.base_url``, or is started for the run (``own_server.py``). The server does the
-batching; this engine keeps requests in flight. A request has no answer for one of three reasons:
+The server runs at ``engine.base_url``, or the run starts it (``own_server.py``). The server batches; this
+engine keeps requests in flight. There are three kinds of requests without an answer:
 
-- it is the row's own fault (400, an answer that takes too long): that row fails;
-- waiting does not fix it (401, no such model, no money): EngineError, and the run stops;
-- anything else (``NoAnswer``) may be the row's fault or the server's. The row is tried again, and fails after
-  a few tries if others are answered meanwhile; one that is turned away (429, 502, no connection), after
-  ``give_up_s``. While nothing is answered, all requests wait, and now and then a request of one word is sent
-  (``rate_limiter.py``); after ``give_up_s`` the run stops.
+- The row is at fault (400, an answer that takes too long). That row fails.
+- Waiting does not help (401, unknown model, no money). EngineError stops the run.
+- The row or the server may be at fault (``NoAnswer``). The row is tried again. It fails after a few attempts
+  if other rows are answered meanwhile; a row that is turned away (429, 502, no connection) fails after
+  ``give_up_s``. While nothing is answered, all requests wait and one-word prompts probe the server
+  (``rate_limiter.py``). After ``give_up_s`` the run stops.
 
-Nothing need fail when a server is replaced by one with another model, which ends the run: so its list
-of models is read again after an outage, after a gap, and before the last answer is returned.
+A server may be replaced with another model without any failed request. That must end the run, so the
+list of models is read again after an outage, after a gap, and before the last answer is returned.
 
-A server of our own that ends, or is given up, is an engine that died: the supervisor starts another,
-and finds the row that kills it.
+If a server that the run started ends or is given up, the engine counts as dead: the supervisor starts a new
+one and finds the row that kills it.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ from batchkit.rendering.messages import as_text
 from batchkit.types import Audio, Completion, Pair, Request, Row, Speech
 
 _CLOSE_S = 10.0
-_GAP_S = 1.0  # of nothing in flight, in which a server may be replaced unseen
-_QUIET_S = 5.0  # of an outage that nobody is told of
+_GAP_S = 1.0  # an idle time in which the server may have been replaced without a failed request
+_QUIET_S = 5.0  # shorter outages are not reported
 
 
 class OpenAIServerEngine:
     """Keeps up to ``max_num_seqs`` requests in flight.
 
-    Threads: the processor's thread calls every method; one of ours runs the event loop that does the
-    rest. Completions arrive in ``_done``; ``_ended`` is set once, after the completions before it.
+    Threads: the processor's thread calls every method; a second thread runs the event loop. Completions
+    arrive in ``_done``; ``_ended`` is set once, after the completions before it.
 
     Raises:
-        JobError: an option or a sampling parameter is wrong, or the server's program is missing.
-        EngineError: the server does not answer, or refuses the key.
-        StartFailed: the run's own server did not start.
+        JobError: An option or sampling parameter is wrong, or the server's program is missing.
+        EngineError: The server does not answer, or refuses the key.
+        StartFailed: The server that the run starts did not become ready.
     """
 
     def __init__(self, job: JobConfig, log: Path | None = None) -> None:
@@ -83,7 +83,9 @@ class OpenAIServerEngine:
         self.max_num_seqs = self._options.max_num_seqs
         allow_connections(self.max_num_seqs)
         self.limits = {"max_num_seqs": self.max_num_seqs}
-        self._events: deque[str] = deque()  # the loop's thread appends, the caller's takes
+        self._events: deque[str] = (
+            deque()
+        )  # filled by the event loop's thread, emptied by the caller's
         self._own = _own_server(job, self._options, log)
         base_url = self._own.base_url if self._own else job.engine.base_url or ""
         self._remote = Remote(job, base_url, self._options, self._events.append)
@@ -94,9 +96,13 @@ class OpenAIServerEngine:
         self._ended: EngineError | None = None
         self._unsettled = 0  # requests in flight, as the event loop knows them
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unchecked: list[Completion] = []  # answered; the server's model is being checked
+        self._unchecked: list[
+            Completion
+        ] = []  # answered, but the server's model is still being checked
         self._closing = asyncio.Event()
-        self._loop = asyncio.SelectorEventLoop()  # Ray sets uvloop, which lacks RFC 8305
+        self._loop = (
+            asyncio.SelectorEventLoop()
+        )  # Ray sets uvloop, which lacks RFC 8305 (happy eyeballs)
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
         self._thread.start()
         try:
@@ -122,7 +128,7 @@ class OpenAIServerEngine:
         self._loop.call_soon_threadsafe(self._begin, request)
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
-        ended = self._ended  # read first: all completions before it are then in the queue
+        ended = self._ended  # read first: all completions before the end are then in the queue
         done: list[Completion] = []
         try:
             done.append(self._done.get(timeout=max(0.0, timeout_s)))
@@ -136,7 +142,7 @@ class OpenAIServerEngine:
         return done
 
     def abort(self, requests: Sequence[Request]) -> None:
-        """They are sent all the same: the server may have begun them."""
+        """Do nothing: the server may already work on these requests."""
 
     def load(self) -> EngineLoad:
         running = min(self._limiter.running, self._in_flight)
@@ -167,7 +173,7 @@ class OpenAIServerEngine:
             await self._remote.close()
 
     async def _reach(self) -> None:
-        """Check that the server answers; if it is ours, also watch it."""
+        """Check that the server answers. Also watch it if the run started it."""
         if self._own is None:
             await self._remote.reach()
         else:
@@ -187,7 +193,7 @@ class OpenAIServerEngine:
             task.add_done_callback(self._tasks.discard)
 
     async def _settle(self, request: Request) -> None:
-        """Return the request, answered or failed; or end the engine, which then returns no more."""
+        """Put the request's completion into ``_done``, or end the engine, which then returns no more."""
         try:
             completion = await self._answer(request)
         except RowError as error:
@@ -195,7 +201,7 @@ class OpenAIServerEngine:
         except EngineError as error:
             self._end(error)
             return
-        except Exception as error:  # without this, the request would never come back
+        except Exception as error:  # otherwise the request would never come back
             completion = Completion(request, error=ServerError(f"{type(error).__name__}: {error}"))
         self._unsettled -= 1
         if not self._unsettled:  # this may be the run's last answer
@@ -204,9 +210,9 @@ class OpenAIServerEngine:
             try:
                 await self._remote.check_model()
             except (NoAnswer, RowError):
-                pass  # the server is away now, but it has answered
+                pass  # the server is away now, but this answer came before
             except EngineError as error:
-                self._unchecked.clear()  # they may be another model's
+                self._unchecked.clear()  # these answers may come from another model
                 self._end(error)
                 return
             self._unchecked.remove(completion)
@@ -214,24 +220,24 @@ class OpenAIServerEngine:
 
     def _end(self, error: EngineError) -> None:
         if self._ended is None:
-            for completion in self._unchecked:  # they were answered before the end
+            for completion in self._unchecked:  # answered before the end
                 self._done.put(completion)
             self._ended = error
             for task in self._tasks - {asyncio.current_task()}:
                 task.cancel()
 
     async def _answer(self, request: Request) -> Completion:
-        """Try until there is an answer, or the row's own error.
+        """Send the request until there is an answer or an error of the row itself.
 
-        The tries without an answer count since the server was last away; they are the row's own fault if
-        a request that was sent after the first of them was answered. A busy server turns rows away, too,
-        and answers each of them eventually: ``give_up_s`` is for that.
+        Attempts are counted from the first failure on. The row is at fault if a request sent after that failure was
+        answered. A busy server also turns rows away while it answers others, and answers each of them eventually;
+        these rows fail only after ``give_up_s``.
         """
         tries, since = 0, 0.0
         while True:
             place = await self._limiter.enter()
             if place.is_probe:
-                if not await self._is_well(request, place):
+                if not await self._probe(request, place):
                     tries = 0
                 continue
             try:
@@ -247,8 +253,8 @@ class OpenAIServerEngine:
                 if others_are_answered or not (problem.why is Why.BUSY or self._limiter.is_open):
                     await asyncio.sleep(pause_s(tries))
 
-    async def _is_well(self, request: Request, place: Place) -> bool:
-        """Whether the server, which answered nothing before, answers a prompt of one word."""
+    async def _probe(self, request: Request, place: Place) -> bool:
+        """Send a one-word prompt to a server that answered nothing; return whether it answers now."""
         try:
             kind = "chat" if request.messages else task_of(request.endpoint, self._task)
             asked = _one_word(kind, {"max_tokens": 1} if self._task == "generate" else {})
@@ -259,11 +265,11 @@ class OpenAIServerEngine:
             self._lose_patience(problem)
             return False
         except RowError:
-            pass  # it is refused, and so the server works
+            pass  # a refusal shows that the server works
         return True
 
     async def _ask(self, request: Request, place: Place) -> Completion:
-        """``Remote.ask``; an answer, or a refusal other than a timeout, shows that it works."""
+        """Call ``Remote.ask``. An answer, or a refusal other than a timeout, shows that the server works."""
         try:
             completion = await self._remote.ask(request)
         except RowTimeoutError as error:
@@ -283,22 +289,22 @@ class OpenAIServerEngine:
 
     def _error_of(self, problem: NoAnswer, tries: int) -> RowError:
         if problem.why is Why.BARRED:
-            return RequestError(f"{problem}, and answers other requests")
+            return RequestError(f"{problem}, but answers other requests")
         if problem.why in (Why.BUSY, Why.DOWN):
             return ServerError(
                 f"turned away for {self._options.give_up_s:g} s (engine.options.give_up_s) while"
                 f" others were answered; last: {problem}"
             )
-        return ServerError(f"{tries} times without an answer; last: {problem}")
+        return ServerError(f"{tries} attempts without an answer; last: {problem}")
 
     @property
     def _silence_s(self) -> float:
-        """Seconds since the server first failed to answer; 0 if it has answered since."""
+        """Seconds since the first failure of the current outage; 0 if the server answers."""
         since = self._limiter.troubled_since
         return 0.0 if since is None else time.monotonic() - since
 
     def _trouble(self) -> str:
-        """What the server answers, once that has lasted; the run is told so less and less often."""
+        """Return the server's error once an outage has lasted some seconds; report it in growing intervals."""
         silence_s, where = self._silence_s, self._remote.base_url
         if silence_s < _QUIET_S:
             if self._next_report_s > _QUIET_S:
@@ -315,9 +321,9 @@ class OpenAIServerEngine:
         return trouble
 
     def _lose_patience(self, problem: Exception) -> None:
-        """Give up on the server if nothing has been answered for ``give_up_s``.
+        """Give up on the server if no request has been answered for ``give_up_s``.
 
-        Requests that are still in flight may yet be answered, within ``run.row_timeout_s``.
+        Running requests may still be answered within ``run.row_timeout_s``.
         """
         limit_s = self._options.give_up_s
         if self._limiter.running:
@@ -331,13 +337,13 @@ class OpenAIServerEngine:
         if self._own is not None:
             raise EngineDied(Fault("stall", "stall", silence))
         raise EngineError(
-            f"{self._remote.base_url}: {silence}. Every finished row is on disk: check the server,"
+            f"{self._remote.base_url}: {silence}. All finished rows are saved: check the server,"
             " then run the same command again"
         )
 
 
 def _one_word(kind: str, sampling: Mapping[str, Any]) -> Request:
-    """Of ``kind`` "chat", or of a task; for speech, a second of silence."""
+    """Return a one-word request of ``kind`` ("chat" or a task); for speech, one second of silence."""
     request = Request(Row(-1, "", {}), None, None, sampling, "")
     if kind == "chat":
         return replace(request, messages=[{"role": "user", "content": "Hi"}])
@@ -352,7 +358,7 @@ def _one_word(kind: str, sampling: Mapping[str, Any]) -> Request:
 
 
 class OpenAIServerPreflight:
-    """Shows the messages and checks the parameters' names; only the server can count the tokens."""
+    """Renders the messages and checks the parameters' names; only the server can count the tokens."""
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
@@ -376,7 +382,9 @@ def _own_server(job: JobConfig, options: Options, log: Path | None) -> OwnServer
     if table is None:
         return None
     if table.command is not None:
-        return OwnServer(job, table.command, {"max_num_seqs": 1}, log=log)  # can't be reduced
+        return OwnServer(
+            job, table.command, {"max_num_seqs": 1}, log=log
+        )  # a fixed command can't be reduced
     command = llama_server(
         job.engine.model,
         max_model_len=options.max_model_len or 0,  # options_of checked that it is set

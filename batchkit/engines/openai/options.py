@@ -1,4 +1,4 @@
-"""The ``[engine.options]`` of this engine, and what llama.cpp's server lacks of vLLM's parameters."""
+"""The ``[engine.options]`` of this engine, and the vLLM parameters that llama.cpp's server does not support."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from batchkit.errors import JobError, RequestError
 _NOT_EXTRA = {
     *("model", "messages", "prompt", "input", "stream", "stream_options"),
     *("query", "queries", "documents"),
-    *("embed_dtype", "endianness"),  # a vector would be read as other numbers
+    *(
+        "embed_dtype",
+        "endianness",
+    ),  # these change the number format, so vectors would be decoded wrongly
 }
-# What llama.cpp's server ignores, as fields that it doesn't know, with its own name for some of them.
-# Structured outputs are other than JSON here, which is sent as response_format.
+# Parameters that llama.cpp's server silently ignores, with its own name for some of them. JSON output is
+# sent as response_format, which it supports; this entry is for other structured outputs.
 _LLAMA_CPP_LACKS = {
     "repetition_penalty": "repeat_penalty",
     "structured_outputs": "grammar",
@@ -33,15 +36,15 @@ _LLAMA_CPP_LACKS = {
 
 
 class Options(Table):
-    max_num_seqs: PositiveInt = 32  # requests at a time
+    max_num_seqs: PositiveInt = 32  # concurrent requests
     give_up_s: Seconds = 300.0
-    max_model_len: PositiveInt | None = None  # a request's context, if the server reports none
-    extra_body: dict[str, Any] = Field({})  # fields that override every request's body
-    drop: list[str] = Field([])  # names left out of it
+    max_model_len: PositiveInt | None = None  # tokens per request, if the server reports none
+    extra_body: dict[str, Any] = Field({})  # fields that override each request's body
+    drop: list[str] = Field([])  # fields to leave out of each body
 
 
 def options_of(job: JobConfig) -> Options:
-    """The job's options. Also checks its sampling. Raises JobError, which lists everything that is wrong."""
+    """Return the job's options, and check its sampling. Raises JobError with a list of all problems."""
     given = job.engine.options
     problems = problems_with("engine.options", Options, given, job.engine.kind)
     extra = given.get("extra_body")
@@ -59,13 +62,13 @@ def options_of(job: JobConfig) -> Options:
     if server is not None and server.command is None and "max_model_len" not in given:
         problems.append(
             "engine.options.max_model_len is missing: llama-server is started with room for"
-            " max_num_seqs requests of so many tokens each, prompt and answer together"
+            " max_num_seqs requests of max_model_len tokens each, prompt and answer together"
         )
     if server is not None and server.command is None and job.task == "classify":
         problems.append(
-            'task = "classify": llama-server, which runs a .gguf file, has no classes; give the'
-            " command of a server that has /classify, such as vllm serve MODEL --runner pooling"
-            " --port {port}, as engine.server.command"
+            'task = "classify": llama-server, which runs a .gguf file, has no classification; set'
+            " engine.server.command to a server that has /classify, for example"
+            " vllm serve MODEL --runner pooling --port {port}"
         )
     if problems:
         raise JobError("\n".join(problems))
@@ -73,11 +76,11 @@ def options_of(job: JobConfig) -> Options:
 
 
 def check_for_llama_cpp(task: str, body: Mapping[str, Any]) -> None:
-    """Raises RequestError, naming the parameter that the server would ignore."""
+    """Raise RequestError for the first parameter that the server would silently ignore."""
     for name in _LLAMA_CPP_LACKS.keys() & body.keys():
         own = None if task == "score" else _LLAMA_CPP_LACKS[name]
         hint = f", or use its own engine.options.extra_body.{own}" if own else ""
         raise RequestError(
-            f"{ENDPOINTS[task].table}.{name}: llama.cpp's server lacks it, and would answer without"
+            f"{ENDPOINTS[task].table}.{name}: llama.cpp's server does not support it, and would ignore"
             f" it; leave it out{hint}"
         )

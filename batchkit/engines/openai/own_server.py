@@ -1,4 +1,4 @@
-"""A server that the run starts, and that ends with the run, however the run ends."""
+"""A server that the run starts. It ends with the run, however the run ends."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from batchkit.errors import EngineError, JobError
 from batchkit.isolation.client import Child, Gone, Server
 from batchkit.storage.files import open_log
 
-_PORTS = range(20_000, 32_768)  # the ephemeral ones begin behind it on Linux
+_PORTS = range(20_000, 32_768)  # below Linux's ephemeral ports
 _LOOK_S = 0.1
-_GRACE_S, _STOP_S = 10.0, 15.0  # after SIGTERM, and after SIGKILL
+_GRACE_S, _STOP_S = 10.0, 15.0  # time to end after SIGTERM, and after SIGKILL
 _LAST_LINES = 12
 _LONGEST_CAUSE = 300
-_ACCESS = " HTTP/1."  # … 500 Internal Server Error, one line per request
+_ACCESS = " HTTP/1."  # marks an access log line, such as … 500 Internal Server Error
 _ERROR = re.compile(r"error|exception|assert|fatal|failed", re.IGNORECASE)
 
 
 class OwnServer:
-    """``command``'s server, on its own port; what it prints is appended to ``log``, by default
-    ``engine.log``.
+    """The server started by ``command``, on its own port. Its output is appended to ``log`` (default
+    ``engine.log``).
 
-    ``start`` starts it. A fork server (``isolation/``) ends it with the run. ``limits`` are the
-    options that decide how much memory it claims when it starts.
+    Call ``start`` to start it. A fork server (``isolation/``) ends it with the run. ``limits`` are the
+    options that determine how much memory it claims at start.
     """
 
     def __init__(
@@ -66,21 +66,22 @@ class OwnServer:
 
     @property
     def host_bytes(self) -> int:
-        """The memory of the server, if ``run.max_host_gb`` limits it; else 0."""
+        """The server's memory in bytes if ``run.max_host_gb`` limits it, otherwise 0."""
         return 0 if self._process is None else self._host_memory.bytes_of(self._process.pid)
 
     def start(self) -> None:
-        """
+        """Start the server.
+
         Raises:
-            JobError: the program does not exist.
-            StoreError, EngineError: its log can't be written, or the system starts no process.
+            JobError: The program does not exist.
+            StoreError, EngineError: Its log can't be written, or the system can't start a process.
         """
         name, *arguments = words_of(self.command, port=self._port)
         program = _found(name)
         if program is None:
             raise JobError(
-                f"engine.server.command: no program {name!r} (looked for in PATH, and beside"
-                f" {sys.executable}); install it, or give its whole path"
+                f"engine.server.command: program {name!r} not found (searched PATH and the folder of"
+                f" {sys.executable}); install it, or give its full path"
             )
         try:
             self._log.path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,8 +102,8 @@ class OwnServer:
             raise EngineError(f"engine.server.command: {program} can't be started") from error
 
     async def come_up(self, is_ready: Callable[[str], Awaitable[bool]]) -> None:
-        """Wait until ``is_ready``, called repeatedly with the path to check, returns True. Raises
-        StartFailed if the server ended, or was not ready in time."""
+        """Wait until ``is_ready``, called repeatedly with the path to check, returns True. Raises StartFailed if the
+        server ended or was not ready in time."""
         limit_s = self._table.start_timeout_s
         ended = asyncio.ensure_future(self.death())
         try:
@@ -112,18 +113,18 @@ class OwnServer:
         except TimeoutError:
             url = f"http://{HOST}:{self._port}{self._table.health}"
             how = (
-                f"nothing ready at {url} after {limit_s:g} s (engine.server.start_timeout_s); does the"
+                f"not ready at {url} after {limit_s:g} s (engine.server.start_timeout_s); does the"
                 " command pass it that port?"
             )
             raise self._failed(how, Fault("engine_crash", "timeout", how)) from None
         finally:
-            ended.cancel()  # no effect if it has ended
+            ended.cancel()  # no effect if the server has ended
         if ended.done() and not ended.cancelled():
             fault = ended.result()
             raise self._failed(f"it ended before it was ready ({fault.type})", fault)
 
     async def death(self) -> Fault:
-        """Wait until the server ends; returns why."""
+        """Wait until the server ends, and return the cause."""
         assert self._process is not None, "it was started"
         while not self._process.has_ended():
             self._log.trim()
@@ -132,8 +133,8 @@ class OwnServer:
         return fault_of_exit(self._process.returncode, last_words, self._memory.evidence())
 
     def stop(self) -> None:
-        """End it and wait for that; called after the event loop has ended. May be called twice. Raises
-        EngineError if it can't be ended, for example because a driver hangs."""
+        """End the server and wait until it has ended. Call it after the event loop has ended. May be called twice.
+        Raises EngineError if the server can't be ended, for example because a driver hangs."""
         process, self._process = self._process, None
         if process is not None and not process.has_ended():
             with contextlib.suppress(ProcessLookupError):
@@ -156,26 +157,26 @@ class OwnServer:
 
 
 def _found(name: str) -> str | None:
-    """The program's path, also if the Python environment of batchkit is not activated."""
+    """Return the program's path, also if batchkit's Python environment is not activated."""
     return shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent)
 
 
 class ClaimedPort(NamedTuple):
-    """No run gives ``number`` to another server until ``claim`` is closed."""
+    """A reserved port: no run gives ``number`` to another server until ``claim`` is closed."""
 
     number: int
     claim: socket.socket
 
 
 def claimed_port(ports: Iterable[int] = ()) -> ClaimedPort:
-    """A free port of ``ports``, by default any outside the ephemeral range, which no other process gets
-    by chance. Two runs must never get the same one: a server may load for minutes before it binds its
-    port, and meanwhile its run would send its rows to the other run's server.
+    """Reserve a free port from ``ports``; the default is any port below the ephemeral range, from which the system
+    gives no port by chance. Two runs must never get the same port: a server may load for minutes before it binds
+    its port, and meanwhile its run would send rows to the other run's server.
 
-    The claim is the name of a Linux abstract socket: it ends with the process; all users see it.
+    The claim is the name of a Linux abstract socket. All users see it, and it ends with the process.
 
     Raises:
-        EngineError: none is free.
+        EngineError: No port is free.
     """
     for number in ports or random.sample(_PORTS, len(_PORTS)):
         claim = socket.socket(socket.AF_UNIX)
@@ -191,7 +192,7 @@ def claimed_port(ports: Iterable[int] = ()) -> ClaimedPort:
 
 
 def _cause(log: str) -> str:
-    """The last line about memory, else about an error: a server logs much else, too."""
+    """Return the last log line about memory, otherwise the last one about an error."""
     lines = [" ".join(line.split()) for line in reversed(log.splitlines())]
     errors = (
         line

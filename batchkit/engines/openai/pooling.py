@@ -1,8 +1,8 @@
 """The endpoints of pooling models: ``/v1/embeddings``, ``/classify`` and ``/v1/rerank``.
 
-https://platform.openai.com/docs/api-reference/embeddings, with what `vllm serve` adds to it
-(vllm/entrypoints/pooling); ``/rerank`` is also Cohere's, Jina's and llama.cpp's. Nothing here
-touches the network.
+See https://platform.openai.com/docs/api-reference/embeddings, with the additions of `vllm serve`
+(vllm/entrypoints/pooling). Cohere, Jina and llama.cpp have ``/rerank``, too. No code here touches
+the network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from batchkit.types import Completion, Pooled, Request, Usage
 if TYPE_CHECKING:
     import numpy as np
 
-# What `vllm serve` reads besides the input, by task; OpenAI's own API has only dimensions.
+# Parameters that `vllm serve` reads for every task; OpenAI's own API has only dimensions.
 _OF_ALL = (
     "use_activation",
     "truncate_prompt_tokens",
@@ -35,7 +35,7 @@ _OF_ALL = (
 
 
 class _Item(msgspec.Struct):
-    """Of any of the lists. ``label`` is null for a class without a name."""
+    """An item of a response list. ``label`` is null for a class without a name."""
 
     index: int | None = None
     embedding: str | list[float] | None = None
@@ -52,7 +52,7 @@ class _Answer(msgspec.Struct):
 
 
 class _Endpoint(Endpoint):
-    """What the endpoints have in common."""
+    """Base class of the pooling endpoints."""
 
     def input_of(self, request: Request) -> dict[str, Any]:
         if request.messages is None:
@@ -65,13 +65,13 @@ class _Endpoint(Endpoint):
         return Completion(request, (), _usage(found.usage), latency_s, pooled=pooled)
 
     def pooled_of(self, request: Request, answer: _Answer) -> Pooled:
-        """Raises as ``completion_of``."""
+        """Return the answer's vector, class or scores. Raises like ``completion_of``."""
         raise NotImplementedError
 
 
 class Embeddings(_Endpoint):
-    """``/embeddings``. base64 is asked for, as OpenAI's own client does: it is exact, a quarter of the
-    size, and the server need not write numbers; a server that answers with numbers is read as well."""
+    """``/embeddings``. Requests base64, as OpenAI's client does: it is exact, a quarter of the size, and saves
+    the server from formatting numbers. Answers with plain numbers are accepted, too."""
 
     task = "embed"
     path = "/embeddings"
@@ -86,19 +86,19 @@ class Embeddings(_Endpoint):
         found, wanted = len(vector), request.sampling.get("dimensions")
         if wanted is not None and found != wanted:
             raise InvalidOutputError(
-                f"the vector has {found} dimensions, and pooling.dimensions asks for {wanted}: the"
-                " server does not know `dimensions`, or its model has one size only; leave it out"
+                f"the vector has {found} dimensions, but pooling.dimensions is {wanted}: the"
+                " server does not support `dimensions`, or its model has only one size; leave it out"
             )
         if wanted is None and found != (usual := self.seen.setdefault("dimensions", found)):
             raise InvalidOutputError(
-                f"the vector has {found} dimensions, and those of other rows have {usual}: one model"
+                f"the vector has {found} dimensions, but vectors of other rows have {usual}: one model"
                 " gives vectors of one size; does the server have several models under this name?"
             )
         return Pooled(vector=vector.tobytes())
 
 
 class Classify(_Endpoint):
-    """``/classify``, which `vllm serve` has beside ``/v1``."""
+    """``/classify``, which `vllm serve` has next to ``/v1``, not below it."""
 
     task = "classify"
     parameters = ("add_special_tokens", *_OF_ALL)
@@ -111,7 +111,7 @@ class Classify(_Endpoint):
         if not item.probs:
             raise ShapeError("data[0].probs: has no numbers")
         label = item.label
-        if label is None:  # a name that transformers gives a class without one
+        if label is None:  # use transformers' name for a class without a name
             label = f"LABEL_{max(range(len(item.probs)), key=item.probs.__getitem__)}"
         return Pooled(probabilities=item.probs, label=valid(label))
 
@@ -151,8 +151,8 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
 
 
 def _in_order(items: list[_Item] | None, count: int) -> list[_Item]:
-    """The ``count`` items of a list in the order of their indexes. Raises ShapeError if there are
-    others."""
+    """Return the ``count`` items of a list, ordered by index. Raises ShapeError if the indexes are not
+    0 to ``count - 1``."""
     if items is None or len(items) != count:
         found = "no list" if items is None else f"a list of {len(items)}"
         raise ShapeError(f"found {found}, expected a list of {count}")
@@ -165,24 +165,26 @@ def _in_order(items: list[_Item] | None, count: int) -> list[_Item]:
 
 
 def _vector(found: str | list[float] | None) -> np.ndarray[Any, Any]:
-    """The numbers of a vector, from either encoding. Raises ShapeError if they are no vector."""
+    """Return a vector's numbers, from either encoding. Raises ShapeError if they are invalid."""
     import numpy as np
 
     try:
         if isinstance(found, str):
             vector = np.frombuffer(base64.b64decode(found, validate=True), "<f4")
         else:
-            with np.errstate(over="ignore"):  # what is infinite then is refused where it is stored
+            with np.errstate(
+                over="ignore"
+            ):  # infinite values are refused when the vector is stored
                 vector = np.array(found or (), "<f4")
     except ValueError as error:  # binascii.Error is one
-        raise ShapeError(f"data[0].embedding: is no base64 of float32: {error}") from None
+        raise ShapeError(f"data[0].embedding: is not base64 of float32: {error}") from None
     if not len(vector):
         raise ShapeError("data[0].embedding: has no numbers")
     return vector
 
 
 def _usage(counts: Any) -> Usage | None:
-    """None if the server reports none; Jina's and TEI's report only the sum."""
+    """Return the token counts, or None if the server reports none. Jina and TEI report only the total."""
     if not isinstance(counts, Mapping):
         return None
     prompt_tokens = counts.get("prompt_tokens")

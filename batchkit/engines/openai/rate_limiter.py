@@ -1,4 +1,4 @@
-"""Limits how many requests a server gets at a time; while it answers none, one probe at a time."""
+"""The rate limiter of one server. It limits concurrent requests, and sends single probes during an outage."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 MOST_FAULTS = 3
-"""Tries of a row until it fails, if others are answered; failures in a row until requests wait."""
+"""Attempts until a row fails while other rows are answered; also failures in sequence until requests wait."""
 GROWTH = 0.25
-"""How much the limit grows per answer: from 1 back to 32 in some 120 answers."""
+"""Increase of the limit per answer: from 1 back to 32 takes about 120 answers."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LEAST_RETRY_AFTER_S = 0.1
 
 
 class Why(Enum):
-    """Why a try gave no answer."""
+    """The reason why an attempt gave no answer."""
 
-    BUSY = auto()  # turned away: there are too many requests
-    DOWN = auto()  # turned away: the server can't be reached
+    BUSY = auto()  # rejected: too many requests
+    DOWN = auto()  # the server can't be reached
     SLOW = auto()  # no answer in time
-    FAULT = auto()  # it failed on the request, or on all
-    BARRED = auto()  # refused, for a reason that may apply to all
+    FAULT = auto()  # the server failed on this request, or on every request
+    BARRED = auto()  # refused for a reason that may apply to every request
 
 
 class NoAnswer(Exception):
-    """A try without an answer: the row's own failure if others are answered, else the server's.
+    """An attempt without an answer. It is the row's failure if other rows are answered, otherwise the server's.
 
-    ``stops``: why the run stops if every request is refused so. ``retry_after_s``: the time that the
-    server named.
+    ``stops``: the message with which the run stops if every request is refused like this. ``retry_after_s``: the
+    delay that the server asked for.
     """
 
     def __init__(
@@ -47,26 +47,27 @@ class NoAnswer(Exception):
 
 
 class Place(NamedTuple):
-    """A request's turn, since the time ``since``."""
+    """A permit to send one request, granted at the time ``since``."""
 
     since: float
     is_probe: bool
 
 
 def pause_s(tries: int) -> float:
-    """Seconds to wait after ``tries`` failures in a row: doubled each time, and jittered so that
-    rows, and runs, that failed together don't retry together."""
+    """Return the seconds to wait after ``tries`` failures in sequence. The time doubles each time and is jittered, so
+    that rows and runs that failed together do not retry together."""
     longest = min(FIRST_PAUSE_S * 2.0 ** min(tries - 1, 16), LONGEST_PAUSE_S)
     return longest * random.uniform(0.5, 1.0)
 
 
 class RateLimiter:
-    """At most ``most`` requests at a time. The limit is halved whenever the server reports that it
-    is busy or a request times out, and grows with each answer.
+    """Allows at most ``most`` requests at a time. The limit is halved when the server reports that it is busy
+    or a request times out, and grows with each answer.
 
-    If it can't be reached, bars a request, or fails as often in a row as requests are running, the limiter
-    ``is_open``: there is one request at a time, a probe, after pauses that grow, until one is answered.
-    ``longest_wait_s``: of what a server may ask for. Belongs to one event loop; any thread may read.
+    The limiter opens, like a circuit breaker, if the server can't be reached, bars a request, or fails as often in
+    sequence as requests are running. While it ``is_open``, one probe at a time is sent, after growing pauses, until
+    one is answered. ``longest_wait_s`` limits the delay that a server may ask for. Use only from one event loop;
+    any thread may read.
     """
 
     def __init__(self, most: int, longest_wait_s: float = LONGEST_PAUSE_S) -> None:
@@ -80,13 +81,13 @@ class RateLimiter:
         self.is_open = False
         self.running = 0
         self.newest_answered = float("-inf")
-        """When the newest of the requests that were answered was sent."""
+        """Send time of the most recently sent request that was answered."""
         self.troubled_since: float | None = None
         self.last_problem = ""
 
     @property
     def limit(self) -> int:
-        """How many may run at once now."""
+        """The number of requests that may run at the same time now."""
         return 1 if self.is_open else int(self._limit)
 
     @property
@@ -96,7 +97,7 @@ class RateLimiter:
         return 0.0 if pause is None else max(0.0, pause.when() - time.monotonic())
 
     async def enter(self) -> Place:
-        """Wait for a place, first come, first served, and take it."""
+        """Wait for a permit, in the order of the calls."""
         loop = asyncio.get_running_loop()
         place = loop.create_future()
         self._line.append(place)
@@ -105,14 +106,14 @@ class RateLimiter:
         return Place(loop.time(), is_probe)
 
     def leave(self, place: Place) -> None:
-        """Give the place back."""
+        """Return the permit."""
         self.running -= 1
         if place.is_probe:
             self._is_probing = False
         self._admit()
 
     def went_well(self, place: Place) -> None:
-        """The server answered; only an answer to a request sent since shows that it is well again."""
+        """Record an answer. Only an answer to a request sent after the limiter opened closes it again."""
         self.troubled_since = None
         self._limit = min(self._most, self._limit + GROWTH)
         self.newest_answered = max(self.newest_answered, place.since)
@@ -120,9 +121,9 @@ class RateLimiter:
             self.is_open, self._failures, self._pauses = False, 0, 0
 
     def failed(self, place: Place, problem: NoAnswer) -> None:
-        """The server did not answer.
+        """Record a request without an answer.
 
-        Requests that were sent before the last slowdown don't lower the limit again.
+        Requests sent before the last reduction do not lower the limit again.
         """
         now = asyncio.get_running_loop().time()
         if self.troubled_since is None:
@@ -161,12 +162,12 @@ class RateLimiter:
     def _admit(self) -> None:
         while self._line and self._pause is None and self._has_room:
             place = self._line.popleft()
-            if not place.done():  # else its task was cancelled
+            if not place.done():  # otherwise its task was cancelled
                 self.running += 1
                 self._is_probing = self.is_open
                 place.set_result(self.is_open)
 
     @property
     def _has_room(self) -> bool:
-        """Requests that were sent before the limiter was opened may take long: no probe waits for them."""
+        """True if a request may be sent. A probe does not wait for requests sent before the limiter opened."""
         return not self._is_probing if self.is_open else self.running < self.limit

@@ -1,4 +1,4 @@
-"""One server that speaks OpenAI's API, over HTTP: what is sent, and what each answer means."""
+"""HTTP requests to one server with OpenAI's API, and the interpretation of its responses."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _BUSY = (429, 503)
 _OF_THE_ROW = (400, 406, 413, 414, 415, 422, 431, 451)
 _OF_THE_MOMENT = (409, 423, 424, 499)  # TGI answers 424 when its model fails
 _LACKS = (404, 405, 501)
-_SHORTEST_KEY = 8  # a shorter one may be a part of words that don't quote it: "token"
+_SHORTEST_KEY = 8  # a shorter key, such as "token", may occur in ordinary text
 
 
 class Remote:
-    """The server at ``base_url``. ``event`` gets what the run should report.
+    """The server at ``base_url``. ``event`` receives messages that the run should report.
 
-    Once created, belongs to one event loop.
+    Use only from one event loop.
 
     Raises:
-        EngineError: the environment's key, proxy or certificates can't be used.
+        EngineError: The environment's key, proxy or certificates can't be used.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Remote:
         self._endpoints = {task: made(job, options.drop) for task, made in ENDPOINTS.items()}
         self._answered_as: str | None = None
         self._known: dict[str, Any] = {}
-        """What its lists of models have said about the model so far."""
+        """What the server's lists of models have reported about the model so far."""
         self._may_differ = False
         self._listed_at = time.monotonic()
         self._ignores_n = False
@@ -69,14 +69,16 @@ class Remote:
         headers = {"User-Agent": "batchkit"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        may_be_far = job.engine.server is None  # our own server has no proxy in front of it
+        may_be_far = (
+            job.engine.server is None
+        )  # a server started by the run is never behind a proxy
         self._connections = Connections(
             headers, trust_env=may_be_far, max_bytes=job.engine.max_answer_bytes
         )
 
     @property
     def served(self) -> Mapping[str, Any]:
-        """What the server has said so far of the model: in its lists, and in its answers."""
+        """What the server has reported about the model so far, in its lists and in its answers."""
         answers_as = {} if self._answered_as is None else {"answers_as": self._answered_as}
         seen = [endpoint.seen for endpoint in self._endpoints.values()]
         return {**self._known, **answers_as, **{k: v for one in seen for k, v in one.items()}}
@@ -86,8 +88,8 @@ class Remote:
         await self._connections.close()
 
     async def is_ready(self, path: str) -> bool:
-        """Whether a starting server is healthy at ``path``, if it has that, and lists its models. Raises
-        EngineError, as in ``reach``."""
+        """Return whether a starting server is healthy at ``path`` (if it has it) and lists its models. Raises
+        EngineError like ``reach``."""
         url = f"{self.base_url.removesuffix('/v1')}{path}"
         try:
             status = (await self._exchange("GET", url, None, CONNECT_S)).status
@@ -98,8 +100,8 @@ class Remote:
         return status < 500
 
     async def reach(self) -> None:
-        """Check that the server answers and accepts the key; it may take ``START_S`` to start. Raises
-        EngineError, naming the address and the remedy."""
+        """Check that the server answers and accepts the key. It may take ``START_S`` to start. Raises EngineError
+        with the address and the remedy."""
         deadline = time.monotonic() + START_S
         while True:
             try:
@@ -116,14 +118,14 @@ class Remote:
             await asyncio.sleep(_START_PAUSE_S)
 
     def body_of(self, request: Request) -> dict[str, Any]:
-        """Raises RequestError if it can't be sent to this server."""
+        """Return the request's body. Raises RequestError if this server can't take it."""
         body = self._endpoint_of(request).body_of(request)
         if self._is_llama_cpp:
             check_for_llama_cpp(task_of(request.endpoint, self._job.task), body)
         return {**body, **self._options.extra_body}
 
     def _endpoint_of(self, request: Request) -> Endpoint:
-        """That of its task, also for a batch line that names another one, as ``/responses``: it asks the same."""
+        """Return the endpoint of the request's task; a batch line for ``/responses`` uses it, too."""
         return self._endpoints[task_of(request.endpoint, self._job.task)]
 
     @property
@@ -134,14 +136,14 @@ class Remote:
         """Send the request once.
 
         Raises:
-            RowError: the request's own error.
-            EngineError: no request would succeed.
-            NoAnswer: try again.
+            RowError: The error concerns only this request.
+            EngineError: No request would succeed.
+            NoAnswer: Another attempt may succeed.
         """
         endpoint = self._endpoint_of(request)
         url = endpoint.url(self.base_url, request)
         body = self.body_of(request)
-        content = await asyncio.to_thread(endpoint.encoded, body)  # other requests need the loop
+        content = await asyncio.to_thread(endpoint.encoded, body)  # keeps the event loop free
         await self.check_model()
         began = time.monotonic()
         response = await self._exchange("POST", url, content, self._timeout_s)
@@ -153,7 +155,7 @@ class Remote:
         try:
             answer = parsed(response.content)
             completion = endpoint.completion_of(request, answer, took_s, n)
-        except ValueError as problem:  # no JSON, or a ShapeError
+        except ValueError as problem:  # invalid JSON, or a ShapeError
             shape = api.in_words(response.content[:200].decode("utf-8", "replace"))
             raise NoAnswer(f"{url}: {problem}: {shape}") from None
         self._check_model_of(answer.get("model"), request.lora)
@@ -163,14 +165,14 @@ class Remote:
         return completion
 
     async def _refused(self, request: Request, url: str, refusal: api.Refusal) -> Exception:
-        """The error for a refusal that concerns this request, or all of its kind."""
+        """Return the error for a refusal that concerns this request, or all requests like it."""
         status = refusal.status
         lists_it = any(model.get("id") == self._model for model in self.models)
         task = task_of(request.endpoint, self._job.task)
         if status in _LACKS and task != self._job.task:
             return WrongTaskError(
                 f'url: /{request.endpoint} is for task = "{task}"; {url} answered {refusal}: the server, which'
-                f' serves task = "{self._job.task}", lacks it, or its model does not fit'
+                f' serves task = "{self._job.task}", lacks this endpoint, or its model does not fit'
             )
         if status in _LACKS and self._job.task != "generate" and lists_it:
             return _barred(
@@ -192,40 +194,40 @@ class Remote:
             return NoAnswer(f"the server answered {refusal}")
         return _barred(
             refusal,
-            f"{url}: answered {refusal}, also to a request of one word; check the server, and any proxy"
+            f"{url}: answered {refusal}, also to a one-word prompt; check the server, and any proxy"
             " between it and this run, then run the same command again",
         )
 
     def _check_model_of(self, name: Any, lora: str | None) -> None:
-        """Raises EngineError if another model gave an answer: a run never mixes two, nor two adapters."""
+        """Raise EngineError if another model answered. A run never mixes models or adapters."""
         if lora and name != lora:
             raise EngineError(
-                f"{self.base_url}: answered as model {name!r}, and the row asked for {lora!r} (prompt.lora):"
-                " the server does not choose by name. vllm serve does, with --lora-modules"
+                f"{self.base_url}: answered as model {name!r}, but the row needs {lora!r} (prompt.lora):"
+                " the server does not select models by name; vllm serve does with --lora-modules"
             )
         if isinstance(name, str) and name and not lora:
             self._answered_as = self._answered_as or name
             if name != self._answered_as:
                 raise EngineError(
                     f"{self.base_url}: the server now answers as model {name!r}, before as"
-                    f" {self._answered_as!r}; a run's answers are all of one model. Serve that one"
+                    f" {self._answered_as!r}; all answers of a run must come from one model. Serve that model"
                     " again or name it as engine.model, then run the same command again"
                 )
 
     def doubt(self, after_s: float = 0.0) -> None:
-        """The server may have another model now, if its list was read ``after_s`` ago or earlier."""
+        """Check the model again before the next request, if its list was read at least ``after_s`` ago."""
         if time.monotonic() - self._listed_at >= after_s:
             self._may_differ = True
 
     async def check_model(self) -> None:
-        """Read the list of models again if the server was away or idle: many servers answer
-        under any name that a request has, and only their list shows which model it is. A server that
-        no longer lists its models is not checked. One that says less than before is checked again:
-        llama.cpp's names a model that it still loads, and gives its size later.
+        """Read the list of models again if the server was away or idle. Many servers answer under any
+        requested name, and only the list shows the actual model. A server that no longer lists its models is not
+        checked. A server that reports less than before is checked again later: llama.cpp names a model that is
+        still loading, and reports its size afterwards.
 
         Raises:
-            EngineError: it serves another model now.
-            NoAnswer: it is not back yet.
+            EngineError: The server has another model now.
+            NoAnswer: The server is still away.
         """
         if not self._may_differ:
             return
@@ -244,9 +246,9 @@ class Remote:
             since_s = time.monotonic() - self._listed_at
             raise EngineError(
                 f"{self.base_url}: the server came back with another model, or changed it:"
-                f" {'; '.join(changes)}. A run's answers are all of one model, and those of the last"
-                f" {since_s:.0f} s may be of either. Serve the first one again, then run the"
-                " same command again, or begin a new run (--fresh)"
+                f" {'; '.join(changes)}. All answers of a run must come from one model, but those of the last"
+                f" {since_s:.0f} s may come from either. Serve the first model again and run the same"
+                " command again, or start a new run (--fresh)"
             )
         self._may_differ = not self._known.keys() <= found.keys()
         self._learn(models)
@@ -256,13 +258,13 @@ class Remote:
         self._known = {**self._known, **api.known_of(models, self._model)}
 
     async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
-        """``refusal`` with the prompt's token count, if a cut needs it.
+        """Return ``refusal`` with the prompt's token count, if truncation needs it.
 
-        ``vllm serve`` stops counting at its limit; its ``/tokenize`` (beside ``/v1``) counts them all.
+        ``vllm serve`` stops counting at its limit. Its ``/tokenize`` (next to ``/v1``) counts all tokens.
         """
         if self._job.retry.on_too_long == "fail" or refusal.prompt_tokens is not None:
             return refusal
-        if (pair := request.pair) is not None:  # the query with the longest document
+        if (pair := request.pair) is not None:  # count the query with the longest document
             longest = max(pair.documents, key=lambda document: len(str(document)), default="")
             request = replace(request, pair=pair._replace(documents=[longest]))
         chat = {"messages": request.messages}
@@ -282,13 +284,13 @@ class Remote:
         try:
             response = await self._exchange("GET", url, None, CONNECT_S)
         except RowTimeoutError:
-            raise NoAnswer(f"connected, but silent for {CONNECT_S:.0f} s", Why.DOWN) from None
+            raise NoAnswer(f"connected, but no response for {CONNECT_S:.0f} s", Why.DOWN) from None
         except AnswerTooLargeError as error:
-            raise EngineError(f"{url}: no list of models: {error}") from None
+            raise EngineError(f"{url}: not a list of models: {error}") from None
         if response.status == 404:
             raise EngineError(
                 f"{url}: not found; engine.base_url is the address without /chat/completions, and"
-                " nearly always ends in /v1"
+                " usually ends in /v1"
             )
         refusal = api.refusal_of(response.status, response.content)
         if response.status >= 500:
@@ -298,13 +300,13 @@ class Remote:
             return [model for model in models if isinstance(model, Mapping)]
         except (orjson.JSONDecodeError, KeyError, TypeError):
             raise EngineError(
-                f"{url}: no list of models, but {refusal}; does the server speak OpenAI's API?"
+                f"{url}: not a list of models: {refusal}; does the server speak OpenAI's API?"
             ) from None
 
     async def _exchange(
         self, method: str, url: str, content: Content | None, timeout_s: float
     ) -> Response:
-        """A response that concerns only this request. Raises like ``ask``."""
+        """Return a response that concerns only this request. Raises like ``ask``."""
         try:
             response = await self._connections.exchange(method, url, content, timeout_s)
         except (NoAnswer, RowTimeoutError):
@@ -316,7 +318,7 @@ class Remote:
                 f" {self._job.engine.max_answer_bytes}; the rest was not read. Lower"
                 " sampling.max_tokens, n or logprobs, or raise engine.max_answer_bytes"
             )
-        if response.status != 200 and len(self._key) >= _SHORTEST_KEY:  # which some servers quote
+        if response.status != 200 and len(self._key) >= _SHORTEST_KEY:  # some servers quote the key
             without = response.content.replace(self._key.encode(), b"***")
             response = response._replace(content=without)
         self._check(response, url)
@@ -327,7 +329,9 @@ class Remote:
         status = response.status
         if status < 300:
             return
-        if status >= 500 or status in _DOWN:  # any may be a proxy's, whose server is away
+        if (
+            status >= 500 or status in _DOWN
+        ):  # it may come from a proxy while the server is replaced
             self._may_differ = True
         refusal = api.refusal_of(status, response.content)
         if status < 400:
@@ -337,8 +341,8 @@ class Remote:
                 f"{url}: answered {status}, moved to {where}; redirects are not"
                 " followed: give the new address as engine.base_url",
             )
-        unpaid = f"{url}: {refusal}; no waiting helps, the account must be paid"
-        how = "does the key in it fit the server?" if self._key else "it is not set"
+        unpaid = f"{url}: {refusal}; waiting does not help, the account must be paid"
+        how = "is the key for this server?" if self._key else "it is not set"
         denied = (
             f"{url}: access refused ({refusal}); the key is read from the environment variable"
             f" {self._job.engine.api_key_env} (engine.api_key_env): {how}"
@@ -358,7 +362,7 @@ class Remote:
         try:
             self.models = await self._list_models()
         except (NoAnswer, EngineError):
-            pass  # use its earlier list
+            pass  # use the earlier list
         names = ", ".join(str(model.get("id")) for model in self.models[:20]) or "nothing"
         return (
             f"{self.base_url}: no model {self._model!r} ({refusal.message}); it serves {names}:"
@@ -367,7 +371,7 @@ class Remote:
 
     @property
     def _max_model_len(self) -> int | None:
-        """As ``vllm serve`` and ``llama-server`` report it for the model, else the job's."""
+        """The server's limit for the model, as reported by ``vllm serve`` or ``llama-server``, otherwise the job's."""
         for model in self.models:
             length = api.max_model_len(model)
             if length is not None and (model.get("id") == self._model or len(self.models) == 1):
@@ -376,12 +380,12 @@ class Remote:
 
 
 def _barred(refusal: api.Refusal, stops: str) -> NoAnswer:
-    """Others are asked before it counts: the run ends if each of them is refused, else the row fails."""
+    """Return a NoAnswer that stops the run if every other request is refused, too; otherwise the row fails."""
     return NoAnswer(f"the server answered {refusal}", Why.BARRED, stops=stops)
 
 
 def _key(name: str) -> str:
-    """The API key in the environment variable ``name``; empty if it is not set."""
+    """Return the API key in the environment variable ``name``, or "" if it is not set."""
     key = os.environ.get(name, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise EngineError(f"environment variable {name} (engine.api_key_env): not a valid key")

@@ -1,7 +1,7 @@
-"""``/v1/audio/transcriptions``: a part of a recording as a WAV file in a form, and its segments with times.
+"""``/v1/audio/transcriptions``: sends one chunk of a recording as a WAV file in a form, and reads timed segments.
 
-https://platform.openai.com/docs/api-reference/audio/createTranscription, with what `vllm serve` adds to it. Nothing here
-touches the network.
+See https://platform.openai.com/docs/api-reference/audio/createTranscription, with the additions of `vllm serve`. No
+code here touches the network.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Answer(msgspec.Struct):
 
 
 class Transcriptions(Endpoint):
-    """The answer gets Whisper's own time stamps, as that of a model that runs here."""
+    """The transcription endpoint. Its answers get Whisper's timestamp tokens, like those of a local model."""
 
     task, table, path = "transcribe", "sampling", "/audio/transcriptions"
     parameters = (
@@ -85,21 +85,21 @@ def _field(name: str, value: Any) -> bytes:
         data = _wav(value)
         if len(data) > _MOST_BYTES:
             raise MediaError(
-                f"{value.in_words}: has {len(data):,} bytes, and servers take {_MOST_BYTES:,}; lower"
+                f"{value.in_words}: has {len(data):,} bytes, but servers accept {_MOST_BYTES:,}; lower"
                 " speech.part_seconds"
             )
         head = f'Content-Disposition: form-data; name="{name}"; filename="part.wav"\r\n'
         return f"{head}Content-Type: audio/wav\r\n\r\n".encode() + data
     if not isinstance(value, str | int | float):
         raise RequestError(
-            f"{name}: found a {type(value).__name__}, and a form has only texts and numbers"
+            f"{name}: found a {type(value).__name__}, but a form accepts only texts and numbers"
         )
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return f'Content-Disposition: form-data; name="{name}"\r\n\r\n{text}'.encode()
 
 
 def _wav(sound: Audio) -> bytes:
-    """Of floats: a vLLM server without ``soundfile`` takes the numbers of 16 bits as they are, and hears noise."""
+    """Return a float WAV: a vLLM server without ``soundfile`` does not scale 16-bit samples, and hears noise."""
     data = sound.samples.astype("<f4").tobytes()
     rate, size = sound.sample_rate, 4  # bytes of a sample
     form = pack("<HHIIHH", 3, 1, rate, size * rate, size, 8 * size)

@@ -1,1 +1,1 @@
-"""An engine in a process of its own."""
+"""An engine that runs in a child process."""

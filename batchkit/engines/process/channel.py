@@ -1,6 +1,7 @@
-"""The messages between a run and its engine's process, and one end of the connection that carries them.
+"""The messages between a run and its engine's process, and the connection that carries them.
 
-A message is msgpack, checked against its type when it arrives; an image is its mode, size and pixels, a clip its numbers.
+A message is msgpack, checked against its type on arrival. An image is sent as mode, size and pixels, a clip as its
+numbers.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from batchkit.engines.faults import Fault
 from batchkit.errors import RowError
 from batchkit.types import Audio, Clip, Completion, Request, Video
 
-_IMAGE, _AUDIO, _VIDEO = 1, 2, 3  # msgpack's numbers of extensions
+_IMAGE, _AUDIO, _VIDEO = 1, 2, 3  # msgpack extension types
 _OfVideo = tuple[
     tuple[int, int, int, int],
-    bytearray,  # the model's processor wants what can be written
+    bytearray,  # the model's processor needs a writable buffer
     tuple[float, float, int, list[int], list[float]],
 ]
 _ROW_ERRORS = {
@@ -39,10 +40,10 @@ class _Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fi
 
 
 class Open(_Message, frozen=True):
-    """The job whose engine to open, the first message.
+    """The first message: the job whose engine to open.
 
-    Pickled: a job file may hold dates, and a program's job tuples, which JSON and msgpack would turn
-    into other values. Nothing else is pickled, and the run unpickles nothing.
+    It is pickled, because a job may hold dates or tuples, which JSON and msgpack would change. No other message is
+    pickled, and the run unpickles nothing.
     """
 
     pickled: bytes
@@ -58,20 +59,20 @@ class Open(_Message, frozen=True):
 
 
 class Submit(_Message, frozen=True):
-    """A request, without its row's id and fields, which stay with the run."""
+    """A request without its row's id and fields, which stay in the run's process."""
 
     number: int
     request: Request
 
 
 class Abort(_Message, frozen=True):
-    """Requests, by their numbers, for which nobody waits any more."""
+    """Numbers of requests whose answers are no longer needed."""
 
     numbers: Sequence[int]
 
 
 class Close(_Message, frozen=True):
-    """Close the engine and end."""
+    """Close the engine and exit."""
 
 
 class Ready(_Message, frozen=True):
@@ -83,7 +84,7 @@ class Ready(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """The job is wrong: the message of a JobError."""
+    """The job is invalid: the message of a JobError."""
 
     message: str
 
@@ -97,15 +98,15 @@ class NotStarted(_Message, frozen=True):
 
 
 class Turn(_Message, frozen=True):
-    """What finished in one turn, by the number of the request, which stays with the run; also sent
-    empty, twice a second, as a sign of life."""
+    """The requests finished in one poll, by number. It is also sent empty, twice a second, to show that the engine
+    is alive."""
 
     done: Sequence[tuple[int, Completion]]
     load: EngineLoad
 
 
 class Died(_Message, frozen=True):
-    """The engine died; nothing follows. ``number``: the request that killed it, if known."""
+    """The engine died; no message follows. ``number``: the request that killed it, if known."""
 
     fault: Fault
     number: int | None
@@ -116,13 +117,13 @@ OfEngine = Ready | Refused | NotStarted | Turn | Died
 
 
 class Unsendable(Exception):
-    """A value of the message can't be encoded; nothing was sent."""
+    """A value in the message can't be encoded; nothing was sent."""
 
 
 class Channel:
-    """Sends messages; receives those of the union ``reads``. One thread may send while another receives.
+    """Sends messages, and receives messages of the union ``reads``. One thread may send while another receives.
 
-    Values arrive as msgpack has them: a tuple as a list, a date as its text.
+    Values arrive as msgpack decodes them: a tuple becomes a list, a date becomes text.
     """
 
     def __init__(self, connection: Connection, reads: Any) -> None:
@@ -131,28 +132,29 @@ class Channel:
         self._decoder = msgpack.Decoder(reads, dec_hook=_row_error, ext_hook=_media)
 
     def send(self, message: Struct) -> None:
-        """
+        """Send ``message``.
+
         Raises:
-            Unsendable: the channel can still be used.
-            BlockingIOError: the other end read too little within the socket's ``SO_SNDTIMEO``.
-            OSError: the other end is closed.
+            Unsendable: A value can't be encoded; the channel can still be used.
+            BlockingIOError: The other end read too little within the socket's ``SO_SNDTIMEO``.
+            OSError: The other end is closed.
         """
         try:
             frame = self._encoder.encode(message)
-        except Exception as error:  # a value's own code may run, and memory may be short
+        except Exception as error:  # encoding may run a value's own code or run out of memory
             raise Unsendable(str(error)) from error
         self._connection.send_bytes(frame)
 
     def poll(self, timeout_s: float) -> bool:
-        """Whether there is something to receive, an end too; waits up to ``timeout_s`` for it."""
+        """Wait up to ``timeout_s``; return whether a message, or the end of the connection, can be received."""
         return self._connection.poll(timeout_s)
 
     def recv(self) -> Any:
-        """The next message.
+        """Receive the next message.
 
         Raises:
-            EOFError, OSError: the other end is closed.
-            msgspec.DecodeError: it is not a message of the expected types.
+            EOFError, OSError: The other end is closed.
+            msgspec.DecodeError: The message has an unexpected type.
         """
         return self._decoder.decode(self._connection.recv_bytes())
 
@@ -161,7 +163,7 @@ class Channel:
 
 
 def _encoded(value: Any) -> Any:
-    """What msgpack has no word for, in its words."""
+    """Convert a value that msgpack does not support to types that it does."""
     if isinstance(value, Image.Image):
         place = (value.mode, value.width, value.height, value.tobytes())
         return msgpack.Ext(_IMAGE, msgpack.encode(place))
@@ -177,7 +179,7 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     for plain in (str, int, float):
-        if isinstance(value, plain):  # a subclass
+        if isinstance(value, plain):  # a subclass, such as numpy.str_
             return plain(value)
     raise TypeError(f"found a value of type {type(value).__name__}")
 

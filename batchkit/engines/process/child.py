@@ -1,8 +1,8 @@
-"""The handler that serves an engine (``isolation/``): it opens the job's engine, answers what arrives on its
-connection, and reports why it dies.
+"""The handler in the engine's process (see ``isolation/``): it opens the job's engine, answers requests, and
+reports why the engine dies.
 
-Nobody else can write to the connection: it has no name, and only the run and its own children ever hold
-one.
+No other process can write to the connection: it has no name, and only the run and its children ever
+hold an end.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ from batchkit.types import Request, Row
 
 HEARTBEAT_S = 0.5
 POLL_S = 0.02  # a request that arrives during a poll may wait this long
-BURST_S = 0.05  # the longest that an idle engine collects a burst before it starts
+BURST_S = 0.05  # maximum time an idle engine collects a burst of requests before it starts
 
 Inbox = queue.SimpleQueue[Submit | Abort | None]
 Outbox = queue.SimpleQueue[Turn | Died | None]
 
-_KEPT = Request(Row(0, "", {}), None, None, {}, "")  # the run has it
+_KEPT = Request(
+    Row(0, "", {}), None, None, {}, ""
+)  # sent back instead of the request, which the run has
 
 
 def prepare(kind: str) -> None:
@@ -59,12 +61,12 @@ def prepare(kind: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _keep_compiled_code()
     preload_engine(kind)
-    resource_tracker.ensure_running()  # outside the fork's group: it cleans up after that
+    resource_tracker.ensure_running()  # outside the fork's process group, so that it outlives the fork
 
 
 def _keep_compiled_code() -> None:
-    """Torch would leave it in the temporary folder."""
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+    """Keep torch's compiled code in a cache folder; its default is the temporary folder."""
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         place = caches / "batchkit" / "torchinductor"
         place.mkdir(parents=True, exist_ok=True)
@@ -73,8 +75,8 @@ def _keep_compiled_code() -> None:
 
 
 def tidy() -> None:
-    """Remove what the engine and its workers left: shared memory and temporary files."""
-    # Waits until it has unlinked what was left; Python has no public function for this.
+    """Remove shared memory and temporary files that the engine and its workers left."""
+    # Stopping waits until leftovers are unlinked; Python has no public function for this.
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
     for left in Path(os.environ[SCRATCH]).iterdir():
@@ -84,7 +86,7 @@ def tidy() -> None:
 
 
 def main(connection: Connection) -> None:
-    os.setpgid(0, 0)  # so that what the engine starts can be ended with it
+    os.setpgid(0, 0)  # so that processes started by the engine can be killed with it
     _serve_one(Channel(connection, OfRun))
 
 
@@ -106,16 +108,16 @@ def _serve_one(channel: Channel) -> None:
     sender.start()
     if not _serve(inbox, engine, outbox):
         sender.join()
-        os._exit(1)  # the engine's own clean-up may hang now
-    # vLLM collects garbage three times as it closes, 1.5 s of work, and this process ends anyway.
+        os._exit(1)  # the dead engine's clean-up might hang
+    # vLLM collects garbage three times while closing, which takes 1.5 s; this process exits anyway.
     gc.collect = lambda generation=2: 0
     engine.close()
 
 
 def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
-    """Submit, poll and send what finished, until None arrives; False if the engine died. The sign of
-    life comes from this thread, so that it stops when the engine hangs."""
-    # By the request's id(), which is unique while the request is held here.
+    """Submit, poll and send completions until None arrives. Return False if the engine died. This thread also
+    sends the heartbeat, so that the heartbeat stops if the engine hangs."""
+    # Keyed by id(request), which is unique while this dict holds the request.
     in_flight: dict[int, tuple[int, Request]] = {}
     last_sent = 0.0
     while True:
@@ -137,7 +139,7 @@ def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
         done = [
             (in_flight.pop(id(completion.request))[0], replace(completion, request=_KEPT))
             for completion in completions
-            if id(completion.request) in in_flight  # else it was aborted
+            if id(completion.request) in in_flight  # otherwise it was aborted
         ]
         now = time.monotonic()
         if done or now - last_sent >= HEARTBEAT_S:
@@ -148,7 +150,7 @@ def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
 def _dropped(
     in_flight: dict[int, tuple[int, Request]], numbers: Sequence[int]
 ) -> Sequence[Request]:
-    """Those of the ``numbers``, which are in flight no longer."""
+    """Remove the requests with these ``numbers`` from ``in_flight`` and return them."""
     wanted = set(numbers)
     found = [request for number, request in in_flight.values() if number in wanted]
     for request in found:
@@ -157,14 +159,14 @@ def _dropped(
 
 
 def _come_in(inbox: Inbox) -> Iterator[Submit | Abort | None]:
-    """All messages that have arrived so far."""
+    """Yield all messages that have arrived."""
     with contextlib.suppress(queue.Empty):
         while True:
             yield inbox.get_nowait()
 
 
 def _burst(inbox: Inbox) -> Iterator[Submit | Abort | None]:
-    """Wait for the first message, and for those right behind it, so that they start together."""
+    """Wait for the first message, then yield it and those right behind it, so that they start together."""
     with contextlib.suppress(queue.Empty):
         yield inbox.get(timeout=HEARTBEAT_S)
         until = time.monotonic() + BURST_S
@@ -173,24 +175,24 @@ def _burst(inbox: Inbox) -> Iterator[Submit | Abort | None]:
 
 
 def _send(channel: Channel, outbox: Outbox) -> None:
-    """Runs on its own thread: what is sent is encoded while the device works."""
+    """Send messages from a separate thread, so that encoding overlaps with the device's work."""
     try:
         while (message := outbox.get()) is not None:
             channel.send(message)
-    except Exception:  # the parent has ended, or an answer can't be sent
+    except Exception:  # the parent has ended, or an answer can't be encoded
         traceback.print_exc()
         os._exit(1)
 
 
 def _receive(channel: Channel, inbox: Inbox) -> None:
-    """Runs on its own thread, so that the parent never waits for a step to end."""
+    """Receive messages in a separate thread, so that the parent never waits for a step to end."""
     try:
         while True:
             message = channel.recv()
             inbox.put(None if isinstance(message, Close) else message)
     except (EOFError, ConnectionError):
         pass  # the parent has ended
-    except Exception:  # a request that can't be read, for example for lack of memory
+    except Exception:  # a request can't be decoded, for example for lack of memory
         traceback.print_exc()
     finally:
-        os._exit(1)  # without this thread, requests would be lost while signs of life continue
+        os._exit(1)  # without this thread, requests would be lost while heartbeats continue

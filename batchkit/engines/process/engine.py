@@ -1,10 +1,10 @@
-"""An engine in its own process, so that a crash or leak in it can't end the run.
+"""An engine in a child process, so that its crashes and leaks cannot end the run.
 
 The parent holds no GPU memory and never waits for a step: it sends requests over a socket and reads
-what finished. The child reports why it dies; if it can't (a signal), its exit code does.
+completions. The child reports why the engine dies; if a signal kills it, its exit code shows the cause.
 
-``isolation/`` starts the child and makes the socket. ``channel.py`` checks what comes over it against the
-types of its messages; the run unpickles nothing.
+``isolation/`` starts the child and makes the socket. ``channel.py`` checks the types of all messages; the run
+unpickles nothing.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _WAIT_S = 0.2
 
 
 class ProcessEngine:
-    """The job's engine in a child process. What it prints goes to ``engine.log`` in the run folder.
+    """The job's engine in a child process. Its output goes to ``engine.log`` in the run folder.
 
-    Without a ``launcher`` it creates its own, which ends with it. ``memory`` knows whether
-    memory ran out; by default, from now on.
+    Without a ``launcher`` it creates one, and closes it at the end. ``memory`` detects whether the machine ran
+    out of memory; the default watches from now on.
 
     Raises:
-        JobError: the engine's options can't be right.
-        StartFailed: it could not start.
+        JobError: The engine's options are invalid.
+        StartFailed: The engine could not start.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ProcessEngine:
         self._check_sign_of_life()
         if self._death is not None and not done:
             raise self._death
-        return done  # what finished before a death counts; the next poll raises it
+        return done  # completions before a death count; the next poll raises it
 
     def abort(self, requests: Sequence[Request]) -> None:
         dropped = set(map(id, requests))
@@ -153,16 +153,16 @@ class ProcessEngine:
             self._end(kill=False)
 
     def _send(self, message: Submit | Abort) -> None:
-        """Raises Unsendable. If the engine is dead, the next poll says why."""
+        """Send a message. Raises Unsendable. If the engine is dead, the next poll raises the cause."""
         try:
             self._channel.send(message)
         except BlockingIOError:
-            self._stall()  # half a message was sent: nothing can follow it
+            self._stall()  # half a message was sent, so the connection is unusable
         except OSError:
             pass
 
     def _launch(self, job: JobConfig) -> Child:
-        # Whatever the cause: it has only imported packages, so no smaller setting would help.
+        # So far the process has only imported packages, so smaller settings would not help, whatever the cause.
         try:
             child = self._launcher.launch(job.engine.kind)
         except Gone as gone:
@@ -173,7 +173,7 @@ class ProcessEngine:
         except EngineError as error:
             fault = Fault("engine_crash", "start", str(error))
             raise StartFailed(str(error), fault, {}, log=self._log) from error
-        # A child that hangs with the GIL held receives nothing: sending needs a timeout, too.
+        # A child that hangs with the GIL held reads nothing, so sending needs a timeout, too.
         limit = struct.pack("ll", max(1, round(job.run.stall_timeout_s)), 0)
         with socket.socket(fileno=os.dup(child.connection.fileno())) as same:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -202,7 +202,7 @@ class ProcessEngine:
         return [
             msgspec.structs.replace(completion, request=self._in_flight.pop(number))
             for number, completion in turn.done
-            if number in self._in_flight  # else it was aborted when it had just ended
+            if number in self._in_flight  # otherwise it finished just before it was aborted
         ]
 
     def _check_sign_of_life(self) -> None:
@@ -226,7 +226,7 @@ class ProcessEngine:
         return EngineDied(fault, request=self._in_flight.get(died.number or 0))
 
     def _stacks(self) -> str:
-        """The Python stacks of its threads, which its faulthandler prints."""
+        """Return the Python stacks of the child's threads, printed by its faulthandler."""
         before = self._printed.size()
         with contextlib.suppress(OSError):
             os.kill(self._process.pid, signal.SIGUSR1)
@@ -234,7 +234,7 @@ class ProcessEngine:
         return self._printed.read(before)
 
     def _exit_fault(self) -> Fault:
-        """The child ended without a message: use its exit code and the end of its log."""
+        """Return the fault of a child that ended without a message, from its exit code and the end of its log."""
         self._process.has_ended(CLOSE_S)
         self._end(kill=True)
         return self._fault_of_exit(self._process.returncode)
@@ -252,8 +252,8 @@ class ProcessEngine:
                     self._process.has_ended(CLOSE_S)
             if not self._process.end(_KILL_S):
                 raise EngineError(
-                    f"the engine's process {self.pid}, or one that it started, can't be ended: it has"
-                    f" not gone {_KILL_S:.0f} s after SIGKILL, as when the GPU's driver hangs"
+                    f"the engine's process {self.pid}, or one that it started, can't be ended: it still runs"
+                    f" {_KILL_S:.0f} s after SIGKILL, which happens when the GPU's driver hangs"
                 )
         finally:
             if self._ends_launcher:
@@ -261,13 +261,13 @@ class ProcessEngine:
 
 
 def _doing(log: str) -> str:
-    """What an engine that loads was doing, as it printed it last."""
+    """Return what a loading engine was doing, from the last such line of its log."""
     lines = [line for line in log.splitlines() if line.startswith(DOING)]
     return lines[-1].removeprefix(DOING) if lines else "it loaded"
 
 
 def _last_words(log: str) -> str:
-    """The last line of ``log``; after a fatal signal, its name and the innermost frame."""
+    """Return the last line of ``log``; after a fatal signal, the signal's name and the innermost frame."""
     lines = [line for line in log.strip().splitlines() if "resource_tracker" not in line]
     for n, line in reversed(list(enumerate(lines))):
         if line.startswith("Fatal Python error: "):

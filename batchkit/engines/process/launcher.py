@@ -1,9 +1,8 @@
-"""Starts the engines' processes, each a fork of one that has imported the libraries; and the log that they
-print to.
+"""The launcher of engine processes, and the log that they print to.
 
-Importing vLLM takes longer than loading a small model, and a search for a poison row restarts the
-engine many times. So one process imports it, touches no GPU, and forks on request. A fork is like a
-new process: it holds nothing of earlier engines.
+Importing vLLM takes longer than loading a small model, and the search for a row that kills the engine restarts it
+many times. So one process imports vLLM, touches no GPU, and forks on request. A fork is like a new
+process: it holds nothing of earlier engines.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from batchkit.isolation.client import Child, Server
 from batchkit.storage.files import open_log
 
 LOG = "engine.log"
-DOING = "batchkit: now "  # begins a line that says what an engine does while it loads
-SCRATCH = "BATCHKIT_SCRATCH"  # in a process's environment: a folder that is emptied when it ends
-MOST_BYTES = 32 * 2**20  # of a log
+DOING = "batchkit: now "  # starts a log line that says what a loading engine is doing
+SCRATCH = "BATCHKIT_SCRATCH"  # environment variable: a folder that is emptied when the process ends
+MOST_BYTES = 32 * 2**20  # maximum size of a log
 KEPT_BYTES = 4 * 2**20
 _NOTICE = b"[batchkit: engine.log was cut here, to its last %d MiB]\n" % (KEPT_BYTES // 2**20)
-_LAST_BYTES = 65536  # dumps of many threads must fit
+_LAST_BYTES = 65536  # large enough for stack dumps of many threads
 
 
 def log_of(log: Path, engine: str) -> Path:
-    """The file that the engine of that name prints to, beside that of ``[engine]``, whose name is ""."""
+    """Return the log of ``[engines.NAME]``, which is beside the log of ``[engine]`` (whose name is "")."""
     return log.with_name(f"{log.stem}.{engine}{log.suffix}") if engine else log
 
 
 class Launcher:
-    """Starts the processes of one engine, which are forks of one that has imported its libraries: it starts
-    with the first of them.
+    """Starts the processes of one engine. They are forks of a process that has imported the engine's libraries, which
+    starts with the first of them.
 
-    What they print is appended to ``log``. ``environment``: their variables, besides those of this process.
-    ``start`` is what starts it: tests fork it from a process that has imported vLLM.
+    Their output is appended to ``log``. ``environment`` adds variables to this process's own. ``start`` starts the
+    process; tests replace it to fork from a process that has imported vLLM.
     """
 
     start: ClassVar[type[subprocess.Popen[bytes]]] = subprocess.Popen
@@ -50,14 +49,14 @@ class Launcher:
         self._kind = ""
 
     def launch(self, kind: str) -> Child:
-        """A process that serves an engine of ``kind`` over its connection. Raises as ``Server``."""
+        """Start a process that serves an engine of ``kind`` over its connection. Raises like ``Server``."""
         if self._server is None or not self._server.is_alive or kind != self._kind:
             self.close()
             self._server, self._kind = self._begin(kind), kind
         return self._server.fork()
 
     def close(self) -> None:
-        """End the process, and its forks with it."""
+        """End the process and its forks."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -76,10 +75,10 @@ class Launcher:
 
 
 class EngineLog:
-    """The log of one engine: everything printed after this object was created belongs to it. Processes
-    open it for appending, so it can be shortened while they print.
+    """The log of one engine: everything printed after this object was created. Processes open the log for
+    appending, so it can be shortened while they print.
 
-    One thread of one process cuts it; a line that is printed at that moment may be lost.
+    Only one thread of one process shortens it. A line printed at that moment may be lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,14 +86,14 @@ class EngineLog:
         self._start = self.size()
 
     def size(self) -> int:
-        """In bytes; 0 if the file does not exist."""
+        """Return the size in bytes, 0 if the file does not exist."""
         try:
             return self.path.stat().st_size
         except OSError:
             return 0
 
     def read(self, start: int) -> str:
-        """Its content from ``start`` on; empty if the file was removed."""
+        """Return the content from offset ``start`` on, "" if the file was removed."""
         try:
             with open_regular(self.path) as file:
                 file.seek(start)
@@ -103,21 +102,23 @@ class EngineLog:
             return ""
 
     def printed(self) -> str:
-        """The last part of what this engine printed."""
+        """Return the last part of this engine's output."""
         return self.read(max(self._start, self.size() - _LAST_BYTES))
 
     def trim(self) -> None:
-        """If it is larger than ``MOST_BYTES``, keep its last ``KEPT_BYTES``. Cheap otherwise."""
+        """If the log is larger than ``MOST_BYTES``, keep its last ``KEPT_BYTES``. Cheap otherwise."""
         size = self.size()
         if size <= MOST_BYTES:
             return
-        with contextlib.suppress(OSError):  # removed, or the disk is full: then less is kept
+        with contextlib.suppress(OSError):  # the file was removed or the disk is full: less is kept
             with open_regular(self.path) as file:
                 file.seek(size - KEPT_BYTES)
-                kept = file.readall().partition(b"\n")[2]  # also what is printed meanwhile
+                kept = file.readall().partition(b"\n")[
+                    2
+                ]  # includes lines printed since size() was read
                 size = file.tell()
             os.truncate(self.path, 0)
-            cut = size - len(kept) - len(_NOTICE)  # everything moved by this much
+            cut = size - len(kept) - len(_NOTICE)  # all offsets move by this amount
             self._start = max(0, self._start - cut)
             with open_log(self.path) as file:
                 file.write(_NOTICE + kept)

@@ -1,7 +1,7 @@
-"""Why a model did not load, in one paragraph with the remedy.
+"""Explanations why a model did not load, with a remedy.
 
-Causes are recognised by type, or by words of the message where vLLM, transformers and the drivers
-raise plain ValueError and RuntimeError. An unrecognised error is shown as it is.
+Causes are recognized by type, or by words of the message where vLLM, transformers and drivers raise plain
+ValueError and RuntimeError. An unknown error is shown as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from batchkit.engines.faults import points_elsewhere
 
-# Names of types or words of the message, and what to do.
+# Regular expressions for type names or message words, and the remedies.
 _REMEDIES = {
     r"GatedRepoError|[Gg]ated repo":
         "It is gated: accept its terms on the hub, then set HF_TOKEN to a token that may read it.",
@@ -62,8 +62,8 @@ _REMEDIES = {
 
 
 def explain(error: BaseException, model: str, fault: str = "") -> str:
-    """A message that ``model`` can't be loaded: ``error``, shortened to its first paragraph, and a
-    remedy if its own type and words, or those of its causes, are known; ``fault`` is one of these."""
+    """Return a message that ``model`` can't be loaded: the first paragraph of ``error``, and a remedy if the types or
+    words of the error or its causes are known. ``fault`` is searched, too."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
@@ -80,14 +80,14 @@ def explain(error: BaseException, model: str, fault: str = "") -> str:
 
 
 def _claim() -> str:
-    """The settings that decide how much memory vLLM claims."""
+    """Return the settings that determine how much memory vLLM claims."""
     if size := os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return f"the variable VLLM_CPU_KVCACHE_SPACE ({size} GiB), which overrides kv_cache_memory_bytes"
     return "gpu_memory_utilization or kv_cache_memory_bytes"
 
 
 def _plain(error: BaseException) -> str:
-    """Without what pydantic adds: the arguments, and a link to its docs."""
+    """Return the error's text without the arguments and the docs link that pydantic adds."""
     if not isinstance(error, ValidationError):
         return str(error)
     problems = error.errors(include_url=False, include_context=False, include_input=False)

@@ -1,6 +1,6 @@
 """The vLLM engine. Only this folder imports vLLM.
 
-vLLM's front end runs inside this process; ``core.py`` says where its engine core does.
+vLLM's front end runs in this process; ``core.py`` decides where its engine core runs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ MAX_NUM_SEQS = 256  # vLLM's smallest default
 
 
 def preload() -> None:
-    """Import what vLLM itself imports before it forks its engine, without starting a device. What it logs
-    goes to a file here; a worker process's error appears nowhere else."""
+    """Import the modules that vLLM imports before it forks its engine, without starting a device. vLLM's log goes to
+    a file in this process, because a worker's error appears only there."""
     if os.environ.get("VLLM_LOGGING_LEVEL") == QUIET:
-        del os.environ["VLLM_LOGGING_LEVEL"]  # set in the run's own process, for its terminal
+        del os.environ[
+            "VLLM_LOGGING_LEVEL"
+        ]  # the run's own process set it to keep its terminal quiet
     set_environment("INFO")
     import vllm.engine.arg_utils
     import vllm.entrypoints.llm
@@ -31,7 +33,7 @@ def preload() -> None:
 
 
 def open_preflight(job: JobConfig) -> VllmRenderer | PoolingRenderer:
-    """Checks options and sampling with vLLM's classes; needs the model's config and tokenizer."""
+    """Check options and sampling with vLLM's classes. Needs only the model's config and tokenizer."""
     vllm_config = check_config(job)
     from vllm.renderers import renderer_from_config
 

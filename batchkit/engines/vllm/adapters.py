@@ -1,7 +1,7 @@
-"""The adapters of ``[engine.loras]``: what their files say, and the options of vLLM that follow from it.
+"""The adapters of ``[engine.loras]``: their files, and the vLLM options derived from them.
 
-vLLM copies a smaller matrix into the corner of a larger one, so an adapter of another model may load and answer
-wrongly: sizes are compared here.
+vLLM copies a smaller matrix into the corner of a larger one, so an adapter of another model may load and give
+wrong answers. Therefore this module compares sizes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from batchkit.errors import JobError
 from batchkit.storage.identity import ADAPTER_FILES, adapter_fingerprint
 
 CONFIG, WEIGHTS = ADAPTER_FILES
-_MOST_RANK = 512  # of vLLM
+_MOST_RANK = 512  # vLLM's limit
 _MOST_SLOTS = 8
 _CPU_CACHE_BYTES = 4 * 2**30
-# Of a language model, not of a tower for images or sound, whose layers are others.
+# Layers of a language model; towers for images or sound have other layers.
 _LAYER = re.compile(
     r"base_model\.model\.(?:model\.|language_model\.)*layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
 )
-# Sides that have the model's hidden size in any model; those of other modules, and their other sides, vary.
+# Matrix sides that have the model's hidden size in every model; other sides vary.
 _HIDDEN = frozenset(
     [f"{name}_proj A" for name in ("q", "k", "v", "gate", "up")] + ["o_proj B", "down_proj B"]
 )
@@ -39,7 +39,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """One of ``[engine.loras]``; ``config`` is its ``adapter_config.json``, ``shapes`` are those of its tensors."""
+    """An adapter of ``[engine.loras]`` with its ``adapter_config.json`` and the shapes of its tensors."""
 
     name: str
     folder: Path
@@ -48,7 +48,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The highest of its matrices."""
+        """The highest rank of its matrices."""
         its = [shape[0] for name, shape in self.shapes.items() if name.endswith("lora_A.weight")]
         return max(int(self.config["r"]), *its)
 
@@ -58,7 +58,7 @@ class Adapter:
 
     @cached_property
     def request(self) -> Any:
-        """vLLM's name and number of it come from its files: vLLM and its prefix cache know an adapter by them."""
+        """The adapter for vLLM. Name and number come from its files, because vLLM's prefix cache uses them as key."""
         from vllm.lora.request import LoRARequest
 
         digest = adapter_fingerprint(str(self.folder)) or ""
@@ -66,10 +66,10 @@ class Adapter:
 
 
 def adapters_of(job: JobConfig) -> list[Adapter]:
-    """Those of the job's engine.
+    """Return the adapters of the job's engine.
 
     Raises:
-        JobError: one is missing or damaged, or none that vLLM runs; with a line for each.
+        JobError: Adapters are missing, damaged or unsupported by vLLM; one line per adapter.
     """
     found, problems = [], []
     for name, place in job.engine.loras.items():
@@ -87,25 +87,25 @@ def adapters_of(job: JobConfig) -> list[Adapter]:
 
 
 def lora_options(adapters: Sequence[Adapter], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of vLLM for ``adapters``; those ``given`` are the user's."""
+    """Return vLLM's options for ``adapters``; the user's options in ``given`` take precedence."""
     if not adapters:
         return {}
     highest = max(adapter.rank for adapter in adapters)
     rank = next((2**n for n in range(3, 10) if 2**n >= highest), _MOST_RANK)
     slots = given.get("max_loras", min(len(adapters), _MOST_SLOTS))
-    fitting = slots if isinstance(slots, int) else 1  # vLLM refuses another
+    fitting = slots if isinstance(slots, int) else 1  # vLLM refuses other types
     cached = _CPU_CACHE_BYTES // max(1, *(adapter.n_bytes for adapter in adapters))
     return {
         "max_loras": slots,
         "max_lora_rank": rank,
-        "max_cpu_loras": max(fitting, min(len(adapters) + 1, cached)),  # one may be all zeros
+        "max_cpu_loras": max(fitting, min(len(adapters) + 1, cached)),  # + 1: the adapter of zeros
         **given,
         "enable_lora": True,
     }
 
 
 def check_adapters(adapters: Sequence[Adapter], vllm_config: Any) -> None:
-    """Raises JobError if one does not fit the model, or is of a higher rank than is allowed."""
+    """Raise JobError if an adapter does not fit the model, or its rank is above the limit."""
     most = vllm_config.lora_config.max_lora_rank if adapters else 0
     model = vllm_config.model_config
     config, weights = model.hf_text_config, _weights_of(model) if adapters else {}
@@ -115,7 +115,7 @@ def check_adapters(adapters: Sequence[Adapter], vllm_config: Any) -> None:
         if adapter.rank > most:
             remedy = "raise it, or leave it out"
             problems.append(
-                f"{place}: has rank {adapter.rank}, and engine.options.max_lora_rank is {most}: {remedy}"
+                f"{place}: has rank {adapter.rank}, but engine.options.max_lora_rank is {most}: {remedy}"
             )
         elif (misfit := next(_misfits(adapter.shapes, config, weights), None)) is not None:
             base = adapter.config.get("base_model_name_or_path")
@@ -125,11 +125,11 @@ def check_adapters(adapters: Sequence[Adapter], vllm_config: Any) -> None:
 
 
 class _Unusable(Exception):
-    """Why an adapter can't be used."""
+    """The reason why an adapter can't be used."""
 
 
 def _folder_of(place: str) -> Path:
-    """The folder itself, or where the hub's files are."""
+    """Return the folder itself, or the folder of the hub's files."""
     folder = Path(place)
     if folder.is_dir():
         return folder
@@ -140,7 +140,7 @@ def _folder_of(place: str) -> Path:
 
 @cache
 def _from_hub(place: str) -> Path:
-    """Fetched if they are not there."""
+    """Download the adapter's files unless they are in the hub's cache."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -157,7 +157,7 @@ def _adapter_in(name: str, folder: Path) -> Adapter:
     except OSError as error:
         raise _Unusable(f"{path}: {error.strerror or error}; is it an adapter's folder?") from error
     except orjson.JSONDecodeError as error:
-        raise _Unusable(f"{path}: is no JSON: {error}") from error
+        raise _Unusable(f"{path}: is not JSON: {error}") from error
     rank = config.get("r") if isinstance(config, dict) else None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else config
@@ -185,7 +185,7 @@ def _shapes_in(path: Path) -> Shapes:
 
 
 def _weights_of(model_config: Any) -> Shapes:
-    """Shapes of the model's weights, if they are in a folder, and as they were trained."""
+    """Return the shapes of the model's weights if they are in a folder and not quantized."""
     folder, shapes = Path(model_config.model), dict[str, Sequence[int]]()
     if getattr(model_config.hf_config, "quantization_config", None) is None:
         for path in folder.glob("*.safetensors"):
@@ -195,14 +195,14 @@ def _weights_of(model_config: Any) -> Shapes:
 
 
 def _misfits(shapes: Shapes, config: Any, weights: Shapes) -> Iterator[str]:
-    """Where ``shapes`` don't fit the model that has transformers' ``config`` and these ``weights``."""
+    """Yield the sizes in ``shapes`` that do not fit the model with transformers' ``config`` and ``weights``."""
     for name, shape in shapes.items():
         module, _, side = name.removesuffix(".weight").rpartition(".lora_")
         weight = weights.get(f"{module.removeprefix('base_model.model.')}.weight", ())
         if len(weight) == len(shape) == 2 and side in ("A", "B"):
             size, expected = (shape[1], weight[1]) if side == "A" else (shape[0], weight[0])
             if size != expected:
-                yield f"{name} has a side of {size}, and the model's weights have {expected}"
+                yield f"{name} has a side of {size}, but the model's weights have {expected}"
     hidden, n_layers = (getattr(config, name, 0) for name in ("hidden_size", "num_hidden_layers"))
     for name, shape in shapes.items():
         if (found := _LAYER.fullmatch(name)) is None:
@@ -212,4 +212,4 @@ def _misfits(shapes: Shapes, config: Any, weights: Shapes) -> Iterator[str]:
             yield f"{name}: the model has {n_layers} layers"
         size = shape[1 if side == "A" else 0]
         if hidden and f"{module} {side}" in _HIDDEN and size != hidden:
-            yield f"{name} has a side of {size}, and the model's hidden size is {hidden}"
+            yield f"{name} has a side of {size}, but the model's hidden size is {hidden}"

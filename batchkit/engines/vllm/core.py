@@ -1,9 +1,10 @@
-"""Where vLLM's engine core runs: its scheduler, and the model.
+"""The place where vLLM's engine core (scheduler and model) runs.
 
-On a CPU it is in this process, which starts sooner. On a GPU, and where very many requests run at once, it has a process
-of its own, as with ``vllm.LLM``: there the Python of a step is what takes the time, and shares no lock with what takes
-requests in and reads answers. The environment's ``VLLM_ENABLE_V1_MULTIPROCESSING`` says otherwise (0: in this process). An error in another process
-loses its type on the way here, so the core leaves why it dies in a file.
+On a CPU it runs in this process, which starts faster. On a GPU, or with very many concurrent requests, it has a
+separate process, as with ``vllm.LLM``. There the Python code of a step is the bottleneck and must not share the GIL
+with the code that submits requests and reads answers. ``VLLM_ENABLE_V1_MULTIPROCESSING`` in the environment overrides
+this (0: in this process). An error in another process loses its type on the way here, so the core writes its cause of
+death to a file.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ from batchkit.engines.faults import Fault, fault_of, fault_of_exit
 from batchkit.engines.memory import MemoryWatch
 
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
-_ITS_OWN = "01"  # with "1" vLLM gives a CPU's worker another process, whose errors lose their type
-_CAUSE = "BATCHKIT_CORE_DIED"  # the file; the core's process inherits its name
-_MANY = 512  # requests at once: at 1,024 a step's Python takes 13 ms, and sharing the lock cost 8 %
+_ITS_OWN = (
+    "01"  # with "1" vLLM also gives a CPU worker its own process, and its errors lose their type
+)
+_CAUSE = "BATCHKIT_CORE_DIED"  # variable with the file's name; the core's process inherits it
+_MANY = (
+    512  # concurrent requests: at 1,024 a step's Python takes 13 ms, and sharing the GIL cost 8 %
+)
 _END_S = 5.0
 _LOOK_S = 0.2
-# Of temporary files: vLLM's sockets there have 36 characters more, and may have 107.
+# Maximum length of the temporary folder: vLLM adds 36 characters for a socket, and a socket path may have 107.
 _LONGEST_FOLDER = 70
 
 
 class CoreWatch:
-    """Knows why the core died. Made before it: it decides where the core runs, with ``max_num_seqs`` requests."""
+    """Decides where the core runs, for ``max_num_seqs`` requests, and finds out why it died. Create it first."""
 
     def __init__(self, max_num_seqs: int) -> None:
         from vllm import envs
@@ -51,7 +56,8 @@ class CoreWatch:
             _vllms().process.run_engine_core = staticmethod(run_engine_core)
 
     def fault_of(self, error: BaseException, llm: Any = None) -> Fault:
-        """The core's own error, if it left one, or the signal that ended it; else that of ``error``."""
+        """Return the core's own error if it left one, or the signal that ended it, otherwise the fault of
+        ``error``."""
         if self._cause is None:
             return fault_of(error)
         with suppress(OSError, ValueError):
@@ -69,10 +75,10 @@ class CoreWatch:
 
 
 def next_outputs(client: Any) -> Any:
-    """Of a core in another process; vLLM's ``get_output`` waits forever for one that was killed.
+    """Return the next outputs of a core in another process. vLLM's ``get_output`` would wait forever if it was killed.
 
     Raises:
-        Exception: it died.
+        Exception: The core died.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -89,11 +95,11 @@ def next_outputs(client: Any) -> Any:
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """vLLM's own, in the core's process, whatever started that: what ends it is kept."""
+    """Run vLLM's function of this name in the core's process, and save the error that ends it."""
     _vllms().process._send_engine_dead = _keep_and_send
     try:
         _vllms().run(*args, **kwargs)
-    except Exception as error:  # of the start: it reports no death
+    except Exception as error:  # an error while starting, which vLLM does not report as a death
         _keep(error)
         raise
 
@@ -112,7 +118,7 @@ class _Vllms(NamedTuple):
 
 @cache
 def _vllms() -> _Vllms:
-    """vLLM's class, and what it has in place of ours."""
+    """Return vLLM's class with its original functions, which this module replaces."""
     from vllm.v1.engine.core import EngineCoreProc
 
     return _Vllms(EngineCoreProc, EngineCoreProc.run_engine_core, EngineCoreProc._send_engine_dead)
@@ -120,5 +126,5 @@ def _vllms() -> _Vllms:
 
 def _keep(error: BaseException) -> None:
     cause = Path(os.environ[_CAUSE])
-    if not cause.stat().st_size:  # the first is the cause
+    if not cause.stat().st_size:  # the first error is the cause
         cause.write_text(json.dumps(asdict(fault_of(error))), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""``vllm.LLM``, fed continuously.
+"""``vllm.LLM`` with continuous input.
 
 ``LLM.generate`` takes a list, renders all of it on one thread, and fails the whole call for one bad
-prompt. Here requests are rendered on a separate thread and added one by one to the LLM's engine
-while it steps, so that its batch stays full and a refused request is only that row's error.
+prompt. Here a separate thread renders requests, and they are added one by one to the LLM's engine
+while it steps. Its batch stays full, and a refused request fails only its own row.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 _STUCK_CHECK_S = 1.0
 _TOKEN_LOOK_S = 0.25
-_MOST_TRIES = 3  # retries of preparing a request whose images the engine lacks
+_MOST_TRIES = 3  # attempts to prepare a request again whose images the engine has dropped
 
 
 class _Unprepared(NamedTuple):
-    """A request, and its images that vLLM's renderer wrongly assumes the engine has.
+    """A request to prepare, with images that vLLM's renderer wrongly assumes to be in the engine's cache.
 
-    ``tries``: how often it was prepared before.
+    ``tries``: the number of earlier attempts to prepare it.
     """
 
     request: Request
@@ -53,11 +53,11 @@ class _Unprepared(NamedTuple):
 
 
 class VllmEngine:
-    """``vllm.LLM``, fed continuously.
+    """``vllm.LLM`` with continuous input.
 
-    Threads: the processor's thread calls every method and steps the engine; one thread of ours
-    renders what ``submit`` queued. They exchange requests only by ``_inbox`` and ``_prepared``;
-    once the model is loaded, only the second thread uses vLLM's renderer.
+    Threads: the processor's thread calls every method and steps the engine; a second thread renders what
+    ``submit`` queued. They exchange requests only through ``_inbox`` and ``_prepared``. Once the model is loaded,
+    only the second thread uses vLLM's renderer.
     """
 
     def __init__(self, job: JobConfig, vllm_config: Any) -> None:
@@ -83,14 +83,16 @@ class VllmEngine:
         self._failed = False
         self._death: EngineDied | None = None
         self._done: list[Completion] = []
-        # Complete, and not parsed yet: that is done while the device works on the next step, which long
-        # reasoning would otherwise delay by milliseconds.
+        # Finished but not parsed requests. They are parsed while the device works on the next step, because
+        # parsing long reasoning would delay that step by milliseconds.
         self._ended: list[_Running] = []
         self._running: dict[str, _Running] = {}
-        self._aborted: dict[int, Request] = {}  # by identity: those that may still come by here
+        self._aborted: dict[
+            int, Request
+        ] = {}  # by id(): aborted requests that other parts may still hold
         self._numbers = itertools.count()
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
-        # By vLLM's number of a scheduled request: its tokens at the last check, and since when.
+        # vLLM's number of a scheduled request -> its token count at the last check, and the time of its last token.
         self._progress: dict[str, tuple[int, float]] = {}
         self._thread = threading.Thread(target=self._prepare, name="vllm-render", daemon=True)
         self._thread.start()
@@ -111,21 +113,23 @@ class VllmEngine:
             self._admit_burst(timeout_s)
         while (self._running or self._ended) and not self._done:
             if len(self._running) < self.max_num_seqs:
-                self._admit()  # the others can wait until the device works
+                self._admit()  # with a full batch, requests can wait until the device works
             if self._running:
                 self._step()
             else:
                 self._complete()
-            if not self._done:  # what is done is paid for: it is handed on before anything else
+            if not self._done:  # hand finished requests on first
                 self._abort_stuck()
             if time.monotonic() >= deadline:
                 break
         done, self._done = self._done, []
-        return [completion for completion in done if not self._is_aborted(completion)]
+        return [completion for completion in done if not self._pop_aborted(completion)]
 
     def abort(self, requests: Sequence[Request]) -> None:
         self._aborted |= {id(request): request for request in requests}
-        running = {id(one): one for one in self._running.values() if self._is_aborted(one.prepared)}
+        running = {
+            id(one): one for one in self._running.values() if self._pop_aborted(one.prepared)
+        }
         for one in running.values():
             self._drop(one)
         self._stepper.forget_aborted()
@@ -137,7 +141,7 @@ class VllmEngine:
         )
 
     def _count_unfinished(self) -> int:
-        """Between two counts, the tokens of what has finished since the last one are taken away."""
+        """Return the tokens of running requests; between two counts, subtract those of finished requests."""
         now = time.monotonic()
         if now >= self._next_token_look:
             self._next_token_look = now + _TOKEN_LOOK_S
@@ -171,14 +175,14 @@ class VllmEngine:
                 self._prepared.put(prepared._replace(tries=unprepared.tries + 1))
             except RowError as error:
                 self._prepared.put(Completion(request, error=error))
-            except Exception as error:  # a dead thread would leave its requests waiting forever
+            except Exception as error:  # if this thread died, its requests would never come back
                 self._prepared.put(Completion(request, error=RequestError(cause(error))))
             self._rendering = None
             if self._closing:
                 return
 
     def _check_rendering(self) -> None:
-        """A thread that hangs can't be ended, and later requests would wait for it forever."""
+        """Raise EngineDied if rendering hangs: the thread can't be stopped, and later requests would wait forever."""
         rendering = self._rendering
         if rendering is None:
             return
@@ -192,10 +196,9 @@ class VllmEngine:
             raise EngineDied(fault, request=request)
 
     def _admit_burst(self, timeout_s: float) -> None:
-        """Wait for the first request, and for those right behind it.
+        """Wait for the first request and those right behind it.
 
-        A step with only the first would make the others wait until it ends, and the batch would not
-        start full.
+        Otherwise the first would start alone, and the others would wait until its step ends.
         """
         self._admit(timeout_s)
         while self._preparing and len(self._running) < self.max_num_seqs:
@@ -205,7 +208,7 @@ class VllmEngine:
                 break
 
     def _admit(self, wait_s: float = 0) -> None:
-        """Add prepared requests to the engine; those that failed or are refused are done."""
+        """Add prepared requests to the engine. Failed and refused requests are done."""
         while self._preparing:
             try:
                 prepared = self._prepared.get(wait_s > 0, wait_s or None)
@@ -213,7 +216,7 @@ class VllmEngine:
                 break
             wait_s = 0
             self._preparing -= 1
-            if self._is_aborted(prepared):
+            if self._pop_aborted(prepared):
                 continue
             if isinstance(prepared, Completion):
                 self._done.append(prepared)
@@ -230,7 +233,9 @@ class VllmEngine:
             except VLLMValidationError as error:
                 self._engine.abort_request(running.numbers)
                 return refusal(error)
-            except Exception as error:  # no forward pass has run: any error is the row's own
+            except (
+                Exception
+            ) as error:  # no forward pass has run, so the error concerns only this row
                 self._engine.abort_request(running.numbers)
                 unknown = unknown_images(error, one.prompt)
                 if not unknown or prepared.tries > _MOST_TRIES:
@@ -264,7 +269,7 @@ class VllmEngine:
         try:
             outputs = self._stepper.step()
         except Exception as error:
-            # After any error in the forward pass, the engine's state can't be trusted.
+            # After an error in the forward pass, the engine's state can't be trusted.
             self._failed = True
             self._complete()
             self._death = EngineDied(self._watch.fault_of(error, self._llm))
@@ -289,12 +294,12 @@ class VllmEngine:
             self._complete()
 
     def _refuse(self, prepared: Prepared) -> None:
-        """The core, in a process of its own, could not take the request; what it raised is only in its log."""
+        """Prepare again, or fail, a request that vLLM's core process refused. Only the core's log has its error."""
         images = _images_of(prepared.inputs[0].prompt)
         if images and prepared.tries <= _MOST_TRIES:
             self._queue(_Unprepared(prepared.request, images, prepared.tries))
             return
-        error = RequestError("vLLM's engine refused it; why is in engine.log")
+        error = RequestError("vLLM's engine refused it; engine.log has the reason")
         self._done.append(Completion(prepared.request, error=error))
 
     def _complete(self) -> None:
@@ -307,10 +312,10 @@ class VllmEngine:
             self._done.append(completion)
 
     def _abort_stuck(self) -> None:
-        """Abort requests that run and got no token for ``run.row_timeout_s``. vLLM takes them in the order of
-        their arrival, so the first ones run.
+        """Abort running requests that got no token for ``run.row_timeout_s``. vLLM schedules requests in the order of
+        their arrival, so the first ones are running.
 
-        With ``n > 1``, several of the scheduler's requests belong to one of ours.
+        With ``n > 1``, several scheduler requests belong to one request.
         """
         now = time.monotonic()
         if now < self._next_stuck_check:
@@ -329,11 +334,11 @@ class VllmEngine:
                 state = states[internal]
                 stuck[(state.parent_req or state).external_req_id] = tokens, now - since
         for number, (tokens, silence_s) in stuck.items():
-            if number in self._running:  # else it was aborted with another one of its row
+            if number in self._running:  # otherwise it was aborted with another choice of its row
                 self._abort(self._running[number], tokens, silence_s)
 
-    def _is_aborted(self, found: Prepared | Completion) -> bool:
-        """True once for each request that was aborted."""
+    def _pop_aborted(self, found: Prepared | Completion) -> bool:
+        """Forget the request if it was aborted; return whether it was."""
         return self._aborted.pop(id(found.request), None) is not None
 
     def _drop(self, running: _Running) -> None:
@@ -354,8 +359,7 @@ class VllmEngine:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in vLLM's engine. ``numbers`` are those of its inputs there; ``outputs``, what has finished
-    of them."""
+    """A request in vLLM's engine. ``numbers`` are the ids of its inputs there; ``outputs`` are the finished ones."""
 
     prepared: Prepared
     numbers: list[str]
@@ -369,7 +373,7 @@ def _load(job: JobConfig, vllm_config: Any) -> tuple[CoreWatch, Any]:
 
     from batchkit.engines.vllm.core import CoreWatch
 
-    if SCRATCH in os.environ:  # deleted with this process: vLLM leaves files behind
+    if SCRATCH in os.environ:  # vLLM leaves files behind; this folder is deleted with the process
         tempfile.tempdir = os.environ[SCRATCH]
     limits = limits_of(vllm_config)
     watch = CoreWatch(limits["max_num_seqs"])
@@ -377,7 +381,7 @@ def _load(job: JobConfig, vllm_config: Any) -> tuple[CoreWatch, Any]:
     try:
         llm = vllm.LLM(**options)
     except Exception as error:
-        # Loading runs the model's code and the device's drivers, which may raise any type.
+        # Loading runs the model's code and device drivers, which may raise any exception.
         fault = watch.fault_of(error)
         message = explain(error, job.engine.model, str(fault))
         raise StartFailed(message, fault, limits) from error
@@ -411,7 +415,7 @@ def _is_refused(prepared: Prepared, output: Any) -> bool:
     if getattr(params, "structured_outputs", None) is not None or not isinstance(
         output.outputs, list
     ):
-        return False  # a grammar may end an answer so; what is pooled has its own error
+        return False  # a grammar may end an answer this way; pooling reports its own errors
     return any(choice.finish_reason == "error" for choice in output.outputs)
 
 
@@ -420,7 +424,7 @@ def _images_of(prompt: Mapping[str, Any]) -> Sequence[str]:
 
 
 def unknown_images(error: Any, prompt: Mapping[str, Any]) -> Sequence[str]:
-    """The hashes of the images that the engine was expected to have from an earlier request."""
+    """Return the hashes of images that vLLM expected in its cache from an earlier request."""
     if isinstance(error, AssertionError) and "Expected a cached item" in str(error):  # vLLM 0.26
         return _images_of(prompt)
     missing: Sequence[str] = getattr(error, "mm_hashes", ())  # MultiModalCacheMissError

@@ -1,8 +1,8 @@
-"""Which adapter vLLM gets for a request, and the check that rows with and without one may share a batch.
+"""vLLM's LoRA adapter for each request, and a check that rows with and without adapters may share a batch.
 
-vLLM's CPU build (0.32) answers a row without an adapter as the adapter in its last slot would, if both kinds are in
-one batch. Nothing in an answer shows that, so it is tried when the model is loaded. If it is so, rows without an
-adapter get one whose weights are all 0.
+vLLM's CPU build (0.32) gives a row without an adapter the adapter in its last slot if both kinds are in one
+batch. Answers do not show this, so it is tested when the model is loaded. If the test fails, rows without an
+adapter get an adapter whose weights are all 0.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from batchkit.types import Request
 _PROMPT, _MOST_PROMPT_TOKENS = "The quick brown fox jumps over the lazy dog.", 12
 _TOKENS = 3
 _ALTERNATIVES = 20
-_FAR = 4  # times as far from another answer as from its own, or as what the batch's size changes
-_LEAST = 0.01  # in log probability: a smaller difference shows nothing
+_FAR = 4  # an answer is wrong if it is this many times closer to another one, or above the noise
+_LEAST = 0.01  # log probability; smaller differences show nothing
 
 Answer = Sequence[Mapping[int, float]]
-"""Log probabilities of the likeliest tokens at each place; all but the last place have the same token."""
+"""Log probabilities of the most likely tokens at each position. All positions but the last have the same token."""
 
 
 class Loras:
     """The adapters of ``job`` in ``llm``, each loaded once.
 
     Raises:
-        EngineError: vLLM refuses one, or mixes up rows with different ones.
+        EngineError: vLLM refuses an adapter, or mixes up rows with different adapters.
     """
 
     def __init__(self, job: JobConfig, llm: Any) -> None:
@@ -64,7 +64,7 @@ class Loras:
                 )
 
     def of(self, request: Request) -> Any:
-        """vLLM's ``LoRARequest``; None for the model alone."""
+        """Return vLLM's ``LoRARequest``, or None for the base model."""
         return self._of_all or self._by_name[request.lora or ""]
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Loras:
             self._zero.cleanup()
 
     def _first_answer(self, adapter: Adapter) -> Answer:
-        """Printed first, so that one that kills the engine can be named."""
+        """Load an adapter and return its answer. Its name is printed first, in case loading kills the engine."""
         place = f"engine.loras.{adapter.name}: {adapter.folder}"
         print(f"{DOING}it loaded {place}", file=sys.stderr, flush=True)
         try:
@@ -81,8 +81,8 @@ class Loras:
             raise EngineError(f"{place}: {type(error).__name__}: {error}") from error
 
     def _base_is_right(self) -> bool:
-        """Whether a row without an adapter and one with each of them answer together as each does alone. False
-        also if an adapter changes too little for that to show."""
+        """Return whether a row without an adapter and a row with each adapter give the same answers together as
+        alone. Also return False if an adapter changes too little to tell."""
         alone = self._alone
         for name in alone.keys() - {""}:
             if _distance(alone[""], alone[name]) <= self._clear:
@@ -96,8 +96,8 @@ class Loras:
         return True
 
     def _mixed_up(self) -> str:
-        """Of a row that answers as one with another adapter does if both are in a batch: the two names. Adapters that
-        answer alike are not told apart."""
+        """Return the names of two adapters that vLLM mixes up in one batch, or "". Adapters with similar answers are
+        not compared."""
         for name in self._alone.keys() - {""}:
             pair = self._answers([self._by_name[""], self._by_name[name]])
             for own, answer in zip(("", name), pair, strict=True):
@@ -109,7 +109,7 @@ class Loras:
         return ""
 
     def _answers(self, loras: Sequence[Any]) -> list[Answer]:
-        """Of one short prompt, with each of ``loras``, in one batch."""
+        """Return the answers to one short prompt with each of ``loras``, in one batch."""
         from vllm import SamplingParams
 
         tokens = self._llm.get_tokenizer().encode(_PROMPT)[:_MOST_PROMPT_TOKENS]
@@ -127,7 +127,7 @@ class Loras:
 
 
 def _of_all_rows(job: JobConfig) -> Any:
-    """``engine.lora``."""
+    """Return the request for ``engine.lora``, or None."""
     if job.engine.lora is None:
         return None
     from vllm.lora.request import LoRARequest
@@ -136,8 +136,8 @@ def _of_all_rows(job: JobConfig) -> Any:
 
 
 def _distance(a: Answer, b: Answer) -> float:
-    """The mean difference of a token's log probability, up to the first place where the likeliest differs: less
-    moved by rounding than the largest one."""
+    """Return the mean difference of token log probabilities, up to the first position where the most likely token
+    differs. Rounding affects the mean less than the maximum."""
     found = list[float]()
     for of_a, of_b in zip(a, b, strict=True):
         found += [*_differences(of_a, of_b), *_differences(of_b, of_a)]
@@ -147,7 +147,7 @@ def _distance(a: Answer, b: Answer) -> float:
 
 
 def _differences(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
-    """A token that ``b`` does not list is at most as likely as the last one there."""
+    """Return the differences per token. A token that ``b`` does not list is at most as likely as its last one."""
     least = min(b.values())
     return [
         abs(logprob - b[token]) if token in b else max(0.0, logprob - least)
@@ -156,7 +156,7 @@ def _differences(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
 
 
 def _zero_adapter(like: Adapter, folder: Path) -> Adapter:
-    """One that changes nothing: the matrices of ``like``, of rank 1, all 0."""
+    """Make an adapter that changes nothing: the matrices of ``like`` with rank 1, all 0."""
     import numpy as np
     from safetensors.numpy import save_file
 

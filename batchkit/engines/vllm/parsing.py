@@ -1,6 +1,6 @@
-"""vLLM's parsers of reasoning and tool calls, used as its server uses them.
+"""vLLM's parsers of reasoning and tool calls, used as in vLLM's server.
 
-A parser reads a ``ChatCompletionRequest``; what it wants of the generation, it changes in there.
+A parser reads a ``ChatCompletionRequest`` and changes its generation parameters where it needs to.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from batchkit.engines.request_checks import cause
 from batchkit.errors import InvalidOutputError, JobError, RequestError
 from batchkit.types import Choice, Completion, Request
 
-# Parameters of the generation that a parser may change.
+# Generation parameters that a parser may change.
 ADJUSTED = ("skip_special_tokens", "spaces_between_special_tokens", "structured_outputs")
 
 
 def unknown_parsers(job: JobConfig) -> list[str]:
-    """One line for each parser of the job that vLLM does not have."""
+    """Return one line for each parser of the job that vLLM does not have."""
     engine = job.engine
     if engine.reasoning_parser is None and engine.tool_call_parser is None:
         return []
@@ -43,15 +43,15 @@ def unknown_parsers(job: JobConfig) -> list[str]:
 
 
 def parsing_of(job: JobConfig, tokenizer: Any, model_config: Any = None) -> Parsing | None:
-    """None if the job names no parser. ``model_config`` is vLLM's, or None with another engine. Raises
-    JobError if the parsers can't be used with each other, or with the model's tokenizer."""
+    """Return the job's parsers, or None if it names none. ``model_config`` is vLLM's, or None with another engine.
+    Raises JobError if the parsers don't fit each other or the model's tokenizer."""
     if job.engine.reasoning_parser is None and job.engine.tool_call_parser is None:
         return None
     return Parsing(job, tokenizer, model_config)
 
 
 class Parsing:
-    """The job's parsers. Raises as ``parsing_of``."""
+    """The job's parsers. Raises like ``parsing_of``."""
 
     def __init__(self, job: JobConfig, tokenizer: Any, model_config: Any) -> None:
         from vllm.parser import ParserManager
@@ -60,7 +60,7 @@ class Parsing:
         if model_config is None:
             from vllm.tokenizers.hf import get_cached_tokenizer
 
-            tokenizer = get_cached_tokenizer(tokenizer)  # each parser asks for its vocabulary
+            tokenizer = get_cached_tokenizer(tokenizer)  # each parser reads the whole vocabulary
         engine, hf_config = job.engine, getattr(model_config, "hf_config", None)
         self._tokenizer, self._model_config = tokenizer, model_config
         try:
@@ -91,10 +91,10 @@ class Parsing:
     def parser_of(
         self, request: Request, params: Any, chat_template_kwargs: Mapping[str, Any]
     ) -> AnswerParser:
-        """The parser of the answers to ``request``. It changes ``params``, which has attributes of
-        vLLM's SamplingParams (``ADJUSTED``), as it needs: special tokens in the text, or a grammar for
-        the calls that ``tool_choice`` requires. Raises RequestError if vLLM refuses the tools, or what
-        they are combined with."""
+        """Return a parser for the answers to ``request``. It changes ``params``, which has attributes of vLLM's
+        SamplingParams (``ADJUSTED``): it may need special tokens in the text, or a grammar for calls that
+        ``tool_choice`` requires. Raises RequestError if vLLM refuses the tools, or their combination with other
+        parameters."""
         chat = _chat_request(request, params)
         kwargs = dict(chat_template_kwargs)
 
@@ -115,16 +115,16 @@ class Parsing:
 
 
 class AnswerParser:
-    """Parses the answers to one request: with ``n > 1`` several, for each of which ``make`` makes a
-    parser, since parsers have state."""
+    """Parses the answers to one request. With ``n > 1``, ``make`` creates a parser for each answer, because
+    parsers have state."""
 
     def __init__(self, make: Any, chat: Any, chat_template_kwargs: Mapping[str, Any]) -> None:
         self._make, self._chat = make, chat
         self._kwargs = chat_template_kwargs
 
     def open_grammar(self, request: Any) -> None:
-        """Set in ``request``, vLLM's EngineCoreRequest, from where on its grammar applies: behind the
-        reasoning, or at once if the prompt has ended that."""
+        """Set where the grammar of ``request`` (vLLM's EngineCoreRequest) starts: after the reasoning, or immediately
+        if the prompt already ended the reasoning."""
         parser = self._make()
         ids = request.prompt_token_ids or []
         request.reasoning_ended = self._chat.resolve_reasoning_ended(parser, ids)
@@ -134,7 +134,7 @@ class AnswerParser:
     def parsed(
         self, done: Completion, prompt_token_ids: Sequence[int], token_ids: Sequence[Sequence[int]]
     ) -> Completion:
-        """``done`` with the parts of its answers; ``token_ids`` are those of each choice."""
+        """Return ``done`` with parsed answers; ``token_ids`` are the tokens of each choice."""
         parsers = [self._make() for _ in done.choices]
         try:
             choices = [
@@ -148,7 +148,7 @@ class AnswerParser:
                 if parsers[0].reasoning_parser is not None
                 else None
             )
-        except Exception as error:  # parsers raise any type for an answer that they did not expect
+        except Exception as error:  # parsers may raise any exception for an unexpected answer
             message = f"vLLM's parser can't read the answer: {cause(error)}"
             return replace(done, choices=(), error=InvalidOutputError(message))
         usage = done.usage and replace(done.usage, reasoning_tokens=reasoning_tokens)
@@ -187,7 +187,7 @@ def _chat_request(request: Request, params: Any) -> Any:
         "parallel_tool_calls": request.parallel_tool_calls,
         **{name: getattr(params, name) for name in ADJUSTED},
     }
-    # Of the messages parsers read only the calls: some number theirs on from there.
+    # Parsers read only the calls of earlier messages: some continue their numbering.
     calls = [
         {"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}
         for message in request.messages or ()

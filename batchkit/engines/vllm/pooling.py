@@ -1,7 +1,7 @@
-"""Vectors, classes and scores: requests of vLLM's pooling tasks, and what their outputs become.
+"""Vectors, classes and scores: the requests and outputs of vLLM's pooling tasks.
 
-vLLM's own IO processors make the prompts and compute the scores, as in ``LLM.embed``, ``classify`` and
-``score``. A pair needs several prompts: one for each document, and with some models one for the query.
+vLLM's own IO processors build the prompts and compute the scores, as in ``LLM.embed``, ``classify`` and
+``score``. A pair needs several prompts: one per document, and for some models one for the query.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchkit.types import Completion, Content, Pair, Pooled, Request, Usage
 
 
 class _Processor(NamedTuple):
-    """vLLM's of a task, and what vLLM calls that task."""
+    """vLLM's IO processor of a task, and vLLM's name for the task."""
 
     task: TaskName
     vllm_task: str
@@ -29,8 +29,8 @@ class _Processor(NamedTuple):
 
 
 class PoolingRenderer:
-    """As ``VllmRenderer``, for a job that does not generate text. ``processors`` are vLLM's own: besides that of
-    the job's task, those for batch lines of other tasks that the model does, too."""
+    """Like ``VllmRenderer``, for tasks that do not generate text. ``processors`` are vLLM's IO processors for the
+    job's task and for other tasks of the model, which batch lines may use."""
 
     def __init__(
         self, job: JobConfig, renderer: Any, vllm_config: Any, processors: Mapping[str, Any]
@@ -56,7 +56,7 @@ class PoolingRenderer:
         return RenderedPrompt(self._text(inputs), tokens)
 
     def prepare(self, request: Request) -> Prepared:
-        """As ``VllmRenderer.prepare``, which may be several inputs."""
+        """Prepare like ``VllmRenderer.prepare``; the result may have several inputs."""
         is_pair = request.pair is not None
         of_request = self._of(request)
         params = pooling_params(request.sampling, of_request.vllm_task, of_pair=is_pair)
@@ -77,13 +77,13 @@ class PoolingRenderer:
         return Prepared(request, inputs, text=text)
 
     def forget(self, images: Iterable[str]) -> None:
-        """As ``VllmRenderer.forget``."""
+        """Forget images like ``VllmRenderer.forget``."""
         self._prompts.forget(images)
 
     def completion(
         self, prepared: Prepared, outputs: Sequence[Any], latency_s: float
     ) -> Completion:
-        """The answer in vLLM's ``outputs``, one for each input."""
+        """Convert vLLM's ``outputs``, one per input, to a completion."""
         request = prepared.request
         usage = Usage(sum(len(output.prompt_token_ids or ()) for output in outputs), 0)
         if errors := [output.error for output in outputs if output.error is not None]:
@@ -96,25 +96,25 @@ class PoolingRenderer:
         return Completion(request, (), usage, latency_s, prompt=prepared.text, pooled=pooled)
 
     def _of(self, request: Request) -> _Processor:
-        """Raises WrongTaskError if the model does not do the request's task."""
+        """Return the processor of the request's task. Raises WrongTaskError if the model does not support it."""
         task = task_of(request.endpoint, self._task)
         if (found := self._processors.get(task)) is not None:
             return found
         raise WrongTaskError(
-            f'url: /{request.endpoint} is for task = "{task}", and the engine, {self._model} with task ='
-            f' "{self._task}", serves {" and ".join(self._processors)} only: give such lines a job and a'
-            " model of their own"
+            f'url: /{request.endpoint} is for task = "{task}", but the engine, {self._model} with task ='
+            f' "{self._task}", serves only {" and ".join(self._processors)}: put such lines into a separate job'
+            " with a suitable model"
         )
 
     def _parts(self, request: Request, of_request: _Processor, params: Any) -> list[Any]:
-        """What vLLM's processor makes prompts of, each of which it has to render."""
+        """Return the parts from which vLLM's processor renders one prompt each."""
         from vllm.entrypoints.pooling import typing as contexts
 
         common: dict[str, Any] = {
             "pooling_task": of_request.vllm_task,
             "pooling_params": params,
             "tokenization_kwargs": None,
-            "lora_request": None,  # the engine gets it with each input
+            "lora_request": None,  # the engine sets it for each input
             "priorities": None,
         }
         context: Any
@@ -158,7 +158,7 @@ class PoolingRenderer:
         check_length(request, tokens, self._max_model_len, generates=False)
 
     def _text(self, inputs: Sequence[Input]) -> str:
-        """What the model sees: each input begins on a new line."""
+        """Return the text that the model sees, with each input on a new line."""
         prompts = [given.prompt for given in inputs]
         return "\n".join(
             prompt.get("prompt") or self._tokenizer.decode(_tokens(prompt)) for prompt in prompts
@@ -184,8 +184,8 @@ class PoolingRenderer:
         return Pooled(probabilities=found.tolist(), label=label)
 
     def _of_tokens(self, prompt: Mapping[str, Any], matrix: Any) -> Pooled:
-        """``entities`` are None if ``matrix`` has not a line for each token and a column for each label (some reward
-        models), and if the prompt has images."""
+        """Return the tokens' vectors, with entities if the task is ``token_classify``. ``entities`` is None if
+        ``matrix`` lacks a line per token and a column per label (some reward models), or if the prompt has images."""
         if not len(matrix):
             raise RequestError("the model gave numbers for none of the prompt's tokens")
         entities, offsets = None, prompt.get("prompt_token_offsets") or ()
@@ -200,7 +200,7 @@ class PoolingRenderer:
 
 
 def processors_without_model(job: JobConfig, renderer: Any, vllm_config: Any) -> dict[str, Any]:
-    """vLLM's IO processors of the job's task, before the model is loaded."""
+    """Return vLLM's IO processors of the job's task before the model is loaded."""
     from vllm.entrypoints.pooling.factories import init_pooling_io_processors
     from vllm.renderers.chat_utils import ChatTemplateConfig
 
@@ -217,7 +217,7 @@ def processors_without_model(job: JobConfig, renderer: Any, vllm_config: Any) ->
 def _processors_by_task(
     job: JobConfig, processors: Mapping[str, Any]
 ) -> dict[TaskName, _Processor]:
-    """Raises JobError if the job's own task has none."""
+    """Return the processors by task. Raises JobError if there is none for the job's task."""
     from vllm.tasks import SCORE_TYPE_MAP
 
     names: dict[str, TaskName] = {"embed": "embed", "token_embed": "token_embed"}
@@ -230,22 +230,22 @@ def _processors_by_task(
     }
     if job.task not in found:
         raise JobError(
-            f'task = "{job.task}": vLLM has no such task for {job.engine.model}, only'
+            f'task = "{job.task}": vLLM does not support it for {job.engine.model}, only'
             f" {', '.join(processors) or 'generation'}"
         )
     return found
 
 
 def _special_tokens(job: JobConfig, tokenizer: Any) -> frozenset[int]:
-    """All but the one for unknown words, which stands for a part of the text.
+    """Return all special tokens except the one for unknown words, which represents a part of the text.
 
     Raises:
-        JobError: the tokenizer is not a fast one, which knows the places of tokens in a text.
+        JobError: The tokenizer is not a fast one; only these report token positions.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise JobError(
-            f'task = "token_classify": the tokenizer of {job.engine.model} ({type(tokenizer).__name__}) does not know'
-            " where its tokens are in a text; take a model with a fast tokenizer"
+            f'task = "token_classify": the tokenizer of {job.engine.model} ({type(tokenizer).__name__}) does not report'
+            " token positions; use a model with a fast tokenizer"
         )
     added = tokenizer.added_tokens_decoder.items()
     special = {number for number, token in added if token.special}
@@ -257,7 +257,7 @@ def _score_input(content: Content) -> Any:
 
 
 def _place(pair: Pair, parts: int, number: int) -> str:
-    """What the input ``number`` of ``parts`` is made of."""
+    """Return what the input ``number`` of ``parts`` was made from."""
     if parts == len(pair.documents):
         return f"document {number}"
     return f"document {number - 1}" if number else "query"

@@ -1,4 +1,4 @@
-"""Requests as vLLM's inputs: chat template, tokenizer, image processor."""
+"""Conversion of requests to vLLM's inputs: chat template, tokenizer, image processor."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowErr
 from batchkit.types import CLIPS, Audio, Choice, Completion, Request, Usage, VideoFile
 
 _TOO_LONG = ("input_tokens", "input_text")
-_MOST_COUNTED = 2**22  # characters of a prompt that is too long; more take seconds and much memory
-_CUT_OFF = ("qwen2_audio", "whisper")  # whose processors vLLM calls with truncation=True
+_MOST_COUNTED = (
+    2**22
+)  # characters; counting the tokens of a longer prompt takes seconds and much memory
+_CUT_OFF = ("qwen2_audio", "whisper")  # vLLM calls their processors with truncation=True
 _DEAD_END = (
     "sampling.structured_outputs: found no token that could come next; does each rule of the grammar end,"
     " unlike `root ::= root`?"
@@ -35,16 +37,16 @@ _DEAD_END = (
 
 
 class Input(NamedTuple):
-    """What vLLM's engine gets, in its own shape."""
+    """An input of vLLM's engine, in vLLM's format."""
 
     prompt: Any
     params: Any
 
 
 class Prepared(NamedTuple):
-    """A request in vLLM's own shape: an input, or several whose outputs make one answer.
+    """A request in vLLM's format: one input, or several whose outputs form one answer.
 
-    ``text``: what the model sees, if a record is to have it and the outputs lack it.
+    ``text``: what the model sees, if the record should hold it and vLLM's outputs do not.
     """
 
     request: Request
@@ -55,7 +57,7 @@ class Prepared(NamedTuple):
 
 
 class VllmRenderer:
-    """Turns requests into vLLM's inputs: chat template, tokenizer, image processor. One thread."""
+    """Converts requests to vLLM's inputs: chat template, tokenizer, image processor. Use from one thread."""
 
     def __init__(self, job: JobConfig, renderer: Any, vllm_config: Any) -> None:
         from vllm.renderers import ChatParams
@@ -75,14 +77,13 @@ class VllmRenderer:
 
     def render(self, request: Request) -> RenderedPrompt:
         prompt = self.prepare(request).inputs[0].prompt
-        prompt = prompt.get("decoder_prompt") or prompt  # of an encoder and a decoder
+        prompt = prompt.get("decoder_prompt") or prompt  # encoder-decoder models have two prompts
         tokens = prompt.get("prompt_token_ids") or ()
         text = prompt.get("prompt") or self._renderer.get_tokenizer().decode(tokens)
         return RenderedPrompt(text, len(tokens))
 
     def prepare(self, request: Request) -> Prepared:
-        """The request with its prompt tokenised and its images processed. Raises RowError if vLLM refuses
-        it."""
+        """Tokenize the request's prompt and process its images. Raises RowError if vLLM refuses the request."""
         check_forced_call(request, self._job)
         if reason := why_not_bounded(request.sampling, self._vllm_config):
             raise RequestError(reason)
@@ -97,10 +98,10 @@ class VllmRenderer:
         return Prepared(request, [Input(prompt, params)], parser=parser)
 
     def forget(self, images: Iterable[str]) -> None:
-        """Send these images (given by their hashes) in full when they are used next.
+        """Send these images (given by their hashes) in full the next time they are used.
 
-        vLLM's renderer sends an image once; if that prompt was refused before it reached the
-        engine, all later prompts refer to an image that the engine never got.
+        vLLM's renderer sends an image only once. If that prompt was refused before it reached the engine, all later
+        prompts would refer to an image that the engine never received.
         """
         cache = self._renderer.mm_processor_cache
         for image in images:
@@ -112,7 +113,7 @@ class VllmRenderer:
     def completion(
         self, prepared: Prepared, outputs: Sequence[Any], latency_s: float
     ) -> Completion:
-        """The answer in vLLM's output; may be called by another thread."""
+        """Convert vLLM's output to a completion; may be called by another thread."""
         (output,) = outputs
         choices = [
             Choice(c.text, c.finish_reason, _logprobs(c.logprobs, c.token_ids))
@@ -135,7 +136,7 @@ class VllmRenderer:
         return prepared.parser.parsed(done, output.prompt_token_ids or (), token_ids)
 
     def prompt(self, request: Request) -> Any:
-        """Of messages, or of a plain prompt."""
+        """Return vLLM's prompt for messages, a plain prompt, or speech."""
         if request.speech is None:
             self._check_heard(request)
         return counted(lambda more: self._prompt(request, more))
@@ -158,14 +159,14 @@ class VllmRenderer:
         if not (clips := _data_of(request)):
             _, prompts = self._renderer.render_chat([conversation], params, tokenization)
             return prompts[0]
-        # vLLM's messages hold clips only as files: it makes their places, and the data are added here.
+        # vLLM's messages accept clips only as files: it inserts their placeholders, and the data is added here.
         _, prompt = self._renderer.render_messages(conversation, params)
         prompt["multi_modal_data"].update(clips["multi_modal_data"])
         prompt.pop("multi_modal_uuids", None)
         return self._renderer.render_cmpl([prompt], tokenization)[0]
 
     def _check_heard(self, request: Request) -> None:
-        """Raises MediaError for sound of which vLLM would drop the end without an error."""
+        """Raise MediaError for sound whose end vLLM would silently drop."""
         sounds = [clip for clip in request.all_clips if isinstance(clip, Audio)]
         if not sounds or self._model_config.hf_config.model_type not in _CUT_OFF:
             return
@@ -176,8 +177,8 @@ class VllmRenderer:
         for sound in sounds:
             if len(sound.samples) > heard_s * sound.sample_rate:
                 raise MediaError(
-                    f"{sound.in_words}: the model hears {heard_s} s and drops what follows; cut it into"
-                    " parts, a row each"
+                    f"{sound.in_words}: the model hears {heard_s} s and drops the rest; cut it into"
+                    " parts, one row each"
                 )
 
     def _params_of_chat(self, request: Request) -> Any:
@@ -206,10 +207,10 @@ class VllmRenderer:
 
 
 def _tokenization(job: JobConfig) -> dict[str, Any]:
-    """What differs from vLLM's own ``TokenizeParams``."""
+    """Return the changes to vLLM's own ``TokenizeParams``."""
     changed: dict[str, Any] = {}
     if job.retry.on_too_long != "fail":
-        # vLLM stops counting at its limit, and a cut needs the full count.
+        # vLLM stops counting at its limit, but truncation needs the full count.
         changed["max_total_tokens"] = None
     if job.task == "token_classify":
         changed["return_token_offsets"] = True
@@ -217,8 +218,8 @@ def _tokenization(job: JobConfig) -> dict[str, Any]:
 
 
 def counted(render: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Return ``render({})``. Where vLLM stops counting tokens at its limit, ``render`` again without a limit: the error
-    for the row then has the number of its tokens."""
+    """Return ``render({})``. If vLLM stopped counting tokens at its limit, call ``render`` again without a limit, so
+    that the row's error has the full token count."""
     from vllm.exceptions import VLLMValidationError
 
     try:
@@ -232,7 +233,7 @@ def counted(render: Callable[[Mapping[str, Any]], Any]) -> Any:
 
 @contextmanager
 def refusing(request: Request) -> Iterator[None]:
-    """Makes what vLLM raises for ``request`` an error of its row."""
+    """Convert exceptions that vLLM raises for ``request`` to errors of its row."""
     from vllm.exceptions import VLLMValidationError
 
     try:
@@ -242,13 +243,13 @@ def refusing(request: Request) -> Iterator[None]:
     except VLLMValidationError as error:
         raise refusal(error) from error
     except Exception as error:
-        # The model's own processor runs here, and may raise anything for an unusual image.
+        # The model's own processor runs here and may raise any exception for an unusual image.
         kind = MediaError if request.media_bytes else RequestError
         raise kind(cause(error)) from error
 
 
 def _tools_of(request: Request) -> list[Any] | None:
-    """The request's tools, as vLLM's server gives them to the chat template. Raises RequestError."""
+    """Return the tools in the form that vLLM's server passes to the chat template. Raises RequestError."""
     if request.tools is None:
         return None
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
@@ -265,7 +266,7 @@ def _tools_of(request: Request) -> list[Any] | None:
 
 
 def _data_of(request: Request) -> dict[str, Any]:
-    """The request's sound and video under vLLM's names; empty if it has none."""
+    """Return the request's sound and video under vLLM's names, or {} if it has none."""
     found: dict[str, list[Any]] = {}
     for clip in request.all_clips:
         if isinstance(clip, Audio):
@@ -273,7 +274,7 @@ def _data_of(request: Request) -> dict[str, Any]:
             continue
         if isinstance(clip, VideoFile):
             raise RequestError(
-                "vLLM here takes a video's frames, and a server its file; ask one of them"
+                "the vLLM engine takes a video's frames, a server takes its file: use one engine for all"
             )
         metadata = {
             "fps": clip.fps,
@@ -288,7 +289,7 @@ def _data_of(request: Request) -> dict[str, Any]:
 
 
 def _as_vllm_has_it(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier answer's reasoning under the name that vLLM's server gives it, and the places of clips."""
+    """Return a message with placeholders for clips, and earlier reasoning under the name that vLLM's server uses."""
     found = dict(message)
     if isinstance(content := found.get("content"), list):
         found["content"] = [_place(part) if part["type"] in CLIPS else part for part in content]
@@ -299,7 +300,7 @@ def _as_vllm_has_it(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A part without its data, which vLLM allows for one that has a name."""
+    """Return a part without its data; vLLM allows this for parts with a uuid."""
     return {"type": f"{part['type']}_url", f"{part['type']}_url": None, "uuid": "clip"}
 
 
@@ -309,7 +310,7 @@ def refusal(error: Any) -> RowError:
 
 
 def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] | None:
-    """In OpenAI's shape: each token's text, logprob and alternatives, most likely first."""
+    """Convert to OpenAI's format: each token's text, logprob and alternatives, most likely first."""
     if logprobs is None:
         return None
     content = []

@@ -1,4 +1,4 @@
-"""Sound as vLLM's speech models get it: the model's own class makes the prompt, as it does for vLLM's server."""
+"""Prompts for vLLM's speech models. The model's own class builds them, as in vLLM's server."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from batchkit.errors import JobError, MediaError, RequestError
 from batchkit.types import Audio, Request, Speech
 
 _RULES = "batchkit.engines.vllm.timestamps:TimestampRules"
-_NEW_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # takes other logits processors
-_ENGLISH_ONLY = 51864  # tokens of Whisper's vocabulary; a multilingual one has at least one more
+_NEW_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # that runner has another interface for logits processors
+_ENGLISH_ONLY = (
+    51864  # tokens in the vocabulary of an English-only Whisper; multilingual ones have more
+)
 _START, _END, _FIRST_STAMP = "<|startoftranscript|>", "<|endoftext|>", "<|0.00|>"
 _NO_STAMPS = "<|notimestamps|>"
-_WRONG_MARK, _MARK = "<|prev|>", "<|startofprev|>"  # vLLM's name for it, and Whisper's
+_WRONG_MARK, _MARK = "<|prev|>", "<|startofprev|>"  # vLLM's name for the token, and Whisper's
 
 
 def timestamp_options(job: JobConfig, model_config: Any) -> dict[str, Any]:
-    """Return the options with which vLLM applies Whisper's rules for timestamps; none if it can't, or need not."""
+    """Return the vLLM options that apply Whisper's timestamp rules, or {} if they can't or need not be applied."""
     if not _follows_rules(job, model_config):
         return {}
     os.environ[_NEW_RUNNER] = "0"
@@ -32,10 +34,10 @@ def _follows_rules(job: JobConfig, model_config: Any) -> bool:
 
 
 class SpeechPrompts:
-    """Makes the prompts of ``task = "transcribe"`` for one model.
+    """Builds the prompts of ``task = "transcribe"`` for one model.
 
     Raises:
-        JobError: vLLM can't transcribe with it.
+        JobError: vLLM can't transcribe with this model.
     """
 
     def __init__(self, job: JobConfig, model_config: Any, tokenizer: Any) -> None:
@@ -63,21 +65,21 @@ class SpeechPrompts:
             self._rule_ids = [self._marks[_END], self._marks[_FIRST_STAMP]]
 
     def limit(self, params: Any, speech: Speech) -> None:
-        """Let ``params`` allow what may be said about the sound."""
+        """Restrict ``params`` to tokens that fit the request: a language, or text with timestamps."""
         if self.has_stamps:
-            params.skip_special_tokens = False  # they may count as special
+            params.skip_special_tokens = False  # timestamps may count as special tokens
         if speech.asks_language and self._languages:
             params.allowed_token_ids = self._languages
         elif speech.timestamps and self._rule_ids:
             params.extra_args = {**(params.extra_args or {}), "timestamps": self._rule_ids}
 
     def said(self, answer: str) -> str:
-        """What is said, in an answer of the model, which may name the language first."""
+        """Return the spoken text in an answer, without the language that some models put first."""
         said: str = self._model.post_process_output(answer)
         return said
 
     def prompt(self, request: Request) -> Any:
-        """In the shape of vLLM's inputs. Raises RowError."""
+        """Return the prompt as vLLM's input. Raises RowError."""
         from vllm.config.speech_to_text import SpeechToTextParams
 
         speech, (audio,) = request.speech, request.clips
@@ -102,11 +104,11 @@ class SpeechPrompts:
     def _corrected(self, text: str, with_stamps: bool) -> str:
         if text.startswith(_WRONG_MARK) and _WRONG_MARK not in self._marks:
             text = _MARK + text.removeprefix(_WRONG_MARK)
-        if self._is_english_only:  # it never saw the tokens of a language and a task
+        if self._is_english_only:  # it was trained without the tokens for language and task
             text = text.rpartition(_START)[0] + _START + _NO_STAMPS
         if not (with_stamps and self.has_stamps):
             return text
-        # Without the rules, a first timestamp has the model write the others.
+        # Without the rules, a first timestamp makes the model write the others.
         can_start = not self._rule_ids and _FIRST_STAMP in self._marks
         return text.replace(_NO_STAMPS, _FIRST_STAMP if can_start else "")
 
@@ -114,16 +116,16 @@ class SpeechPrompts:
         rate, most_s = round(self._config.sample_rate), self._config.max_audio_clip_s
         if audio.sample_rate != rate:
             raise MediaError(
-                f"the model hears {rate} samples a second, and media.audio_sample_rate is {audio.sample_rate}"
+                f"the model expects sound at {rate} Hz, but media.audio_sample_rate is {audio.sample_rate}"
             )
         if most_s is not None and len(audio.samples) > most_s * rate:
             raise MediaError(
-                f"{audio.in_words}: the model hears {most_s} s and drops what follows; set speech.part_seconds ="
+                f"{audio.in_words}: the model hears {most_s} s and drops the rest; set speech.part_seconds ="
                 f" {most_s}"
             )
         if self._is_english_only and language != "en":
             raise RequestError(
-                f"speech.language: found {language!r}, and {self._model_config.model} knows English alone; take a"
+                f"speech.language: found {language!r}, but {self._model_config.model} knows only English; use a"
                 " multilingual Whisper, whose name does not end in .en"
             )
         try:
@@ -133,7 +135,7 @@ class SpeechPrompts:
 
 
 def _is_english_only(model_config: Any) -> bool:
-    """Whether it is a Whisper of one language, such as tiny.en."""
+    """Return True if the model is a Whisper for English only, such as tiny.en."""
     if model_config.hf_config.model_type != "whisper":
         return False
     stated = model_config.try_get_generation_config().get("is_multilingual")

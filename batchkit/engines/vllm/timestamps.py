@@ -1,9 +1,9 @@
-"""OpenAI Whisper's rules for timestamps, as a logits processor of vLLM.
+"""OpenAI Whisper's timestamp rules, as a logits processor for vLLM.
 
-Without them a real Whisper answers with ``<|notimestamps|>``, or gives one pair of timestamps to many sentences. The rules
-are those of ``ApplyTimestampRules`` in https://github.com/openai/whisper/blob/main/whisper/decoding.py: an answer begins
-with a timestamp, timestamps come in pairs and never go back, and one is written where all timestamps together are likelier
-than any other token. vLLM imports this module by its name, in the process of its engine core.
+Without them, Whisper answers with ``<|notimestamps|>``, or gives one pair of timestamps to many sentences. The rules
+are ``ApplyTimestampRules`` in https://github.com/openai/whisper/blob/main/whisper/decoding.py: an answer starts with a
+timestamp, timestamps come in pairs and never decrease, and a timestamp is written where all timestamps together are
+more likely than any other token. vLLM imports this module by name in the process of its engine core.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ NEVER = float("-inf")
 
 
 class _Answer(NamedTuple):
-    """A running answer, and the ids of ``<|endoftext|>`` and ``<|0.00|>``. Text has ids below ``end``, and timestamps have
-    ``first`` and above."""
+    """A running answer and the ids of ``<|endoftext|>`` and ``<|0.00|>``. Text tokens have ids below ``end``,
+    timestamps have ids from ``first`` on."""
 
     tokens: Sequence[int]
     end: int
     first: int
 
     def allowed(self, n_ids: int) -> tuple[int, int]:
-        """Return the least id of a text token, or the end, that may follow; and that of a timestamp."""
+        """Return the lowest ids of a text (or end) token and of a timestamp that may come next."""
         if not self.tokens:
             return self.end + 1, self.first
         if self.tokens[-1] < self.first:
             latest = next((it for it in reversed(self.tokens) if it >= self.first), self.first)
             return 0, latest + 1
-        if len(self.tokens) > 1 and self.tokens[-2] < self.first:  # the end of a segment
+        if len(self.tokens) > 1 and self.tokens[-2] < self.first:  # a segment has just ended
             return self.end, self.tokens[-1]
         return 0, n_ids
 
 
 class TimestampRules(LogitsProcessor):
-    """Applies the rules to requests whose ``extra_args`` have ``timestamps``: the ids of ``<|endoftext|>`` and
+    """Applies the rules to requests with ``timestamps`` in their ``extra_args``: the ids of ``<|endoftext|>`` and
     ``<|0.00|>``."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
