@@ -1,4 +1,4 @@
-"""Whether the input is unchanged since the run began."""
+"""Fingerprints of input files, which show whether the input has changed since the run began."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchkit.storage.manifest import FileFingerprint
 def fingerprint(
     table: InputTable, previous: Sequence[FileFingerprint] = ()
 ) -> list[FileFingerprint]:
-    """One fingerprint per input file, in order.
+    """Return one fingerprint per input file, in order.
 
     A local file with the path, size and times of ``previous`` keeps its sha256 and is not read.
 
@@ -49,7 +49,7 @@ def fingerprint(
 
 
 def _columns(path: str, table: InputTable) -> tuple[str, ...]:
-    """Of a local table; none where it can't be read, which is said when its rows are."""
+    """Return the columns of a local table; none if it cannot be read, which reading its rows reports."""
     if "://" in path:  # even to know its format, it would be opened
         return ()
     format_ = load_format(format_of(path, table))
@@ -62,7 +62,7 @@ def _columns(path: str, table: InputTable) -> tuple[str, ...]:
 
 
 def content_hash(path: str) -> str:
-    """The ``sha256`` of a file's fingerprint.
+    """Return the ``sha256`` of a file's fingerprint.
 
     Raises:
         InputError: it can't be read.
@@ -73,7 +73,7 @@ def content_hash(path: str) -> str:
 def changed_files(
     table: InputTable, then: Sequence[FileFingerprint], *, thorough: bool
 ) -> dict[str, str]:
-    """How each file of the input differs from its state ``then``, by path.
+    """Return how each file of the input differs from its state ``then``, by path.
 
     Compares the size and the time of local files. ``thorough``: also the content if a file's ctime
     differs, remote files, and whether other files match now.
@@ -115,7 +115,7 @@ def _difference(old: FileFingerprint | None, new: FileFingerprint) -> str | None
 def _local(
     path: str, known: Mapping[tuple[str, int, int, int], str], *, is_row: bool
 ) -> FileFingerprint:
-    """``is_row``: the file is a row, or its pages are; then it may be empty: it fails alone."""
+    """Return the fingerprint of a local file. If the file or its pages are rows (``is_row``), it may be empty: it fails alone."""
     try:
         with open_regular(path) as file:
             stat = os.fstat(file.fileno())  # before the content: a write meanwhile shows later
@@ -151,6 +151,6 @@ def _remote(path: str) -> FileFingerprint:
 
 
 def _content(filesystem: Any, name: str) -> str:
-    """Read it again: nothing else distinguishes a page that was generated again from the last one."""
+    """Return a hash of the content, because a page that is generated anew differs in nothing else."""
     with filesystem.open(name, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

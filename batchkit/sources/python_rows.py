@@ -209,7 +209,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_column(value: Any) -> bool:
-    """Of pandas, numpy, polars or pyarrow."""
+    """Return whether ``value`` is a column of pandas, numpy, polars or pyarrow."""
     has_type = hasattr(value, "dtype") or (hasattr(value, "type") and hasattr(value, "to_pylist"))
     return has_type and getattr(value, "ndim", 1) == 1
 

@@ -531,7 +531,6 @@ SCHEMA_FILE = {"structured_outputs": {"json": "schema.json"}}
         {"sampling": SCHEMA_FILE},
         {"steps": [{"name": "a", "prompt": {"user": "{{ q }}"}, "sampling": SCHEMA_FILE}]},
     ],
-    ids=["job", "step"],
 )
 def test_a_schema_is_read_from_its_file(given: dict[str, Any], tmp_path: Path) -> None:
     def wanted() -> Any:

@@ -94,7 +94,7 @@ class TransformersRenderer:
         return Prepared(request, sampling, text, inputs, max_tokens, parser)
 
     def _sampling(self, request: Request) -> tuple[Sampling, AnswerParser | None]:
-        """As the parser of its answers, if it has one, needs it."""
+        """Return the sampling parameters as the answer parser needs them, and the parser (None without one)."""
         sampling = sampling_of(request.sampling)
         if self._parsing is None:
             return sampling, None
@@ -133,9 +133,11 @@ class TransformersRenderer:
         )
 
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """As vLLM gives it to the chat template: a developer is the system if the template does not know
-        the role; an earlier answer's reasoning has both names that templates read; the arguments of its
-        tool calls are tables, not OpenAI's JSON text."""
+        """Return ``message`` as vLLM passes it to the chat template.
+
+        A developer becomes the system if the template does not know that role. The reasoning of an earlier answer gets
+        both names that templates read. Arguments of tool calls are tables instead of OpenAI's JSON text.
+        """
         made = dict(message)
         if made["role"] == "developer" and "developer" not in str(self._chat_template):
             made["role"] = "system"
@@ -151,8 +153,10 @@ class TransformersRenderer:
         return made
 
     def _content(self, message: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-        """As chat templates of models with images expect it, in parts, and images are passed separately;
-        as in vLLM, what a tool answered is one text."""
+        """Return the content as chat templates of models with images expect it: in parts, with images passed separately.
+
+        As in vLLM, the result of a tool is one text.
+        """
         content = message["content"] or ""
         if clips := _types(content) & {*CLIPS}:
             raise RequestError(

@@ -1,5 +1,4 @@
-"""The job's engine options, its sampling and pooling parameters, and the environment, as vLLM's own
-classes; and whether a model can do the job's task."""
+"""Engine options, sampling and pooling parameters of a job as vLLM's own classes, and the environment that vLLM reads."""
 
 from __future__ import annotations
 
@@ -103,14 +102,16 @@ _SPEEDS = {
     "enable_chunked_prefill": "scheduler_config",
     "enforce_eager": "model_config",
 }
-"""Options that decide speed and not the answers, and the part of vLLM's config with the value in force."""
+"""Options that change speed but not answers, and the part of vLLM's config that has the value in force."""
 _MOST_OF_GPU = 0.95  # the share of its memory that tune asks for at most
 _LONG_PROMPT = 0.04  # of max_model_len, where vLLM itself bounds the prefill of long prompts
 
 
 def speed_options(job: JobConfig) -> dict[str, Any]:
-    """Those that the installed vLLM has: the value in force, or other values in a list. Raises as
-    ``check_config``."""
+    """Return the speed options that the installed vLLM has: for each, the value in force or a list of other values.
+
+    Raises as ``check_config``.
+    """
     config = check_config(job)
     from vllm.engine.arg_utils import EngineArgs
 
@@ -125,7 +126,7 @@ def speed_options(job: JobConfig) -> dict[str, Any]:
 
 
 def _other_values(job: JobConfig, config: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Of options for which twice or half the value says nothing."""
+    """Yield other values of options for which doubling or halving makes no sense."""
     cache, scheduler = config.cache_config, config.scheduler_config
     if (claimed := cache.kv_cache_memory_bytes) is not None:
         yield "kv_cache_memory_bytes", [2 * claimed]
@@ -144,8 +145,10 @@ def _other_values(job: JobConfig, config: Any) -> Iterator[tuple[str, list[Any]]
 
 
 def changing_options(job: JobConfig) -> dict[str, Any]:
-    """Options that make the job faster, if the device has them, and change its answers; each with values that
-    are not in force. Raises as ``check_config``."""
+    """Return options that may make the job faster but change its answers, each with values that are not in force.
+
+    Raises as ``check_config``.
+    """
     config = check_config(job)
     model, cache = config.model_config, config.cache_config
     found: dict[str, Any] = {}
@@ -159,7 +162,7 @@ def changing_options(job: JobConfig) -> dict[str, Any]:
 
 
 def why_not_bounded(sampling: Mapping[str, Any], vllm_config: Any) -> str | None:
-    """Why vLLM can't end the reasoning after ``thinking_token_budget``, if it is set."""
+    """Return why vLLM cannot end the reasoning after ``thinking_token_budget``, or None if it can or the budget is not set."""
     found = getattr(vllm_config, "reasoning_config", None)
     if sampling.get("thinking_token_budget") is None or (found is not None and found.enabled):
         return None
@@ -202,7 +205,7 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
 
 
 def _reasoning_config(given: Mapping[str, Any]) -> Any:
-    """vLLM takes most of its tables as they are, but not this one."""
+    """Convert the one table that vLLM does not accept as it is."""
     from vllm.config.reasoning import ReasoningConfig
 
     try:
@@ -259,8 +262,7 @@ def limits_of(vllm_config: Any) -> dict[str, Any]:
 
 
 def set_environment(log_level: str = QUIET) -> None:
-    """Variables that must be set before vLLM or transformers is imported; what only concerns logs may be
-    the user's."""
+    """Set the variables that vLLM and transformers read when they are imported. Log settings of the user are kept."""
     for name, value in {
         # Errors reach us as exceptions; vLLM would also print its whole state.
         "VLLM_LOGGING_LEVEL": log_level,
@@ -304,7 +306,7 @@ def pooling_params(
 
 @cache
 def _types() -> dict[str, Any]:
-    """The parameters that a user may set, with their types."""
+    """Return the pooling parameters that a user may set, with their types."""
     from vllm import PoolingParams
 
     hints = get_type_hints(PoolingParams)
@@ -312,8 +314,11 @@ def _types() -> dict[str, Any]:
 
 
 def check_pooling(job: JobConfig, model_config: Any) -> None:
-    """What can be known without the model's weights. Raises JobError if the model can't do the job's task,
-    or has no such parameter."""
+    """Check the pooling task and its parameters, as far as possible without the model's weights.
+
+    Raises:
+        JobError: the model cannot do the job's task, or has no such parameter.
+    """
     import vllm
     from vllm.exceptions import VLLMValidationError
 
@@ -331,7 +336,7 @@ def check_pooling(job: JobConfig, model_config: Any) -> None:
 
 
 def check_task(job: JobConfig, vllm_task: str | None, model_config: Any) -> None:
-    """Raises JobError if a model that vLLM runs for ``vllm_task`` can't do the job's task."""
+    """Raise JobError if a model that vLLM runs for ``vllm_task`` cannot do the job's task."""
     task, model = job.task, f"{job.engine.model} ({', '.join(model_config.architectures)})"
     labels = getattr(model_config.hf_config, "num_labels", 0)
     if vllm_task in _NEEDED[task]:
