@@ -141,7 +141,7 @@ VALUES = [
     for command, said in {
         "run job.toml --set output.keep=label": '; write ["label"]',
         "run job.toml --set scoring.choices=a": 'expected list of text; write ["a"]',
-        "run job.toml --set sampling=0": "set one of its keys, as sampling.temperature",
+        "run job.toml --set sampling=0": "set one of its keys, for example sampling.temperature",
         "run job.toml --set run.max_seconds=1h": "expected number > 0; write the number of seconds",
         "run job.toml --set input.path=old.xls": "is of Excel before 2007; save it as .xlsx",
         "run job.toml --fresh --on-change requeue": "keeps answers of the old one: keep one",

@@ -57,7 +57,7 @@ def test_validate_shows_what_is_wrong_with_a_broken_line() -> None:
     (broken,), (repeated,) = found["problems"], found["hints"]
     assert (broken["index"], broken["kind"]) == (1, "invalid_request")
     assert "in.jsonl line 2: not valid JSON" in broken["message"]
-    assert "as row 2 that of row 0 ('1')" in repeated
+    assert "row 2 repeats row 0 ('1')" in repeated
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
