@@ -35,11 +35,11 @@ from frame import HERE, Figure, arguments, report
 from text import OPTIONS, SAMPLING, write
 
 from batchkit.commands.demo_model import build_demo_model
-from batchkit.commands.plan.forecast import Engines, Prices, Rest, rest_of
+from batchkit.commands.plan.forecast import EngineCount, Prices, Rest, rest_of
 from batchkit.commands.plan.lengths import Lengths
 from batchkit.commands.plan.sample import Sample, waves_of
 from batchkit.commands.plan.throughput import Wave
-from batchkit.commands.trial.measurement import Answer
+from batchkit.commands.trial.measurement import TimedAnswer
 
 SAMPLED = 64
 WANTED = 0.85
@@ -100,7 +100,7 @@ def simulated_job(number: int) -> SimulatedJob:
 
 def event_simulation(
     job: SimulatedJob, rows: Sequence[int], window: int, rng: np.random.Generator
-) -> Iterator[Answer]:
+) -> Iterator[TimedAnswer]:
     """``rows`` in their order, at most ``window`` at a time: each gets a token a step. Steps between two
     events are alike, and each such stretch is a few per cent faster or slower than it should be."""
     waiting, running = (
@@ -122,7 +122,7 @@ def event_simulation(
         while running and running[0][0] == step:
             _, row, began = heapq.heappop(running)
             answer = int(job.answers[row])
-            yield Answer(row, began, now, int(job.prompts[row]), answer, answer)
+            yield TimedAnswer(row, began, now, int(job.prompts[row]), answer, answer)
 
 
 def answered(job: SimulatedJob, rows: Sequence[int], window: int, rng: np.random.Generator) -> Wave:
@@ -153,7 +153,7 @@ def forecast_and_truth(number: int) -> tuple[str, Rest, Mapping[str, float]]:
         most_tokens=MOST_TOKENS,
         row_s=0.0,
     )
-    engines = Engines(1, job.max_num_seqs, in_batches=False)
+    engines = EngineCount(1, job.max_num_seqs, in_batches=False)
     found = rest_of(lengths, sample, engines, PRICES, seed=number)
     others = np.setdiff1d(np.arange(len(job.prompts)), sampled)
     ran = [*event_simulation(job, others.tolist(), job.max_num_seqs, rng)]

@@ -45,7 +45,7 @@ import psutil
 
 from batchkit.commands.demo_model import build_demo_model
 from batchkit.storage.log import RESULTS, read_lines
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 
 ROOT = Path(__file__).parents[1]
 SHM = Path("/dev/shm")

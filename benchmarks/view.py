@@ -173,7 +173,7 @@ def write_run(folder: Path, n: int) -> Path:
 
 def write_scores(log: Path) -> None:
     """As ``batchkit score`` leaves them: all rows right."""
-    from batchkit.storage.newest import read_newest
+    from batchkit.storage.newest_lines import read_newest
     from batchkit.storage.score_store import ScoreLine, write_scores
 
     lines = (

@@ -26,7 +26,7 @@ from batchkit.commands.demo_tables import (
     ROW_WORDS,
     SIZES,
     THEMES,
-    Table,
+    DrawnTable,
     make_table,
     texts,
 )
@@ -136,7 +136,7 @@ def training_look(random: Random, fonts: list[tuple[str, str]]) -> Look:
             return Look(*look, random.choice(fonts))
 
 
-def natural_size(random: Random, table: Table, look: Look) -> tuple[int, int]:
+def natural_size(random: Random, table: DrawnTable, look: Look) -> tuple[int, int]:
     """Of a picture that somebody may draw: width and height in pixels."""
     size, spread = random.uniform(12, 24), random.uniform(1.0, 1.4)
     widths = _text_widths(texts(table), look)
@@ -148,7 +148,7 @@ def natural_size(random: Random, table: Table, look: Look) -> tuple[int, int]:
 
 
 def draw_look(
-    random: Random, table: Table, look: Look, size: tuple[int, int], scale: float = 1.0
+    random: Random, table: DrawnTable, look: Look, size: tuple[int, int], scale: float = 1.0
 ) -> Picture | None:
     """The table in a picture of this size, or None if its text would be too small to be read.
 

@@ -37,8 +37,8 @@ from PIL import Image
 from batchkit.commands.demo_tables import (
     SIZES,
     TEST_SIZES,
+    DrawnTable,
     Question,
-    Table,
     draw,
     make_table,
     questions,
@@ -86,7 +86,7 @@ class Artist:
         self.known = [DEFAULT_FONT, *find_fonts(fonts, FONTS)] if style == "looks" else []
         self.unknown = find_fonts(fonts, HELD_OUT_FONTS) if style == "fonts" else []
 
-    def draw(self, random: Random, table: Table, number: int) -> tuple[Image.Image, str]:
+    def draw(self, random: Random, table: DrawnTable, number: int) -> tuple[Image.Image, str]:
         """The picture and the name of its look."""
         if self.style == "own":
             return draw(table).convert("RGB"), ""
@@ -106,7 +106,7 @@ class Artist:
         return Look(*look, random.choice(self.known)), name
 
 
-def draw_with_matplotlib(random: Random, table: Table) -> Image.Image:
+def draw_with_matplotlib(random: Random, table: DrawnTable) -> Image.Image:
     from matplotlib.figure import Figure
 
     (_, *columns), *lines = texts(table)

@@ -74,8 +74,8 @@ from batchkit.commands.demo_tables import (
     SIZES,
     TEST_SIZES,
     Cells,
+    DrawnTable,
     Question,
-    Table,
     draw,
     make_table,
     questions,
@@ -153,7 +153,7 @@ def _moved(part: Pictures | Chats, device: torch.device) -> Pictures | Chats:
     return type(part)(*move)
 
 
-def make_pictures(tables: Sequence[Table], drawn: Sequence[Picture]) -> Pictures:
+def make_pictures(tables: Sequence[DrawnTable], drawn: Sequence[Picture]) -> Pictures:
     """Of equal size."""
     height, width = drawn[0].pixels.shape[0] // SIDE, drawn[0].pixels.shape[1] // SIDE
     cells = np.stack([_cells(picture.boxes, height, width) for picture in drawn])
@@ -194,7 +194,7 @@ def _cells(boxes: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.where(covered.max(0) > 20, covered.argmax(0), IGNORE).astype(np.int16)
 
 
-def _words(table: Table) -> np.ndarray:
+def _words(table: DrawnTable) -> np.ndarray:
     """By cell what is to be read in it."""
     places = range(len(table.columns) + 1)
     grid = [("", "", "", "", "")]
@@ -216,7 +216,7 @@ def _words(table: Table) -> np.ndarray:
     )
 
 
-def own_picture(table: Table) -> Picture:
+def own_picture(table: DrawnTable) -> Picture:
     """In the quickstart's style, its boxes and letters about right."""
     boxes, letters, size = [], [], table.font_size
     for y, line in enumerate(texts(table)):
@@ -328,7 +328,7 @@ class TrainingBatches(IterableDataset):
 
     def _styled(
         self, random: Random, sizes: list[tuple[int, int]], height: int, width: int
-    ) -> tuple[Table, Picture]:
+    ) -> tuple[DrawnTable, Picture]:
         """A table that fits, as the processor scales its picture to these sides."""
         fitting = [s for s in sizes if (s[0] + 1) * 18 <= height and (s[1] + 1) * 38 <= width]
         weights = [rows * columns for rows, columns in fitting or [(1, 1)]]

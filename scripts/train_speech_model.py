@@ -32,7 +32,7 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from batchkit.commands.demo_digits import SAMPLE_RATE, Recording, make_recording
+from batchkit.commands.demo_digits import SAMPLE_RATE, DigitRecording, make_recording
 
 WINDOW_S = 8
 MARKS = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>"]
@@ -198,7 +198,7 @@ def loss_of(
     return made.loss + frames + 0.3 * sum(looks), made.loss.item()
 
 
-def spoken(random: Random) -> Recording:
+def spoken(random: Random) -> DigitRecording:
     made = make_recording(
         random, WINDOW_S if random.random() < 0.5 else random.uniform(0.5, WINDOW_S)
     )

@@ -51,7 +51,7 @@ FOREIGN_HOMES = {  # the modules or folders that alone import it; never when the
         "serve.webhooks",
     },
     "pandas": set(),
-    "prometheus_client": {"execution.exporter", "serve.batch_routes"},
+    "prometheus_client": {"execution.prometheus", "serve.batch_routes"},
     "ray": {"execution.cluster"},
     "fastapi": {"serve"},
     "python_multipart": {"serve.forms"},

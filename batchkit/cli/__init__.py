@@ -407,7 +407,7 @@ def score(
     from batchkit.commands.score import check_overrides, job_of_rows, job_to_score, score_run
     from batchkit.commands.score.predictions import score_predictions
     from batchkit.commands.trust import vouched
-    from batchkit.runs.compare import Scores
+    from batchkit.runs.compare import RunScores
 
     named = job or job_file(run)
 
@@ -419,7 +419,7 @@ def score(
         return score_predictions(judged(job_of_rows(named, folder, overrides)), predictions, say)
     check_overrides(overrides)
     of = find(run, overrides)
-    return Scores.of(score_run(of, judged(job_to_score(of, named, overrides)), say=say), of)
+    return RunScores.of(score_run(of, judged(job_to_score(of, named, overrides)), say=say), of)
 
 
 @cli.command()

@@ -74,7 +74,7 @@ def serve(
     """
     from batchkit.serve.keys import new_key as make_key
     from batchkit.serve.server import serve as run
-    from batchkit.serve.settings import Model, Settings, by_name
+    from batchkit.serve.settings import ServedModel, Settings, by_name
 
     if new_key is not None:
         if where["key_file"] is None:
@@ -89,7 +89,7 @@ def serve(
         raise SystemExit(found.exit_code)
     loaded = [*_loaded(jobs, models, overrides)]
     settings = Settings(
-        models=by_name(map(Model, loaded)), max_file_bytes=int(max_file_gb * 2**30), **where
+        models=by_name(map(ServedModel, loaded)), max_file_bytes=int(max_file_gb * 2**30), **where
     )
     run(settings, ready=lambda address: echo(f"batchkit: serving {address}v1"), say=say)
 

@@ -32,7 +32,7 @@ class Heard(NamedTuple):
     end: float
 
 
-class Recording(NamedTuple):
+class DigitRecording(NamedTuple):
     samples: NDArray[float32]
     digits: list[Heard]
 
@@ -60,7 +60,7 @@ def build_demo_digits(folder: Path, *, count: int = 40, minutes: float = 10, see
         (folder / "recordings.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def make_recording(random: Random, seconds: float) -> Recording:
+def make_recording(random: Random, seconds: float) -> DigitRecording:
     """Return a recording of ``seconds``: digits with pauses, over noise."""
     noise = np.random.default_rng(random.getrandbits(64))
     samples = noise.standard_normal(round(seconds * SAMPLE_RATE), np.float32)
@@ -75,7 +75,7 @@ def make_recording(random: Random, seconds: float) -> Recording:
         digits.append(Heard(digit, round(at, 3), round(at + length, 3)))
         is_long = random.random() < _LONG_PAUSE
         at += length + random.uniform(1, 3) if is_long else length + random.uniform(0.15, 0.9)
-    return Recording(samples.clip(-1, 1), digits)
+    return DigitRecording(samples.clip(-1, 1), digits)
 
 
 def write_wav(path: Path, samples: NDArray[float32]) -> None:

@@ -54,7 +54,7 @@ MIN_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Table:
+class DrawnTable:
     theme: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -99,7 +99,7 @@ def filling(folder: Path) -> Iterator[None]:
         raise JobError(f"{folder}: can't be written: {error}") from error
 
 
-def write_demo_tables(folder: Path, count: int, seed: str) -> list[Table]:
+def write_demo_tables(folder: Path, count: int, seed: str) -> list[DrawnTable]:
     """Write ``count`` pictures to ``folder/image``, and a question about each to ``questions.jsonl``.
 
     The same arguments give the same files.
@@ -129,7 +129,7 @@ def is_test_number(number: int) -> bool:
     return number % 13 == 6
 
 
-def make_table(random: Random, size: tuple[int, int], *, test: bool = False) -> Table:
+def make_table(random: Random, size: tuple[int, int], *, test: bool = False) -> DrawnTable:
     """Return numbers of one to four digits, equally often, without repeats in a column."""
     n_rows, n_columns = size
     while True:
@@ -141,7 +141,7 @@ def make_table(random: Random, size: tuple[int, int], *, test: bool = False) -> 
     by_column = [_numbers(random, n_rows, test) for _ in columns]
     values = tuple(zip(*by_column, strict=True))
     look = random.choice(FONT_SIZES), random.choice(SHADES)
-    return Table(theme, tuple(rows), tuple(columns), values, *look)
+    return DrawnTable(theme, tuple(rows), tuple(columns), values, *look)
 
 
 def _numbers(random: Random, count: int, test: bool) -> list[int]:
@@ -154,7 +154,7 @@ def _numbers(random: Random, count: int, test: bool) -> list[int]:
     return list(numbers)
 
 
-def questions(random: Random, table: Table, *, test: bool = False) -> Iterator[Question]:
+def questions(random: Random, table: DrawnTable, *, test: bool = False) -> Iterator[Question]:
     """Yield look-ups in random order without end, with a question of another kind after every second one.
 
     In a test, the other question follows every look-up, and look-ups use only cells whose row and column training never
@@ -174,11 +174,11 @@ def questions(random: Random, table: Table, *, test: bool = False) -> Iterator[Q
                 yield _other_question(random, table)
 
 
-def _place(table: Table, y: int, x: int) -> int:
+def _place(table: DrawnTable, y: int, x: int) -> int:
     return (y + 1) * (len(table.columns) + 1) + x + 1
 
 
-def _other_question(random: Random, table: Table) -> Question:
+def _other_question(random: Random, table: DrawnTable) -> Question:
     kind = random.choice(["largest", "smallest", "compare", "compare", "count"])
     x = random.randrange(len(table.columns))
     column, numbers = table.columns[x], [values[x] for values in table.values]
@@ -197,7 +197,7 @@ def _other_question(random: Random, table: Table) -> Question:
     return Question(kind, text, table.rows[best], Cells(best=_place(table, best, x)))
 
 
-def texts(table: Table) -> list[list[str]]:
+def texts(table: DrawnTable) -> list[list[str]]:
     """Return the cells line by line: first the theme and the columns, then each row with its name."""
     lines = [[table.theme, *table.columns]]
     lines += [
@@ -206,7 +206,7 @@ def texts(table: Table) -> list[list[str]]:
     return lines
 
 
-def draw(table: Table) -> Image.Image:
+def draw(table: DrawnTable) -> Image.Image:
     """Return a gray picture with a line around each cell and shaded names."""
     lines = texts(table)
     size = len(lines[0]) * CELL_WIDTH, len(lines) * CELL_HEIGHT

@@ -10,7 +10,7 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import InputTable
 from batchkit.errors import JobError
 from batchkit.execution.run import start_run
-from batchkit.execution.start import Options
+from batchkit.execution.start import StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary
 from batchkit.sources import read_rows
@@ -40,7 +40,7 @@ def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) 
     job = make_job({"name": "generate", "engine": {"model": model}}, "generate", overrides)
     with StopRequest().installed() as stop:
         source = from_python(list(prompts), job.input)
-        options = Options(fresh=True, command="generate")
+        options = StartOptions(fresh=True, command="generate")
         return start_run(job, source, options, stop=stop).checked()
 
 

@@ -30,7 +30,7 @@ from batchkit.storage.ledger import Ledger, RecordLine, raw_line, rewritten
 from batchkit.storage.lines import failure_kind, whole_record
 from batchkit.storage.log import RESULTS, log_of, read_generations
 from batchkit.storage.manifest import Manifest, StartNote, read_manifest
-from batchkit.storage.newest import NewestLine, NewestLog
+from batchkit.storage.newest_lines import NewestLine, NewestLog
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
 from batchkit.storage.steps import GenerationLine, fresh_line
@@ -94,7 +94,7 @@ class Merged:
             self.double += 1
 
 
-class _Part(NamedTuple):
+class _MergedRun(NamedTuple):
     """One of the runs, locked by this process. ``job`` is the job as resolved when the run began.
 
     ``picked``: the rows whose record is taken from this run.
@@ -114,14 +114,14 @@ class NewestRecord(NamedTuple):
     equal.
     """
 
-    part: _Part
+    part: _MergedRun
     raw: bytes
     record: dict[str, Any]
     answers: int = 1
     agree: bool = True
 
 
-def _newest_records(parts: Sequence[_Part]) -> Iterator[NewestRecord]:
+def _newest_records(parts: Sequence[_MergedRun]) -> Iterator[NewestRecord]:
     """Yield the chosen record of each row, in input order.
 
     Each log contributes its newest record of the row. The answer with the latest ``finished_at`` is chosen; a
@@ -131,11 +131,11 @@ def _newest_records(parts: Sequence[_Part]) -> Iterator[NewestRecord]:
         StoreError: A record is damaged.
     """
 
-    def read(line: NewestLine, part: _Part) -> NewestRecord:
+    def read(line: NewestLine, part: _MergedRun) -> NewestRecord:
         raw = part.log.view[line.start : line.end]
         return NewestRecord(part, raw, whole_record(raw, part.folder / RESULTS, line.start))
 
-    def row_of(found: tuple[NewestLine, _Part]) -> int:
+    def row_of(found: tuple[NewestLine, _MergedRun]) -> int:
         return found[0].row
 
     lines = heapq.merge(*(zip(part.log, repeat(part)) for part in parts), key=row_of)
@@ -180,7 +180,7 @@ def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
             check_log(folder)
             log = held.enter_context(closing(NewestLog(log_of(folder))))
             job = job_of_run(folder)
-            parts.append(_Part(folder, read_manifest(folder), job, log, IndexSet()))
+            parts.append(_MergedRun(folder, read_manifest(folder), job, log, IndexSet()))
         _check_same_job(parts)
         _check_same_vectors(parts)
         there = IndexSet(row for part in parts for row in part.log.rows.tolist())
@@ -220,7 +220,7 @@ def _allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _check_same_job(parts: Sequence[_Part]) -> None:
+def _check_same_job(parts: Sequence[_MergedRun]) -> None:
     """Compare the jobs as a resume does, except that shards and limits may differ."""
     first, known = parts[0], _answers(parts[0].manifest)
     if first.job.input.path is None and not first.manifest.input:
@@ -244,7 +244,7 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
         )
 
 
-def _check_same_vectors(parts: Sequence[_Part]) -> None:
+def _check_same_vectors(parts: Sequence[_MergedRun]) -> None:
     """Check that all vectors have the same type: the same name may refer to another model, above all on a server.
 
     Vectors of several lengths within one run were requested and are allowed.
@@ -265,7 +265,7 @@ def _answers(manifest: Manifest) -> dict[str, Any]:
     return {key: value for key, value in manifest.identity.items() if key != "input.shard"}
 
 
-def _missing(parts: Sequence[_Part], there: IndexSet) -> Iterator[str]:
+def _missing(parts: Sequence[_MergedRun], there: IndexSet) -> Iterator[str]:
     """Yield the ids of rows that the runs should have answered and that are not in ``there``."""
     job, files = _whole(parts[0].job, parts), parts[0].manifest.input
     if job.input.path is None:
@@ -281,7 +281,7 @@ def _missing(parts: Sequence[_Part], there: IndexSet) -> Iterator[str]:
     yield from (row.id for row in source.read(there.__contains__))
 
 
-def _whole(job: JobConfig, parts: Sequence[_Part]) -> JobConfig:
+def _whole(job: JobConfig, parts: Sequence[_MergedRun]) -> JobConfig:
     """Return ``job`` over all rows that ``parts`` should have answered."""
     limits = [part.job.input.limit for part in parts]
     known = [limit for limit in limits if limit is not None]
@@ -291,7 +291,7 @@ def _whole(job: JobConfig, parts: Sequence[_Part]) -> JobConfig:
     )
 
 
-def _write(into: Path, parts: Sequence[_Part], there: IndexSet, merged: Merged) -> None:
+def _write(into: Path, parts: Sequence[_MergedRun], there: IndexSet, merged: Merged) -> None:
     newest = max(parts, key=_last_start)
     load_job(newest.folder / JOB, [f"name={into.name}"])  # refuses an invalid name
     update = {"dir": str(into.resolve().parent)}
@@ -310,7 +310,7 @@ def _write(into: Path, parts: Sequence[_Part], there: IndexSet, merged: Merged) 
         _manifest(folder, newest, parts, job, merged).write(folder)
 
 
-def _records(parts: Sequence[_Part], merged: Merged) -> Iterator[RecordLine]:
+def _records(parts: Sequence[_MergedRun], merged: Merged) -> Iterator[RecordLine]:
     vectors = {part.folder: Vectors(part.folder) for part in parts}
     for newest in _newest_records(parts):
         merged.add(newest)
@@ -323,7 +323,7 @@ def _records(parts: Sequence[_Part], merged: Merged) -> Iterator[RecordLine]:
             yield rewritten(newest.record, vector)
 
 
-def _generations(parts: Sequence[_Part], settled: IndexSet) -> Iterator[GenerationLine]:
+def _generations(parts: Sequence[_MergedRun], settled: IndexSet) -> Iterator[GenerationLine]:
     """Yield each row's generations from the run whose record was picked, or from the first run that has some."""
     taken = IndexSet()
     for part in parts:
@@ -341,7 +341,7 @@ def _generations(parts: Sequence[_Part], settled: IndexSet) -> Iterator[Generati
 
 
 def _manifest(
-    folder: Path, newest: _Part, parts: Sequence[_Part], job: JobConfig, merged: Merged
+    folder: Path, newest: _MergedRun, parts: Sequence[_MergedRun], job: JobConfig, merged: Merged
 ) -> Manifest:
     """Return the newest run's manifest with the starts of all runs and one for the merge.
 
@@ -374,5 +374,5 @@ def _manifest(
     return newest.manifest.model_copy(update=update)
 
 
-def _last_start(part: _Part) -> str:
+def _last_start(part: _MergedRun) -> str:
     return max((start.started_at for start in part.manifest.starts), default="")

@@ -19,7 +19,7 @@ from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import BatchkitError, StoreError
-from batchkit.runs.compare import Scores
+from batchkit.runs.compare import RunScores
 from batchkit.runs.comparison import Comparison
 from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.inputs import InputRows
@@ -28,7 +28,7 @@ from batchkit.runs.reach import Reach
 from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring import Scoring, kept_fields
 from batchkit.storage.metrics import read_metrics
-from batchkit.storage.newest import Generations
+from batchkit.storage.newest_lines import Generations
 from batchkit.storage.score_store import references_of
 
 REPORT = "report.html"
@@ -47,7 +47,7 @@ _LEFT_OUT = ("fields", "prompt", "steps", "logprobs")
 class Report(NamedTuple):
     """The scores of a run, and the path of its page."""
 
-    scores: Scores
+    scores: RunScores
     path: Path
 
     def to_json(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def report(
     if is_mixed(folder):
         say(f"{folder}: its rows are scored in more than one way; `batchkit score` fixes that")
     rows = _read_rows(index, snapshot, reach, images=images)
-    scores = Scores.of(table, folder)
+    scores = RunScores.of(table, folder)
     found = overview(look, index, snapshot, table)
     notes = ["The run had not ended when this page was written."] * (look.state == "running")
     data = {

@@ -15,7 +15,7 @@ from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineCrashError, JobError, RowOutOfMemoryError
-from batchkit.execution.start import Options
+from batchkit.execution.start import StartOptions
 from batchkit.execution.summary import RunSummary
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.storage.checkpoint import check_log
@@ -24,7 +24,7 @@ from batchkit.storage.job_toml import job_of_run, with_secrets_of, without_maske
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import JOB
 
 _LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
@@ -92,7 +92,7 @@ def retry_failed(
     job = job_of_run(folder, overrides)
     job = vouched(job, say, trust=trust, named=job_file, overrides=overrides)
     _check_answerable(job, begun, folder)
-    options = Options(
+    options = StartOptions(
         attempts=due.attempts,
         quarantined=due.quarantined,
         begun_with=_filled(begun, given),

@@ -19,10 +19,10 @@ from batchkit.config.masking import UPLOAD
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, Interrupted, JobError
 from batchkit.execution.run import start_run
-from batchkit.execution.start import OnChange, Options
+from batchkit.execution.start import OnChange, StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import Outcome, notifying
-from batchkit.runs.compare import Scores
+from batchkit.runs.compare import RunScores
 
 
 def run_job(
@@ -48,7 +48,7 @@ def run_job(
     forecast = None if fresh else announced(job)
     for text in filter(None, (forecast, advised(job))):
         say(text)
-    options = Options(fresh=fresh, on_change=on_change, skip_from=skip_from, command="run")
+    options = StartOptions(fresh=fresh, on_change=on_change, skip_from=skip_from, command="run")
     outcome = started(job, options, end, say, scored_as=job)
     if outcome.summary.exit in (0, 3) and (took := turned_out(job, outcome.summary)):
         say(took)
@@ -56,7 +56,7 @@ def run_job(
 
 
 def started(
-    job: JobConfig, options: Options, end: AtEnd, say: Say, *, scored_as: JobConfig
+    job: JobConfig, options: StartOptions, end: AtEnd, say: Say, *, scored_as: JobConfig
 ) -> Outcome:
     """Start ``job``. When all rows have finished, score them with ``scored_as`` and write and send the exports.
 
@@ -84,13 +84,13 @@ def _with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) 
     except Interrupted as interrupt:
         return Outcome(replace(summary, exit=128 + interrupt.signum))
     if table is not None:
-        scores = Scores.of(table, Path(summary.folder))
+        scores = RunScores.of(table, Path(summary.folder))
         say(scores.to_text())
         return Outcome(replace(summary, exit=scores.exit_code or summary.exit))
     return outcome
 
 
-class Wanted(NamedTuple):
+class WantedExport(NamedTuple):
     """An export to write; without a path it goes to the run folder."""
 
     format: str
@@ -105,15 +105,15 @@ class Wanted(NamedTuple):
 class AtEnd(NamedTuple):
     """The exports to write when a run has ended, and the address to send them to."""
 
-    exports: Sequence[Wanted]
+    exports: Sequence[WantedExport]
     address: str | None
 
 
 def planned(job: JobConfig, output: Path | None = None, skip_from: Path | None = None) -> AtEnd:
     """Return the exports of a run. Raise JobError before the run begins if one is impossible."""
-    exports = [Wanted(name) for name in dict.fromkeys(job.output.export)]
+    exports = [WantedExport(name) for name in dict.fromkeys(job.output.export)]
     if output is not None:
-        exports.append(Wanted(format_for(output, job), output))
+        exports.append(WantedExport(format_for(output, job), output))
     if exports and skip_from is not None:
         key = f"--output {output}" if output is not None else "output.export"
         raise JobError(

@@ -19,7 +19,7 @@ from batchkit.runs.reach import Reach
 from batchkit.sources import reader
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.lines import answers_in_words, call_in_words, choice_in_words, failure_kind
-from batchkit.storage.newest import Generations
+from batchkit.storage.newest_lines import Generations
 from batchkit.storage.score_store import read_scored
 
 _MOST_THOUGHT = 300

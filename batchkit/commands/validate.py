@@ -131,7 +131,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
     )
 
 
-class Checked(NamedTuple):
+class CheckedRows(NamedTuple):
     """A row as the engine would receive it.
 
     ``prompt`` is None if the row would fail with ``error``, or if only the row's function knows its requests.
@@ -143,7 +143,7 @@ class Checked(NamedTuple):
     error: RowError | None
 
 
-def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[Checked]:
+def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[CheckedRows]:
     """Yield ``rows``, rendered and checked, in any order.
 
     Raises:
@@ -161,18 +161,18 @@ def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[Checked]:
         while not prefetch.exhausted:
             rendered = prefetch.get(timeout_s=1.0)
             if isinstance(rendered, Completion):
-                yield Checked(rendered.request.row, rendered.request, None, rendered.error)
+                yield CheckedRows(rendered.request.row, rendered.request, None, rendered.error)
             elif rendered is not None:
                 prefetch.release(rendered)
                 if job.rollout is not None:
-                    yield Checked(rendered.row, rendered, None, None)
+                    yield CheckedRows(rendered.row, rendered, None, None)
                     continue
                 try:
                     request, prompt = _fitted(rendered, renderer, preflights)
                 except RowError as refusal:
-                    yield Checked(rendered.row, rendered, None, refusal)
+                    yield CheckedRows(rendered.row, rendered, None, refusal)
                 else:
-                    yield Checked(rendered.row, request, prompt, None)
+                    yield CheckedRows(rendered.row, request, prompt, None)
 
 
 def preview(job: JobConfig, rows: int) -> Iterator[str]:

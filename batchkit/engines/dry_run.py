@@ -34,7 +34,7 @@ _DIMENSIONS = 8
 _LABELS = ("LABEL_0", "LABEL_1")  # what transformers calls classes without names
 
 
-class Options(Table):
+class DryRunOptions(Table):
     latency_s: float = 0.0  # how long each request takes
     max_num_seqs: PositiveInt = 256
 
@@ -44,9 +44,9 @@ class DryRunEngine:
 
     def __init__(self, job: JobConfig) -> None:
         given = job.engine.options
-        if problems := problems_with("engine.options", Options, given, job.engine.kind):
+        if problems := problems_with("engine.options", DryRunOptions, given, job.engine.kind):
             raise JobError("\n".join(problems))
-        options = Options(**given)
+        options = DryRunOptions(**given)
         self._judge, self._task, self._in_json = job.select.step, job.task, job.parsing
         self._latency_s = options.latency_s
         self.max_num_seqs = options.max_num_seqs

@@ -24,7 +24,7 @@ class Tag(NamedTuple):
     ends: bool = False
 
 
-class Token(NamedTuple):
+class TaggedToken(NamedTuple):
     """A token inside an entity: its tag, score and position in the text."""
 
     tag: Tag
@@ -62,8 +62,8 @@ def entities_in(
     one column per tag; the tag with the highest score counts. Adjacent tokens with the same label form one entity,
     unless their prefixes say otherwise. Its score is the mean of their scores.
     """
-    spans = list[list[Token]]()
-    previous: Token | None = None
+    spans = list[list[TaggedToken]]()
+    previous: TaggedToken | None = None
     for token in _tokens(places, scores, tags):
         if token is not None:
             if previous is None or not _continues(previous.tag, token.tag):
@@ -78,21 +78,21 @@ def _tokens(
     places: Sequence[tuple[int, int] | None],
     scores: np.ndarray[Any, Any],
     tags: Sequence[Tag],
-) -> Iterator[Token | None]:
+) -> Iterator[TaggedToken | None]:
     """Yield each token, None for a token outside all entities."""
     likeliest, best = scores.argmax(axis=1).tolist(), scores.max(axis=1).tolist()
     for place, number, score in zip(places, likeliest, best, strict=True):
         if place is None or tags[number].label == OUTSIDE:
             yield None
         elif place[0] < place[1]:  # otherwise the token covers no text
-            yield Token(tags[number], score, *place)
+            yield TaggedToken(tags[number], score, *place)
 
 
 def _continues(previous: Tag, tag: Tag) -> bool:
     return previous.label == tag.label and not (previous.ends or tag.begins)
 
 
-def _entity(text: str, span: Sequence[Token]) -> Entity:
+def _entity(text: str, span: Sequence[TaggedToken]) -> Entity:
     """Return the entity without leading space, which many tokenizers include in the token."""
     start, end = span[0].start, span[-1].end
     whole = text[start:end]

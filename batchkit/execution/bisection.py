@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Group(Generic[T]):
+class SuspectGroup(Generic[T]):
     """Requests to replay together. ``deaths``: the cause of each death by this request alone."""
 
     requests: Sequence[T]
@@ -38,8 +38,8 @@ class Suspects(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._groups: deque[Group[T]] = deque()
-        self._replaying: Group[T] | None = None
+        self._groups: deque[SuspectGroup[T]] = deque()
+        self._replaying: SuspectGroup[T] | None = None
         self._among_accidents = False  # a search has ended without a quarantine
         self._without_quarantine = False
 
@@ -61,19 +61,19 @@ class Suspects(Generic[T]):
             if replayed.is_quarantined or deaths.count(cause) >= self._proof:
                 self._without_quarantine = False
                 return in_flight[0]
-            self._groups.append(Group(in_flight, deaths))
+            self._groups.append(SuspectGroup(in_flight, deaths))
             return None
         half = (len(in_flight) + 1) // 2
-        self._groups += [Group(g) for g in (in_flight[:half], in_flight[half:]) if g]
+        self._groups += [SuspectGroup(g) for g in (in_flight[:half], in_flight[half:]) if g]
         return None
 
     def suspect(self, request: T) -> None:
         """Replay ``request`` alone; it was quarantined before, so one death is proof."""
-        self._groups.append(Group([request], is_quarantined=True))
+        self._groups.append(SuspectGroup([request], is_quarantined=True))
 
     def interpose(self, requests: Sequence[T]) -> None:
         """Replay ``requests`` next. They are not suspects; they show whether the engine works."""
-        self._groups.appendleft(Group(requests))
+        self._groups.appendleft(SuspectGroup(requests))
 
     def single_out(self) -> None:
         """Replay one row of the largest group next, alone: most rows of a large group are good."""
@@ -81,8 +81,8 @@ class Suspects(Generic[T]):
             largest = max(self._groups, key=lambda group: len(group.requests))
             if len(largest.requests) > 1:
                 self._groups.remove(largest)
-                self._groups.append(Group(largest.requests[1:]))
-                self._groups.appendleft(Group(largest.requests[:1]))
+                self._groups.append(SuspectGroup(largest.requests[1:]))
+                self._groups.appendleft(SuspectGroup(largest.requests[:1]))
 
     def next_group(self) -> Sequence[T]:
         """Return the next group to replay, or an empty one. No request may be in flight."""

@@ -19,7 +19,7 @@ from batchkit.errors import BatchkitError, FailedRowsError, JobError
 from batchkit.execution.lane import KeptEngine
 from batchkit.execution.rollouts.function import Function, with_function
 from batchkit.execution.run import start_run
-from batchkit.execution.start import OnChange, Options
+from batchkit.execution.start import OnChange, StartOptions
 from batchkit.execution.summary import Outcome, RunSummary, notifying
 from batchkit.rendering.renderer import AdjustSampling
 from batchkit.runs.failures import lines_of as lines_of_failures
@@ -100,7 +100,7 @@ class ProductionBatchProcessor:
                 " parameters of each generation) and without run.workers (a function is not sent to workers); leave"
                 " it out, or give each row its own parameters (sampling.sampling_column)"
             )
-        self._options = Options(
+        self._options = StartOptions(
             fresh=fresh,
             on_change=on_change,
             skip_from=None if skip_from is None else Path(skip_from),

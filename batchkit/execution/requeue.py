@@ -26,7 +26,7 @@ from batchkit.storage.index_set import IndexSet
 from batchkit.storage.ledger import Ledger, RecordLine, rewritten
 from batchkit.storage.log import REQUEUE, RESULTS, STEPS, read_generations
 from batchkit.storage.manifest import Manifest
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import MANIFEST
 from batchkit.storage.steps import GenerationLine, fresh_line, line_with
 from batchkit.storage.vectors import VECTORS, Vectors, segments_of

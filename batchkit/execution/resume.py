@@ -27,7 +27,7 @@ from batchkit.errors import (
 )
 from batchkit.execution.repair import repair_held
 from batchkit.execution.requeue import finish_requeue, requeue
-from batchkit.execution.start import Options, Start
+from batchkit.execution.start import Start, StartOptions
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.runs.verify import Compared
 from batchkit.sources.formats import ROWS_ARE_FILES
@@ -235,7 +235,7 @@ def _settle_changes(
     folder: Path,
     source: Input,
     new: Manifest,
-    options: Options,
+    options: StartOptions,
     messages: list[str],
 ) -> bool:
     """Apply ``on_change`` to any changes. Return True if the old run must be moved aside.

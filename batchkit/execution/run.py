@@ -9,16 +9,16 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.tables.input import variants
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import BatchkitError, JobError
-from batchkit.execution.exporter import exporting
+from batchkit.execution.engine_turns import grouping_of
 from batchkit.execution.lane import Engines
 from batchkit.execution.loop import Loop
+from batchkit.execution.prometheus import exporting
 from batchkit.execution.resume import open_run
 from batchkit.execution.screen import Screen
-from batchkit.execution.start import Options, Start
+from batchkit.execution.start import Start, StartOptions
 from batchkit.execution.stop import Stop, StopRequest
 from batchkit.execution.summary import Outcome
 from batchkit.execution.tasks import Tasks, shared_ids
-from batchkit.execution.turns import grouping_of
 from batchkit.runs.listing import near_run
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.sample import check_countable, sampled
@@ -31,7 +31,7 @@ from batchkit.storage.score_store import check_one_row_each
 def start_run(
     job: JobConfig,
     source: Input | None = None,
-    options: Options | None = None,
+    options: StartOptions | None = None,
     *,
     kept: Engines | None = None,
     stop: StopRequest | None = None,

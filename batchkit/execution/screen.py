@@ -22,7 +22,7 @@ from batchkit.engines.memory import family_bytes, gpu_loads
 from batchkit.engines.process.launcher import LOG as ENGINE_LOG
 from batchkit.engines.process.launcher import EngineLog
 from batchkit.execution.events import Load
-from batchkit.execution.exporter import Show
+from batchkit.execution.prometheus import Show
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks

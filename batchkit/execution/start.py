@@ -25,7 +25,7 @@ OnChange = Literal["fail", "new", "requeue"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class StartOptions:
     """The differences between this start and a plain ``batchkit run``."""
 
     command: str = "python"
@@ -55,13 +55,13 @@ class Start:
     """
 
     job: JobConfig
-    options: Options
+    options: StartOptions
     references: Mapping[str, str | None] | None
     identity: Mapping[str, Any]
     prompt_files: Mapping[str, str]
 
     @classmethod
-    def of(cls, job: JobConfig, options: Options | None = None) -> Start:
+    def of(cls, job: JobConfig, options: StartOptions | None = None) -> Start:
         """Return a start of ``job``.
 
         Raises:
@@ -69,7 +69,7 @@ class Start:
         """
         start = cls(
             job,
-            options or Options(),
+            options or StartOptions(),
             references_of(job) if job.scoring.is_on else None,
             engine_identity(job) | of_function(job),
             constant_files(job),
@@ -82,7 +82,7 @@ class Start:
         return replace(
             self,
             job=self.renderer.job,
-            options=Options(quarantined=self.options.quarantined),
+            options=StartOptions(quarantined=self.options.quarantined),
             identity={**self.identity, "prompt.files": self.prompt_files},
         )
 

@@ -18,7 +18,7 @@ from batchkit.runs.failures import Failure, lines_of
 from batchkit.sources.input import Input
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 
 if TYPE_CHECKING:
     import pandas as pd

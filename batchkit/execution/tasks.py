@@ -12,6 +12,7 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BrokenInputError, ChangedInputError, InputError
+from batchkit.execution.engine_turns import Turns
 from batchkit.execution.first_rows import (
     FirstFailures,
     blanks_in,
@@ -21,7 +22,6 @@ from batchkit.execution.first_rows import (
 )
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
-from batchkit.execution.turns import Turns
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.sources import never, read_rows
@@ -35,7 +35,7 @@ from batchkit.storage.index_set import IndexSet
 from batchkit.storage.lines import failure_kind, record_of
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
-from batchkit.storage.newest import NewestLog, read_newest
+from batchkit.storage.newest_lines import NewestLog, read_newest
 from batchkit.types import Counted, Row, Task
 
 

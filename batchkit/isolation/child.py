@@ -14,7 +14,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 
 
-class Refusal(Exception):
+class ChildRefusal(Exception):
     """The reason why a question has no answer, with a ``kind`` and a message."""
 
     def __init__(self, kind: str, message: str) -> None:
@@ -36,7 +36,7 @@ def answer_all(connection: Connection, answer: Callable[[bytes], Any]) -> None:
             try:
                 kind = "value"
                 content = marshal.dumps((kind, answer(question)))
-            except Refusal as refusal:
+            except ChildRefusal as refusal:
                 kind, content = refusal.kind, marshal.dumps((refusal.kind, str(refusal)))
             except MemoryError as error:
                 kind, content = "memory", marshal.dumps(("memory", str(error)))

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import av
 import numpy as np
 
-from batchkit.isolation.child import Refusal, answer_all, limit_memory
+from batchkit.isolation.child import ChildRefusal, answer_all, limit_memory
 
 _DEMUXERS = {
     re.compile(rb"....(ftyp|moov|mdat|wide|free|skip)", re.DOTALL): "mov",
@@ -74,14 +74,14 @@ def _answer(question: bytes) -> Any:
         demuxer = next((name for mark, name in _DEMUXERS.items() if mark.match(start)), None)
         if demuxer is None:
             found = f"it begins with {start[:16]!r}" if start else "it is empty"
-            raise Refusal("unreadable", f"is not a readable clip: {found}; give {_READABLE}")
+            raise ChildRefusal("unreadable", f"is not a readable clip: {found}; give {_READABLE}")
         _check_bytes(start, file.seek(0, io.SEEK_END))
         file.seek(0)
         try:
             with av.open(file, format=demuxer, options=_OPTIONS) as clip:
                 return _ANSWERS[what](clip, *arguments)
         except av.error.FFmpegError as error:
-            raise Refusal(
+            raise ChildRefusal(
                 "unreadable", f"is broken or truncated ({error.strerror}); save it again"
             ) from error
 
@@ -92,7 +92,7 @@ def _check_bytes(start: bytes, n_bytes: int) -> None:
         return
     said = int.from_bytes(start[4:8], order) + 8
     if n_bytes < said < _UNKNOWN_SIZE:
-        raise Refusal(
+        raise ChildRefusal(
             "unreadable",
             f"is truncated: its header says {said:,} bytes, but it has {n_bytes:,}; save it again",
         )
@@ -103,7 +103,7 @@ def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
     stream = _stream(clip, "audio")
     rate, channels = stream.rate or 0, stream.codec_context.channels
     if rate not in _SAMPLE_RATES or not 0 < channels <= _MOST_CHANNELS:
-        raise Refusal(
+        raise ChildRefusal(
             "unreadable",
             f"has {channels} channels at {rate} Hz; expected 1 to {_MOST_CHANNELS}"
             f" channels at {_SAMPLE_RATES[0]:,} to {_SAMPLE_RATES[-1]:,} Hz",
@@ -116,7 +116,7 @@ def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
         if n_samples > max_seconds * sample_rate:
             raise _too_long(n_samples / sample_rate, "audio", max_seconds)
     if not n_samples:
-        raise Refusal("unreadable", "has no sound that can be decoded; save it again")
+        raise ChildRefusal("unreadable", "has no sound that can be decoded; save it again")
     _check_whole(clip, stream, n_samples / sample_rate)
     return bytes(np.concatenate(samples).astype("<f4").data)
 
@@ -179,7 +179,7 @@ def _video(clip: Any, max_seconds: float) -> tuple[int, int, int, float]:
         if len(times) > _MOST_FRAMES_A_SECOND * max_seconds:
             raise _too_long(_seconds_of(times, stream), "video", max_seconds)
     if first is None:
-        raise Refusal("unreadable", "has no frame that can be decoded; save it again")
+        raise ChildRefusal("unreadable", "has no frame that can be decoded; save it again")
     wide, high = first.width, first.height
     upright = (high, wide) if _turns(first) % 2 else (wide, high)
     return *upright, len(times), _seconds_of(times, stream)
@@ -218,7 +218,7 @@ def _still(clip: Any, side: int) -> tuple[int, int, bytes]:
         if frame.time is None or frame.time >= middle_s:
             break
     if frame is None:
-        raise Refusal("unreadable", "has no frame that can be decoded; save it again")
+        raise ChildRefusal("unreadable", "has no frame that can be decoded; save it again")
     smaller = min(1.0, side / max(frame.width, frame.height))
     wide, high = (max(1, round(smaller * it)) for it in (frame.width, frame.height))
     if _turns(frame) % 2:
@@ -241,7 +241,7 @@ def _turns(frame: Any) -> int:
 def _stream(clip: Any, kind: str) -> Any:
     found = getattr(clip.streams, kind)
     if not found:
-        raise Refusal("unreadable", f"has no {kind}; give a clip that has {kind}")
+        raise ChildRefusal("unreadable", f"has no {kind}; give a clip that has {kind}")
     found[0].codec_context.thread_count = 1  # other processes decode clips at the same time
     return found[0]
 
@@ -252,8 +252,8 @@ def _check_length(clip: Any, stream: Any, max_seconds: float) -> None:
         raise _too_long(said, stream.type, max_seconds)
 
 
-def _too_long(seconds: float, kind: str, max_seconds: float) -> Refusal:
-    return Refusal(
+def _too_long(seconds: float, kind: str, max_seconds: float) -> ChildRefusal:
+    return ChildRefusal(
         "unreadable",
         f"is at least {seconds:,.1f} s long, but media.max_{kind}_seconds is {max_seconds:g}; raise it or cut"
         " the clip",
@@ -275,7 +275,7 @@ def _check_whole(clip: Any, stream: Any, seconds: float) -> None:
     if said is None or not _is_short(seconds, said):
         return
     if stream.duration is not None or _is_short(_last_s(clip), said):
-        raise Refusal(
+        raise ChildRefusal(
             "unreadable",
             f"is truncated or has a wrong header: the header says {said:.1f} s, but {seconds:.1f} s could be decoded;"
             " save it again",

@@ -25,7 +25,7 @@ class FileProcessError(Exception):
     """There was no answer, but another attempt may succeed."""
 
 
-class Reader(NamedTuple):
+class FileReader(NamedTuple):
     """A reader of one kind of file: the handler's module, its ``task`` and ``library`` in words, a ``remedy`` for broken
     files, and the ``package`` it needs (import name, extra, reason)."""
 
@@ -80,14 +80,14 @@ class Reader(NamedTuple):
         raise UnreadableFileError(found)
 
 
-PDF_READER = Reader(
+PDF_READER = FileReader(
     "batchkit.isolation.pdf_child",
     "reading PDFs",
     "PDFium",
     "save it again, for example by printing it to a PDF",
     ("pypdfium2", "pdf", "a PDF needs pypdfium2"),
 )
-CLIP_READER = Reader(
+CLIP_READER = FileReader(
     "batchkit.isolation.clip_child",
     "decoding sound and video",
     "FFmpeg",

@@ -11,7 +11,7 @@ from typing import Any
 import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
-from batchkit.isolation.child import Refusal, answer_all, limit_memory
+from batchkit.isolation.child import ChildRefusal, answer_all, limit_memory
 
 _BYTES_PER_PIXEL = 4  # of an image in a page, once PDFium has decoded it
 _HYPHENS = {2: "-", 0xFFFE: "-"}  # PDFium's characters for a hyphen at the end of a line
@@ -29,7 +29,7 @@ def _answer(question: bytes) -> Any:
     try:
         return _ANSWERS[what](_document(place), *arguments)
     except pdfium.PdfiumError as error:
-        raise Refusal("unreadable", _reason(error, place)) from error
+        raise ChildRefusal("unreadable", _reason(error, place)) from error
 
 
 def _reason(error: pdfium.PdfiumError, place: str) -> str:
@@ -64,7 +64,7 @@ def _document(place: str) -> pdfium.PdfDocument:
 def _page(document: pdfium.PdfDocument, number: int) -> pdfium.PdfPage:
     if number > len(document):
         pages = "1 page" if len(document) == 1 else f"{len(document):,} pages"
-        raise Refusal("unreadable", f"has only {pages}, so there is no page {number:,}")
+        raise ChildRefusal("unreadable", f"has only {pages}, so there is no page {number:,}")
     return document[number - 1]
 
 

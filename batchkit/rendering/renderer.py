@@ -44,7 +44,7 @@ from batchkit.rendering.pairs import pair_of
 from batchkit.rendering.templates import ROW, RowTemplate
 from batchkit.rendering.templates.prompt import PromptTemplates, number_of, sources_of
 from batchkit.rendering.tools import RequestTools, template_kwargs_of, tools_of_body
-from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
+from batchkit.rendering.truncation import TextPlace, cut_at, longest_text, next_cut
 from batchkit.sources.reader import one_of, shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.sources.where import is_blank
@@ -259,7 +259,7 @@ class PromptRenderer:
         """Return a batch line with a body that the rest of this class can read."""
         return in_chat_terms(fields) if self._job.task == "generate" else fields
 
-    def _longest_text(self, row: Row, fields: Mapping[str, Any]) -> Place | None:
+    def _longest_text(self, row: Row, fields: Mapping[str, Any]) -> TextPlace | None:
         own = self._own_prompt(fields)
         if own is None:
             names = self.templates.names
@@ -268,7 +268,7 @@ class PromptRenderer:
             fields = {**fields, "body": texts_in(fields["body"])}
         return longest_text(fields, self.templates.names | {own})
 
-    def _is_shown(self, row: Row, fields: Mapping[str, Any], place: Place) -> bool:
+    def _is_shown(self, row: Row, fields: Mapping[str, Any], place: TextPlace) -> bool:
         """Return whether the prompt contains the text at ``place``; a template may read another part of a table."""
         if len(place.path) == 1:
             return True

@@ -11,7 +11,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import PromptTooLongError, RequestError
 from batchkit.rendering.body import endpoint_of
 from batchkit.rendering.media import load_media
-from batchkit.rendering.media.sound import Part, Sound, Span
+from batchkit.rendering.media.sound import Sound, SoundPart, Span
 from batchkit.rendering.renderer import AdjustSampling, LoadMedia, PromptRenderer
 from batchkit.rendering.templates import RowTemplate
 from batchkit.sources.reader import shown
@@ -26,7 +26,7 @@ class Recording(NamedTuple):
 
     request: Request
     sound: Sound
-    parts: Sequence[Part]
+    parts: Sequence[SoundPart]
 
     @property
     def speech(self) -> Speech:

@@ -28,7 +28,7 @@ _MOST_CUTS = 10
 _MOST_TEXTS = 10
 
 
-class Place(NamedTuple):
+class TextPlace(NamedTuple):
     """The position of a text in a row: its path of keys and indexes, and its length in characters."""
 
     path: Sequence[Any]
@@ -38,8 +38,8 @@ class Place(NamedTuple):
 def longest_text(
     fields: Mapping[str, Any],
     names: Container[str],
-    is_shown: Callable[[Place], bool] = lambda place: True,
-) -> Place | None:
+    is_shown: Callable[[TextPlace], bool] = lambda place: True,
+) -> TextPlace | None:
     """Return the longest text in the fields called ``names``, at any depth.
 
     Prefers the first of the ten longest for which ``is_shown`` is true.
@@ -84,9 +84,9 @@ def cut_at(value: Any, path: Sequence[Any], kept: int) -> Any:
     return changed
 
 
-def _texts(value: Any, path: tuple[Any, ...]) -> Iterator[Place]:
+def _texts(value: Any, path: tuple[Any, ...]) -> Iterator[TextPlace]:
     if isinstance(value, str):
-        yield Place(path, len(value))
+        yield TextPlace(path, len(value))
     elif isinstance(value, Mapping):
         for key, part in value.items():
             if key not in _NO_TEXT or not path:

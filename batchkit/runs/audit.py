@@ -16,7 +16,7 @@ from batchkit.storage.checkpoint import Totals
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.lines import Generation, failure_kind
 from batchkit.storage.log import LogLine
-from batchkit.storage.newest import last_of_each
+from batchkit.storage.newest_lines import last_of_each
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Record
 

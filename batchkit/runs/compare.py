@@ -170,7 +170,7 @@ def _files(manifest: Manifest) -> list[str]:
     return [file.sha256 for file in manifest.input]
 
 
-class Scores(NamedTuple):
+class RunScores(NamedTuple):
     """The result of ``score``. ``comparison`` is None if the run has fewer than two values of ``input.cross`` or
     no scores.
 
@@ -182,7 +182,7 @@ class Scores(NamedTuple):
     exit_code: int = 0
 
     @classmethod
-    def of(cls, table: ScoreTable, folder: Path) -> Scores:
+    def of(cls, table: ScoreTable, folder: Path) -> RunScores:
         judge = job_of_run(folder).scoring.judge
         has_model = judge is not None and (judge.engine is None or judge.engine.kind != "dry-run")
         is_failure = has_model and not table.overall.scores.get("judge", True)

@@ -19,7 +19,7 @@ from batchkit.errors import (
 )
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.lines import record_of
-from batchkit.storage.newest import NewestLog
+from batchkit.storage.newest_lines import NewestLog
 
 _MAY_PASS = {error.kind for error in (
     EngineCrashError, RowOutOfMemoryError, RowTimeoutError, ServerError)}  # fmt: skip

@@ -29,7 +29,7 @@ from batchkit.scoring.metrics import group_name
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.lines import NO_TEXT, answers_in_words, failure_kind, record_in, whole_record
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import last_of_each
+from batchkit.storage.newest_lines import last_of_each
 from batchkit.storage.score_store import SCORES, score_lines
 from batchkit.types import Record
 

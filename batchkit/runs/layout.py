@@ -17,7 +17,7 @@ from batchkit.scoring import score_names
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import whole_record
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import NewestLog, read_newest
+from batchkit.storage.newest_lines import NewestLog, read_newest
 from batchkit.storage.vectors import Vectors, VectorType, segments_of
 
 EMBEDDING = "embedding"

@@ -28,7 +28,7 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import answers_in_words
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import Generations, NewestLog
+from batchkit.storage.newest_lines import Generations, NewestLog
 from batchkit.storage.score_store import read_scored, scored
 from batchkit.storage.vectors import Vectors
 

@@ -24,7 +24,7 @@ from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import sound_record
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
-from batchkit.storage.newest import NewestLog
+from batchkit.storage.newest_lines import NewestLog
 from batchkit.storage.plain_json import encoded, valid
 from batchkit.storage.score_store import Scores
 from batchkit.storage.vectors import Vectors, VectorType

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d++(?:\.\d++)?+(?:e[-+]?\d{1,2})?(?![\w.]*\d
 _NO_ANSWER = "#"
 
 
-class Pair(NamedTuple):
+class TextPair(NamedTuple):
     """A normalized prediction and reference."""
 
     prediction: str
@@ -37,24 +37,24 @@ def normalise(text: str, mode: Mode) -> str:
     return _official(text) if mode == "official" else _fixed(text)
 
 
-def pair(prediction: str, reference: str, mode: Mode) -> Pair:
+def pair(prediction: str, reference: str, mode: Mode) -> TextPair:
     """Normalize both texts. An empty prediction becomes ``#``, which matches nothing."""
-    return Pair(normalise(prediction, mode) or _NO_ANSWER, normalise(reference, mode))
+    return TextPair(normalise(prediction, mode) or _NO_ANSWER, normalise(reference, mode))
 
 
-def f1(texts: Pair, mode: Mode) -> float:
+def f1(texts: TextPair, mode: Mode) -> float:
     """Return the F1 of the two bags of words: 2·precision·recall / (precision + recall)."""
     predicted, right = texts.prediction.split(), texts.reference.split()
     common = (Counter(predicted) & Counter(right)).total()
     return 2 * common / (len(predicted) + len(right)) if common else 0.0
 
 
-def em(texts: Pair, mode: Mode) -> float:
+def em(texts: TextPair, mode: Mode) -> float:
     """Return 1 if the texts are equal, otherwise 0."""
     return float(texts.prediction == texts.reference)
 
 
-def rouge_l(texts: Pair, mode: Mode) -> float:
+def rouge_l(texts: TextPair, mode: Mode) -> float:
     """Return the F-measure of the longest common subsequence of words (Lin 2004), by ``rouge_score``.
 
     Its tokenizer keeps only a–z and 0–9, so a text in another script scores 0 in ``official``.
@@ -82,7 +82,7 @@ def _common_subsequence(one: list[str], other: list[str]) -> int:
     return len(one) - open_places.bit_count()
 
 
-def sacrebleu(texts: Pair, mode: Mode) -> float:
+def sacrebleu(texts: TextPair, mode: Mode) -> float:
     """Return sentence BLEU-4 by ``sacrebleu``: 13a tokens, exponential smoothing (Post 2018).
 
     ``official`` uses no effective order, so a text of fewer than four tokens scores 0, even if equal.
@@ -90,7 +90,7 @@ def sacrebleu(texts: Pair, mode: Mode) -> float:
     return float(_bleu(mode).corpus_score([texts.prediction], [[texts.reference]]).score) / 100
 
 
-OVERLAPS: dict[str, Callable[[Pair, Mode], float]] = {
+OVERLAPS: dict[str, Callable[[TextPair, Mode], float]] = {
     "f1": f1,
     "em": em,
     "rouge-l": rouge_l,
@@ -98,7 +98,7 @@ OVERLAPS: dict[str, Callable[[Pair, Mode], float]] = {
 }
 
 
-def overlap(name: str, texts: Pair, mode: Mode) -> float:
+def overlap(name: str, texts: TextPair, mode: Mode) -> float:
     """Return the score of the scorer ``name``, from 0 to 1."""
     score = OVERLAPS[name](texts, mode)
     return round(score * 100, 2) / 100 if mode == "official" else score

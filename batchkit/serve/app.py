@@ -9,7 +9,7 @@ from batchkit import __version__
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError
 from batchkit.serve.guard import Guard, is_page
-from batchkit.serve.problem import Problem
+from batchkit.serve.problem import ApiProblem
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Store
 
@@ -43,7 +43,7 @@ def make_app(settings: Settings, store: Store) -> ASGIApp:
     app.include_router(flex_routes(settings, store))
     app.add_api_route("/health", lambda: {"status": "ok"}, methods=["GET"])
     for kind, answer in {
-        Problem: _on_problem,
+        ApiProblem: _on_problem,
         RequestValidationError: _on_invalid,
         HTTPException: _on_http,
         BatchkitError: _on_trouble,
@@ -77,7 +77,7 @@ def _with_pages(app: ASGIApp, settings: Settings, store: Store) -> ASGIApp:
     return routed
 
 
-def _answer(problem: Problem) -> JSONResponse:
+def _answer(problem: ApiProblem) -> JSONResponse:
     from fastapi.responses import JSONResponse
 
     return JSONResponse(problem.to_json(), problem.status)
@@ -92,12 +92,12 @@ def _on_invalid(request: Request, error: Any) -> JSONResponse:
     first, content_type = error.errors()[0], request.headers.get("content-type", "")
     if first["loc"] == ("body",) and "json" not in content_type:
         text = f"the body's content type is {content_type or 'missing'}; send the header content-type: application/json"
-        return _answer(Problem(400, text))
+        return _answer(ApiProblem(400, text))
     param = ".".join(str(part) for part in first["loc"][1:])
     text = first["msg"].removeprefix("Value error, ")
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     return _answer(
-        Problem(400, f"{param}: {text}" if param else text, param=param or None, code=code)
+        ApiProblem(400, f"{param}: {text}" if param else text, param=param or None, code=code)
     )
 
 
@@ -106,8 +106,8 @@ def _on_http(request: Request, error: Any) -> JSONResponse:
     text = f"{error.detail}: {request.method} {path}"
     if error.status_code == 404 and not path.startswith("/v1/"):
         text += "; the API is below /v1: add /v1 to base_url"
-    return _answer(Problem(error.status_code, text))
+    return _answer(ApiProblem(error.status_code, text))
 
 
 def _on_trouble(request: Request, error: Any) -> JSONResponse:
-    return _answer(Problem(500, masked_text(f"the server can't do that now: {error}")))
+    return _answer(ApiProblem(500, masked_text(f"the server can't do that now: {error}")))

@@ -13,7 +13,7 @@ from batchkit.config.tables import TaskName
 from batchkit.errors import RowError
 from batchkit.rendering.body import endpoint_of
 from batchkit.serve.clock import wall_s
-from batchkit.serve.problem import Problem
+from batchkit.serve.problem import ApiProblem
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store
 
@@ -82,7 +82,7 @@ def check_endpoint(endpoint: str, *tasks: TaskName) -> None:
             return
         except RowError as error:
             text = str(error).removeprefix("url: ")
-    raise Problem(400, f"endpoint: {text}", param="endpoint", code="invalid_endpoint")
+    raise ApiProblem(400, f"endpoint: {text}", param="endpoint", code="invalid_endpoint")
 
 
 def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -> Object:
@@ -97,7 +97,7 @@ def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -
     with store.lock:
         if (n_open := len(store.all("batch", *UNFINISHED, owner=owner))) >= most:
             text = f"{n_open} of your batches have not ended, and your key may have {most} open batches; wait for one or cancel one"
-            raise Problem(429, text, code="batch_limit_exceeded")
+            raise ApiProblem(429, text, code="batch_limit_exceeded")
         store.add("batch", owner, batch)
     return batch
 

@@ -22,9 +22,9 @@ from batchkit.runs.status import counts_of
 from batchkit.serve.batch import UNFINISHED, NewBatch, added_batch, moved
 from batchkit.serve.clock import wall_s
 from batchkit.serve.files import add_stored, file_doc, new_id, take_in
-from batchkit.serve.problem import Problem, missing
+from batchkit.serve.problem import ApiProblem, missing
 from batchkit.serve.settings import Settings
-from batchkit.serve.store import Object, Page, Store
+from batchkit.serve.store import ListPage, Object, Store
 from batchkit.storage.runfolder import is_run
 
 _ENDPOINT = "/v1/chat/completions"
@@ -47,7 +47,7 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
             text = (
                 f"input_file_id: {file['id']} has the purpose {file['purpose']!r}, expected 'batch'"
             )
-            raise Problem(400, text, param="input_file_id")
+            raise ApiProblem(400, text, param="input_file_id")
         return added_batch(asked, owner, settings, store)
 
     @routes.get("/v1/batches")
@@ -72,12 +72,12 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
             batch = store.found("batch", batch_id, request.state.owner)
             if batch["status"] != "cancelling":
                 text = f"Cannot cancel a batch with status '{batch['status']}'."
-                raise Problem(409, text, code="batch_not_cancellable")
+                raise ApiProblem(409, text, code="batch_not_cancellable")
         return _live(changed or batch, settings)
 
     @routes.get("/v1/models")
     def list_models() -> Object:
-        return Page([_model(name, started) for name in settings.models], False).to_json()
+        return ListPage([_model(name, started) for name in settings.models], False).to_json()
 
     @routes.get("/v1/models/{name:path}")
     def retrieve_model(name: str) -> Object:
@@ -164,7 +164,7 @@ def flex_routes(settings: Settings, store: Store) -> APIRouter:
             except (
                 asyncio.CancelledError
             ):  # the request was still running at the end of the drain time after SIGTERM
-                stopping = Problem(503, "The server is stopping; ask again.")
+                stopping = ApiProblem(503, "The server is stopping; ask again.")
                 return JSONResponse(stopping.to_json(), 503)
         return Response(status_code=499)  # the client has disconnected
 
@@ -193,7 +193,7 @@ def _answer(batch: Object, settings: Settings) -> bytes:
         status = _STATUS.get(found["code"], _FAILED)
     else:
         found, status = batch["errors"]["data"][0], 400
-    raise Problem(
+    raise ApiProblem(
         status,
         found["message"],
         param=(found.get("param") or "").removeprefix("body.") or None,

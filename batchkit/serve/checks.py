@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from batchkit.errors import RequestError
 from batchkit.serve.batch import check_endpoint, problem
-from batchkit.serve.problem import Problem
-from batchkit.serve.settings import Model
+from batchkit.serve.problem import ApiProblem
+from batchkit.serve.settings import ServedModel
 from batchkit.serve.store import Object
 from batchkit.sources.lines import parse_object
 
@@ -21,7 +21,7 @@ _ARRAY = (
 )
 
 
-class Checked(NamedTuple):
+class CheckedBatch(NamedTuple):
     """The result of the check. ``problems``: the first problems, with line numbers. ``model``: the model of all
     lines."""
 
@@ -30,23 +30,27 @@ class Checked(NamedTuple):
     model: str = ""
 
 
-def check_file(path: Path, endpoint: str, models: Mapping[str, Model], most_rows: float) -> Checked:
+def check_file(
+    path: Path, endpoint: str, models: Mapping[str, ServedModel], most_rows: float
+) -> CheckedBatch:
     """Check that every line is a request for ``endpoint`` with a unique id, and that all lines name the same
     model.
 
     The file is read once.
     """
-    rows, seen, problems, asked = 0, set[int](), list[Object](), list[Model]()
+    rows, seen, problems, asked = 0, set[int](), list[Object](), list[ServedModel]()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
                 continue
             rows += 1
             if rows == 1 and line.lstrip().startswith(b"["):
-                return Checked(rows, [{**problem("invalid_json_line", _ARRAY), "line": number}])
+                return CheckedBatch(
+                    rows, [{**problem("invalid_json_line", _ARRAY), "line": number}]
+                )
             if rows > most_rows:
                 text = f"The file has more than {most_rows:,} requests, which is the limit of your key."
-                return Checked(rows, [problem("row_limit_exceeded", text)])
+                return CheckedBatch(rows, [problem("row_limit_exceeded", text)])
             found = islice(
                 _problems_in(line, number, endpoint, models, seen, asked),
                 _MOST_ERRORS - len(problems),
@@ -56,16 +60,16 @@ def check_file(path: Path, endpoint: str, models: Mapping[str, Model], most_rows
                 break
     if not rows:
         problems.append(problem("empty_file", "The file has no requests."))
-    return Checked(rows, problems, asked[0].name if asked else "")
+    return CheckedBatch(rows, problems, asked[0].name if asked else "")
 
 
 def _problems_in(
     line: bytes,
     number: int,
     endpoint: str,
-    models: Mapping[str, Model],
+    models: Mapping[str, ServedModel],
     seen: set[int],
-    asked: list[Model],
+    asked: list[ServedModel],
 ) -> Iterator[Object]:
     try:
         request = parse_object(line, "", number)
@@ -98,7 +102,7 @@ def _of_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
 
 
 def _of_body(
-    body: Any, endpoint: str, models: Mapping[str, Model], asked: list[Model]
+    body: Any, endpoint: str, models: Mapping[str, ServedModel], asked: list[ServedModel]
 ) -> Iterator[Object]:
     """Yield the problems of a request body. Add the first line's model to ``asked``."""
     if not isinstance(body, dict):
@@ -112,7 +116,7 @@ def _of_body(
         asked.append(model)
         try:
             check_endpoint(endpoint, model.job.task)
-        except Problem as error:
+        except ApiProblem as error:
             yield problem("mismatched_endpoint", error.message, param="url")
     elif model is not asked[0]:
         text = f"body.model: found {name}, but earlier lines use {asked[0].name}; all lines of a batch must use one model"

@@ -29,7 +29,7 @@ from batchkit.serve.files import (
     take_in,
 )
 from batchkit.serve.forms import Form, described, received
-from batchkit.serve.problem import Problem, missing
+from batchkit.serve.problem import ApiProblem, missing
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store
 
@@ -81,7 +81,7 @@ def file_routes(settings: Settings, store: Store) -> APIRouter:
         file = store.found("file", file_id, request.state.owner)
         for stored in store.all("batch", *UNFINISHED, owner=request.state.owner):
             if stored.doc["input_file_id"] == file_id:
-                raise Problem(
+                raise ApiProblem(
                     409,
                     f"{file_id} is the input of {stored.doc['id']}, which has not ended; cancel the batch first",
                 )
@@ -112,7 +112,7 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
     def create_upload(request: Request, asked: NewUpload) -> Object:
         if asked.bytes > settings.max_file_bytes:
             text = f"bytes: found {asked.bytes:,}, at most {settings.max_file_bytes:,}"
-            raise Problem(413, text, param="bytes")
+            raise ApiProblem(413, text, param="bytes")
         now = wall_s()
         upload = {
             "id": new_id("upload"),
@@ -142,7 +142,7 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
             raise missing("Part", unknown[0])
         if (size := sum(known[name]["bytes"] for name in asked.part_ids)) != upload["bytes"]:
             text = f"the parts have {size:,} bytes in total, expected {upload['bytes']:,}"
-            raise Problem(400, text, param="part_ids")
+            raise ApiProblem(400, text, param="part_ids")
         parts = [settings.files / name for name in asked.part_ids]
         file = _whole(upload, parts, asked.md5, settings)
         link(settings.files / file["id"], file["purpose"], settings.media_of(owner))
@@ -171,7 +171,7 @@ def _pending(store: Store, name: str, owner: str) -> Object:
     upload = store.found("upload", name, owner)
     if upload["status"] != "pending" or upload["expires_at"] <= wall_s():
         state = upload["status"] if upload["status"] != "pending" else "expired"
-        raise Problem(
+        raise ApiProblem(
             409, f"{name} is {state} and accepts no more parts", code="upload_not_pending"
         )
     return upload
@@ -199,7 +199,7 @@ def _whole(upload: Object, parts: list[Path], digest: str | None, settings: Sett
                 with part.open("rb") as source:
                     shutil.copyfileobj(source, file, 1 << 20)
         if digest is not None and _md5(incoming) != digest.lower():
-            raise Problem(400, "md5 does not match the uploaded parts", param="md5")
+            raise ApiProblem(400, "md5 does not match the uploaded parts", param="md5")
         path = take_in(incoming, settings, "file")
     except FileNotFoundError:  # another request has completed or cancelled the upload
         raise missing("Part", upload["id"]) from None

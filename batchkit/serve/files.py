@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from batchkit.serve.batch import outputs_of
 from batchkit.serve.clock import wall_s
 from batchkit.serve.forms import Form
-from batchkit.serve.problem import Problem
+from batchkit.serve.problem import ApiProblem
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Kind, Object, Store
 from batchkit.storage.files import sync_folder
@@ -46,7 +46,7 @@ def expiry_in(fields: dict[str, str], settings: Settings, now: int) -> int | Non
         return settings.expiry(now)
     if not given.isdecimal() or not _HOUR_S <= int(given) <= _MONTH_S:
         text = f"expires_after[seconds]: found {given!r}, expected {_HOUR_S} to {_MONTH_S}"
-        raise Problem(400, text, param="expires_after")
+        raise ApiProblem(400, text, param="expires_after")
     return now + int(given)
 
 
@@ -58,7 +58,7 @@ def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Objec
     """
     if (purpose := form.required("purpose")) not in PURPOSES:
         text = f"purpose: found {purpose!r}, expected one of {', '.join(PURPOSES)}"
-        raise Problem(400, text, param="purpose")
+        raise ApiProblem(400, text, param="purpose")
     incoming = form.file("file")
     expires_at = expiry_in(form.fields, settings, wall_s())
     path = take_in(incoming, settings, "file")
@@ -85,9 +85,9 @@ def room_for(
         with store.lock:
             if (taken := store.bytes_of(owner)) + n_bytes > most:
                 text = f"{n_bytes:,} bytes don't fit: your files use {taken:,} of {most:,} bytes; delete some files"
-                raise Problem(429, text, code="storage_limit_exceeded")
+                raise ApiProblem(429, text, code="storage_limit_exceeded")
             yield
-    except Problem:
+    except ApiProblem:
         remove_file(store, settings, name)
         raise
 

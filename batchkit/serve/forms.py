@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from batchkit.serve.problem import Problem
+from batchkit.serve.problem import ApiProblem
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -36,12 +36,12 @@ class Form:
     def file(self, name: str) -> Path:
         """Return the path of the form's file. Raise Problem if the form has no file."""
         if self.path is None:
-            raise Problem(400, f"{name}: the form has no such file", param=name)
+            raise ApiProblem(400, f"{name}: the form has no such file", param=name)
         return self.path
 
     def required(self, name: str) -> str:
         if not (found := self.fields.get(name)):
-            raise Problem(400, f"Missing required parameter: '{name}'.", param=name)
+            raise ApiProblem(400, f"Missing required parameter: '{name}'.", param=name)
         return found
 
 
@@ -59,7 +59,7 @@ async def received(request: Request, folder: Path) -> AsyncIterator[Form]:
 
     def keep(file: Any) -> None:
         if form.path is not None:
-            raise Problem(400, "the form has several files, and one is expected", param="file")
+            raise ApiProblem(400, "the form has several files, and one is expected", param="file")
         if file.in_memory:
             file.flush_to_disk()
         file.close()
@@ -69,7 +69,7 @@ async def received(request: Request, folder: Path) -> AsyncIterator[Form]:
         form.fields[_text(field.field_name)] = _text(field.value)
 
     if not content_type.lower().startswith("multipart/form-data"):
-        raise Problem(400, "expected a form with a file: content-type: multipart/form-data")
+        raise ApiProblem(400, "expected a form with a file: content-type: multipart/form-data")
     with TemporaryDirectory(dir=folder) as own:
         config = {
             "UPLOAD_DIR": own,
@@ -85,7 +85,7 @@ async def received(request: Request, folder: Path) -> AsyncIterator[Form]:
                     parser.write(chunk)
             parser.finalize()
         except (FormParserError, ValueError) as error:
-            raise Problem(400, f"the body is not a form with a file: {error}") from error
+            raise ApiProblem(400, f"the body is not a form with a file: {error}") from error
         yield form
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from batchkit.serve.keys import Key, hashed
-from batchkit.serve.problem import Problem
+from batchkit.serve.problem import ApiProblem
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,7 +51,7 @@ class Guard:
         try:
             scope.setdefault("state", {})["owner"] = self._owner(scope["path"], headers)
             receive = self._bounded(headers, receive)
-        except Problem as problem:
+        except ApiProblem as problem:
             asks = {"www-authenticate": 'Basic realm="batchkit"'} if is_page(scope["path"]) else {}
             response = JSONResponse(problem.to_json(), problem.status, asks)
             await response(scope, receive, send)
@@ -61,7 +61,7 @@ class Guard:
     def _owner(self, path: str, headers: Mapping[bytes, str]) -> str:
         if self._keys is None:
             if refusal := self._refusal_of(headers.get(b"host", "")):
-                raise Problem(403, refusal)
+                raise ApiProblem(403, refusal)
             return ""
         if path in _OPEN:
             return ""
@@ -73,9 +73,11 @@ class Guard:
         elif kind.lower() != "bearer":
             key = ""
         if not key:
-            raise Problem(401, "You didn't provide an API key: send 'Authorization: Bearer KEY'.")
+            raise ApiProblem(
+                401, "You didn't provide an API key: send 'Authorization: Bearer KEY'."
+            )
         if (known := self._keys.get(hashed(key.strip()))) is None:
-            raise Problem(401, "Incorrect API key provided.", code="invalid_api_key")
+            raise ApiProblem(401, "Incorrect API key provided.", code="invalid_api_key")
         return known.name
 
     def _bounded(self, headers: Mapping[bytes, str], receive: Receive) -> Receive:
@@ -105,5 +107,5 @@ def _password(given: str) -> str:
         return ""
 
 
-def _too_large(most: int) -> Problem:
-    return Problem(413, f"the body is larger than {most:,} bytes", code="request_too_large")
+def _too_large(most: int) -> ApiProblem:
+    return ApiProblem(413, f"the body is larger than {most:,} bytes", code="request_too_large")

@@ -20,7 +20,7 @@ _LINE = re.compile(
 )
 
 
-class Limits(NamedTuple):
+class KeyLimits(NamedTuple):
     """The limits of a key: ``batches`` not yet ended, ``rows`` per batch, ``bytes`` of stored files."""
 
     batches: float = float("inf")
@@ -30,7 +30,7 @@ class Limits(NamedTuple):
 
 class Key(NamedTuple):
     name: str
-    limits: Limits = Limits()
+    limits: KeyLimits = KeyLimits()
 
 
 def new_key(path: Path, name: str) -> str:
@@ -75,7 +75,7 @@ def read_keys(path: Path) -> Mapping[str, Key]:
                 " batches=N rows=N bytes=N"
             )
         limits = dict(limit.split("=") for limit in key[3].split())
-        found[key[1]] = Key(key[2], Limits(**{name: int(n) for name, n in limits.items()}))
+        found[key[1]] = Key(key[2], KeyLimits(**{name: int(n) for name, n in limits.items()}))
     return found
 
 

@@ -13,11 +13,11 @@ from batchkit.commands import Say
 from batchkit.errors import BatchkitError
 from batchkit.rendering.held_media import Holders
 from batchkit.serve.batch import UNFINISHED, errors_of, moved, problem
-from batchkit.serve.checks import Checked, check_file
+from batchkit.serve.checks import CheckedBatch, check_file
 from batchkit.serve.clock import wall_s
 from batchkit.serve.files import parts_of, remove_file, remove_unknown
 from batchkit.serve.finish import Finished, finish
-from batchkit.serve.places import places_of
+from batchkit.serve.model_places import places_of
 from batchkit.serve.runner import Runner
 from batchkit.serve.settings import DAY_S, Settings
 from batchkit.serve.store import Store, Stored
@@ -128,7 +128,7 @@ class Lifecycle:
             checked = check_file(path, batch["endpoint"], self._settings.models, most)
         except FileNotFoundError:
             text = f"The file {path.name} no longer exists."
-            checked = Checked(0, [problem("file_not_found", text, param="input_file_id")])
+            checked = CheckedBatch(0, [problem("file_not_found", text, param="input_file_id")])
         if checked.problems:
             self._end(name, Finished("failed", {"errors": errors_of(*checked.problems)}, ()))
         else:

@@ -1,6 +1,6 @@
 """The order in which batches run: by priority first, then batches close to their deadline.
 
-Keys whose batches have the same rank get equal shares of the engine at any time (``execution/shared.py``). Among the
+Keys whose batches have the same rank get equal shares of the engine at any time (``execution/shared_engines.py``). Among the
 batches of one key, the one with the fewest rows left runs first, so a short batch never waits for a long one. Of
 several models, one is loaded at a time. It stays until no batch needs it or a batch of a better rank needs another.
 """
@@ -22,7 +22,7 @@ _LOAD_S = 300.0  # time subtracted from each deadline if another model may have 
 _HALF_S = 60.0  # half-life of the measured rate
 
 
-class Turn(NamedTuple):
+class BatchTurn(NamedTuple):
     """A batch that should run. The lowest ``rank`` runs first."""
 
     rank: tuple[int, int]
@@ -44,27 +44,27 @@ class Order:
 
     def chosen(
         self, waiting: Sequence[Stored], left: Mapping[str, int], now: float, most: int
-    ) -> list[Turn]:
+    ) -> list[BatchTurn]:
         """Return the batches that should run now, at most ``most``. ``left`` has the rows left of batches already
         running."""
         has_several = len({stored.doc["model"] for stored in waiting}) > 1
         by = now + _LOAD_S if has_several else now
         turns = self._of_one_model(
             [
-                Turn(self._rank(stored.doc, left.get(stored.doc["id"]), by), stored)
+                BatchTurn(self._rank(stored.doc, left.get(stored.doc["id"]), by), stored)
                 for stored in waiting
             ]
         )
         owners = {turn.stored.owner for turn in turns}
         most_of_key = max(1, most // max(1, len(owners)))
-        of_key, found = Counter[str](), list[Turn]()
+        of_key, found = Counter[str](), list[BatchTurn]()
         for turn in sorted(turns, key=_place):
             if of_key[turn.stored.owner] < most_of_key and len(found) < most:
                 of_key[turn.stored.owner] += 1
                 found.append(turn)
         return found
 
-    def _of_one_model(self, turns: list[Turn]) -> list[Turn]:
+    def _of_one_model(self, turns: list[BatchTurn]) -> list[BatchTurn]:
         """Return the batches of the loaded model. Switch models if another model has a batch of a better rank."""
         if turns:
             first = min(turns, key=_place)
@@ -79,6 +79,6 @@ class Order:
         return -batch["priority"], 0 if is_close else 1
 
 
-def _place(turn: Turn) -> tuple[Any, ...]:
+def _place(turn: BatchTurn) -> tuple[Any, ...]:
     batch = turn.stored.doc
     return turn.rank, rows_left(batch), batch["expires_at"], batch["id"]

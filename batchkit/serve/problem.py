@@ -7,7 +7,7 @@ from typing import Any
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
-class Problem(Exception):
+class ApiProblem(Exception):
     """An exception that ends a request with ``status``. ``param`` names the wrong parameter, ``code`` the kind of
     problem."""
 
@@ -29,6 +29,6 @@ class Problem(Exception):
         }
 
 
-def missing(kind: str, name: str) -> Problem:
+def missing(kind: str, name: str) -> ApiProblem:
     """Return a 404. Objects of other keys give the same answer, so a key can't probe for them."""
-    return Problem(404, f"No such {kind} object: {name}", param="id", code="not_found")
+    return ApiProblem(404, f"No such {kind} object: {name}", param="id", code="not_found")

@@ -1,6 +1,6 @@
 """Runs the batches of one place at the same time, on one engine that stays loaded.
 
-Batches use the engine in the order of their claims (``execution/shared.py``). A batch that is preempted stops as an
+Batches use the engine in the order of their claims (``execution/shared_engines.py``). A batch that is preempted stops as an
 interrupted run does: its running requests finish, and it resumes later. After the engine process has died, the
 batches run one at a time for a while, to find the one that caused it.
 """
@@ -18,15 +18,15 @@ from batchkit.commands import Say
 from batchkit.engines.process.launcher import LOG, log_of
 from batchkit.errors import BatchkitError, Interrupted, StoreError
 from batchkit.execution.run import start_run
-from batchkit.execution.shared import Claim, SharedEngines
-from batchkit.execution.start import Options
+from batchkit.execution.shared_engines import EngineClaim, SharedEngines
+from batchkit.execution.start import StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary
 from batchkit.rendering.held_media import Holders
 from batchkit.serve.batch import errors_of, moved, problem, rows_left
 from batchkit.serve.clock import wall_s
-from batchkit.serve.order import MOST, Order, Turn
-from batchkit.serve.places import Place
+from batchkit.serve.model_places import ModelPlace
+from batchkit.serve.order import MOST, BatchTurn, Order
 from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store, Stored
 
@@ -39,7 +39,7 @@ _FOREVER = float("inf")
 class Running(NamedTuple):
     stored: Stored
     stop: StopRequest
-    claim: Claim
+    claim: EngineClaim
 
 
 class Runner:
@@ -50,7 +50,7 @@ class Runner:
     """
 
     def __init__(
-        self, settings: Settings, store: Store, say: Say, place: Place, media_holders: Holders
+        self, settings: Settings, store: Store, say: Say, place: ModelPlace, media_holders: Holders
     ) -> None:
         self._settings, self._store, self._say = settings, store, say
         self._place, self._media_holders = place, media_holders
@@ -115,7 +115,7 @@ class Runner:
         self._engines.close()
         self._pool.shutdown()
 
-    def _wanted(self) -> dict[str, Turn]:
+    def _wanted(self) -> dict[str, BatchTurn]:
         now, clock = wall_s(), time.monotonic()
         in_progress = [
             stored
@@ -154,11 +154,11 @@ class Runner:
                 if len(self._running) > 1:
                     running.stop.ask(signal.SIGTERM, drain_s=0)
 
-    def _begin(self, turn: Turn) -> None:
+    def _begin(self, turn: BatchTurn) -> None:
         stored, name = turn.stored, turn.stored.doc["id"]
         if name in self._alone:
             self._alone[name] = time.monotonic() + _ALONE_S
-        claim = Claim(stored.owner, turn.rank, rows_left(stored.doc))
+        claim = EngineClaim(stored.owner, turn.rank, rows_left(stored.doc))
         running = Running(stored, StopRequest(), claim)
         self._running[name] = running
         self._pool.submit(self._run, running)
@@ -168,7 +168,7 @@ class Runner:
         error: BatchkitError | None = None
         try:
             job = self._settings.job_of(running.stored)
-            options = Options(command="serve", quiet=True, media_holders=self._media_holders)
+            options = StartOptions(command="serve", quiet=True, media_holders=self._media_holders)
             engines = self._engines.of(running.claim)
             summary, error = start_run(job, options=options, kept=engines, stop=running.stop)
             if summary.stopped_by is not None:
@@ -190,7 +190,7 @@ class Runner:
             del self._running[batch["id"]]
         self._store.changed.set()  # the batch may have to be ended now
 
-    def _charge(self, batch: Object, claim: Claim) -> None:
+    def _charge(self, batch: Object, claim: EngineClaim) -> None:
         def charged(doc: Object) -> Object:
             return {**doc, "gpu_seconds": round(doc["gpu_seconds"] + spent_s, 3)}
 

@@ -9,14 +9,14 @@ from pathlib import Path, PurePath
 from batchkit.config.tables import InputTable, JobConfig
 from batchkit.errors import JobError
 from batchkit.serve.clock import wall_s
-from batchkit.serve.keys import Key, Limits
+from batchkit.serve.keys import Key, KeyLimits
 from batchkit.serve.store import Object, Stored
 
 DAY_S = 86_400
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """A model that the server offers. ``job`` sets the engine and options; each batch adds its input and its
     name."""
 
@@ -38,9 +38,9 @@ class Model:
         return 0 if self.job.engine.base_url is not None else self.job.engine_gpus
 
 
-def by_name(models: Iterable[Model]) -> dict[str, Model]:
+def by_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
     """Return the models by name. Raise JobError if two models share a name."""
-    found: dict[str, Model] = {}
+    found: dict[str, ServedModel] = {}
     for model in models:
         if taken := found.keys() & model.names:
             raise JobError(
@@ -58,7 +58,7 @@ class Settings:
     that receives an event for each ended batch. ``retention_days`` is the time that files are kept; 0 means forever.
     """
 
-    models: Mapping[str, Model]
+    models: Mapping[str, ServedModel]
     folder: Path
     host: str = "127.0.0.1"
     port: int = 8080
@@ -82,10 +82,10 @@ class Settings:
         """The names of the keys; [""] if the server has no keys."""
         return [""] if self.keys is None else [key.name for key in self.keys.values()]
 
-    def limits_of(self, owner: str) -> Limits:
+    def limits_of(self, owner: str) -> KeyLimits:
         """Return the limits of the key with that name."""
         keys = (self.keys or {}).values()
-        return next((key.limits for key in keys if key.name == owner), Limits())
+        return next((key.limits for key in keys if key.name == owner), KeyLimits())
 
     def media_of(self, owner: str) -> Path:
         """Return the folder of links, named by id, to the files that this key's request lines may open."""
@@ -105,7 +105,7 @@ class Settings:
         """The folder of run folders, one per batch, named by batch id."""
         return self.folder / "batches"
 
-    def model_of(self, batch: Object) -> Model:
+    def model_of(self, batch: Object) -> ServedModel:
         """Return the batch's model. Raise JobError if this server does not have it."""
         if (model := self.models.get(batch["model"])) is None:
             raise JobError(f"this server was started without the model {batch['model']}")

@@ -40,7 +40,7 @@ class Stored(NamedTuple):
     doc: Object
 
 
-class Page(NamedTuple):
+class ListPage(NamedTuple):
     docs: list[Object]
     has_more: bool
 
@@ -146,7 +146,7 @@ class Store:
         limit: int,
         ascending: bool = False,
         purpose: str | None = None,
-    ) -> Page:
+    ) -> ListPage:
         """Return the objects after ``after``, newest first unless ``ascending``."""
         order, follows = ("ASC", ">") if ascending else ("DESC", "<")
         where, values = "kind = ? AND owner = ?", [kind, owner]
@@ -158,7 +158,7 @@ class Store:
             values.append(purpose)
         query = f"SELECT doc FROM objects WHERE {where} ORDER BY seq {order} LIMIT {limit + 1}"
         docs = [orjson.loads(text) for (text,) in self._read(query, *values)]
-        return Page(docs[:limit], len(docs) > limit)
+        return ListPage(docs[:limit], len(docs) > limit)
 
     def all(self, kind: Kind, *statuses: str, owner: str | None = None) -> list[Stored]:
         """Return all objects of a kind, oldest first; ``statuses``, if given, selects by status."""

@@ -49,7 +49,7 @@ def fingerprint(
 
 
 def _columns(path: str, table: InputTable) -> tuple[str, ...]:
-    """Return the columns of a local table; none if it cannot be read, which reading its rows reports."""
+    """Return the columns of a local table, or an empty tuple if it cannot be read; reading its rows reports that."""
     if "://" in path:  # even to know its format, it would be opened
         return ()
     format_ = load_format(format_of(path, table))

@@ -23,7 +23,7 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import disk_errors, replacing
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.log import RESULTS, opened_log
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import is_run
 from batchkit.types import Count
 

@@ -34,7 +34,7 @@ def test_tables_of_training_and_test_share_no_pair_of_words_and_no_number() -> N
 
 
 def test_questions_are_answered_from_the_cells() -> None:
-    table = demo.Table(
+    table = demo.DrawnTable(
         "Food", ("Rice", "Milk", "Tea"), ("Price", "Cost"), ((7, 80), (95, 3), (12, 9))
     )
     asked = {question.text: question for question in islice(demo.questions(Random(0), table), 2000)}
@@ -59,7 +59,7 @@ def test_a_cell_fills_two_visual_tokens_and_no_word_is_cut() -> None:
     assert image.size == (3 * demo.CELL_WIDTH, 4 * demo.CELL_HEIGHT)
     assert (demo.CELL_WIDTH, demo.CELL_HEIGHT) == (64, 32)
     for word in [*demo.THEMES, *demo.ROW_WORDS, *demo.COLUMN_WORDS, "9999"]:
-        alone = demo.Table(word, (), (), (), font_size=max(demo.FONT_SIZES), shade=255)
+        alone = demo.DrawnTable(word, (), (), (), font_size=max(demo.FONT_SIZES), shade=255)
         pixels = np.asarray(demo.draw(alone))
         assert (pixels[1:-1, -3:-1] == 255).all(), f"{word} touches the right edge"
         assert (pixels[1:-1, 1:4] == 255).all(), f"{word} touches the left edge"

@@ -16,13 +16,13 @@ from batchkit.commands.plan.throughput import (
     points_of_batches,
     steps_of,
 )
-from batchkit.commands.trial.measurement import Answer
+from batchkit.commands.trial.measurement import TimedAnswer
 
 
 def wave(answers: list[int], window: int, steps: StepTime) -> Wave:
     """Rows of 50 prompt tokens as an engine with these times answers them, to the step."""
     waiting, running = [*enumerate(answers)], dict[int, tuple[int, float]]()
-    now, rows = 0.0, list[Answer]()
+    now, rows = 0.0, list[TimedAnswer]()
     while waiting or running:
         begun = 0
         while waiting and len(running) < window:
@@ -34,7 +34,7 @@ def wave(answers: list[int], window: int, steps: StepTime) -> Wave:
             running[index] = left - 1, began
             if left == 1:
                 del running[index]
-                rows.append(Answer(index, began, now, 50, answers[index], answers[index]))
+                rows.append(TimedAnswer(index, began, now, 50, answers[index], answers[index]))
     return Wave(window, rows, now)
 
 

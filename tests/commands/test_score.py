@@ -25,7 +25,7 @@ from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring.extract import last_number
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, read_scored
 from tests.support.chat_server import Refused, error, serving

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchkit.commands.trial.measurement import (
-    Answer,
     Figures,
     Measurement,
+    TimedAnswer,
     hung_s,
     idle_of,
     was_short,
@@ -20,16 +20,16 @@ from batchkit.commands.trial.measurement import (
 from batchkit.storage.metrics import Metrics
 
 
-def answers(*ends: float, latency_s: float = 0.5) -> list[Answer]:
-    return [Answer(n, end - latency_s, end, 10, 4, 4) for n, end in enumerate(ends)]
+def answers(*ends: float, latency_s: float = 0.5) -> list[TimedAnswer]:
+    return [TimedAnswer(n, end - latency_s, end, 10, 4, 4) for n, end in enumerate(ends)]
 
 
-def steady(rate: float, n: int) -> list[Answer]:
+def steady(rate: float, n: int) -> list[TimedAnswer]:
     return answers(*((k + 1) / rate for k in range(n)))
 
 
 def measured(
-    found: list[Answer],
+    found: list[TimedAnswer],
     at_once: int,
     seconds: float = 60,
     *,
@@ -47,7 +47,12 @@ def measured(
 
 
 def measurement_of(
-    found: list[Answer], at_once: int, seconds: float = 60, *, rows: int, first: int | None = None
+    found: list[TimedAnswer],
+    at_once: int,
+    seconds: float = 60,
+    *,
+    rows: int,
+    first: int | None = None,
 ) -> Measurement:
     submitted = range(at_once) if first is None else [*range(at_once - 1), first]
     trial = Measurement(at_once, seconds, total=rows, first=submitted)
@@ -113,7 +118,7 @@ def test_time_is_up(full_at: float | None, over_at: float) -> None:
     ids=["not full", "no more rows", "full", "only tokens", "nothing"],
 )
 def test_a_trial_was_short_if_the_engine_was_still_to_be_filled(
-    found: list[Answer], rows: int, tokens: int, is_short: bool
+    found: list[TimedAnswer], rows: int, tokens: int, is_short: bool
 ) -> None:
     trial = measurement_of(found, 8, rows=rows)
     figures = trial.figures(9.0, is_sample=False)
@@ -146,7 +151,7 @@ def test_the_last_tenth_of_the_first_rows_is_not_waited_for() -> None:
 
 
 def test_percentiles_are_of_latency() -> None:
-    found = [Answer(k, k / 10 - k / 1000, k / 10, 1, 1, 1) for k in range(1, 101)]
+    found = [TimedAnswer(k, k / 10 - k / 1000, k / 10, 1, 1, 1) for k in range(1, 101)]
     each = measured(found, 1, rows=100, is_sample=False)
     assert (each.p50_ms, each.p99_ms) == (pytest.approx(50.0), pytest.approx(99.0))
 

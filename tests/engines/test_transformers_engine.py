@@ -19,9 +19,9 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.engines.faults import StartFailed
 from batchkit.engines.registry import open_engine, open_preflight
-from batchkit.engines.transformers.batch import Answer, next_batch
+from batchkit.engines.transformers.batch import BatchAnswer, next_batch
 from batchkit.engines.transformers.options import Sampling
-from batchkit.engines.transformers.rendering import Prepared
+from batchkit.engines.transformers.rendering import PreparedPrompt
 from batchkit.errors import JobError
 from batchkit.storage.identity import identity
 from batchkit.types import Completion, Request, Row
@@ -115,12 +115,12 @@ def test_rows_of_a_batch_are_handed_on_one_by_one(engine: Engine) -> None:
     assert [turn for turn in turns if turn] == [[n] for n in range(6)]
 
 
-def answer_of(prompt_tokens: int, max_tokens: int) -> Answer:
+def answer_of(prompt_tokens: int, max_tokens: int) -> BatchAnswer:
     import torch
 
     inputs = {"input_ids": torch.zeros(1, prompt_tokens)}
-    prepared = Prepared(request(0), Sampling(), "", inputs, max_tokens)
-    return Answer(prepared, 0, None, frozenset())
+    prepared = PreparedPrompt(request(0), Sampling(), "", inputs, max_tokens)
+    return BatchAnswer(prepared, 0, None, frozenset())
 
 
 @pytest.mark.parametrize(

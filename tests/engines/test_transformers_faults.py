@@ -14,7 +14,7 @@ import pytest
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.registry import open_engine
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.types import Completion, Request
 from tests.support.engine_requests import ask, request
 from tests.support.forks import Fork

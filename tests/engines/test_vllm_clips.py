@@ -16,7 +16,7 @@ import tomlkit
 from PIL import Image
 
 from batchkit.storage.log import RESULTS, STEPS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from tests.support import clips
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit

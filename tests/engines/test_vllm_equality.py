@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit
 from tests.support.small_vllm import SMALL

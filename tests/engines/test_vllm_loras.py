@@ -21,7 +21,7 @@ from batchkit.engines.registry import open_preflight
 from batchkit.engines.vllm.adapters import CONFIG, WEIGHTS, adapters_of
 from batchkit.errors import JobError
 from batchkit.storage.identity import differences, identity
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from tests.support.adapters import write_adapter
 from tests.support.forks import Fork
 from tests.support.hub_server import COMMIT

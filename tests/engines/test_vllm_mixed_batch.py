@@ -15,7 +15,7 @@ import tomlkit
 from PIL import Image
 
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit
 from tests.support.pooling_models import build_classifier, build_embedding_model

@@ -21,7 +21,7 @@ from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import JobError, PromptTooLongError
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Completion, Pair, Request, Row
 from tests.support.engine_requests import ask

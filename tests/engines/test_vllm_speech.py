@@ -12,7 +12,7 @@ import pytest
 
 from batchkit.config.loading import load_job
 from batchkit.storage.log import RESULTS, STEPS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl

@@ -16,7 +16,7 @@ from batchkit.engines.registry import open_preflight
 from batchkit.errors import PromptTooLongError
 from batchkit.rendering.truncation import MARK
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.types import Cut, Request, Row
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL

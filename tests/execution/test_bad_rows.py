@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 

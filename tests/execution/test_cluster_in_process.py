@@ -27,10 +27,10 @@ from batchkit.execution.events import EngineLine, Event
 from batchkit.execution.lane import KeptEngine, Opening
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.run import start_run
-from batchkit.execution.start import Options, Start
+from batchkit.execution.start import Start, StartOptions
 from batchkit.execution.summary import RunSummary
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.types import Row, Task
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.ray_head import CPUS, RayHead
@@ -182,7 +182,7 @@ def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
     made = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q }}"}, run={"workers": None})
     assert process(made).failed == 1
     recovered = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q | default('x') }}"})
-    options = Options(begun_with=made, attempts={1: 1}, quiet=True)
+    options = StartOptions(begun_with=made, attempts={1: 1}, quiet=True)
     summary = start_run(recovered, options=options).checked()
     assert (summary.ok, summary.failed) == (3, 0)
     assert [record["attempt"] for record in newest(in_a_folder)] == [1, 2, 1]

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from batchkit.config.loading import make_job
-from batchkit.execution.exporter import FAMILIES, HOST, exporting
+from batchkit.execution.prometheus import FAMILIES, HOST, exporting
 from batchkit.storage.metrics import GpuLoad, Metrics
 from tests.support.dry_runs import RUN, n_records, prepare, run
 from tests.support.waiting import until

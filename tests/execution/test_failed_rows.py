@@ -11,7 +11,7 @@ import pytest
 from batchkit.config.loading import load_job
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.run import start_run
-from batchkit.execution.start import Options
+from batchkit.execution.start import StartOptions
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import (
     LOG,
@@ -208,7 +208,7 @@ def test_a_row_that_was_tried_since_a_retry_looked_for_it_stays(field: str, n: i
     write_job(run={"check_rows": 0})
     run()
     batchkit("retry-failed")
-    start_run(load_job(Path("job.toml")), options=Options(attempts={0: 1}))
+    start_run(load_job(Path("job.toml")), options=StartOptions(attempts={0: 1}))
     assert n_records() == n
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from tests.support import scripted
 from tests.support.chat_server import ChatServer, Refused, error, serving
 from tests.support.command_line import Ended, batchkit

@@ -8,7 +8,7 @@ import pytest
 
 from batchkit.config.loading import make_job
 from batchkit.engines.dry_run import DryRunEngine
-from batchkit.execution.shared import Claim, Seat, SharedEngine
+from batchkit.execution.shared_engines import EngineClaim, Seat, SharedEngine
 from batchkit.types import Request, Row
 
 ENGINE = {"kind": "dry-run", "options": {"latency_s": 0.01, "max_num_seqs": 8}}
@@ -22,7 +22,7 @@ def shared() -> SharedEngine:
 
 def waiting(shared: SharedEngine, owner: str, rank: Sequence[int] = (0,), n: int = 100) -> Seat:
     """A seat that has submitted ``n`` requests."""
-    seat = shared.seat(Claim(owner, tuple(rank), n))
+    seat = shared.seat(EngineClaim(owner, tuple(rank), n))
     for index in range(n):
         seat.submit(Request(Row(index, str(index), {}), None, "Hello", {}, ""))
     return seat

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save_file
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
+from batchkit.execution.engine_turns import grouping_of
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.execution.turns import grouping_of
 from batchkit.runs.status import status
 from batchkit.storage.log import RESULTS, STEPS
 from tests.support import own_process, rollouts

@@ -20,7 +20,7 @@ from PIL import Image
 from batchkit.commands.demo_digits import make_recording, write_wav
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.ledger import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import MANIFEST
 from batchkit.storage.steps import STEPS
 from batchkit.storage.vectors import segment_path, segments_of

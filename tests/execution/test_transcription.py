@@ -17,9 +17,9 @@ from batchkit.commands.demo_digits import SAMPLE_RATE, make_recording, write_wav
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
 from batchkit.execution.rollouts.transcription import coverage_of, joined, segments_in
-from batchkit.rendering.media.sound import Part, Sound, Span
+from batchkit.rendering.media.sound import Sound, SoundPart, Span
 from batchkit.storage.log import RESULTS, STEPS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.types import Audio, Segment
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
@@ -109,7 +109,7 @@ def test_time_stamps_make_segments(
 
 
 def test_what_two_parts_hear_is_there_once() -> None:
-    parts = [Part(Span(0, 10), Span(0, 11), True), Part(Span(10, 20), Span(9, 20))]
+    parts = [SoundPart(Span(0, 10), Span(0, 11), True), SoundPart(Span(10, 20), Span(9, 20))]
     left = [_segment(0, 4, "It was late."), _segment(8, 10.9, "She said, go home")]
     right = [_segment(9, 10.8, "go home now"), _segment(12, 14, "And left.")]
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from batchkit.errors import EngineError
-from batchkit.isolation.child import Refusal, answer_all, limit_memory
+from batchkit.isolation.child import ChildRefusal, answer_all, limit_memory
 from batchkit.isolation.client import Gone, ask, server_of
 from tests.support.paths import ROOT
 from tests.support.waiting import until
@@ -38,7 +38,7 @@ def _answer(question: bytes) -> Any:
         case b"eat memory":
             bytes(2 << 30)
         case b"refuse":
-            raise Refusal("why", "no such page")
+            raise ChildRefusal("why", "no such page")
         case b"raise":
             raise KeyError("x")
         case b"answer what can't be sent":

@@ -22,7 +22,7 @@ import pytest
 import tomlkit
 
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from tests.support import clips
 from tests.support.images import PNG
 from tests.support.own_process import begin

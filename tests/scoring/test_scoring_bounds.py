@@ -23,7 +23,7 @@ from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.extract import extracted
 from batchkit.scoring.overlap import overlap, pair
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.score_store import read_scored
 
 pytestmark = pytest.mark.slow

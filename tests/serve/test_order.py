@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchkit.serve.order import MOST, Order, Turn
+from batchkit.serve.order import MOST, BatchTurn, Order
 from batchkit.serve.store import Stored
 
 NOW = 1_000_000.0
@@ -30,7 +30,7 @@ def batch(
     return Stored(owner, doc)
 
 
-def names(turns: list[Turn]) -> list[str]:
+def names(turns: list[BatchTurn]) -> list[str]:
     return [turn.stored.doc["id"] for turn in turns]
 
 

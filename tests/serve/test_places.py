@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from batchkit.config.tables import JobConfig
-from batchkit.serve.places import places_of
-from batchkit.serve.settings import Model, Settings, by_name
+from batchkit.serve.model_places import places_of
+from batchkit.serve.settings import ServedModel, Settings, by_name
 
 
-def model(name: str, *, gpus: int = 1, **run: Any) -> Model:
+def model(name: str, *, gpus: int = 1, **run: Any) -> ServedModel:
     options = {"tensor_parallel_size": gpus}
-    return Model(
+    return ServedModel(
         JobConfig.model_validate({"engine": {"model": name, "options": options}, "run": run})
     )
 
 
-def elsewhere(name: str) -> Model:
+def elsewhere(name: str) -> ServedModel:
     engine = {"kind": "openai-server", "model": name, "base_url": "http://127.0.0.1:1/v1"}
-    return Model(JobConfig.model_validate({"engine": engine}))
+    return ServedModel(JobConfig.model_validate({"engine": engine}))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def elsewhere(name: str) -> Model:
     ],
 )
 def test_the_gpus_have_room_for_all_models_or_one_is_loaded_at_a_time(
-    models: list[Model],
+    models: list[ServedModel],
     visible: str,
     wanted: list[tuple[str, str | None]],
     why: str,

@@ -14,7 +14,7 @@ import pytest
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.ledger import Ledger, line_of
 from batchkit.storage.log import RESULTS, STEPS, read_generations
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.vectors import Vectors
 from tests.support.records import generation, record, with_vector
 

@@ -19,7 +19,7 @@ from batchkit.errors import StoreError
 from batchkit.storage.checkpoint import CHECKPOINT, Totals, check_log
 from batchkit.storage.ledger import Ledger, RecordLine, line_of
 from batchkit.storage.log import RESULTS, STEPS, read_lines
-from batchkit.storage.newest import NewestLog, read_newest
+from batchkit.storage.newest_lines import NewestLog, read_newest
 from batchkit.storage.steps import GenerationLine
 from batchkit.storage.vectors import Vectors
 from tests.support.full_disk import full_disk

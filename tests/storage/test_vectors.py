@@ -17,7 +17,7 @@ import pytest
 from batchkit.errors import StoreError
 from batchkit.storage.ledger import Ledger, line_of
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.vectors import Vectors, VectorType, segment_path, segments_of
 from tests.support.forks import LightFork
 from tests.support.killed import ROWS, write_rows

@@ -11,7 +11,7 @@ import numpy as np
 from batchkit.config.loading import load_job
 from batchkit.engines.dry_run import open_engine
 from batchkit.sources.rowhash import input_hash
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Request, Row
 from tests.support import dry_runs

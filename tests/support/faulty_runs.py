@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from tests.support.forks import Fork
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl

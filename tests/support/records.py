@@ -11,7 +11,7 @@ from msgspec import Raw
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.ledger import Ledger, RecordLine, line_of
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.steps import GenerationLine, generation_line
 from batchkit.types import Call, Choice, Completion, ErrorInfo, Record, Request, Row, Usage

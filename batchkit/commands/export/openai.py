@@ -21,7 +21,7 @@ from batchkit.runs.inputs import with_fields
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.schema import LEAST_LOGPROB
 from batchkit.storage.score_store import read_scored
 from batchkit.storage.vectors import Vectors
@@ -36,7 +36,7 @@ _CUT_OFF = (
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
-class Answer(NamedTuple):
+class BatchResponse(NamedTuple):
     """The task-specific part of a body. The body's id begins with ``kind``."""
 
     kind: str
@@ -82,7 +82,9 @@ def _needs_lines(folder: Path, job: JobConfig) -> bool:
     return any(record.get("endpoint") == "rerank" for record in read_newest(folder / RESULTS))
 
 
-def _answer_of(record: Mapping[str, Any], line: Mapping[str, Any], vectors: Vectors) -> Answer:
+def _answer_of(
+    record: Mapping[str, Any], line: Mapping[str, Any], vectors: Vectors
+) -> BatchResponse:
     """Return the answer in the shape of its task. ``line`` is the row's line of a batch file, or empty."""
     if (place := record.get("embedding")) is not None:
         return _vector(record, vectors) if place.get("tokens") is None else _matrix(record, vectors)
@@ -94,7 +96,7 @@ def _answer_of(record: Mapping[str, Any], line: Mapping[str, Any], vectors: Vect
     return of_endpoint.get(record.get("endpoint") or "", _chat)(record)
 
 
-def _answer_line(record: Mapping[str, Any], answer: Answer, model: str) -> dict[str, Any]:
+def _answer_line(record: Mapping[str, Any], answer: BatchResponse, model: str) -> dict[str, Any]:
     index, of_time = record["index"], {"created": _created(record)}
     if answer.kind == "resp":
         of_time = {"created_at": of_time["created"]}
@@ -119,13 +121,15 @@ def error_line(index: int, custom_id: str, code: str, message: str) -> dict[str,
     }
 
 
-def _chat(record: Mapping[str, Any]) -> Answer:
+def _chat(record: Mapping[str, Any]) -> BatchResponse:
     choices = [_choice(number, choice) for number, choice in enumerate(_choices_in(record))]
     usage = _usage(record.get("usage"))
-    return Answer("chatcmpl", {"object": "chat.completion", "choices": choices, "usage": usage})
+    return BatchResponse(
+        "chatcmpl", {"object": "chat.completion", "choices": choices, "usage": usage}
+    )
 
 
-def _text(record: Mapping[str, Any]) -> Answer:
+def _text(record: Mapping[str, Any]) -> BatchResponse:
     """Return a ``/v1/completions`` answer."""
     choices = [
         {
@@ -137,7 +141,7 @@ def _text(record: Mapping[str, Any]) -> Answer:
         for number, choice in enumerate(_choices_in(record))
     ]
     usage = _usage(record.get("usage"))
-    return Answer("cmpl", {"object": "text_completion", "choices": choices, "usage": usage})
+    return BatchResponse("cmpl", {"object": "text_completion", "choices": choices, "usage": usage})
 
 
 def _choices_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -146,17 +150,17 @@ def _choices_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return [kept[selected]] if selected is not None and len(kept) > 1 else kept
 
 
-def _response(record: Mapping[str, Any]) -> Answer:
-    return Answer("resp", response_of(record, _choices_in(record)[0]))
+def _response(record: Mapping[str, Any]) -> BatchResponse:
+    return BatchResponse("resp", response_of(record, _choices_in(record)[0]))
 
 
-def _heard(record: Mapping[str, Any]) -> Answer:
+def _heard(record: Mapping[str, Any]) -> BatchResponse:
     """Return a transcript as OpenAI's ``json``, plus the known fields of its ``verbose_json``."""
     segments = [{"id": n, **segment} for n, segment in enumerate(record.get("segments") or ())]
     seconds = record["seconds"]
     usage = {"type": "duration", "seconds": seconds}
     parts = {"text": record["text"], "duration": seconds, "segments": segments, "usage": usage}
-    return Answer("transcription", parts)
+    return BatchResponse("transcription", parts)
 
 
 def _created(record: Mapping[str, Any]) -> int:
@@ -238,18 +242,18 @@ def _usage(usage: Mapping[str, int] | None) -> dict[str, Any] | None:
     return found
 
 
-def _vector(record: Mapping[str, Any], vectors: Vectors) -> Answer:
+def _vector(record: Mapping[str, Any], vectors: Vectors) -> BatchResponse:
     vector = {"index": 0, "object": "embedding", "embedding": vectors.of(record)}
     return _listed("embd", record, [vector])
 
 
-def _matrix(record: Mapping[str, Any], vectors: Vectors) -> Answer:
+def _matrix(record: Mapping[str, Any], vectors: Vectors) -> BatchResponse:
     """Return an answer in the shape of ``/pooling`` of `vllm serve`."""
     found = {"index": 0, "object": "pooling", "data": vectors.of(record)}
     return _listed("pool", record, [found])
 
 
-def _classes(record: Mapping[str, Any]) -> Answer:
+def _classes(record: Mapping[str, Any]) -> BatchResponse:
     found = {
         "index": 0,
         "label": record.get("label"),
@@ -259,7 +263,7 @@ def _classes(record: Mapping[str, Any]) -> Answer:
     return _listed("classify", record, [found])
 
 
-def _scores(record: Mapping[str, Any]) -> Answer:
+def _scores(record: Mapping[str, Any]) -> BatchResponse:
     data = [
         {"index": n, "object": "score", "score": score}
         for n, score in enumerate(_scores_in(record))
@@ -267,7 +271,7 @@ def _scores(record: Mapping[str, Any]) -> Answer:
     return _listed("score", record, data)
 
 
-def _ranked(record: Mapping[str, Any], line: Mapping[str, Any]) -> Answer:
+def _ranked(record: Mapping[str, Any], line: Mapping[str, Any]) -> BatchResponse:
     scores = _scores_in(record)
     body = line["body"]
     documents = sides_of(body).documents
@@ -278,7 +282,7 @@ def _ranked(record: Mapping[str, Any], line: Mapping[str, Any]) -> Answer:
         {"index": n, "document": _document(documents[n]), "relevance_score": scores[n]}
         for n in best_first
     ]
-    return Answer("rerank", {"results": results, "usage": _pooled_usage(record)})
+    return BatchResponse("rerank", {"results": results, "usage": _pooled_usage(record)})
 
 
 def _scores_in(record: Mapping[str, Any]) -> list[float]:
@@ -291,8 +295,8 @@ def _document(content: Any) -> dict[str, Any]:
     return {"text": content if is_text else None, "multi_modal": None if is_text else content}
 
 
-def _listed(kind: str, record: Mapping[str, Any], data: list[dict[str, Any]]) -> Answer:
-    return Answer(kind, {"object": "list", "data": data, "usage": _pooled_usage(record)})
+def _listed(kind: str, record: Mapping[str, Any], data: list[dict[str, Any]]) -> BatchResponse:
+    return BatchResponse(kind, {"object": "list", "data": data, "usage": _pooled_usage(record)})
 
 
 def _pooled_usage(record: Mapping[str, Any]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from batchkit.commands.export.outputs import exporting
 from batchkit.errors import JobError
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 
 _UNSAFE = re.compile(r"[^\w.-]+")
 _LONGEST_NAME = 100

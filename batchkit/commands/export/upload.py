@@ -163,7 +163,7 @@ def _pause_s(tried: int, asked_for_s: float) -> float:
     )
 
 
-class _Answer(NamedTuple):
+class _UploadAnswer(NamedTuple):
     """The result of one attempt. ``status`` is 0 if there was no response."""
 
     status: int
@@ -176,7 +176,7 @@ class _Answer(NamedTuple):
         return self.status == 0 or self.status == 429 or self.status >= 500
 
 
-def _put(file: Path, url: str) -> _Answer:
+def _put(file: Path, url: str) -> _UploadAnswer:
     """Send the file with PUT. httpx reads the length from the open file and streams the content."""
     import httpx
 
@@ -199,23 +199,23 @@ def _put(file: Path, url: str) -> _Answer:
         ) from error
     except httpx.HTTPError as error:
         kind = type(error).__name__
-        return _Answer(
+        return _UploadAnswer(
             0, f"the connection failed ({kind}: {masked_text(str(error)) or 'no reason given'})"
         )
 
 
-def _read(response: httpx.Response) -> _Answer:
+def _read(response: httpx.Response) -> _UploadAnswer:
     status = response.status_code
     if 300 <= status < 400:
         to = shown(_in_one_line(response.headers.get("location", "")))
-        return _Answer(
+        return _UploadAnswer(
             status,
             f"answered {status}, moved to {to}; redirects are not followed: give the new address",
         )
     words = masked_text(_in_one_line(response.text))[:_LONGEST_REASON] * (status >= 400)
     reason = f"answered {status} {response.reason_phrase}".rstrip() + (words and f": {words}")
     after = response.headers.get("retry-after", "")
-    return _Answer(status, reason, float(after) if after.isdecimal() else 0)
+    return _UploadAnswer(status, reason, float(after) if after.isdecimal() else 0)
 
 
 def _in_one_line(text: str) -> str:

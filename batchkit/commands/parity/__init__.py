@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from batchkit.commands import Say
 from batchkit.commands.parity.differences import SideAnswer, difference
 from batchkit.commands.parity.findings import Answers, ParityResult, RowFailure
-from batchkit.commands.parity.sides import Side, sides_of
+from batchkit.commands.parity.sides import EngineSide, sides_of
 from batchkit.commands.trial import scratch_folder, tried
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import EngineError, InputError, JobError
-from batchkit.execution.start import Options
+from batchkit.execution.start import StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.storage.manifest import read_manifest
 
@@ -66,16 +66,16 @@ def parity(
     return _findings(one, two, tie)
 
 
-def _check(side: Side) -> None:
+def _check(side: EngineSide) -> None:
     try:
         open_preflight(side.job)
     except JobError as error:
         raise JobError(f"{side}: {error}") from error
 
 
-def _ask(side: Side, stop: StopRequest, say: Say) -> Answers:
+def _ask(side: EngineSide, stop: StopRequest, say: Say) -> Answers:
     say(f"{side}: starting the engine")
-    options = Options(adjust_sampling=side.greedy, quiet=True, command="parity")
+    options = StartOptions(adjust_sampling=side.greedy, quiet=True, command="parity")
     try:
         summary = tried(side.job, None, options, stop=stop)
     except InputError:  # concerns both sides

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from batchkit.commands.parity.differences import Difference, Part
-from batchkit.commands.parity.sides import Side
+from batchkit.commands.parity.sides import EngineSide
 from batchkit.errors import EmptyTextError
 from batchkit.scoring.metrics import markdown
 
@@ -20,7 +20,7 @@ _BEFORE, _SHOWN_CHARACTERS = 20, 72
 class Answers(NamedTuple):
     """The records of one side, by row index. ``seconds`` excludes loading the model."""
 
-    side: Side
+    side: EngineSide
     records: Mapping[int, Mapping[str, Any]]
     versions: Mapping[str, str]
     seconds: float

@@ -70,7 +70,7 @@ class Greedy:
         return {**kept, "temperature": 0.0, "logprobs": TOP_LOGPROBS}
 
 
-class Side(NamedTuple):
+class EngineSide(NamedTuple):
     """One side of the comparison. ``name``: a or b. ``left_out``: keys of the job that this engine does not use.
 
     Both sides share ``greedy``.
@@ -94,7 +94,7 @@ def sides_of(
     engines: str,
     settings: tuple[Sequence[str], Sequence[str]],
     folder: Path,
-) -> tuple[Side, Side]:
+) -> tuple[EngineSide, EngineSide]:
     """Return the job for each engine. Their output goes below ``folder``.
 
     Raises:
@@ -122,13 +122,17 @@ def sides_of(
     return first, second
 
 
-def _side(name: str, kind: str, job: JobConfig, settings: Sequence[str], greedy: Greedy) -> Side:
+def _side(
+    name: str, kind: str, job: JobConfig, settings: Sequence[str], greedy: Greedy
+) -> EngineSide:
     for setting in settings:
         if problem := _problem_with(setting):
             raise JobError(f"--set-{name} {masked_override(setting)}: {problem}")
     table, left_out = _table_for(kind, job.engine)
     engine = make_job({"engine": table}, _side_name(name, kind), settings).engine
-    return Side(name, job.model_copy(update={"engine": engine, "name": name}), left_out, greedy)
+    return EngineSide(
+        name, job.model_copy(update={"engine": engine, "name": name}), left_out, greedy
+    )
 
 
 def _problem_with(setting: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from batchkit.commands import Say
 from batchkit.commands.forecast_file import hash_of_job, shown, time_of, tokens_of, write_forecast
-from batchkit.commands.plan.forecast import Engines, Prices, Rest, rest_of
+from batchkit.commands.plan.forecast import EngineCount, Prices, Rest, rest_of
 from batchkit.commands.plan.lengths import Lengths, count_lengths
 from batchkit.commands.plan.sample import Sample, answer_sample, rows_in_kv_cache
 from batchkit.config.numbers import number
@@ -122,7 +122,7 @@ def _figures(
     rest = Rest()
     if sample.waves:
         of_prompts, of_answers = run.price_per_million_tokens or (0.0, 0.0)
-        engines = Engines(run.workers or 1, running, job.engine.kind == "transformers")
+        engines = EngineCount(run.workers or 1, running, job.engine.kind == "transformers")
         prices = Prices(of_prompts / 1e6, of_answers / 1e6, per_gpu_s)
         rest = rest_of(lengths, sample, engines, prices, run.seed)
     load_s = sample.load_s if left else 0.0

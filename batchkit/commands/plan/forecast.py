@@ -154,7 +154,7 @@ class Rest(NamedTuple):
     price: Interval = NOTHING
 
 
-class Engines(NamedTuple):
+class EngineCount(NamedTuple):
     """The engines of the job: ``workers`` engines with ``running`` requests each.
 
     ``in_batches``: an engine finishes one batch before it starts the next.
@@ -173,7 +173,9 @@ class Prices(NamedTuple):
     second: float
 
 
-def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, seed: int) -> Rest:
+def rest_of(
+    lengths: Lengths, sample: Sample, engines: EngineCount, prices: Prices, seed: int
+) -> Rest:
     """Forecast the rest of the job after ``sample`` has been answered."""
     places = {index: place for place, index in enumerate(lengths.indexes.tolist())}
     sampled = [row for row in sample.rows if row.index in places]
@@ -214,7 +216,7 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
     return Rest(*(Interval(*found) for found in np.quantile(drawn, QUANTILES, axis=0).T.tolist()))
 
 
-def _expected_s(wave: Wave, steps: StepTime, engines: Engines) -> float:
+def _expected_s(wave: Wave, steps: StepTime, engines: EngineCount) -> float:
     at_once = max(1, wave.window // wave.sequences)
     return steps.seconds(
         steps_of(wave.lengths, at_once, in_batches=engines.in_batches),
@@ -225,7 +227,7 @@ def _expected_s(wave: Wave, steps: StepTime, engines: Engines) -> float:
     )
 
 
-def _spread(steps: StepTime, sample: Sample, engines: Engines) -> float:
+def _spread(steps: StepTime, sample: Sample, engines: EngineCount) -> float:
     """Return the relative uncertainty of a run's time, given its ``steps``.
 
     It is the error over the sampled waves, and more if the job's batch is larger than theirs.
@@ -255,7 +257,7 @@ class _Rest(NamedTuple):
     row_s: float
     start_s: float
     spread: float
-    engines: Engines
+    engines: EngineCount
     prices: Prices
 
     def drawn(

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from batchkit.commands import Say
 from batchkit.commands.plan.throughput import Wave
 from batchkit.commands.trial import scratch_folder, tried
-from batchkit.commands.trial.measurement import Answer, answer_of, answers_in
+from batchkit.commands.trial.measurement import TimedAnswer, answer_of, answers_in
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import max_num_seqs_of
 from batchkit.errors import BudgetError
 from batchkit.execution.lane import KeptEngine
-from batchkit.execution.start import Options
+from batchkit.execution.start import StartOptions
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import Input
 from batchkit.storage.log import RESULTS, STEPS, read_generations
@@ -49,7 +49,7 @@ class Sample(NamedTuple):
         return self.waves[1:] or self.waves
 
     @property
-    def rows(self) -> list[Answer]:
+    def rows(self) -> list[TimedAnswer]:
         return [row for wave in self.waves for row in wave.rows]
 
     @property
@@ -126,7 +126,7 @@ def _answered(
     of_wave = job.model_copy(update={"run": job.run.model_copy(update=update)})
     log, steps = job.folder / RESULTS, job.folder / STEPS
     before, steps_before = (its.stat().st_size if its.exists() else 0 for its in (log, steps))
-    options = Options(begun_with=job, command="plan", attempts=dict.fromkeys(rows, 0))
+    options = StartOptions(begun_with=job, command="plan", attempts=dict.fromkeys(rows, 0))
     summary = tried(of_wave, source, options, kept=kept)
     if summary.stopped_by is not None:
         key = summary.stopped_by.partition(" ")[0]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from batchkit.commands.trial.measurement import Answer
+from batchkit.commands.trial.measurement import TimedAnswer
 
 _TOGETHER_S = 0.02  # requests that begin within this time begin in the same step
 _LEAST_S, _TINY = 0.001, 1e-12
@@ -34,13 +34,13 @@ class Wave(NamedTuple):
     """
 
     window: int
-    rows: Sequence[Answer]
+    rows: Sequence[TimedAnswer]
     took_s: float
     sequences: int = 1
-    parts: Sequence[Answer] | None = None
+    parts: Sequence[TimedAnswer] | None = None
 
     @property
-    def requests(self) -> Sequence[Answer]:
+    def requests(self) -> Sequence[TimedAnswer]:
         """The requests sent to the engine."""
         return self.rows if self.parts is None else self.parts
 

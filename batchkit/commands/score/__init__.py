@@ -30,7 +30,7 @@ from batchkit.storage.identity import scoring_of
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import Claim, claim
 from batchkit.storage.score_store import (
     SCORES,

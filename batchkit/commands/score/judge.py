@@ -20,7 +20,7 @@ from batchkit.commands.trial import tried
 from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable, ScoringTable
 from batchkit.errors import BudgetError
-from batchkit.execution.start import Options
+from batchkit.execution.start import StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.rendering.templates.prompt import constant_files, names_in
 from batchkit.scoring import Scored, Scoring
@@ -32,7 +32,7 @@ from batchkit.storage.identity import hash_of, identity
 from batchkit.storage.job_toml import without_masked
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest import read_newest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import claim, is_run
 from batchkit.types import Row
 
@@ -120,7 +120,7 @@ def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: S
     size = next(new)
     # An empty list: new questions must not count as a changed input.
     source = Input(files=[], read=read, everything=read, size=lambda: size, has_ids=True)
-    options = Options(attempts=attempts, command="score")
+    options = StartOptions(attempts=attempts, command="score")
     summary = tried(judging, source, options, stop=stop)
     if summary.stopped_by:
         raise BudgetError(

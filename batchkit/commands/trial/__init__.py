@@ -36,7 +36,7 @@ from batchkit.engines.registry import holds_model
 from batchkit.errors import EngineError, InputError, Interrupted, JobError
 from batchkit.execution.lane import KeptEngine
 from batchkit.execution.run import start_run
-from batchkit.execution.start import Options
+from batchkit.execution.start import StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import RunSummary
 from batchkit.rendering.ordering import well_ordered
@@ -56,7 +56,7 @@ _LEAST_GPU_BYTES = 64 * 2**20  # less than a CUDA context, so the engine does no
 def tried(
     job: JobConfig,
     source: Input | None,
-    options: Options,
+    options: StartOptions,
     *,
     kept: KeptEngine | None = None,
     stop: StopRequest | None = None,
@@ -214,7 +214,7 @@ class Trials:
     def _start(self, job: JobConfig, watch: _Watch) -> None:
         """Run the job. Raises the same exceptions as ``tried``, except when ``watch`` stopped the run."""
         try:
-            options = Options(command="trial", quiet=True)
+            options = StartOptions(command="trial", quiet=True)
             tried(job, self._source, options, kept=self._kept, stop=watch.stop)
         except Interrupted:
             if watch.stop.signum is None:

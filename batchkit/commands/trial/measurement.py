@@ -37,7 +37,7 @@ _CLOCK_S = 0.001  # resolution of the times in records
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """A row or one of its generations, answered or failed with an error of ``kind``.
 
     ``began`` and ``ended`` are seconds since the epoch; ``began`` is the entry into the engine's queue. Tokens cover
@@ -58,7 +58,7 @@ class Answer:
         return self.ended - self.began
 
 
-def answers_in(log: Path, offset: int = 0) -> Iterator[tuple[Answer, int]]:
+def answers_in(log: Path, offset: int = 0) -> Iterator[tuple[TimedAnswer, int]]:
     """Yield the rows whose records start after ``offset``, and the end of each record. Incomplete records are
     skipped."""
     for line in read_lines(log, offset):
@@ -66,9 +66,9 @@ def answers_in(log: Path, offset: int = 0) -> Iterator[tuple[Answer, int]]:
             yield answer_of(line.record), line.end
 
 
-def answer_of(record: Record | Generation) -> Answer:
+def answer_of(record: Record | Generation) -> TimedAnswer:
     ended, error = seconds_at(record.finished_at), record.error
-    return Answer(
+    return TimedAnswer(
         record.index,
         ended - record.latency_s,
         ended,
@@ -102,7 +102,7 @@ class Figures:
     interval: tuple[float, float] = (0.0, math.inf)
 
     @classmethod
-    def of(cls, answers: Sequence[Answer], seconds: float, *, is_typical: bool) -> Figures:
+    def of(cls, answers: Sequence[TimedAnswer], seconds: float, *, is_typical: bool) -> Figures:
         latencies = sorted(answer.latency_s for answer in answers)
         return cls(
             seconds=max(seconds, _CLOCK_S),
@@ -148,13 +148,13 @@ class Measurement:
         self.at_once, self.seconds = at_once, seconds
         self._left, self._least = total, least
         self._first = set(first)
-        self.full: list[Answer] = []
+        self.full: list[TimedAnswer] = []
         """Answers received while the engine was full, after the answer at which it became full."""
-        self.answers: list[Answer] = []
+        self.answers: list[TimedAnswer] = []
         self.failed = Counter[str]()
         self.first_error = ""
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: TimedAnswer) -> None:
         """Add the next finished row."""
         self._left -= 1
         self._first.discard(answer.index)

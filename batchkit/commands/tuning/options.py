@@ -140,7 +140,7 @@ _FIRST_FOR: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OptionChoice:
     """An option to search: a number to ``walk`` from (its current value), or ``others``, sets of options to try
     as a whole.
 
@@ -160,14 +160,14 @@ class Choice:
         return self.is_only and self.helps in ("rendering", "preprocessing", "kv-cache")
 
 
-def choices(job: JobConfig, options: Mapping[str, Any]) -> list[Choice]:
+def choices(job: JobConfig, options: Mapping[str, Any]) -> list[OptionChoice]:
     """Return the options to try: the engine's ``options`` and batchkit's options."""
     found = (_choice(name, value) for name, value in options.items())
     ours = (_choice(f"run.{name}", getattr(job.run, name)) for name in _OF_RUN)
     return [*_of_gpus(job), *found, *ours]
 
 
-def next_of(left: list[Choice], waits_for: str) -> Choice | None:
+def next_of(left: list[OptionChoice], waits_for: str) -> OptionChoice | None:
     """Remove and return the next option to try, given the bottleneck ``waits_for`` of the fastest options.
 
     The order is: use of the GPUs (which decides how many requests fit), concurrency, then the rest.
@@ -183,22 +183,24 @@ def next_of(left: list[Choice], waits_for: str) -> Choice | None:
     return found
 
 
-def _choice(name: str, value: Any) -> Choice:
+def _choice(name: str, value: Any) -> OptionChoice:
     is_only = name in _ONLY_FOR
     helps = (_ONLY_FOR if is_only else _FIRST_FOR).get(name, "")
     if isinstance(value, int) and not isinstance(value, bool):
-        return Choice(name, walk=value, helps=helps, is_only=is_only)
+        return OptionChoice(name, walk=value, helps=helps, is_only=is_only)
     values = {bool: [not value], list: value}.get(type(value), [])
-    return Choice(name, others=[{name: other} for other in values], helps=helps, is_only=is_only)
+    return OptionChoice(
+        name, others=[{name: other} for other in values], helps=helps, is_only=is_only
+    )
 
 
-def _of_gpus(job: JobConfig) -> Iterator[Choice]:
+def _of_gpus(job: JobConfig) -> Iterator[OptionChoice]:
     """Yield ways to use the GPUs: one engine per GPU, or per group of 2, 4, … GPUs that share the model."""
     n_gpus = visible_gpus() if job.engine.kind == "vllm" else 0
     across = job.engine.options.get("tensor_parallel_size", 1)
     across *= job.engine.options.get("pipeline_parallel_size", 1)
     if job.run.workers is None and n_gpus // across > 1:
-        yield Choice("run.workers", others=[{"run.workers": n_gpus // across}])
+        yield OptionChoice("run.workers", others=[{"run.workers": n_gpus // across}])
     if across > 1 or job.run.workers is not None:
         return
     groups = [2**n for n in range(1, 8) if 2**n <= n_gpus]
@@ -207,4 +209,4 @@ def _of_gpus(job: JobConfig) -> Iterator[Choice]:
         for n in groups
     ]
     if others:
-        yield Choice("tensor_parallel_size", others=others)
+        yield OptionChoice("tensor_parallel_size", others=others)

@@ -17,7 +17,7 @@ from batchkit.commands.tuning.find import LEAST_GAIN, bottleneck_of
 from batchkit.commands.tuning.known import Known, Options, Tried, draw, words
 from batchkit.commands.tuning.options import (
     SIZE,
-    Choice,
+    OptionChoice,
     check_patch,
     choices,
     most_of,
@@ -44,7 +44,7 @@ _ROWS_OF_PARITY = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DefaultComparison:
     """The speedup of the best options over the default, measured in turn: median, slowest and fastest round."""
 
     ratio: float
@@ -64,7 +64,7 @@ class Tuned:
     job: JobConfig
     trials: list[Tried] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
-    compared: Comparison | None = None
+    compared: DefaultComparison | None = None
     gained: dict[str, float] = field(default_factory=dict)
     differ: float | None = None
     signum: int | None = None
@@ -204,7 +204,7 @@ class _Search:
         self,
         found: Tuned,
         trials: Trials,
-        space: Sequence[Choice],
+        space: Sequence[OptionChoice],
         seconds: float,
         until: float,
         say: Say,
@@ -331,7 +331,7 @@ class _Search:
             ratios.append(tuned / default)
             rates.append(tuned)
         found = (statistics.median(ratios), min(ratios), max(ratios))
-        self._found.compared = Comparison(*(round(ratio, 4) for ratio in found))
+        self._found.compared = DefaultComparison(*(round(ratio, 4) for ratio in found))
         self._known.keep_gain(best if self._found.is_gain else {}, self._found.compared.ratio)
         for name in best if len(best) > 1 else ():
             if time.monotonic() < self._until:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from batchkit.commands.view.detail import RowMedia, beside_answers, row_of
 from batchkit.commands.view.overview import RUNS_KEPT, about, newest_point, overview, timeline
 from batchkit.commands.view.pairs import PairsQuery, page_of, pairs_of
-from batchkit.commands.view.rows import Query, Rows, Side, labels_of
+from batchkit.commands.view.rows import ComparedRun, Query, Rows, labels_of
 from batchkit.errors import BatchkitError
 from batchkit.runs.compare import compare, compare_values, have_same_input
 from batchkit.runs.index import Index, Snapshot, Table, stamp_of
@@ -191,8 +191,8 @@ class Api:
                 del self._indexes[next(iter(self._indexes))]  # the least recently used index
         return index, index.grow(_GROW_S)
 
-    def _side(self, folder: Path) -> Side:
-        return Side(*self._grown(folder), labels_of(Reach.of(folder, self._runs.media)))
+    def _side(self, folder: Path) -> ComparedRun:
+        return ComparedRun(*self._grown(folder), labels_of(Reach.of(folder, self._runs.media)))
 
 
 def _score_of(table: ScoreTable) -> dict[str, Any] | None:

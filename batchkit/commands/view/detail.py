@@ -29,7 +29,7 @@ from batchkit.runs.inputs import InputRows, Prompt
 from batchkit.runs.reach import Reach
 from batchkit.scoring import Scoring
 from batchkit.storage.lines import answers_in_words, whole_record
-from batchkit.storage.newest import Generations
+from batchkit.storage.newest_lines import Generations
 from batchkit.storage.plain_json import encoded
 
 _KEPT = 2  # rows whose images the browser may request next; the image bytes may be in the input

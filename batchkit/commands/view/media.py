@@ -72,7 +72,7 @@ _QUALITIES = (
 )  # the first one that fits is used; if none fits, the image is made smaller
 
 
-class Limits(NamedTuple):
+class MediaLimits(NamedTuple):
     """The limits of one image: longer side, pixels, and bytes as WebP."""
 
     side: int
@@ -85,9 +85,9 @@ class Limits(NamedTuple):
         return media.model_copy(update={"max_pixels": pixels, "min_pixels": 0})
 
 
-THUMB = Limits(side=240, pixels=60_000, max_bytes=8_000)
-SMALL = Limits(side=720, pixels=420_000, max_bytes=MAX_PICTURE_BYTES)
-LARGE = Limits(side=3_000, pixels=3_000_000, max_bytes=4 << 20)
+THUMB = MediaLimits(side=240, pixels=60_000, max_bytes=8_000)
+SMALL = MediaLimits(side=720, pixels=420_000, max_bytes=MAX_PICTURE_BYTES)
+LARGE = MediaLimits(side=3_000, pixels=3_000_000, max_bytes=4 << 20)
 
 
 class Webp(NamedTuple):
@@ -102,7 +102,7 @@ class Webp(NamedTuple):
         return "data:image/webp;base64," + base64.b64encode(self.content).decode()
 
 
-def as_webp(source: Any, reach: Reach, limits: Limits) -> Webp:
+def as_webp(source: Any, reach: Reach, limits: MediaLimits) -> Webp:
     """Return the image at ``source``. Only sources that the run allowed are opened.
 
     Raises:
@@ -116,7 +116,7 @@ def as_webp(source: Any, reach: Reach, limits: Limits) -> Webp:
         raise MediaError(f"{shown(source)}: {error}") from error
 
 
-def still_as_webp(source: Any, reach: Reach, limits: Limits) -> Webp:
+def still_as_webp(source: Any, reach: Reach, limits: MediaLimits) -> Webp:
     """Return a frame near the middle of the video at ``source``. Raises the same exceptions as ``as_webp``."""
     return _encoded(reach.still(source, limits.side), limits.max_bytes)
 

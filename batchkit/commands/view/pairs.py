@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from batchkit.commands.view.rows import Page, Side
+from batchkit.commands.view.rows import ComparedRun, Page
 from batchkit.runs.index import Snapshot, Table
 from batchkit.runs.paired import flipped, paired
 
@@ -72,7 +72,9 @@ def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
     )
 
 
-def page_of(pairs: Pairs, query: PairsQuery, a: Side, b: Side) -> list[dict[str, Any]]:
+def page_of(
+    pairs: Pairs, query: PairsQuery, a: ComparedRun, b: ComparedRun
+) -> list[dict[str, Any]]:
     """Return the rows of a page. A side without the row is None."""
     places, found = np.flatnonzero(pairs.masks[query.only]), []
     for place in places[query.offset : query.offset + query.limit].tolist():

@@ -162,7 +162,7 @@ def template_in(path: str, key: str, reach: Reach) -> str:
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedRun:
     """A run as a list of rows."""
 
     index: Index

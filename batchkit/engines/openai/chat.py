@@ -103,13 +103,13 @@ class Endpoint:
         raise NotImplementedError
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     type: str = ""
     text: str = ""
 
 
-class _Message(msgspec.Struct):
-    content: str | list[_Part] | None = None  # some servers return parts
+class _ChatMessage(msgspec.Struct):
+    content: str | list[_ContentPart] | None = None  # some servers return parts
     reasoning: Any = None
     reasoning_content: Any = None  # DeepSeek's name, which other servers use, too
     tool_calls: Any = None
@@ -117,7 +117,7 @@ class _Message(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     index: int | None = None
-    message: _Message | None = None
+    message: _ChatMessage | None = None
     text: str | None = None
     finish_reason: Any = None
     logprobs: Any = None
@@ -138,7 +138,7 @@ class _Choice(msgspec.Struct):
         return f"finish_reason is {self.reason}" + (f": {in_words(self.error)}" * bool(self.error))
 
     def read(self) -> Choice:
-        message = self.message or _Message(self.text)
+        message = self.message or _ChatMessage(self.text)
         text = message.content or ""
         if isinstance(text, list):
             text = "".join(part.text for part in text if part.type == "text")
@@ -146,7 +146,7 @@ class _Choice(msgspec.Struct):
         return choice_of(text, self.reason, self.logprobs, thought, message.tool_calls)
 
 
-class _Answer(msgspec.Struct):
+class _ChatAnswer(msgspec.Struct):
     choices: list[_Choice]
     usage: Any = None
     error: Any = None
@@ -199,7 +199,7 @@ class Chat(Endpoint):
         return given
 
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
-        found = as_shape(answer, _Answer)
+        found = as_shape(answer, _ChatAnswer)
         choices = found.ordered(n)
         failures = [failure for choice in choices if (failure := choice.failure) is not None]
         if self._selects and len(failures) < len(choices):

@@ -36,14 +36,14 @@ from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.faults import EngineDied, Fault
 from batchkit.engines.openai.chat import SAMPLING as SAMPLING
 from batchkit.engines.openai.connections import allow_connections
-from batchkit.engines.openai.options import Options, options_of
+from batchkit.engines.openai.options import ServerOptions, options_of
 from batchkit.engines.openai.own_server import OwnServer
 from batchkit.engines.openai.pooling import ENDPOINTS
 from batchkit.engines.openai.rate_limiter import (
     MOST_FAULTS,
     NoAnswer,
-    Place,
     RateLimiter,
+    RequestSlot,
     Why,
     pause_s,
 )
@@ -253,7 +253,7 @@ class OpenAIServerEngine:
                 if others_are_answered or not (problem.why is Why.BUSY or self._limiter.is_open):
                     await asyncio.sleep(pause_s(tries))
 
-    async def _probe(self, request: Request, place: Place) -> bool:
+    async def _probe(self, request: Request, place: RequestSlot) -> bool:
         """Send a one-word prompt to a server that answered nothing; return whether it answers now."""
         try:
             kind = "chat" if request.messages else task_of(request.endpoint, self._task)
@@ -268,7 +268,7 @@ class OpenAIServerEngine:
             pass  # a refusal shows that the server works
         return True
 
-    async def _ask(self, request: Request, place: Place) -> Completion:
+    async def _ask(self, request: Request, place: RequestSlot) -> Completion:
         """Call ``Remote.ask``. An answer, or a refusal other than a timeout, shows that the server works."""
         try:
             completion = await self._remote.ask(request)
@@ -377,7 +377,7 @@ def open_preflight(job: JobConfig) -> OpenAIServerPreflight:
     return OpenAIServerPreflight(job)
 
 
-def _own_server(job: JobConfig, options: Options, log: Path | None) -> OwnServer | None:
+def _own_server(job: JobConfig, options: ServerOptions, log: Path | None) -> OwnServer | None:
     table = job.engine.server
     if table is None:
         return None

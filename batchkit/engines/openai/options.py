@@ -35,7 +35,7 @@ _LLAMA_CPP_LACKS = {
 }
 
 
-class Options(Table):
+class ServerOptions(Table):
     max_num_seqs: PositiveInt = 32  # concurrent requests
     give_up_s: Seconds = 300.0
     max_model_len: PositiveInt | None = None  # tokens per request, if the server reports none
@@ -43,10 +43,10 @@ class Options(Table):
     drop: list[str] = Field([])  # fields to leave out of each body
 
 
-def options_of(job: JobConfig) -> Options:
+def options_of(job: JobConfig) -> ServerOptions:
     """Return the job's options, and check its sampling. Raises JobError with a list of all problems."""
     given = job.engine.options
-    problems = problems_with("engine.options", Options, given, job.engine.kind)
+    problems = problems_with("engine.options", ServerOptions, given, job.engine.kind)
     extra = given.get("extra_body")
     problems += [
         f"engine.options.extra_body.{name}: set by batchkit; leave it out"
@@ -72,7 +72,7 @@ def options_of(job: JobConfig) -> Options:
         )
     if problems:
         raise JobError("\n".join(problems))
-    return Options(**given)
+    return ServerOptions(**given)
 
 
 def check_for_llama_cpp(task: str, body: Mapping[str, Any]) -> None:

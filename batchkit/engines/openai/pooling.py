@@ -44,7 +44,7 @@ class _Item(msgspec.Struct):
     relevance_score: float | None = None
 
 
-class _Answer(msgspec.Struct):
+class _PoolingAnswer(msgspec.Struct):
     data: list[_Item] | None = None
     results: list[_Item] | None = None
     usage: Any = None
@@ -60,11 +60,11 @@ class _Endpoint(Endpoint):
         return {"messages": request.messages}
 
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
-        found = as_shape(answer, _Answer)
+        found = as_shape(answer, _PoolingAnswer)
         pooled = self.pooled_of(request, found)
         return Completion(request, (), _usage(found.usage), latency_s, pooled=pooled)
 
-    def pooled_of(self, request: Request, answer: _Answer) -> Pooled:
+    def pooled_of(self, request: Request, answer: _PoolingAnswer) -> Pooled:
         """Return the answer's vector, class or scores. Raises like ``completion_of``."""
         raise NotImplementedError
 
@@ -80,7 +80,7 @@ class Embeddings(_Endpoint):
     def input_of(self, request: Request) -> dict[str, Any]:
         return {**super().input_of(request), "encoding_format": "base64"}
 
-    def pooled_of(self, request: Request, answer: _Answer) -> Pooled:
+    def pooled_of(self, request: Request, answer: _PoolingAnswer) -> Pooled:
         (item,) = _in_order(answer.data, 1)
         vector = _vector(item.embedding)
         found, wanted = len(vector), request.sampling.get("dimensions")
@@ -106,7 +106,7 @@ class Classify(_Endpoint):
     def url(self, base_url: str, request: Request) -> str:
         return f"{base_url.removesuffix('/v1')}/classify"
 
-    def pooled_of(self, request: Request, answer: _Answer) -> Pooled:
+    def pooled_of(self, request: Request, answer: _PoolingAnswer) -> Pooled:
         (item,) = _in_order(answer.data, 1)
         if not item.probs:
             raise ShapeError("data[0].probs: has no numbers")
@@ -132,7 +132,7 @@ class Rerank(_Endpoint):
         )
         return {"query": query, "documents": documents}
 
-    def pooled_of(self, request: Request, answer: _Answer) -> Pooled:
+    def pooled_of(self, request: Request, answer: _PoolingAnswer) -> Pooled:
         n_documents = len(request.pair.documents) if request.pair else 0
         items = _in_order(answer.results, n_documents)
         scores = [it.relevance_score for it in items if it.relevance_score is not None]

@@ -46,7 +46,7 @@ class NoAnswer(Exception):
         self.why, self.retry_after_s, self.stops = why, retry_after_s, stops
 
 
-class Place(NamedTuple):
+class RequestSlot(NamedTuple):
     """A permit to send one request, granted at the time ``since``."""
 
     since: float
@@ -96,23 +96,23 @@ class RateLimiter:
         pause = self._pause
         return 0.0 if pause is None else max(0.0, pause.when() - time.monotonic())
 
-    async def enter(self) -> Place:
+    async def enter(self) -> RequestSlot:
         """Wait for a permit, in the order of the calls."""
         loop = asyncio.get_running_loop()
         place = loop.create_future()
         self._line.append(place)
         self._admit()
         is_probe = await place
-        return Place(loop.time(), is_probe)
+        return RequestSlot(loop.time(), is_probe)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: RequestSlot) -> None:
         """Return the permit."""
         self.running -= 1
         if place.is_probe:
             self._is_probing = False
         self._admit()
 
-    def went_well(self, place: Place) -> None:
+    def went_well(self, place: RequestSlot) -> None:
         """Record an answer. Only an answer to a request sent after the limiter opened closes it again."""
         self.troubled_since = None
         self._limit = min(self._most, self._limit + GROWTH)
@@ -120,7 +120,7 @@ class RateLimiter:
         if place.since >= self._opened_at:
             self.is_open, self._failures, self._pauses = False, 0, 0
 
-    def failed(self, place: Place, problem: NoAnswer) -> None:
+    def failed(self, place: RequestSlot, problem: NoAnswer) -> None:
         """Record a request without an answer.
 
         Requests sent before the last reduction do not lower the limit again.

@@ -15,7 +15,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.openai import api
 from batchkit.engines.openai.chat import Endpoint
 from batchkit.engines.openai.connections import CONNECT_S, Connections, Content, Response
-from batchkit.engines.openai.options import Options, check_for_llama_cpp
+from batchkit.engines.openai.options import ServerOptions, check_for_llama_cpp
 from batchkit.engines.openai.pooling import ENDPOINTS
 from batchkit.engines.openai.rate_limiter import NoAnswer, Why
 from batchkit.errors import (
@@ -52,7 +52,7 @@ class Remote:
     """
 
     def __init__(
-        self, job: JobConfig, base_url: str, options: Options, event: Callable[[str], None]
+        self, job: JobConfig, base_url: str, options: ServerOptions, event: Callable[[str], None]
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.models: list[Mapping[str, Any]] = []

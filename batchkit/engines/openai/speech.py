@@ -24,15 +24,15 @@ _MOST_BYTES = 25 * 2**20  # OpenAI's limit, and vLLM's
 _RENAMED = {"max_tokens": "max_completion_tokens"}
 
 
-class _Segment(msgspec.Struct):
+class _SpeechSegment(msgspec.Struct):
     start: float
     end: float
     text: str
 
 
-class _Answer(msgspec.Struct):
+class _SpeechAnswer(msgspec.Struct):
     text: str | None = None
-    segments: list[_Segment] | None = None
+    segments: list[_SpeechSegment] | None = None
     usage: Any = None
     error: Any = None
 
@@ -66,7 +66,7 @@ class Transcriptions(Endpoint):
         return Content(content, f"multipart/form-data; boundary={boundary}")
 
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
-        found = as_shape(answer, _Answer)
+        found = as_shape(answer, _SpeechAnswer)
         if found.text is None:
             raise ShapeError("the answer has no text")
         text = valid(found.text)
@@ -76,7 +76,7 @@ class Transcriptions(Endpoint):
         return Completion(request, [Choice(text, "stop")], usage, latency_s)
 
 
-def _stamped(segment: _Segment) -> str:
+def _stamped(segment: _SpeechSegment) -> str:
     return f"<|{segment.start:.2f}|>{valid(segment.text)}<|{segment.end:.2f}|>"
 
 

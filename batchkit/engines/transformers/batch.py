@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from batchkit.engines.transformers.rendering import Prepared
+from batchkit.engines.transformers.rendering import PreparedPrompt
 from batchkit.types import Choice
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model in memory. ``eos_ids`` end an answer; ``device``: where its inputs go."""
 
     model: Any
@@ -31,7 +31,7 @@ class Batch:
     time: each waits on a queue for the other.
     """
 
-    def __init__(self, answers: Sequence[Answer], loaded: Loaded) -> None:
+    def __init__(self, answers: Sequence[BatchAnswer], loaded: LoadedModel) -> None:
         self.answers = answers
         self._loaded = loaded
         self._chosen: Any = None  # the tokens of the last step
@@ -42,10 +42,10 @@ class Batch:
             answer.begin()
 
     @property
-    def unfinished(self) -> list[Answer]:
+    def unfinished(self) -> list[BatchAnswer]:
         return [answer for answer in self.answers if answer.finish_reason is None]
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[BatchAnswer]:
         """Give each unfinished answer a token; returns those that end with it. Raises
         anything that the model's code raises; the batch is then over."""
         if self._chosen is None:
@@ -103,7 +103,7 @@ class Batch:
         return only.scatter_(1, tokens[:, None], 0.0)
 
 
-def next_batch(waiting: Sequence[Answer], size: int) -> list[Answer]:
+def next_batch(waiting: Sequence[BatchAnswer], size: int) -> list[BatchAnswer]:
     """``size`` answers of about one length, with the one that has waited longest: none waits forever.
 
     First by the maximum length of the answers: until a batch ends, a row whose answer has ended
@@ -146,7 +146,7 @@ def _is_by_token(prompt: Mapping[str, Any], name: str) -> bool:
     return name not in prompt or prompt[name].shape == prompt["input_ids"].shape
 
 
-class Answer:
+class BatchAnswer:
     """One of the ``n`` answers to a request; ``siblings`` are all of them.
 
     ``seed`` decides what is sampled, whatever other rows are in the batch. ``eos_ids``: the model's
@@ -155,11 +155,11 @@ class Answer:
     """
 
     def __init__(
-        self, prepared: Prepared, seed: int, tokenizer: Any, eos_ids: frozenset[int]
+        self, prepared: PreparedPrompt, seed: int, tokenizer: Any, eos_ids: frozenset[int]
     ) -> None:
         self.prepared = prepared
         self.since = 0.0
-        self.siblings: Sequence[Answer] = [self]
+        self.siblings: Sequence[BatchAnswer] = [self]
         self.runs_alone = False
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(prepared.sampling.stop_token_ids or ())

@@ -16,9 +16,9 @@ from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of
 from batchkit.engines.memory import HostMemory
 from batchkit.engines.process.startup import explain
-from batchkit.engines.transformers.batch import Answer, Batch, Loaded, next_batch
-from batchkit.engines.transformers.options import Options
-from batchkit.engines.transformers.rendering import Prepared, TransformersRenderer
+from batchkit.engines.transformers.batch import Batch, BatchAnswer, LoadedModel, next_batch
+from batchkit.engines.transformers.options import TransformersOptions
+from batchkit.engines.transformers.rendering import PreparedPrompt, TransformersRenderer
 from batchkit.errors import EngineCrashError, RequestError, RowError, RowOutOfMemoryError
 from batchkit.types import Completion, Request, Usage
 
@@ -39,7 +39,9 @@ class TransformersEngine:
     reason, its rows run one by one, so that only the row at fault fails.
     """
 
-    def __init__(self, job: JobConfig, options: Options, renderer: TransformersRenderer) -> None:
+    def __init__(
+        self, job: JobConfig, options: TransformersOptions, renderer: TransformersRenderer
+    ) -> None:
         import torch
         import transformers
 
@@ -51,7 +53,7 @@ class TransformersEngine:
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         self._host_memory = HostMemory(job)
         self._submitted: deque[tuple[Request, float]] = deque()
-        self._waiting: list[Answer] = []  # those that run alone come first
+        self._waiting: list[BatchAnswer] = []  # those that run alone come first
         self._batch: Batch | None = None
         self._size = self._size_that_worked = options.max_num_seqs
         self._successes = 0
@@ -94,7 +96,7 @@ class TransformersEngine:
         except RowError as error:
             return [Completion(request, error=error)]
         answers = [
-            Answer(
+            BatchAnswer(
                 prepared, self._seed_of(prepared, n), self._renderer.tokenizer, self._loaded.eos_ids
             )
             for n in range(prepared.sampling.n)
@@ -104,7 +106,7 @@ class TransformersEngine:
         self._waiting += answers
         return []
 
-    def _seed_of(self, prepared: Prepared, number: int) -> int:
+    def _seed_of(self, prepared: PreparedPrompt, number: int) -> int:
         if (own := prepared.sampling.seed) is not None:
             return own + number
         request = prepared.request
@@ -147,7 +149,7 @@ class TransformersEngine:
             self._batch = None
 
     def _recover(
-        self, batch: Batch, unfinished: Sequence[Answer], fault: Fault, *, is_refusal: bool
+        self, batch: Batch, unfinished: Sequence[BatchAnswer], fault: Fault, *, is_refusal: bool
     ) -> list[Completion]:
         """The batch failed: queue its ``unfinished`` answers again, or fail a request that ran alone.
         Raises EngineDied if the engine can't recover."""
@@ -174,16 +176,16 @@ class TransformersEngine:
         return []
 
 
-def _without(waiting: Iterable[Answer], gone: Iterable[Answer]) -> list[Answer]:
+def _without(waiting: Iterable[BatchAnswer], gone: Iterable[BatchAnswer]) -> list[BatchAnswer]:
     left_out = set(map(id, gone))
     return [answer for answer in waiting if id(answer) not in left_out]
 
 
-def _are_finished(answers: Iterable[Answer]) -> bool:
+def _are_finished(answers: Iterable[BatchAnswer]) -> bool:
     return all(answer.finish_reason is not None for answer in answers)
 
 
-def _completion(answers: Sequence[Answer]) -> Completion:
+def _completion(answers: Sequence[BatchAnswer]) -> Completion:
     prepared = answers[0].prepared
     done = Completion(
         prepared.request,
@@ -206,7 +208,9 @@ def _row_error(fault: Fault, *, is_refusal: bool) -> RowError:
     return EngineCrashError(f"the model fails on this row alone: {fault}")
 
 
-def load_model(job: JobConfig, options: Options, config: Any, tokenizer: Any) -> Loaded:
+def load_model(
+    job: JobConfig, options: TransformersOptions, config: Any, tokenizer: Any
+) -> LoadedModel:
     """Load on one GPU, or on the CPU if there is none, unless ``device_map`` is set. Raises StartFailed if
     it can't be loaded."""
     import torch
@@ -241,7 +245,7 @@ def load_model(job: JobConfig, options: Options, config: Any, tokenizer: Any) ->
     ends = frozenset(n for n in [*listed, tokenizer.eos_token_id] if n is not None)
     # Any token will do if none is set, because padding is masked.
     pads = [n for n in (own.pad_token_id, tokenizer.pad_token_id, 0) if n is not None]
-    return Loaded(model.eval(), model.get_input_embeddings().weight.device, ends, pads[0])
+    return LoadedModel(model.eval(), model.get_input_embeddings().weight.device, ends, pads[0])
 
 
 def free_memory() -> None:

@@ -30,7 +30,7 @@ TokenKey = Annotated[NonNegativeInt, Strict(False)]  # text in JSON and TOML
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class Options(Table):
+class TransformersOptions(Table):
     """Named as in vLLM, or else as in transformers."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: as in the checkpoint
@@ -45,11 +45,13 @@ class Options(Table):
     mm_processor_kwargs: dict[str, Any] = Field({})
 
 
-def options_of(job: JobConfig) -> Options:
+def options_of(job: JobConfig) -> TransformersOptions:
     """The job's options, with ``chat_template`` read. Also checks sampling, model and adapter. Raises
     JobError, which lists everything that is wrong, one line each."""
     given, template = job.engine.options, None
-    problems = request_checks.problems_with("engine.options", Options, given, job.engine.kind)
+    problems = request_checks.problems_with(
+        "engine.options", TransformersOptions, given, job.engine.kind
+    )
     try:
         template = None if problems else request_checks.chat_template(given)
         sampling_of(job.sampling.example())
@@ -69,7 +71,7 @@ def options_of(job: JobConfig) -> Options:
     set_environment()
     if problems := problems or unknown_parsers(job):
         raise JobError("\n".join(problems))
-    return Options(**{**given, "chat_template": template})
+    return TransformersOptions(**{**given, "chat_template": template})
 
 
 class Sampling(Table):

@@ -11,13 +11,13 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import RenderedPrompt
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import cause, check_forced_call, check_length, template_kwargs
-from batchkit.engines.transformers.options import Options, Sampling, sampling_of
+from batchkit.engines.transformers.options import Sampling, TransformersOptions, sampling_of
 from batchkit.engines.vllm.parsing import ADJUSTED, AnswerParser, parsing_of
 from batchkit.errors import JobError, MediaError, RequestError, RowError
 from batchkit.types import CLIPS, Request
 
 
-class Prepared(NamedTuple):
+class PreparedPrompt(NamedTuple):
     """A request as the model's inputs.
 
     ``inputs``: its tensors by ``forward``'s argument names, a batch of one on the CPU.
@@ -40,7 +40,7 @@ class TransformersRenderer:
     """The model's processor, or its tokenizer if the model takes only text. Raises JobError if the model's
     files are missing, or ``max_model_len`` is more than it supports."""
 
-    def __init__(self, job: JobConfig, options: Options) -> None:
+    def __init__(self, job: JobConfig, options: TransformersOptions) -> None:
         from transformers import AutoConfig, AutoProcessor
 
         self._model = job.engine.model
@@ -67,7 +67,7 @@ class TransformersRenderer:
         prepared = self.prepare(request)
         return RenderedPrompt(prepared.text, prepared.prompt_tokens)
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(self, request: Request) -> PreparedPrompt:
         """The request with its prompt tokenised and its images processed. Raises RowError if the model
         can't take it."""
         check_forced_call(request, self._job)
@@ -91,7 +91,7 @@ class TransformersRenderer:
         check_length(request, prompt_tokens, self.max_model_len)
         room = self.max_model_len - prompt_tokens
         max_tokens = min(room, sampling.max_tokens or room)
-        return Prepared(request, sampling, text, inputs, max_tokens, parser)
+        return PreparedPrompt(request, sampling, text, inputs, max_tokens, parser)
 
     def _sampling(self, request: Request) -> tuple[Sampling, AnswerParser | None]:
         """Return the sampling parameters as the answer parser needs them, and the parser (None without one)."""

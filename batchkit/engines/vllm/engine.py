@@ -27,7 +27,7 @@ from batchkit.engines.request_checks import cause
 from batchkit.engines.vllm.loras import Loras
 from batchkit.engines.vllm.options import check_task, limits_of, llm_options
 from batchkit.engines.vllm.pooling import PoolingRenderer
-from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusal
+from batchkit.engines.vllm.renderer import EngineInput, Prepared, VllmRenderer, refusal
 from batchkit.engines.vllm.speech import timestamp_options
 from batchkit.engines.vllm.stepper import Stepper
 from batchkit.errors import EngineError, JobError, RequestError, RowError, RowTimeoutError
@@ -245,7 +245,7 @@ class VllmEngine:
         self._running.update(dict.fromkeys(running.numbers, running))
         return None
 
-    def _add_input(self, number: str, one: Input, prepared: Prepared) -> None:
+    def _add_input(self, number: str, one: EngineInput, prepared: Prepared) -> None:
         prompt, params = one
         parser, lora = prepared.parser, self._loras.of(prepared.request)
         if parser is None or params.structured_outputs is None:

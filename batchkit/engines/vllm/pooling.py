@@ -14,7 +14,7 @@ from batchkit.engines.base import RenderedPrompt
 from batchkit.engines.entities import entities_in, tags_of
 from batchkit.engines.request_checks import chat_template, check_length
 from batchkit.engines.vllm.options import pooling_params, task_by_config
-from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, counted, refusing
+from batchkit.engines.vllm.renderer import EngineInput, Prepared, VllmRenderer, counted, refusing
 from batchkit.errors import JobError, RequestError, RowError, WrongTaskError
 from batchkit.rendering.body import task_of
 from batchkit.types import Completion, Content, Pair, Pooled, Request, Usage
@@ -65,7 +65,7 @@ class PoolingRenderer:
             params.extra_kwargs = {**(params.extra_kwargs or {}), **extra}
         if request.messages is not None:
             with refusing(request):
-                inputs = [Input(self._prompts.prompt(request), params)]
+                inputs = [EngineInput(self._prompts.prompt(request), params)]
             self._check_length(request, inputs[0])
         else:
             with refusing(request):
@@ -132,7 +132,7 @@ class PoolingRenderer:
 
     def _input(
         self, request: Request, of_request: _Processor, parts: Sequence[Any], number: int
-    ) -> Input:
+    ) -> EngineInput:
         part = parts[number]
         tokenization = part["tok_params"]
 
@@ -143,7 +143,7 @@ class PoolingRenderer:
         try:
             with refusing(request):
                 rendered = counted(render)
-            given = Input(rendered["prompts"], rendered["params"])
+            given = EngineInput(rendered["prompts"], rendered["params"])
             self._check_length(request, given)
         except RowError as error:
             if request.pair is not None and request.pair.is_list:
@@ -151,13 +151,13 @@ class PoolingRenderer:
             raise
         return given
 
-    def _check_length(self, request: Request, given: Input) -> None:
+    def _check_length(self, request: Request, given: EngineInput) -> None:
         tokens = len(_tokens(given.prompt))
         if not tokens:
             raise RequestError("the text is empty")
         check_length(request, tokens, self._max_model_len, generates=False)
 
-    def _text(self, inputs: Sequence[Input]) -> str:
+    def _text(self, inputs: Sequence[EngineInput]) -> str:
         """Return the text that the model sees, with each input on a new line."""
         prompts = [given.prompt for given in inputs]
         return "\n".join(

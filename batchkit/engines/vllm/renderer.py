@@ -36,7 +36,7 @@ _DEAD_END = (
 )
 
 
-class Input(NamedTuple):
+class EngineInput(NamedTuple):
     """An input of vLLM's engine, in vLLM's format."""
 
     prompt: Any
@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
     """
 
     request: Request
-    inputs: Sequence[Input]
+    inputs: Sequence[EngineInput]
     text: str | None = None
     parser: AnswerParser | None = None
     tries: int = 0
@@ -95,7 +95,7 @@ class VllmRenderer:
                 parser = self._parsing.parser_of(request, params, self._template_kwargs(request))
             prompt = self.prompt(request)
         check_length(request, len(prompt.get("prompt_token_ids") or ()), self._max_model_len)
-        return Prepared(request, [Input(prompt, params)], parser=parser)
+        return Prepared(request, [EngineInput(prompt, params)], parser=parser)
 
     def forget(self, images: Iterable[str]) -> None:
         """Send these images (given by their hashes) in full the next time they are used.

@@ -24,11 +24,11 @@ from msgspec import structs
 
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, EngineError, JobError
+from batchkit.execution.engine_turns import grouping_of
 from batchkit.execution.events import EngineHistory, Event, Load
 from batchkit.execution.lane import POLL_S, KeptEngine, Opening
 from batchkit.execution.requests import requests_of
 from batchkit.execution.start import Start
-from batchkit.execution.turns import grouping_of
 from batchkit.execution.worker import EngineFacts, Returned, Worker
 from batchkit.storage.ledger import RecordLine
 from batchkit.storage.steps import GenerationLine
@@ -40,7 +40,7 @@ MOST_CALLS_PER_S = 200.0  # over all workers, since each call costs the driver a
 CLOSE_S = 30.0
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """The node and GPUs of a worker."""
 
     node: str
@@ -48,13 +48,13 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Report:
+class WorkerReport:
     """A worker's answer to a call: ``lines`` and ``events`` since the last call.
 
     ``failure``: why the worker can't continue; a JobError if every other worker would fail, too.
     """
 
-    place: Place
+    place: Placement
     lines: list[Returned] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     engine: EngineFacts | None = None
@@ -85,7 +85,7 @@ class Actor:
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
         self._spacing_s = (start.job.run.workers or 1) / MOST_CALLS_PER_S
         self._changed = threading.Condition()
-        self._report = Report(Place(socket.gethostname(), ray.get_gpu_ids()))
+        self._report = WorkerReport(Placement(socket.gethostname(), ray.get_gpu_ids()))
         self._taking = True
         self._closed = False
         self._unsettled = self._written = 0
@@ -93,7 +93,7 @@ class Actor:
         self._thread.daemon = True
         self._thread.start()
 
-    def exchange(self, tasks: Sequence[Task], taking: bool, written: int) -> Report:
+    def exchange(self, tasks: Sequence[Task], taking: bool, written: int) -> WorkerReport:
         """Take ``tasks``; wait for settled rows, and return all that were settled since the last call.
 
         ``written``: how many more of the returned generations are in the ledger since the last call.

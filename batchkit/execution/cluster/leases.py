@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchkit.execution.bisection import Suspects
-from batchkit.execution.cluster.actor import Place
+from batchkit.execution.cluster.actor import Placement
 from batchkit.execution.events import EngineHistory, Load
 from batchkit.execution.worker import EngineFacts
 from batchkit.storage.manifest import WorkerState
@@ -144,7 +144,7 @@ class Life:
     began_at: float = field(default_factory=time.monotonic)
     call: Any = None  # the pending call
     called_at: float = 0.0
-    place: Place | None = None
+    place: Placement | None = None
     engine: EngineFacts | None = None
     load: Load = field(default_factory=Load)
     is_said_to_wait: bool = False

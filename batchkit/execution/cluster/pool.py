@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
-from batchkit.execution.cluster.actor import CLOSE_S, Actor, Report
+from batchkit.execution.cluster.actor import CLOSE_S, Actor, WorkerReport
 from batchkit.execution.cluster.leases import Leases, RayWorker
 from batchkit.execution.cluster.session import cause_of, knock, needs, session
 from batchkit.execution.events import EngineHistory, EngineLine, Found, Line, Load
@@ -204,7 +204,7 @@ class RayPool:
         left = self._due.left
         return None if left is None else max(1, left - self._leases.n_held)
 
-    def _take_in(self, worker: RayWorker, report: Report) -> list[Returned]:
+    def _take_in(self, worker: RayWorker, report: WorkerReport) -> list[Returned]:
         for event in report.events:
             if isinstance(event, EngineHistory):
                 self._learn(worker, event)

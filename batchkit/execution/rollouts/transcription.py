@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from batchkit.errors import EmptyTextError, RowError
 from batchkit.execution.rollouts.open_row import OpenRow
 from batchkit.execution.start import Start
-from batchkit.rendering.media.sound import Part, Sound, Span
+from batchkit.rendering.media.sound import Sound, SoundPart, Span
 from batchkit.rendering.speech import Recording, SpeechRenderer
 from batchkit.types import Choice, Completion, Coverage, Request, Segment, Transcript
 
@@ -80,7 +80,7 @@ async def _language(row: OpenRow, recording: Recording) -> str | None:
     return found and found[1]
 
 
-async def _heard(row: OpenRow, recording: Recording, part: Part) -> list[Segment]:
+async def _heard(row: OpenRow, recording: Recording, part: SoundPart) -> list[Segment]:
     """Return the segments of ``part``. Sound without text is transcribed once more, alone."""
     segments = await _asked(row, recording, part.heard, PART)
     sound = recording.sound
@@ -132,7 +132,7 @@ def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> li
     return found
 
 
-def joined(parts: Sequence[Part], of_parts: Sequence[list[Segment]]) -> list[Segment]:
+def joined(parts: Sequence[SoundPart], of_parts: Sequence[list[Segment]]) -> list[Segment]:
     """Return the segments of all chunks. Each segment comes from the chunk whose own span has the segment's middle."""
     found: list[Segment] = []
     was_cut = False

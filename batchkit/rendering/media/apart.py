@@ -15,7 +15,7 @@ from batchkit.isolation.files import (
     CLIP_READER,
     PDF_READER,
     FileProcessError,
-    Reader,
+    FileReader,
     UnreadableFileError,
     placed,
 )
@@ -105,7 +105,7 @@ def decode_still(data: bytes, name: str, side: int, media: MediaTable) -> Image.
 
 @contextmanager
 def _asking(
-    reader: Reader, data: bytes, name: str, media: MediaTable
+    reader: FileReader, data: bytes, name: str, media: MediaTable
 ) -> Iterator[Callable[..., Any]]:
     """Yield a function that sends questions about the file ``data`` to ``reader``; ``name`` is for messages.
 

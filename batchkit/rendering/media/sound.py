@@ -32,7 +32,7 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
-class Part(NamedTuple):
+class SoundPart(NamedTuple):
     """A chunk of a recording.
 
     The model gets ``heard``, but only its answer for ``own`` counts; the own spans of all chunks make up the recording.
@@ -78,7 +78,7 @@ class Sound:
         found = [Span(start, min(end, self.seconds)) for start, end in _runs(left)]
         return [span for span in found if span.seconds >= _SHORTEST_SOUND_S]
 
-    def parts(self, most_s: float, overlap_s: float) -> list[Part]:
+    def parts(self, most_s: float, overlap_s: float) -> list[SoundPart]:
         """Return the recording in chunks of at most ``most_s``.
 
         Each is cut in the middle of the longest silence of its second half, or at its quietest moment. A chunk overlaps
@@ -94,7 +94,7 @@ class Sound:
         cuts.append(self.seconds)
         silences.append(Span(self.seconds, self.seconds))
         return [
-            Part(
+            SoundPart(
                 Span(*own),
                 self._heard(own, around, overlap_s),
                 not around[1].seconds and own[1] < self.seconds,

@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import StrictUndefined, UndefinedError
 
-from batchkit.isolation.child import Refusal, answer_all, limit_memory
+from batchkit.isolation.child import ChildRefusal, answer_all, limit_memory
 from batchkit.rendering.templates.sandbox import functions_called, with_functions
 
 MOST_MEMORY = 1 << 30  # bytes, plus eight times the size of the input
@@ -31,14 +31,16 @@ def _answer(question: bytes) -> Any:
         source, expression, names = pickle.loads(question)
         found = _compiled(source, expression)(names)
         if isinstance(found, StrictUndefined):
-            raise Refusal("undefined", "")
+            raise ChildRefusal("undefined", "")
         plain = _plain(found)
         most, n_bytes = MOST_BYTES + 4 * len(question), len(marshal.dumps(plain))
         if n_bytes > most:
-            raise Refusal("error", f"its template makes {n_bytes:,} bytes; the limit is {most:,}")
+            raise ChildRefusal(
+                "error", f"its template makes {n_bytes:,} bytes; the limit is {most:,}"
+            )
         return plain
     except UndefinedError as error:
-        raise Refusal("undefined", str(error)) from None
+        raise ChildRefusal("undefined", str(error)) from None
     except MemoryError:
         message = f"its template needs more than {limit / (1 << 30):.1f} GiB of memory"
         raise MemoryError(message) from None

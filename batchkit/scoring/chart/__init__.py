@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from batchkit.scoring.chart.answer import TABLE_NAME, chart_code, with_table
 from batchkit.scoring.chart.sandbox import (
-    Run,
+    ProgramRun,
     Sandbox,
     check_sandbox,
 )
@@ -94,7 +94,7 @@ def score_chart(chart: Chart, sandbox: Sandbox, mode: Mode) -> ChartScore:
         code = with_table(code, mode)
     missing = chart.table is not None and not chart.table.is_file()
     table = None if chart.table is None or missing else str(chart.table.resolve())
-    outcome = sandbox.run(Run(code, chart.chart_type, mode, table))
+    outcome = sandbox.run(ProgramRun(code, chart.chart_type, mode, table))
     if outcome.problem is not None:
         problem = outcome.problem
         if missing and "FileNotFoundError" in problem and TABLE_NAME in problem:

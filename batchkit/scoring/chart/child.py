@@ -25,7 +25,7 @@ from typing import Any
 from batchkit.isolation.confine import confine
 from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH, fixed
 from batchkit.scoring.chart.readings import fixed_readings, official_reading
-from batchkit.scoring.chart.sandbox import CONFINED, MAX_Y_CHARS, SCRATCH, Run
+from batchkit.scoring.chart.sandbox import CONFINED, MAX_Y_CHARS, SCRATCH, ProgramRun
 
 _PROBLEM_CHARS = 1000
 _RESULT_FD = 3
@@ -56,7 +56,7 @@ def main(connection: Connection) -> None:
     CONFINED is sent before the code starts: it can't take that back.
     """
     home, timeout_s, fields = json.loads(connection.recv_bytes())
-    run = Run(*fields)
+    run = ProgramRun(*fields)
     returncode = 1
     try:
         try:
@@ -139,7 +139,7 @@ def _fork() -> None:
         os._exit(0)
 
 
-def _result(run: Run, table: Path) -> str:
+def _result(run: ProgramRun, table: Path) -> str:
     try:
         y = _values(run, str(table))
     except BaseException as error:  # SystemExit too: the code did not run to its end
@@ -149,7 +149,7 @@ def _result(run: Run, table: Path) -> str:
     return json.dumps({"y": [text[:MAX_Y_CHARS] for text in y]})
 
 
-def _values(run: Run, table: str) -> list[str]:
+def _values(run: ProgramRun, table: str) -> list[str]:
     pyplot = import_module("matplotlib.pyplot")
     printed = _Printed()
     sys.stdout, sys.stderr = printed, _Printed()

@@ -42,7 +42,7 @@ class SandboxError(JobError):
     """Code that a model wrote can't be confined here, so it is not run."""
 
 
-class Run(NamedTuple):
+class ProgramRun(NamedTuple):
     """Code to run; ``table`` is copied for it, None if there is none. No code: the process tries to
     escape, and sends what succeeded."""
 
@@ -52,7 +52,7 @@ class Run(NamedTuple):
     table: str | None = None
 
 
-class Outcome(NamedTuple):
+class ProgramOutcome(NamedTuple):
     """``problem``: why the code did not run to its end. ``y``: the values, in one or two forms."""
 
     y: list[str]
@@ -91,7 +91,7 @@ class Sandbox:
         self._is_closed = False
         self._starting = threading.Lock()  # held by the thread that starts a server
 
-    def run(self, run: Run) -> Outcome:
+    def run(self, run: ProgramRun) -> ProgramOutcome:
         """The outcome of ``run``; a server that died during it is started again, once.
 
         Raises:
@@ -100,7 +100,7 @@ class Sandbox:
         for _ in range(2):
             with contextlib.suppress(Gone):
                 return _outcome(self._ended(run, self._started()), self._timeout_s)
-        return Outcome([], "the sandbox's own process died or hung under it, twice")
+        return ProgramOutcome([], "the sandbox's own process died or hung under it, twice")
 
     def close(self) -> None:
         """End it and the charts that run in it: every ``run`` in another thread raises soon."""
@@ -116,14 +116,14 @@ class Sandbox:
                 server = server_of(_HANDLER, "drawing charts")
             except EngineError as error:
                 raise _refusal(str(error)) from error
-            ended = self._ended(Run(), server)
+            ended = self._ended(ProgramRun(), server)
             if ended.returncode != 0 or ended.written != CONFINED:
                 reason = ended.written.removeprefix(CONFINED)
                 raise _refusal(reason or f"confining a process ended in {ended}")
             self._server = server
             return server
 
-    def _ended(self, run: Run, server: Server) -> _Ended:
+    def _ended(self, run: ProgramRun, server: Server) -> _Ended:
         """Runs ``run`` in its own process, and leaves nothing behind. Raises Gone."""
         home = Path(tempfile.mkdtemp(dir=server.folder))
         try:
@@ -184,27 +184,29 @@ def _refusal(reason: str) -> SandboxError:
     )
 
 
-def _outcome(ended: _Ended, timeout_s: float) -> Outcome:
+def _outcome(ended: _Ended, timeout_s: float) -> ProgramOutcome:
     if ended.written and not ended.written.startswith(CONFINED):
         raise _refusal(ended.written)  # sent before any code ran
     if ended.excess is not None:
-        return Outcome([], ended.excess)
+        return ProgramOutcome([], ended.excess)
     if ended.returncode == -signal.SIGXCPU:
-        return Outcome([], f"took longer than {timeout_s:g} s of the processor's time")
+        return ProgramOutcome([], f"took longer than {timeout_s:g} s of the processor's time")
     if ended.returncode == -signal.SIGKILL:
-        return Outcome([], "killed: out of memory")  # by the kernel: we did not
+        return ProgramOutcome([], "killed: out of memory")  # by the kernel: we did not
     if ended.returncode < 0:
         names = {signum.value: signum.name for signum in signal.Signals}
         number = -ended.returncode  # a real-time signal has no name
-        return Outcome([], f"killed by {names.get(number, f'signal {number}')}")
+        return ProgramOutcome([], f"killed by {names.get(number, f'signal {number}')}")
     return _reported(ended)
 
 
-def _reported(ended: _Ended) -> Outcome:
+def _reported(ended: _Ended) -> ProgramOutcome:
     """The outcome in what was sent, which the code may have written itself."""
     written = ended.written.removeprefix(CONFINED)
     if not written:
-        return Outcome([], f"ended itself with exit code {ended.returncode}, without a result")
+        return ProgramOutcome(
+            [], f"ended itself with exit code {ended.returncode}, without a result"
+        )
     try:
         result: Any = json.loads(written)
     except (ValueError, RecursionError):
@@ -213,8 +215,8 @@ def _reported(ended: _Ended) -> Outcome:
         case {"problem": str(problem), **rest} if not rest:
             # Without characters that would move a terminal's cursor, or can't be encoded.
             line = " ".join(problem.split())[:_MAX_PROBLEM_CHARS]
-            return Outcome([], "".join(char if char.isprintable() else "?" for char in line))
+            return ProgramOutcome([], "".join(char if char.isprintable() else "?" for char in line))
         case {"y": [*y], **rest} if not rest and len(y) <= 2:
             if all(isinstance(text, str) and len(text) <= MAX_Y_CHARS for text in y):
-                return Outcome([text.encode(errors="replace").decode() for text in y], None)
-    return Outcome([], "wrote something else where its result belongs")
+                return ProgramOutcome([text.encode(errors="replace").decode() for text in y], None)
+    return ProgramOutcome([], "wrote something else where its result belongs")

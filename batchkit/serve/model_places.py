@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from batchkit.commands import Say
 from batchkit.engines.memory import visible_gpus
-from batchkit.execution.turns import is_loaded_here, side_by_side
-from batchkit.serve.settings import Model, Settings
+from batchkit.execution.engine_turns import is_loaded_here, side_by_side
+from batchkit.serve.settings import ServedModel, Settings
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelPlace:
     """A slot for one loaded model; ``models`` take turns in it.
 
     ``elsewhere`` has the names of models in other places. ``name`` is part of the log's file name. ``environment``
@@ -20,7 +20,7 @@ class Place:
     """
 
     name: str
-    models: Collection[Model]
+    models: Collection[ServedModel]
     elsewhere: Collection[str]
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -35,7 +35,7 @@ class Place:
         return is_here or (not self.name and name not in self.elsewhere)
 
 
-def places_of(settings: Settings, say: Say) -> list[Place]:
+def places_of(settings: Settings, say: Say) -> list[ModelPlace]:
     """Assign models to places.
 
     A model on a remote server has a separate place. So does each local model if the GPUs have room for all of them:
@@ -49,7 +49,7 @@ def places_of(settings: Settings, say: Say) -> list[Place]:
         say(f"only one of {len(here)} models is loaded at a time: {obstacle}")
         groups.append([*here])
     return [
-        Place(
+        ModelPlace(
             str(number + 1) if number else "",
             [models[name] for name in group],
             models.keys() - set(group),
@@ -59,7 +59,7 @@ def places_of(settings: Settings, say: Say) -> list[Place]:
     ]
 
 
-def _side_by_side(here: Mapping[str, Model]) -> tuple[str, Mapping[str, Mapping[str, str]]]:
+def _side_by_side(here: Mapping[str, ServedModel]) -> tuple[str, Mapping[str, Mapping[str, str]]]:
     jobs = {name: model.job for name, model in here.items()}
     if len(jobs) < 2:
         return "", {}

@@ -33,7 +33,7 @@ _SLICE_S = 0.005  # longest poll of a shared engine: requests that other runs su
 
 
 @dataclass
-class Claim:
+class EngineClaim:
     """A run's owner and its place in the queue."""
 
     owner: str
@@ -63,7 +63,7 @@ class SharedEngines:
         # Held while a model is loaded, so that other runs wait for it.
         self._lock = threading.Lock()
 
-    def of(self, claim: Claim) -> Share:
+    def of(self, claim: EngineClaim) -> Share:
         """Return the engines as one run uses them."""
         return Share(self, claim)
 
@@ -73,7 +73,7 @@ class SharedEngines:
         known = [*self._shared.items()]  # another run's thread may add one meanwhile
         return {name: loaded for name, (shared, loaded) in known if not shared.death}
 
-    def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded], claim: Claim) -> Loaded:
+    def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded], claim: EngineClaim) -> Loaded:
         """Return a seat at the engine.
 
         The engine is loaded if it is missing or dead, or if it differs from ``wanted`` and no run uses it.
@@ -103,7 +103,7 @@ class Share:
     """``Engines`` of one run."""
 
     engines: SharedEngines
-    claim: Claim
+    claim: EngineClaim
 
     @property
     def idle(self) -> Mapping[str, Loaded]:
@@ -136,7 +136,7 @@ class SharedEngine:
         self._load = engine.load()
         self._turned_at = time.monotonic()
 
-    def seat(self, claim: Claim) -> Seat:
+    def seat(self, claim: EngineClaim) -> Seat:
         with self._lock:
             self.seats = [*self.seats, seat := Seat(self, claim)]
         return seat
@@ -251,7 +251,7 @@ class SharedEngine:
 class Seat:
     """The engine as one run sees it; implements ``Engine``. Used by the run's thread."""
 
-    def __init__(self, shared: SharedEngine, claim: Claim) -> None:
+    def __init__(self, shared: SharedEngine, claim: EngineClaim) -> None:
         self._shared, self.claim = shared, claim
         self.waiting, self.inbox = deque[Request](), deque[Completion]()
         self.called = threading.Event()  # another run has put something into the inbox
