@@ -1,9 +1,9 @@
-"""An engine without a model: it answers every request at once with a fixed sentence.
+"""An engine without a model, which answers every request immediately with a fixed sentence.
 
-For trying a job's input, templates, media and ledger at full speed. Its answers mean nothing, and
-say so; ``n`` of them are the same. The step of ``select.step`` picks the first candidate. With
-``output.parse`` they are JSON that fits the schema, and a required tool call fits its parameters.
-Vectors, probabilities and scores are made from the row's hash.
+Use it to try a job's input, templates, media and ledger at full speed. Its answers say that no model wrote them; all
+``n`` answers are equal. The step of ``select.step`` selects the first candidate. With ``output.parse``, answers are
+JSON that fits the schema, and a required tool call fits its parameters. Vectors, probabilities and scores are derived
+from the row's hash.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DryRunOptions(Table):
 
 
 class DryRunEngine:
-    """Answers in the order of submission. Raises JobError if an option is wrong."""
+    """The engine: it answers in the order of submission. Raises JobError if an option is wrong."""
 
     def __init__(self, job: JobConfig) -> None:
         given = job.engine.options
@@ -103,7 +103,7 @@ class DryRunEngine:
 
 
 class DryRunPreflight:
-    """Shows the messages; it has no tokenizer, so it counts words as tokens."""
+    """A preflight that shows messages as text. It has no tokenizer, so it counts words as tokens."""
 
     def render(self, request: Request) -> RenderedPrompt:
         text = as_text(request)
@@ -120,7 +120,7 @@ def open_preflight(job: JobConfig) -> DryRunPreflight:
 
 
 def _forced_call(request: Request, text: str) -> dict[str, Any] | None:
-    """A call that fits the schema, if ``tool_choice`` requires one."""
+    """Return a call that fits the schema if ``tool_choice`` requires one."""
     choice = request.tool_choice
     if not request.tools or choice in (None, "auto", "none"):
         return None
@@ -152,7 +152,7 @@ def _pooled(request: Request, task: TaskName) -> Pooled:
 
 
 def _classified(text: str, numbers: Sequence[float]) -> Pooled:
-    """Each word is a token; the numbers take turns, so that words have different labels."""
+    """Return classes for each word. Each word is a token, and labels alternate so that words have different ones."""
     import numpy as np
 
     words = [match.span() for match in re.finditer(r"\S+", text)]
@@ -164,6 +164,6 @@ def _classified(text: str, numbers: Sequence[float]) -> Pooled:
 
 
 def _numbers(request: Request, count: int) -> list[float]:
-    """Between 0 and 1, the same for equal rows."""
+    """Return numbers between 0 and 1 that are the same for equal rows."""
     digest = shake_128(request.input_hash.encode()).digest(4 * count)
     return [(whole + 0.5) / 2**32 for whole in struct.unpack(f"<{count}I", digest)]

@@ -1,4 +1,4 @@
-"""How much memory is used and free: of the host, the container, processes and GPUs."""
+"""Used and free memory of the host, the container, processes and GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 class Gpu(NamedTuple):
-    """No sizes if it shares the host's memory. ``utilization``: from 0 to 1, None if it is not known."""
+    """An NVIDIA GPU. It has no sizes if it shares the host's memory. ``utilization`` is from 0 to 1, or None if
+    unknown.
+    """
 
     name: str
     total_gib: float | None = None
@@ -29,8 +31,10 @@ class Gpu(NamedTuple):
 
 
 def free_memory_share() -> float:
-    """Share of the memory that is available, from 0 to 1: the host's, or the container's if less. A sample that
-    fails, here and below, is no reason to end a run, whatever a driver or the kernel says."""
+    """Return the share of available memory, from 0 to 1: the host's, or the container's if that is less.
+
+    Here and in the functions below, a failed measurement never ends a run.
+    """
     import psutil
 
     with suppress(Exception):
@@ -41,13 +45,15 @@ def free_memory_share() -> float:
 
 
 def memory_limit() -> float:
-    """The bytes that the container may use, infinite if there is no limit."""
+    """Return the memory limit of the container in bytes, or infinity without a limit."""
     return min((most for _, most in _limits()), default=float("inf"))
 
 
 def family_bytes(pid: int) -> int:
-    """Resident memory of a process and all its descendants; 0 if it has ended. Not cheap: all processes of
-    the host are read."""
+    """Return the resident memory of a process and all its descendants, or 0 if it has ended.
+
+    Expensive: reads all processes of the host.
+    """
     import psutil
 
     total = 0
@@ -60,8 +66,10 @@ def family_bytes(pid: int) -> int:
 
 
 def gpu_bytes() -> int | None:
-    """In use on all GPUs together, by any process: inside a container the driver does not know the
-    processes by the ids that they have there. None if no GPU answers."""
+    """Return the memory in use on all GPUs by all processes, or None if no GPU answers.
+
+    Inside a container, the driver does not know processes by their ids, so one process cannot be measured.
+    """
     with suppress(Exception):
         found = [_used_bytes(gpu) for gpu in gpus()]
         return sum(filter(None, found)) if found and None not in found else None
@@ -69,7 +77,7 @@ def gpu_bytes() -> int | None:
 
 
 def gpu_loads() -> list[GpuLoad]:
-    """The NVIDIA GPUs of this machine; empty if nvidia-ml-py is not installed, or no driver answers."""
+    """Return the NVIDIA GPUs of this machine, or an empty list without nvidia-ml-py or a driver."""
     with suppress(Exception):
         return [
             GpuLoad(used, gpu.utilization)
@@ -80,13 +88,13 @@ def gpu_loads() -> list[GpuLoad]:
 
 
 def gpus() -> list[Gpu]:
-    """The NVIDIA GPUs of this machine; empty if the driver does not answer."""
+    """Return the NVIDIA GPUs of this machine, or an empty list if the driver does not answer."""
     found = _nvml_gpus()
     return _smi_gpus() if found is None else found
 
 
 def visible_gpus() -> int:
-    """How many a process that is started from here would see."""
+    """Return the number of GPUs that a child process would see."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return len(gpus())
@@ -100,7 +108,9 @@ def _used_bytes(gpu: Gpu) -> int | None:
 
 
 def _nvml_gpus() -> list[Gpu] | None:
-    """None without nvidia-ml-py, which comes with vLLM, and is faster than starting nvidia-smi."""
+    """Return the GPUs by nvidia-ml-py, or None without it. It is faster than starting nvidia-smi, and vLLM includes
+    it.
+    """
     try:
         import pynvml
     except ImportError:
@@ -143,8 +153,10 @@ def _smi_gpus() -> list[Gpu]:
 
 
 def oom_kills() -> int | None:
-    """How many processes of this one's cgroup the kernel has killed for memory so far; of the whole
-    host if no cgroup counts them; None if nothing does."""
+    """Return how many processes of this cgroup the kernel has killed for memory so far.
+
+    Counts the whole host if no cgroup counts; None if nothing counts.
+    """
     for group in memory_groups():
         for name in ("memory.events", "memory.oom_control"):
             if (count := _field(group / name, "oom_kill")) is not None:
@@ -153,8 +165,10 @@ def oom_kills() -> int | None:
 
 
 def memory_groups(membership: Path = _MEMBERSHIP, mounted: Path = _CGROUPS) -> Iterator[Path]:
-    """The cgroups (version 2 or 1) that limit this process's memory, its own first. In a container, the path
-    that the kernel reports may not be visible; then the mount is its own."""
+    """Return the cgroups (version 2 or 1) that limit this process's memory, its own first.
+
+    In a container, the path that the kernel reports may not be visible; then the mount is its own.
+    """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -168,17 +182,17 @@ def memory_groups(membership: Path = _MEMBERSHIP, mounted: Path = _CGROUPS) -> I
 
 
 class MemoryWatch:
-    """Whether memory ran out while one engine ran, from the creation of this object on.
+    """A watch that tells whether memory ran out since this object was created.
 
-    The kernel frees memory by killing a process, but a person may kill one with the same signal. The
-    kernel's own count of such kills shows which it was.
+    The kernel frees memory by killing a process, but a person may send the same signal. The kernel's count of such
+    kills distinguishes the two.
     """
 
     def __init__(self, kills: Callable[[], int | None] = oom_kills) -> None:
         self._kills, self._before = kills, kills()
 
     def evidence(self) -> str:
-        """The evidence that memory ran out; empty if there is none."""
+        """The evidence that memory ran out, or an empty text."""
         before, after = self._before, self._kills()
         if before is None or after is None or after <= before:
             return ""
@@ -186,8 +200,7 @@ class MemoryWatch:
 
 
 class HostMemory:
-    """Resident memory of a process and its descendants, read once a second; 0 if ``run.max_host_gb`` does
-    not limit it."""
+    """Resident memory of a process and its descendants, read once a second; 0 if ``run.max_host_gb`` is not set."""
 
     def __init__(self, job: JobConfig) -> None:
         self._is_limited = job.run.max_host_gb is not None
@@ -201,7 +214,7 @@ class HostMemory:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Used and most bytes of each cgroup that limits this process's memory."""
+    """Yield the used and the maximum bytes of each cgroup that limits this process's memory."""
     for group in memory_groups():
         with suppress(OSError, ValueError):  # absent, or "max"
             most = int(_first(group, "memory.max", "memory.limit_in_bytes"))
@@ -211,14 +224,14 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _reclaimable(group: Path) -> int:
-    """The page cache: it counts as used, but the kernel drops it before it kills a process."""
+    """Return the size of the page cache: it counts as used, but the kernel drops it before it kills a process."""
     return sum(
         _field(group / "memory.stat", name) or 0 for name in ("inactive_file", "active_file")
     )
 
 
 def _first(group: Path, *names: str) -> str:
-    """The content of the first of these files that exists."""
+    """Return the content of the first of these files that exists."""
     for name in names:
         if (group / name).exists():
             return (group / name).read_text(encoding="utf-8").strip()
@@ -226,7 +239,7 @@ def _first(group: Path, *names: str) -> str:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number after ``name`` in a file of names and numbers; None if there is none."""
+    """Return the number after ``name`` in a file of names and numbers, or None."""
     try:
         table = dict(
             line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines()

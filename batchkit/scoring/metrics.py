@@ -1,8 +1,7 @@
-"""Metrics: the scores of many records reduced to one table.
+"""Metrics: the scores of many records in one table.
 
-The mean of a scorer is the plain mean over the rows that it scored; unscored and failed rows are
-counted separately and never enter it as 0. Scores from 0 to 1 are shown in percent, a reward from
-0 to 10 as it is.
+The mean of a scorer is the plain mean over the rows that it scored. Unscored and failed rows are counted separately
+and never count as 0. Scores from 0 to 1 are shown in percent, a reward from 0 to 10 as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NAMES = {
 
 @dataclass
 class Group:
-    """The rows of one group. ``scored``: those with at least one score."""
+    """The scores of a group of rows. ``scored``: rows with at least one score."""
 
     scored: int = 0
     unscored: int = 0
@@ -64,7 +63,7 @@ class Group:
         self.unscored += not is_scored
 
     def mean(self, name: str) -> float | None:
-        """In percent (reward: 0 to 10); None if no row has this score."""
+        """Return the mean in percent (reward: 0 to 10), or None if no row has this score."""
         values = self.scores.get(name)
         return round(math.fsum(values) / len(values), 10) if values else None
 
@@ -112,7 +111,7 @@ class ScoreTable:
         }
 
     def to_text(self) -> str:
-        """A Markdown table, its columns aligned: one line per group, the last one for all rows."""
+        """Return a Markdown table: one line per group, the last one for all rows."""
         heads = ["", "n", *map(head, self.names), "unscored", "failed"]
         rows = [self._line(name, group) for name, group in self.groups.items()]
         rows.append(self._line(ALL, self.overall))
@@ -133,7 +132,7 @@ class ScoreTable:
         return [name, str(group.scored), *means, str(group.unscored), str(group.failed)]
 
     def _confusion_text(self) -> str:
-        """A table with a line for each reference and a column for each prediction."""
+        """Return a table with a line for each reference and a column for each prediction."""
         predictions = sorted({name for counts in self.confusion.values() for name in counts})
         heads = ["right answer \\ prediction", *predictions]
         rows = [
@@ -158,7 +157,7 @@ class ScoreTable:
         return f"\n{markdown(heads, rows)}{ends}"
 
     def _extremes(self) -> dict[str, str]:
-        """The groups with the best and the worst mean, if there are rewards."""
+        """Return the groups with the best and the worst mean, if there are rewards."""
         means = {
             label: mean
             for label, g in self.groups.items()
@@ -173,7 +172,7 @@ class ScoreTable:
 
 
 def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> ScoreTable:
-    """The table of ``records``, which have ``status``, ``scores`` and ``fields``."""
+    """Return the table of ``records``, which have ``status``, ``scores`` and ``fields``."""
     groups: dict[str, Group] = {}
     overall = Group()
     for record in records:
@@ -185,23 +184,23 @@ def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> Scor
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Scores as the columns of a table."""
+    """Return the scores in the order of a table's columns."""
     order = {name: place for place, name in enumerate(_NAMES)}
     return sorted(names, key=lambda name: order.get(name, len(order)))
 
 
 def group_name(value: Any) -> str:
-    """The table's name for the rows that have ``value`` in the field that it is grouped by."""
+    """Return the table's name for rows with ``value`` in the field of ``group_by``."""
     return "(none)" if value in (None, "") else str(value)
 
 
 def head(name: str) -> str:
-    """The heading of this score's column."""
+    """Return the heading of a score's column."""
     return _NAMES.get(name, name)
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns also line up as plain text, numbers right-aligned."""
+    """Return a Markdown table whose columns also line up as plain text, with numbers right-aligned."""
     table = [
         [cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (heads, *rows)
     ]
@@ -215,7 +214,7 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """``std`` is the population's, as the reward harness computes it."""
+    """Return the spread of values; ``std`` is the population's, as in the reward harness."""
     return {
         "mean": statistics.fmean(values),
         "std": statistics.pstdev(values),

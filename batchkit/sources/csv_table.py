@@ -19,10 +19,10 @@ MAX_CELL_CHARS = 2**26
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; blank lines are skipped, and quoting is checked strictly.
+    """Read CSV, see ``Reader``. Blank lines are skipped, and quoting is checked strictly.
 
-    A fault within one line fails its row. A fault over several lines stops the reading: a quote
-    was not closed, and it is unknown how many rows it has swallowed, or how many lines are its own.
+    A fault within one line fails its row. A fault over several lines stops reading: a quote was not closed, so the
+    number of rows in it is unknown.
     """
     # The limit belongs to the csv module, not to a reader; it is only ever raised.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_CHARS))
@@ -64,7 +64,9 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def _separator(path: str, beginning: bytes) -> str:
-    """What stands between the columns' names: a tab in ``.tsv``, else a comma, or what is there without one."""
+    """Return the separator of the columns' names: a tab in ``.tsv``, otherwise a comma, or another one if there is no
+    comma.
+    """
     if suffix_of(path) == ".tsv":
         return "\t"
     header = beginning.lstrip().partition(b"\n")[0]

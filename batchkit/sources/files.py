@@ -1,4 +1,4 @@
-"""Opening the files of the input, and the errors of that; ``finding`` finds them."""
+"""Opening of input files, and its errors; ``finding`` finds the files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOT_TEXT = {  # first bytes of files that no text format can read
 def open_input(
     path: str, *, text: bool = True, may_be_empty: bool = False
 ) -> Iterator[io.BufferedReader[Any]]:
-    """``path`` for reading bytes, decompressed; as text, after a UTF-8 byte order mark.
+    """Open ``path`` for reading bytes, decompressed; with ``text``, after a UTF-8 byte order mark.
 
     Raises:
         InputError: missing, not a file (a pipe, a device), unreadable now or while it is being
@@ -56,8 +56,11 @@ def open_input(
 
 
 def name_of(path: str) -> str:
-    """``path``; of a URL, without its query; of a chained one, the part that names the file:
-    ``zip://a.jsonl`` in ``zip://a.jsonl::s3://b/c.zip``."""
+    """Return the part of ``path`` that names the file.
+
+    A URL loses its query; of a chained URL, the first part counts: ``zip://a.jsonl`` in
+    ``zip://a.jsonl::s3://b/c.zip``.
+    """
     # Not urlsplit: to it "memory://a.jsonl" is a host, and "#" in a key ends the path.
     if "://" not in path:
         return path
@@ -82,10 +85,10 @@ def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
 
 
 def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
-    """``path``, decompressed by its name; a local one is opened here: fsspec waits for a pipe.
+    """Open ``path``, decompressed by its name. Local files are opened here, because fsspec waits for a pipe.
 
-    Only what ``COMPRESSIONS`` names: of a zip archive, fsspec reads the first member alone. Parquet and
-    other files that are no text get a copy if they can't be sought in.
+    Decompresses only the formats in ``COMPRESSIONS``: fsspec would read only the first member of a zip archive.
+    Parquet and other binary files are copied if they are not seekable.
     """
     import fsspec
 
@@ -111,7 +114,7 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
 
 
 def _can_seek(file: Any) -> bool:
-    """False for a web server's file that it sends only as a whole, whatever fsspec says of it."""
+    """Return False for a file that a web server sends only as a whole, even if fsspec says otherwise."""
     try:
         return bool(file.seekable()) and file.seek(0, os.SEEK_END) >= 0 == file.seek(0)
     except ValueError:
@@ -119,7 +122,9 @@ def _can_seek(file: Any) -> bool:
 
 
 def _unpacked(packed: Any, suffix: str) -> Any:
-    """By Arrow where it can: it takes no cut or damaged stream for the end, as Python's bz2 does."""
+    """Decompress with Arrow where possible: unlike Python's bz2, it does not take a truncated or damaged stream for
+    the end.
+    """
     if suffix == ".xz":
         return _XzStream(packed)
     import pyarrow as pa
@@ -128,8 +133,10 @@ def _unpacked(packed: Any, suffix: str) -> Any:
 
 
 class _XzStream:
-    """The unpacked bytes of ``packed``, which has one xz stream: ``lzma.LZMAFile`` reads several, and
-    takes one whose beginning is damaged for the end of the file."""
+    """The unpacked bytes of a file with one xz stream.
+
+    ``lzma.LZMAFile`` reads several streams, and takes a stream with a damaged beginning for the end of the file.
+    """
 
     def __init__(self, packed: Any) -> None:
         self._packed = packed
@@ -139,7 +146,7 @@ class _XzStream:
         return False
 
     def read(self, size: int) -> bytes:
-        """Up to ``size`` bytes, at least one; none at the end.
+        """Return up to ``size`` bytes, at least one; none at the end.
 
         Raises:
             lzma.LZMAError: the stream is damaged, incomplete, or followed by something.
@@ -159,7 +166,7 @@ class _XzStream:
 class _Foreign(io.RawIOBase):
     """An fsspec file whose errors, of any type, are raised as OSError.
 
-    It inherits because ``io.BufferedReader`` needs a raw file beneath it.
+    It inherits because ``io.BufferedReader`` needs a raw file.
     """
 
     def __init__(self, file: Any) -> None:
@@ -220,5 +227,5 @@ def is_empty(path: str) -> InputError:
 
 
 def remote_error(path: str, error: Exception) -> InputError:
-    """The error for a filesystem that can't be set up: no package, no access, no such protocol."""
+    """Return the error for a filesystem that cannot be set up: no package, no access, no such protocol."""
     return InputError(f"{path}: can't be opened: {failure(error, path)}")

@@ -1,4 +1,4 @@
-"""Which format a file has, and the function that reads it."""
+"""The format of a file, and the function that reads it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS_ARE_FILES = ("files", "clips", "pdf")  # a file is a row, or each of its pa
 
 
 def format_of(path: str, table: InputTable) -> str:
-    """The name of the format of ``path``; JSON lines are checked for OpenAI batch requests.
+    """Return the name of the format of ``path``; JSON lines are checked for OpenAI batch requests.
 
     Raises:
         InputError: ``input.format`` is "auto" and the suffix is unknown.
@@ -60,7 +60,7 @@ def format_of(path: str, table: InputTable) -> str:
 
 
 def read_as(path: str, table: InputTable) -> str:
-    """How a file's name decides its format: equal bytes may give other rows under another name."""
+    """Return how the file's name selects its format, because equal bytes may give other rows under another name."""
     if table.is_run:
         return "run"
     suffix = suffix_of(path)
@@ -72,7 +72,7 @@ def read_as(path: str, table: InputTable) -> str:
 
 
 def suffix_of(path: str) -> str:
-    """``.jsonl`` for ``a.jsonl``, ``A.JSONL.gz`` and ``https://host/a.jsonl?token=x``."""
+    """Return ``.jsonl`` for ``a.jsonl``, ``A.JSONL.gz`` and ``https://host/a.jsonl?token=x``."""
     name = PurePosixPath(name_of(path))
     if name.suffix.lower() in COMPRESSIONS:
         name = name.with_suffix("")
@@ -81,7 +81,7 @@ def suffix_of(path: str) -> str:
 
 @lru_cache
 def format_with(suffix: str) -> str:
-    """The name of the format whose files have the ``suffix``; empty if there is none."""
+    """Return the name of the format of files with ``suffix``, or ""."""
     found = (name for name in READERS.names() if suffix in load_format(name).suffixes)
     return next(found, "")
 

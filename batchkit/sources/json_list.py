@@ -1,4 +1,4 @@
-"""One JSON file that holds a list of objects, at its top or under ``input.records``."""
+"""JSON files with a list of objects, at the top or under ``input.records``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_WHOLE_BYTES = 2**28  # a larger file is parsed as a stream, which is five ti
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; a file of up to 256 MB is parsed at once, a larger one a member at a time."""
+    """Read a JSON list, see ``Reader``. A file of up to 256 MB is parsed at once, a larger one member by member."""
     with open_input(path) as file:
         content = file.read(MAX_WHOLE_BYTES + 1)
     if len(content) > MAX_WHOLE_BYTES:
@@ -50,7 +50,7 @@ def _parsed(path: str, content: bytes) -> Any:
 
 
 def _list(path: str, value: Any, records: str | None) -> list[Any]:
-    """The list of rows in the file's ``value``."""
+    """Return the list of rows in the file's ``value``."""
     if records is None:
         if isinstance(value, list):
             return value
@@ -79,7 +79,7 @@ def _list(path: str, value: Any, records: str | None) -> list[Any]:
 
 
 def _is_lines(content: bytes) -> bool:
-    """Whether the first line is an object by itself, and more follows."""
+    """Return whether the first line is an object by itself, and more lines follow."""
     first, _, rest = content.partition(b"\n")
     try:
         return isinstance(msgspec.json.decode(first), dict) and bool(rest.strip())
@@ -104,7 +104,7 @@ def _stream(path: str, records: str | None) -> Iterator[Any]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of yajl's message; the rest is a drawing of the position."""
+    """Return the first line of yajl's message; the other lines draw the position."""
     detail = error.args[0] if error.args else error
     text = detail.decode(errors="replace") if isinstance(detail, bytes) else str(detail)
     if "integer overflow" in text:

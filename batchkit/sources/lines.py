@@ -29,8 +29,10 @@ _decode = msgspec.json.Decoder().decode
 
 
 def reader(parse: Callable[[bytes, str, int], Found]) -> Reader:
-    """Reads the result of ``parse`` for each line that is not blank; it gets the line, its file, and its
-    number from 1."""
+    """Return a reader that yields the result of ``parse`` for each non-blank line.
+
+    ``parse`` gets the line, its file, and its number from 1.
+    """
 
     def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
         with open_input(path) as file:
@@ -44,7 +46,7 @@ def reader(parse: Callable[[bytes, str, int], Found]) -> Reader:
 
 
 def parse_object(line: bytes, path: str, number: int) -> dict[str, Any] | RequestError:
-    """The object in ``line``, or what is wrong with it.
+    """Return the object in ``line``, or its error.
 
     Raises:
         InputError: the first line shows that the whole file has another format.
@@ -86,7 +88,7 @@ def _not_text(line: bytes, bad: UnicodeDecodeError) -> str:
 
 
 def is_batch(path: str) -> bool:
-    """Whether the first line that tells is a batch request: a broken one takes no id from the others.
+    """Return whether the first valid line is a batch request; broken lines before it do not matter.
 
     Raises:
         InputError: as ``open_input``.
@@ -103,7 +105,7 @@ def is_batch(path: str) -> bool:
 
 
 def _batch_request(line: bytes, path: str, number: int) -> Found:
-    """The fields are ``custom_id``, ``body`` and ``url`` (None if left out)."""
+    """Return the fields ``custom_id``, ``body`` and ``url`` (None if missing)."""
     request = parse_object(line, path, number)
     if not isinstance(request, dict):
         return request
@@ -116,7 +118,7 @@ def _batch_request(line: bytes, path: str, number: int) -> Found:
 
 
 def _prompt(line: bytes, path: str, number: int) -> Found:
-    """White space around a prompt is kept, its line end is not."""
+    """Return the prompt with its white space but without its line end."""
     try:
         return {"prompt": line.removesuffix(b"\n").removesuffix(b"\r").decode()}
     except UnicodeDecodeError as bad:

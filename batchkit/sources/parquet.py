@@ -22,7 +22,7 @@ _NOT_PYTHON = (ValueError, OverflowError, pa.ArrowException)
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; a row group is not read from the file if all its rows are skipped."""
+    """Read Parquet, see ``Reader``. A row group is not read from the file if all its rows are skipped."""
     first = index
     with open_input(path, text=False) as file:
         parquet = _open(path, file)
@@ -49,8 +49,10 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def rows_of(batch: Any, place: str, position: int) -> Iterator[Found]:
-    """The rows of an Arrow batch or table, of which the first is row ``position`` of ``place``. A row
-    that Python can't hold is an error."""
+    """Yield the rows of an Arrow batch or table that starts at row ``position`` of ``place``.
+
+    A row that Python cannot represent is an error.
+    """
     fitting = batch.num_rows * TARGET_BATCH_BYTES // max(1, batch.nbytes)
     at_once = max(1, min(MAX_BATCH_ROWS, fitting))
     for start in range(0, batch.num_rows, at_once):
@@ -73,10 +75,10 @@ def _row(row: Any, place: str) -> Found:
 
 
 def _open(path: str, file: object) -> Any:
-    """Buffered, so that a column chunk is read as a stream, page by page, and not all at once.
+    """Open the file buffered, so that a column chunk is read page by page as a stream.
 
-    INT96, in which Spark writes times, has any year; in Arrow's default, nanoseconds, a time before 1677
-    or after 2262 would be another one.
+    INT96, in which Spark writes times, has any year; in Arrow's default, nanoseconds, times before 1677 or after 2262
+    would change.
     """
     try:
         parquet = pq.ParquetFile(
@@ -90,7 +92,7 @@ def _open(path: str, file: object) -> Any:
 
 
 def _batch_rows(group: Any) -> int:
-    """How many rows of a row group to read at a time, from the sizes that the footer has."""
+    """Return the number of rows to read at a time, from the sizes in the footer."""
     n_rows = max(1, group.num_rows)
     chunks = map(group.column, range(group.num_columns))
     n_bytes = sum(

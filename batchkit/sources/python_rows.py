@@ -25,8 +25,10 @@ _NO_ROWS = bytes | bytearray | memoryview | io.IOBase
 
 
 class Values(NamedTuple):
-    """``read`` yields them from the first one; it works only once if ``size`` is None. ``labels``: the
-    index of a DataFrame or Series of pandas. ``id``: the field that names the rows, or None."""
+    """Rows given from Python. ``read`` yields them from the first one; only once if ``size`` is None.
+
+    ``labels``: the index of a DataFrame or Series of pandas. ``id``: the field that names the rows, or None.
+    """
 
     read: Callable[[], Iterator[Any]]
     size: Callable[[], int] | None
@@ -110,7 +112,7 @@ def _values(rows: Any) -> Values:
 
 
 def _of_stream(rows: Any) -> Values:
-    """A stream of batches is read as it comes, and once; what can give several streams, whole."""
+    """Read a stream of batches as it arrives, once; an object that can provide several streams is read whole."""
     import pyarrow as pa
 
     try:
@@ -134,14 +136,14 @@ def _of_batches(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _of_pandas(frame: Any) -> Iterator[Any]:
-    """NaN, NaT and NA all become None."""
+    """Yield the rows; NaN, NaT and NA become None."""
     for start in range(0, len(frame), CHUNK_ROWS):
         chunk = frame.iloc[start : start + CHUNK_ROWS]
         yield from chunk.astype(object).where(chunk.notna(), None).to_dict("records")
 
 
 def _each(rows: Any) -> Iterator[Any]:
-    """A row that can't be made, as of a broken image, fails alone."""
+    """Yield the rows. A row that cannot be created, for example with a broken image, fails alone."""
     values = iter(rows) if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows)))
     for n in range(n_rows := len(rows)):
         try:
@@ -168,8 +170,9 @@ def _row(index: int, value: Any, key: str | None) -> Row:
 
 
 def _copied(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """A copy of ``value``'s dicts and lists, which a generator may change for its next row. Arrays of
-    one dimension, which pandas makes of a Parquet file's lists, become lists.
+    """Return a copy of the dicts and lists in ``value``, which a generator may change for its next row.
+
+    One-dimensional arrays, which pandas makes of lists in a Parquet file, become lists.
 
     Raises:
         _TooDeepError: they are nested more than ``levels`` deep.
@@ -222,8 +225,9 @@ def _listed(column: Any) -> list[Any]:
 
 
 def _are_columns(rows: Mapping[Any, Any]) -> bool:
-    """Whether it is a table by column, as ``dataset[:10]`` and ``frame.to_dict("list")`` are, or several
-    datasets."""
+    """Return whether ``rows`` is a table by column, like ``dataset[:10]`` and ``frame.to_dict("list")``, or several
+    datasets.
+    """
     if any(hasattr(it, "column_names") for it in rows.values()):
         return True
     are_lists = all(

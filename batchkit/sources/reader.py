@@ -1,4 +1,4 @@
-"""What every format has in common: its signature, its checks, and the texts of its errors."""
+"""The parts that all formats share: the reader's signature, checks, and error texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; flatten it"
 
 
 class Broken(NamedTuple):
-    """A row that can't be read; ``fields`` are what is known of it: its file's name."""
+    """A row that cannot be read. ``fields`` holds its known fields: the name of its file."""
 
     fields: dict[str, Any]
     error: RowError
@@ -34,23 +34,25 @@ Skip = Callable[[int], bool]
 
 
 class Reader(Protocol):
-    """Reads the files of one format."""
+    """A function that reads the files of one format."""
 
     def __call__(self, path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-        """One value for every row of ``path``, in order, none held longer than needed.
+        """Yield one value for every row of ``path``, in order, without holding it longer than needed.
 
         ``index`` is the first row's number in the whole input; ``skip`` is called with that number.
 
         Raises:
-            InputError: from here on, the rows can't be separated.
+            InputError: the following rows cannot be separated.
         """
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files. ``id``: the field that names a row, unless the job says. ``is_table``: every
-    row of a file has the same fields. ``find``: returns the files of an input that is found otherwise than by the names
-    of its files, and what was left out, in words."""
+    """A format of files. ``id``: default field for the row's id. ``is_table``: all rows of a file have the same
+    fields.
+
+    ``find`` returns the files of an input that are not found by name, and a text about files that were left out.
+    """
 
     read: Reader
     suffixes: Sequence[str] = ()
@@ -60,7 +62,7 @@ class Format:
 
 
 def check_columns(place: str, names: Sequence[Any]) -> None:
-    """Raises InputError if columns of a table have no name, or two of them the same."""
+    """Raise InputError if columns of a table have no name, or two have the same name."""
     for number, (name, n_columns) in enumerate(Counter(names).items(), start=1):
         if not isinstance(name, str) or not name.strip():
             raise InputError(
@@ -72,7 +74,7 @@ def check_columns(place: str, names: Sequence[Any]) -> None:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether the lists and objects of a JSON value are nested more than MAX_DEPTH deep."""
+    """Return whether a JSON value is nested more than MAX_DEPTH deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [part for part in level if isinstance(part, dict | list)]
@@ -85,13 +87,13 @@ def is_too_deep(value: Any) -> bool:
 
 
 def fault(path: str, lines: int | str, problem: str) -> RequestError:
-    """The error of one row that can't be read; ``lines`` as an editor counts them, from 1."""
+    """Return the error of a row that cannot be read; ``lines`` count from 1, as in an editor."""
     word = "line" if isinstance(lines, int) else "lines"
     return RequestError(f"{path} {word} {lines}: {problem}")
 
 
 def shown(value: object, width: int = 60) -> str:
-    """``value`` as its Python literal, cut to ``width`` characters."""
+    """Return ``value`` as its Python literal, cut to ``width`` characters."""
     if isinstance(value, (str, bytes)):
         value = value[: width + 1]
     try:
@@ -102,7 +104,7 @@ def shown(value: object, width: int = 60) -> str:
 
 
 def one_of(name: str, known: Iterable[str]) -> str:
-    """What ``name`` should have been: the nearest of ``known``, or all of them."""
+    """Return a suggestion for ``name``: the nearest of ``known``, or all of them."""
     names = [str(key) for key in known]
     if (near := nearest(name, names)) is not None:
         return f"did you mean {near!r}?"
@@ -120,11 +122,11 @@ def row_of(
     *,
     others_have_ids: bool = False,
 ) -> Row:
-    """The row that a reader ``found``; its id is in the field ``key``, or its index if None.
+    """Return the row that a reader ``found``. Its id is the field ``key``, or its index if ``key`` is None.
 
-    A row that can't be read, or lacks its id, has ``error`` set and a fallback id that no other row
-    has. A row without ``key`` gets a fallback id as well if rows of other files have ids, since one
-    of these may be equal to its index.
+    A row that cannot be read, or lacks its id, has ``error`` set and a fallback id that no other row has. A row
+    without ``key`` also gets a fallback id if rows of other files have ids, since one of these may be equal to its
+    index.
     """
     if isinstance(found, RequestError):
         found = Broken({}, found)
@@ -148,5 +150,5 @@ def fallback_id(index: int) -> str:
 
 
 def is_fallback(row_id: str) -> bool:
-    """Whether the row had no id of its own."""
+    """Return whether ``row_id`` is a fallback id."""
     return row_id.startswith("no-id:") and _FALLBACK.fullmatch(row_id) is not None

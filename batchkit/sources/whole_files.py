@@ -1,6 +1,6 @@
-"""Files that are rows, such as images, and PDFs, whose pages are rows.
+"""Files as rows, such as images, and PDFs, whose pages are rows.
 
-PDFs are opened in a process of their own (``isolation.pdf_child``).
+PDFs are opened in a separate process (``isolation.pdf_child``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MEMORY_BYTES = 2**31
 
 
 def _read_file(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; the file is not opened."""
+    """Yield the row of a file, see ``Reader``; the file is not opened."""
     yield None if skip(index) else _fields(path, table)
 
 
@@ -38,8 +38,10 @@ def _fields(path: str, table: InputTable) -> dict[str, Any]:
 
 
 def _read_pdf(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; a PDF that can't be opened is one failed row. ``page_text`` is empty for a
-    page that is only a picture."""
+    """Yield the pages of a PDF, see ``Reader``. A PDF that cannot be opened is one failed row.
+
+    ``page_text`` is empty for a scanned page.
+    """
     file = _fields(path, table)
     with _opened(path) as place:
         try:
@@ -53,7 +55,7 @@ def _read_pdf(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[
 
 
 def _n_pages(place: str, path: str) -> int:
-    """The number of pages depends on the file alone, else rows would get other indexes.
+    """Return the number of pages. It depends only on the file; otherwise, rows would get other indexes.
 
     Raises:
         MediaError: the file is broken.
@@ -78,7 +80,7 @@ def _page(file: dict[str, Any], place: str, page: int, n_pages: int) -> Found:
 
 @contextmanager
 def _opened(path: str) -> Iterator[str]:
-    """Where the PDF's process finds the file, as it is now: a remote one is copied."""
+    """Return the path at which the PDF's process finds the file; remote files are copied."""
     if (missing := PDF_READER.missing) is not None:
         raise InputError(f"{path}: {missing}")
     with open_input(path, text=False, may_be_empty=True) as file, TemporaryFile() as copy:

@@ -1,12 +1,11 @@
-"""The transformers engine: ``model.generate`` in batches, with our own choice of tokens.
+"""The transformers engine: ``model.generate`` in batches, with token selection by batchkit.
 
-For machines without vLLM, and as a second opinion on its answers. Batches are static: rows of
-similar length start together, each is returned when it ends, and the next batch starts when all
-have ended.
+It serves machines without vLLM, and checks vLLM's answers. Batches are static: rows of similar length start together,
+each is returned when it ends, and the next batch starts when all have ended.
 
-The choice of tokens is ours because ``generate`` has one sampling configuration and one random
-generator for a batch, and every row here has its own. ``generate`` also returns nothing before the
-longest row has ended, and its stop strings, ``min_tokens`` and logprobs differ from vLLM's.
+batchkit selects tokens itself because ``generate`` has one sampling configuration and one random generator per batch,
+and every row here has its own. ``generate`` also returns nothing before the longest row has ended, and its stop
+strings, ``min_tokens`` and logprobs differ from vLLM's.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def changing_options(job: JobConfig) -> dict[str, Any]:
 
 
 def preload() -> None:
-    """Import what loading a model needs, without starting a device."""
+    """Import the packages that loading a model needs, without starting a device."""
     set_environment()
     from transformers import (  # noqa: F401
         AutoModelForCausalLM,
@@ -44,7 +43,7 @@ def preload() -> None:
 
 
 def open_preflight(job: JobConfig) -> TransformersRenderer:
-    """Needs the model's config, tokenizer and processor; not its weights."""
+    """Return the renderer. Needs the model's config, tokenizer and processor, but not its weights."""
     return TransformersRenderer(job, options_of(job))
 
 

@@ -1,4 +1,4 @@
-"""Answers that are generated together: their next tokens, and when they end."""
+"""Batches of answers: their next tokens, and their ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchkit.types import Choice
 
 
 class LoadedModel(NamedTuple):
-    """A model in memory. ``eos_ids`` end an answer; ``device``: where its inputs go."""
+    """A model in memory. ``eos_ids`` end an answer; ``device`` is where its inputs go."""
 
     model: Any
     device: Any
@@ -21,14 +21,14 @@ class LoadedModel(NamedTuple):
 
 
 class _Abandoned(Exception):
-    """The batch is over: raised to leave ``generate``."""
+    """Raised to leave ``generate`` when the batch is over."""
 
 
 class Batch:
-    """``model.generate``, paused after each forward pass until its rows have chosen their tokens.
+    """A call of ``model.generate``, paused after each forward pass until its rows have chosen their tokens.
 
-    Threads: ``generate`` runs on a thread of the batch. It and the caller never run at the same
-    time: each waits on a queue for the other.
+    Threads: ``generate`` runs on a thread of the batch. It never runs at the same time as the caller: each waits on a
+    queue for the other.
     """
 
     def __init__(self, answers: Sequence[BatchAnswer], loaded: LoadedModel) -> None:
@@ -46,8 +46,10 @@ class Batch:
         return [answer for answer in self.answers if answer.finish_reason is None]
 
     def step(self) -> list[BatchAnswer]:
-        """Give each unfinished answer a token; returns those that end with it. Raises
-        anything that the model's code raises; the batch is then over."""
+        """Give each unfinished answer a token, and return the answers that end with it.
+
+        Raises whatever the model's code raises; the batch is then over.
+        """
         if self._chosen is None:
             self._thread.start()
         else:
@@ -67,7 +69,7 @@ class Batch:
         return [answer for answer in unfinished if answer.finish_reason is not None]
 
     def end(self) -> None:
-        """Leave ``generate``, and wait until it has dropped its tensors."""
+        """Leave ``generate``, and wait until it has released its tensors."""
         if self._thread.is_alive():
             self._tokens.put(None)
             self._thread.join()
@@ -94,7 +96,7 @@ class Batch:
             self._logits.put(error)
 
     def _pause(self, input_ids: Any, logits: Any) -> Any:
-        """Called by ``generate``: returns logits that allow only the chosen token for each row."""
+        """Return logits that allow only the chosen token of each row; ``generate`` calls this."""
         self._logits.put(logits)
         tokens = self._tokens.get()
         if tokens is None:
@@ -104,11 +106,12 @@ class Batch:
 
 
 def next_batch(waiting: Sequence[BatchAnswer], size: int) -> list[BatchAnswer]:
-    """``size`` answers of about one length, with the one that has waited longest: none waits forever.
+    """Return ``size`` answers of similar length, including the one that has waited longest, so that none waits
+    forever.
 
-    First by the maximum length of the answers: until a batch ends, a row whose answer has ended
-    costs as much as the others. Then by that of the prompts, to reduce padding. An answer that runs
-    alone is taken when it is the oldest.
+    Sorts by the maximum length of the answers, because a finished row costs as much as the others until its batch
+    ends; then by the length of the prompts, to reduce padding. An answer that runs alone is taken when it is the
+    oldest.
     """
     if waiting[0].runs_alone:
         return [waiting[0]]
@@ -119,10 +122,10 @@ def next_batch(waiting: Sequence[BatchAnswer], size: int) -> list[BatchAnswer]:
 
 
 def collate(prompts: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
-    """Join tensors of one row each into those of a batch, padded on the left.
+    """Join tensors of single rows into the tensors of a batch, padded on the left.
 
-    Tensors with a value for each token are padded, all but ``input_ids`` with 0, so the padding is
-    masked. Tensors of images are concatenated.
+    Tensors with a value per token are padded, all but ``input_ids`` with 0, so the padding is masked. Image tensors
+    are concatenated.
 
     Raises:
         RuntimeError: this model's images can't be batched (their tensors differ in shape).
@@ -149,9 +152,8 @@ def _is_by_token(prompt: Mapping[str, Any], name: str) -> bool:
 class BatchAnswer:
     """One of the ``n`` answers to a request; ``siblings`` are all of them.
 
-    ``seed`` decides what is sampled, whatever other rows are in the batch. ``eos_ids``: the model's
-    own end tokens. ``since``: when the request was submitted. ``runs_alone``: it is never batched
-    with others.
+    ``seed`` alone determines the sampling, independent of other rows in the batch. ``eos_ids``: the model's own end
+    tokens. ``since``: time of submission. ``runs_alone``: it is never batched with others.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class BatchAnswer:
         self.begin()
 
     def begin(self) -> None:
-        """Start, or start again, from the prompt."""
+        """Start from the prompt, also after a failed attempt."""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text: str | None = None
@@ -179,7 +181,7 @@ class BatchAnswer:
 
     @property
     def takes_the_likeliest(self) -> bool:
-        """The next token is the argmax of the unchanged logits."""
+        """Whether the next token is the argmax of the unchanged logits."""
         asked = self.prepared.sampling
         changes = (asked.presence_penalty, asked.frequency_penalty, asked.logit_bias)
         is_plain = not any(changes) and asked.repetition_penalty == 1.0
@@ -187,7 +189,7 @@ class BatchAnswer:
         return asked.is_greedy and is_plain and is_free
 
     def choose(self, logits: Any) -> Any:
-        """The next token, sampled from ``logits`` in the order of vLLM's sampler."""
+        """Return the next token, sampled from ``logits`` in the order of vLLM's sampler."""
         import torch
 
         asked = self.prepared.sampling
@@ -213,7 +215,7 @@ class BatchAnswer:
             self.finish_reason = "length"
 
     def to_choice(self) -> Choice:
-        """The text ends before the token that ended it, unless the request wants that token."""
+        """Return the choice. Its text ends before the token that ended it, unless the request includes that token."""
         asked, text = self.prepared.sampling, self._text
         if text is None:
             is_stopped = self.finish_reason == "stop" and not asked.include_stop_str_in_output
@@ -221,7 +223,7 @@ class BatchAnswer:
         return Choice(text, self.finish_reason, None if asked.logprobs is None else self._logprobs)
 
     def _allowed(self, logits: Any) -> Any:
-        """A copy with masks and biases applied."""
+        """Return a copy of the logits with masks and biases applied."""
         asked, scores = self.prepared.sampling, logits.clone()
         if asked.allowed_token_ids is not None:
             scores[:] = -float("inf")
@@ -287,7 +289,7 @@ class BatchAnswer:
         return text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete character
 
     def _logprob(self, token_id: int, logits: Any, top: int) -> dict[str, Any]:
-        """The token and the ``top`` most likely ones, in OpenAI's shape, as in engines/vllm/."""
+        """Return the token and the ``top`` most likely tokens in OpenAI's shape, as in engines/vllm/."""
         logprobs = logits.log_softmax(-1)
         values, token_ids = logprobs.topk(min(top, len(logprobs)))
         likeliest = dict(zip(token_ids.tolist(), values.tolist(), strict=True))

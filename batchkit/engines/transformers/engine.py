@@ -1,4 +1,4 @@
-"""The engine: loads the model, runs static batches, and recovers when one of them fails."""
+"""The engine: it loads the model, runs static batches, and recovers from failed ones."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _REFUSALS = (ValueError, TypeError, LookupError, AssertionError, NotImplementedE
 
 
 class TransformersEngine:
-    """One thread does everything: it prepares submitted requests, then steps the current batch.
+    """The engine, on one thread that prepares submitted requests and then steps the current batch.
 
-    A step gives each row of the batch a token, so no row waits ``run.row_timeout_s`` for one:
-    ``run.stall_timeout_s`` catches a step that hangs.
+    A step gives each row of the batch a token, so no row waits ``run.row_timeout_s`` for one; ``run.stall_timeout_s``
+    catches a step that hangs.
 
-    When memory runs out, the batch is halved and started again. When a batch fails for another
-    reason, its rows run one by one, so that only the row at fault fails.
+    When memory runs out, the batch is halved and started again. When a batch fails for another reason, its rows run
+    one by one, so that only the row at fault fails.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TransformersEngine:
         return done
 
     def abort(self, requests: Sequence[Request]) -> None:
-        """They are computed all the same."""
+        """Do nothing: the requests are computed anyway."""
 
     def load(self) -> EngineLoad:
         running = len(self._batch.unfinished) if self._batch is not None else 0
@@ -90,7 +90,7 @@ class TransformersEngine:
             free_memory()
 
     def _prepare(self, request: Request, since: float) -> list[Completion]:
-        """Empty, unless the request is refused."""
+        """Return the failed completion if the request is refused, otherwise an empty list."""
         try:
             prepared = self._renderer.prepare(request)
         except RowError as error:
@@ -114,14 +114,14 @@ class TransformersEngine:
         return random.Random(name).getrandbits(63)
 
     def _begin(self) -> Batch:
-        """The next batch, before its first step."""
+        """Return the next batch, before its first step."""
         answers = next_batch(self._waiting, self._size)
         self._waiting = _without(self._waiting, answers)
         self._batch = Batch(answers, self._loaded)
         return self._batch
 
     def _step(self, batch: Batch) -> list[Completion]:
-        """Give each unfinished answer a token; returns the requests that this completes."""
+        """Give each unfinished answer a token, and return the completed requests."""
         unfinished = batch.unfinished
         try:
             ended = batch.step()
@@ -151,8 +151,10 @@ class TransformersEngine:
     def _recover(
         self, batch: Batch, unfinished: Sequence[BatchAnswer], fault: Fault, *, is_refusal: bool
     ) -> list[Completion]:
-        """The batch failed: queue its ``unfinished`` answers again, or fail a request that ran alone.
-        Raises EngineDied if the engine can't recover."""
+        """Queue the ``unfinished`` answers of a failed batch again, or fail a request that ran alone.
+
+        Raises EngineDied if the engine cannot recover.
+        """
         is_oom, size = fault.kind == "oom", len(batch.answers)
         self._end_batch()
         free_memory()
@@ -211,8 +213,10 @@ def _row_error(fault: Fault, *, is_refusal: bool) -> RowError:
 def load_model(
     job: JobConfig, options: TransformersOptions, config: Any, tokenizer: Any
 ) -> LoadedModel:
-    """Load on one GPU, or on the CPU if there is none, unless ``device_map`` is set. Raises StartFailed if
-    it can't be loaded."""
+    """Load the model on a GPU, or on the CPU without one, unless ``device_map`` is set.
+
+    Raises StartFailed if it cannot be loaded.
+    """
     import torch
     from transformers import GenerationConfig
     from transformers.utils import logging as transformers_logging
@@ -249,7 +253,7 @@ def load_model(
 
 
 def free_memory() -> None:
-    """Release memory that nothing refers to any more."""
+    """Release memory that is no longer referenced."""
     import torch
 
     gc.collect()  # an error and its frames, which hold tensors, refer to each other
@@ -257,7 +261,7 @@ def free_memory() -> None:
 
 
 def is_sound(device: Any) -> bool:
-    """Whether it still computes: a GPU that has failed once also fails on everything later."""
+    """Return whether the GPU still computes: after a failure, a GPU fails on everything later."""
     import torch
 
     try:

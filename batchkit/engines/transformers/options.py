@@ -1,4 +1,4 @@
-"""The ``[engine.options]`` of this engine, and those of vLLM's sampling parameters that it supports."""
+"""The ``[engine.options]`` of this engine, and the vLLM sampling parameters that it supports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class TransformersOptions(Table):
-    """Named as in vLLM, or else as in transformers."""
+    """Options with vLLM's names, or transformers' names where vLLM has none."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: as in the checkpoint
     device_map: str | dict[str, str | int] | None = None  # None: one GPU, or the CPU without one
@@ -46,8 +46,10 @@ class TransformersOptions(Table):
 
 
 def options_of(job: JobConfig) -> TransformersOptions:
-    """The job's options, with ``chat_template`` read. Also checks sampling, model and adapter. Raises
-    JobError, which lists everything that is wrong, one line each."""
+    """Return the job's options with ``chat_template`` read, after checking sampling, model and adapter.
+
+    Raises JobError that lists all mistakes, one line each.
+    """
     given, template = job.engine.options, None
     problems = request_checks.problems_with(
         "engine.options", TransformersOptions, given, job.engine.kind
@@ -75,7 +77,7 @@ def options_of(job: JobConfig) -> TransformersOptions:
 
 
 class Sampling(Table):
-    """Names, defaults and bounds are vLLM's."""
+    """Sampling parameters with vLLM's names, defaults and bounds."""
 
     n: PositiveInt = 1
     temperature: float = Field(1.0, ge=0)
@@ -124,7 +126,9 @@ class Sampling(Table):
 
 
 def sampling_of(values: Mapping[str, Any]) -> Sampling:
-    """Raises RequestError, naming each parameter that is wrong, or that only vLLM knows."""
+    """Return the checked parameters. Raises RequestError that names each parameter that is wrong or that only vLLM
+    supports.
+    """
     if problems := request_checks.problems_with("sampling", Sampling, values, "transformers"):
         raise RequestError("\n".join(problems))
     return Sampling(**values)

@@ -1,4 +1,4 @@
-"""Turns requests into the model's tensors: chat template, tokenizer, image processor."""
+"""From requests to the model's tensors: chat template, tokenizer, image processor."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from batchkit.types import CLIPS, Request
 class PreparedPrompt(NamedTuple):
     """A request as the model's inputs.
 
-    ``inputs``: its tensors by ``forward``'s argument names, a batch of one on the CPU.
-    ``max_tokens``: what is left of the context, or what the request asks for if that is less.
+    ``inputs``: its tensors by ``forward``'s argument names, a batch of one on the CPU. ``max_tokens``: the rest of
+    the context, or the request's own limit if that is less.
     """
 
     request: Request
@@ -37,8 +37,10 @@ class PreparedPrompt(NamedTuple):
 
 
 class TransformersRenderer:
-    """The model's processor, or its tokenizer if the model takes only text. Raises JobError if the model's
-    files are missing, or ``max_model_len`` is more than it supports."""
+    """A renderer with the model's processor, or its tokenizer if the model takes only text.
+
+    Raises JobError if the model's files are missing, or ``max_model_len`` is more than it supports.
+    """
 
     def __init__(self, job: JobConfig, options: TransformersOptions) -> None:
         from transformers import AutoConfig, AutoProcessor
@@ -68,8 +70,9 @@ class TransformersRenderer:
         return RenderedPrompt(prepared.text, prepared.prompt_tokens)
 
     def prepare(self, request: Request) -> PreparedPrompt:
-        """The request with its prompt tokenised and its images processed. Raises RowError if the model
-        can't take it."""
+        """Return the request with its prompt tokenized and its images processed. Raises RowError if the model refuses
+        it.
+        """
         check_forced_call(request, self._job)
         sampling, parser = self._sampling(request)
         for token_id in sampling.token_ids:
@@ -172,7 +175,7 @@ class TransformersRenderer:
         ]
 
     def _plain(self, content: str | Sequence[Mapping[str, Any]]) -> str:
-        """The parts as one text, as vLLM does for a chat template that does not support parts."""
+        """Return the parts as one text, as vLLM does for a chat template that does not support parts."""
         if isinstance(content, str):
             return content
         if any(part["type"] != "text" for part in content):

@@ -1,9 +1,8 @@
-"""Steps vLLM's engine so that the device waits as little as possible for the thread that steps it.
+"""A driver of vLLM's engine that keeps the device from waiting for the stepping thread.
 
-Left to itself, that thread would touch each running request's detokenizer, log probabilities and
-statistics for each of its tokens between two steps. Nobody here reads an unfinished answer, so tokens
-reach vLLM's output processor when their request has ended. And a request that has to wait for a place
-is added while the device works.
+Without it, that thread updates each running request's detokenizer, log probabilities and statistics for each token
+between two steps. batchkit reads only finished answers, so tokens reach vLLM's output processor when their request
+has ended. Waiting requests are added while the device works.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from batchkit.engines.base import EngineLoad
 
 
 class Stepper:
-    """Steps ``engine``, a vLLM LLMEngine. ``meanwhile`` is called in each step while the device works on it; it
-    may add requests.
+    """Steps ``engine``, a vLLM LLMEngine. ``meanwhile`` is called in each step while the device works; it may add
+    requests.
 
-    A request with stop strings is ended by the text of its answer, so its tokens pass as they come;
-    so do those with log probabilities.
+    Tokens of requests with stop strings or log probabilities are processed in each step, because vLLM needs them.
     """
 
     def __init__(self, engine: Any, meanwhile: Callable[[], None]) -> None:
@@ -44,22 +42,22 @@ class Stepper:
             self._get_output = partial(self._of_other_process, client)
 
     def step(self) -> list[Any]:
-        """The RequestOutputs of one step."""
+        """Return the RequestOutputs of one step."""
         outputs: list[Any] = self._engine.step()
         return outputs
 
     @property
     def running(self) -> int:
-        """Requests that ran in the last step."""
+        """The number of requests that ran in the last step."""
         return self._load.running
 
     def load(self) -> EngineLoad:
-        """How busy the scheduler was in the last step, with the preemptions since the last call."""
+        """Return the scheduler's load in the last step, and the preemptions since the last call."""
         preempted, self._preempted = self._preempted, 0
         return self._load._replace(preempted=preempted)
 
     def tokens(self) -> dict[str, int]:
-        """By vLLM's number of each unfinished request, in the order of their arrival: how many tokens it has."""
+        """Return the number of tokens of each unfinished request, by vLLM's request number, in the order of arrival."""
         return {
             number: len(held.new_token_ids)
             if (held := self._held.get(number)) is not None
@@ -70,7 +68,7 @@ class Stepper:
         }
 
     def forget_aborted(self) -> None:
-        """Drop what is held of requests that the engine no longer knows."""
+        """Drop the state of requests that the engine no longer knows."""
         for number in self._held.keys() - self._states.keys():
             del self._held[number]
 

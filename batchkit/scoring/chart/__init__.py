@@ -39,7 +39,7 @@ _ROUNDING = 0.05  # how far the sum of a pie's fractions, rounded to two decimal
 
 
 class Chart(NamedTuple):
-    """One answer to run. ``table``: the file that its code reads, None if there is none."""
+    """An answer to run. ``table``: the file that its code reads, or None."""
 
     response: str
     chart_type: str  # LineChart, BarChart, ScatterChart or PieChart
@@ -48,10 +48,9 @@ class Chart(NamedTuple):
 
 
 class ChartScore(NamedTuple):
-    """``ecr``: the code ran. ``passed`` is None if the reference is unusable: unscored.
+    """The score of a chart. ``ecr``: the code ran. ``passed`` is None (unscored) if the reference is unusable.
 
-    ``y``: the values found, as text, "" if none. ``problem``: why it did not run or pass, one line
-    for people.
+    ``y``: the values found, as text, or "". ``problem``: one line that says why it did not run or pass.
     """
 
     ecr: bool
@@ -66,19 +65,19 @@ def score_charts(
     mode: Mode,
     workers: int | None = None,
 ) -> Iterator[ChartScore]:
-    """The scores in the order of ``charts``, which is read only a little ahead.
+    """Yield the scores in the order of ``charts``, which is read only a little ahead.
 
-    ``workers`` charts (None: one per core) run at a time. Closing the iterator ends them.
+    ``workers`` charts (None: one per core) run at the same time. Closing the iterator ends them.
 
     Raises:
-        SandboxError: at once, before any code runs, if code can't be confined here.
+        SandboxError: before any code runs, if code cannot be confined on this machine.
     """
     check_sandbox()
     return _scores(charts, mode, workers or len(os.sched_getaffinity(0)))
 
 
 def score_chart(chart: Chart, sandbox: Sandbox, mode: Mode) -> ChartScore:
-    """Run one chart in ``sandbox``, which no chart can harm.
+    """Run one chart in ``sandbox``, which no chart can harm, and return its score.
 
     Raises:
         SandboxError: the sandbox can't be started, or did not confine this chart.
@@ -128,7 +127,7 @@ def _scores(charts: Iterable[Chart], mode: Mode, workers: int) -> Iterator[Chart
 
 
 def reference_values(text: str, mode: Mode) -> list[Any] | None:
-    """The list in ``text``, from the data set; None if it is not a list, or is unusable."""
+    """Return the list in ``text``, from the data set, or None if it is not a usable list."""
     try:
         if mode == "official":
             values = ast.literal_eval(text.strip())
@@ -144,7 +143,7 @@ def reference_values(text: str, mode: Mode) -> list[Any] | None:
 
 
 def passes(chart_type: str, reference: list[Any], y: str, mode: Mode) -> bool:
-    """Whether ``y``, any text at all, is a list of numbers equal to ``reference``."""
+    """Return whether ``y``, which may be any text, is a list of numbers equal to ``reference``."""
     try:
         # A list of numbers is the same in JSON and Python, and JSON's parser is safe here.
         values = json.loads(y, parse_constant=_refuse if mode == "official" else None)
@@ -154,7 +153,7 @@ def passes(chart_type: str, reference: list[Any], y: str, mode: Mode) -> bool:
 
 
 def same_values(chart_type: str, reference: list[Any], prediction: list[Any], mode: Mode) -> bool:
-    """Whether the values are equal, in any order.
+    """Return whether the values are equal, in any order.
 
     Raises:
         TypeError, ArithmeticError: they are not numbers, or a pie's reference sums to 0.
@@ -193,7 +192,7 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _with_missing(node: ast.expr) -> Any:
-    """Like ``ast.literal_eval``, for lists of numbers with NaN among them."""
+    """Parse like ``ast.literal_eval``, also lists of numbers that contain NaN."""
     match node:
         case ast.List(elts=nodes) | ast.Tuple(elts=nodes):
             return [_with_missing(child) for child in nodes]

@@ -1,7 +1,7 @@
-"""Finds the code in a model's answer, as text, and restores its layout.
+"""Extraction of code from a model's answer, as text, and repair of its layout.
 
-Nothing is compiled outside the sandbox. Only code that won't compile is changed, and the first
-change that makes it compile is used: code that is itself wrong stays wrong.
+Nothing is compiled outside the sandbox. Only code that does not compile is changed, and the first change that makes
+it compile is used; wrong code stays wrong.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SPACE_AFTER_BACKSLASH = re.compile(r"\\[ \t]+$", re.MULTILINE)
 
 
 def chart_code(response: str, mode: Mode) -> str | None:
-    """The code to run, None if there is none."""
+    """Return the code to run, or None."""
     code = _official_code(response) if mode == "official" else _fixed_code(response)
     return code if code and code.strip() else None
 
 
 def with_table(text: str, mode: Mode) -> str:
-    """``text`` with its names for the table replaced by ``TABLE_PATH``."""
+    """Return ``text`` with its names for the table replaced by ``TABLE_PATH``."""
     if mode == "fixed":
         return _ANY_NAME.sub(repr(TABLE_PATH), text)
     return _OFFICIAL_NAMES.sub(
@@ -57,7 +57,7 @@ def _official_code(response: str) -> str | None:
 
 
 def _spans(response: str, start: re.Pattern[str]) -> Iterator[str]:
-    """What ``START.*?plt.show()`` matches, in linear time: some answers repeat themselves."""
+    """Yield the matches of ``START.*?plt.show()`` in linear time, because some answers repeat themselves."""
     position = 0
     while found := start.search(response, position):
         shown = response.find(_SHOW, found.end())
@@ -83,7 +83,7 @@ def _fixed_code(response: str) -> str | None:
 
 
 def _fenced(response: str) -> Iterator[str]:
-    """The contents of the fenced blocks of Python, in linear time; the last one may be unclosed."""
+    """Return the contents of the fenced Python blocks, in linear time; the last block may be unclosed."""
     language: str | None = None
     lines: list[str] = []
     for line in StringIO(response):
@@ -100,14 +100,14 @@ def _fenced(response: str) -> Iterator[str]:
 
 
 def _language(line: str) -> str | None:
-    """The language of the block that ``line`` opens, "" if it has none; None if it opens no block."""
+    """Return the language of the block that ``line`` opens ("" if unnamed), or None if it opens no block."""
     after = line.rfind("`")  # none may follow the fence
     opening = (found for found in _OPENS.finditer(line) if found.start(1) > after)
     return next((found[1].lower() for found in opening), None)
 
 
 def fixed(code: str) -> str:
-    """``code``, or the nearest variant that compiles; unchanged if none does."""
+    """Return ``code``, or the nearest variant that compiles; unchanged if no variant does."""
     return next((variant for variant in _variants(code) if _compiles(variant)), code)
 
 
@@ -126,13 +126,13 @@ def _compiles(code: str) -> bool:
 
 
 def _plain(code: str) -> str:
-    """Replaces typographic quotes and spaces by plain ones."""
+    """Replace typographic quotes and spaces by plain ones."""
     code = _NOTHING.sub("", code.translate(_PLAIN))
     return _SPACE_AFTER_BACKSLASH.sub(r"\\", code)
 
 
 def _without_spaces(code: str) -> str:
-    """Stripped as in the official runner: what runs there also runs here."""
+    """Strip each line as the official runner does, so that code that runs there also runs here."""
     return "\n".join(line.strip(" ") for line in code.split("\n"))
 
 

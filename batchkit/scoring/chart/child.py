@@ -116,7 +116,7 @@ def _send(text: str) -> None:
 
 
 def _escapes() -> str:
-    """Try what a chart must not be able to do; returns what succeeded, "" if nothing did."""
+    """Try operations that a chart must not be able to do; return those that succeeded, or ""."""
     attempts: dict[str, Callable[[], object]] = {
         "read the root folder": lambda: list(Path("/").iterdir()),
         "read the code of batchkit": lambda: Path(__file__).read_bytes(),
@@ -171,7 +171,7 @@ def _values(run: ProgramRun, table: str) -> list[str]:
 
 
 def _names(pyplot: Any) -> dict[str, Any]:
-    """What the official runner's module has imported: code need not import it again."""
+    """Return the names that the official runner's module has imported, so that code need not import them again."""
     return {
         "__name__": "__main__",
         "__builtins__": __builtins__,
@@ -184,7 +184,7 @@ def _names(pyplot: Any) -> dict[str, Any]:
 
 
 class _Printed(io.StringIO):
-    """Keeps the beginning of what is written, up to a limit."""
+    """A stream that keeps the beginning of its output, up to a limit."""
 
     def write(self, text: str, /) -> int:
         room = MAX_Y_CHARS - self.tell()

@@ -1,4 +1,4 @@
-"""The y values of what was drawn, read from pyplot."""
+"""The y values of a figure, read from pyplot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Reading = Callable[[Axes], Iterable[Any]]
 
 
 def official_reading(pyplot: Any, chart_type: str) -> str:
-    """The values as the official code prints them; "" if it fails to."""
+    """Return the values as the official code prints them, or "" if it fails."""
     read = _OFFICIAL.get(chart_type)
     try:
         return "" if read is None else repr([*read(pyplot.gca())])
@@ -22,9 +22,9 @@ def official_reading(pyplot: Any, chart_type: str) -> str:
 
 
 def fixed_readings(pyplot: Any, chart_type: str) -> list[str]:
-    """All values of the figure, then those that the official code reads, if they differ.
+    """Return all values of the figure, then the values that the official code reads if they differ.
 
-    Each as JSON with NaN for missing values; a reading that fails, or has no values, is left out.
+    Each reading is JSON with NaN for missing values. Readings that fail, or have no values, are left out.
     """
     numbers = pyplot.get_fignums()
     if not numbers or chart_type not in _FIXED:
@@ -51,7 +51,7 @@ def _as_text(read: Reading, figure: list[Axes]) -> str | None:
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:
-    """Lists of floats and ints, to any depth."""
+    """Return nested lists of floats and ints, to any depth."""
     return [_plain(value) if isinstance(value, list) else _number(value) for value in values]
 
 

@@ -1,8 +1,8 @@
-"""Runs one chart after another, each in its own confined process.
+"""A sandbox that runs one chart after another, each in its own confined process.
 
-The process is forked from one that has imported what charts need: 30 ms per chart instead of two
-seconds. The environment of that one is emptied before it starts, so that neither it nor its forks
-ever hold a secret. This process alone decides when a chart has exceeded a limit.
+The process is forked from one that has imported the packages of charts: 30 ms per chart instead of two seconds. The
+environment of that process is emptied before it starts, so that neither it nor its forks ever hold a secret. Only
+this process decides when a chart has exceeded a limit.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _MAX_PROBLEM_CHARS = 300
 
 
 class SandboxError(JobError):
-    """Code that a model wrote can't be confined here, so it is not run."""
+    """Raised if code that a model wrote cannot be confined on this machine, so it is not run."""
 
 
 class ProgramRun(NamedTuple):
-    """Code to run; ``table`` is copied for it, None if there is none. No code: the process tries to
-    escape, and sends what succeeded."""
+    """Code to run. ``table`` is copied for it, if not None. Without code, the process tries to escape and sends the
+    operations that succeeded.
+    """
 
     code: str | None = None
     chart_type: str = ""
@@ -53,17 +54,19 @@ class ProgramRun(NamedTuple):
 
 
 class ProgramOutcome(NamedTuple):
-    """``problem``: why the code did not run to its end. ``y``: the values, in one or two forms."""
+    """The result of a program. ``problem``: why the code did not run to its end. ``y``: the values, in one or two
+    forms.
+    """
 
     y: list[str]
     problem: str | None
 
 
 class _Ended(NamedTuple):
-    """How a chart's process ended.
+    """The end of a chart's process.
 
-    ``excess`` is the limit for which it was killed, None if it ended on its own with ``returncode``
-    (negative: by that signal). ``written`` is what it sent, unchanged: any text at all after CONFINED.
+    ``excess`` is the limit for which it was killed, or None if it ended with ``returncode`` (negative: by that
+    signal). ``written`` is its unchanged output, which may be any text after CONFINED.
     """
 
     excess: str | None
@@ -72,7 +75,7 @@ class _Ended(NamedTuple):
 
 
 def check_sandbox() -> None:
-    """Raises SandboxError if charts can't be run, before anything is started."""
+    """Raise SandboxError if charts cannot be run, before anything is started."""
     missing = what_is_missing()
     if missing is not None:
         raise _refusal(missing)
@@ -82,8 +85,10 @@ def check_sandbox() -> None:
 
 
 class Sandbox:
-    """Starts with the first run. Any thread may run charts in it, or close it. A chart can't start
-    processes, and threads only within its memory."""
+    """A sandbox for charts, started at the first run. Any thread may run charts in it, or close it.
+
+    A chart cannot start processes, and can start threads only within its memory limit.
+    """
 
     def __init__(self, timeout_s: float = 20.0) -> None:
         self._timeout_s = timeout_s
@@ -92,7 +97,7 @@ class Sandbox:
         self._starting = threading.Lock()  # held by the thread that starts a server
 
     def run(self, run: ProgramRun) -> ProgramOutcome:
-        """The outcome of ``run``; a server that died during it is started again, once.
+        """Return the outcome of ``run``. A server that dies meanwhile is started again once.
 
         Raises:
             SandboxError: the sandbox can't be started, did not confine this run, or was closed.
@@ -103,12 +108,12 @@ class Sandbox:
         return ProgramOutcome([], "the sandbox's own process died or hung under it, twice")
 
     def close(self) -> None:
-        """End it and the charts that run in it: every ``run`` in another thread raises soon."""
+        """End the sandbox and its charts: every ``run`` in another thread raises soon."""
         self._is_closed = True
         self._server = None
 
     def _started(self) -> Server:
-        """The server, of which a fork has been tried: code is confined as it should be."""
+        """Return the server, after a trial fork has shown that code is confined."""
         with self._starting:
             if (server := self._server) is not None and server.is_alive:
                 return server
@@ -124,7 +129,7 @@ class Sandbox:
             return server
 
     def _ended(self, run: ProgramRun, server: Server) -> _Ended:
-        """Runs ``run`` in its own process, and leaves nothing behind. Raises Gone."""
+        """Run ``run`` in its own process, and leave nothing behind. Raises Gone."""
         home = Path(tempfile.mkdtemp(dir=server.folder))
         try:
             (home / SCRATCH).mkdir()
@@ -166,7 +171,7 @@ class Sandbox:
 
 
 def _excess(written: bytearray, scratch: Path) -> str | None:
-    """The limit that a chart is over, for people."""
+    """Return the limit that a chart has exceeded, in words."""
     if len(written) > MAX_RESULT_BYTES:
         return f"wrote more than {MAX_RESULT_BYTES} bytes where its result belongs"
     # Flat: folders can't be created in it. Complete: files can't be removed from it.
@@ -201,7 +206,7 @@ def _outcome(ended: _Ended, timeout_s: float) -> ProgramOutcome:
 
 
 def _reported(ended: _Ended) -> ProgramOutcome:
-    """The outcome in what was sent, which the code may have written itself."""
+    """Return the outcome in the process's output, which the code may have written itself."""
     written = ended.written.removeprefix(CONFINED)
     if not written:
         return ProgramOutcome(
