@@ -72,9 +72,8 @@ HEAD = """\
 
 # The job file
 
-A job file says which rows go through which model, and how. It is [TOML](https://toml.io). The only
-key that every real job must set is `engine.model`, and nearly every one sets `input.path` and
-`prompt.user`; the rest has defaults.
+A job file names the rows, the model and the settings of a run, in [TOML](https://toml.io). Every job with a model needs
+`engine.model`, and nearly every one needs `input.path` and `prompt.user`; all other keys have defaults.
 
 ```toml
 {example}```
@@ -82,31 +81,29 @@ key that every real job must set is `engine.model`, and nearly every one sets `i
 `batchkit validate JOB.toml` checks it against every row, without loading the model. `batchkit run
 JOB.toml --dry-run` prints the first rows as the model would get them.
 
-- **Names.** A key is written with its table: `temperature` under `[sampling]` is
-  `sampling.temperature`. A key or table that is not on this page is an error, and so is a value of
-  another type; all such mistakes are reported together, then all that vLLM's classes find. Free are
-  only the names in `[vars]`, `[engine.options]`, `[sampling]`, `[pooling]`, `[input.where]`, `[prompt.texts]` and
-  `[prompt.chat_template_kwargs]`.
-- **Overrides.** `--set KEY=VALUE` lays one value over the file, for any key and as often as needed:
-  `--set sampling.temperature=0 --set engine.options.max_num_seqs=64 --set vars.language=French`.
-  The value is read as TOML (`0`, `true`, `["a", "b"]`), and what isn't TOML is text.
-- **Paths.** `input.path`, `media.root`, `prompt.system_file`, `user_file` and `tools`, also of a step, and the
-  file or module of `rollout.function` are looked up beside the job file first, then in the working
-  directory. `engine.model`, `engine.lora` and `output.dir` start from the working directory.
-- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images`, `captions`, `texts` and `tools`, and in
-  `[pair]`, is a
-  field of the row or a name from `[vars]`; where both have it, the row's field counts. They are
-  [Jinja2](https://jinja.palletsprojects.com/templates/), with its loops, conditions and filters.
-- **Rows without templates.** With neither `system`, `user` nor `images`, a row's own `messages`
-  (OpenAI's chat shape), `body` (an OpenAI batch request) or `prompt` is sent.
+- **Names.** A key is written with its table: `temperature` under `[sampling]` is `sampling.temperature`. Unknown keys and
+  tables, and values of a wrong type, are errors; batchkit reports all of them together, then all errors that vLLM's
+  classes find. You choose the names in `[vars]`, `[engine.options]`, `[sampling]`, `[pooling]`, `[input.where]`,
+  `[prompt.texts]` and `[prompt.chat_template_kwargs]`.
+- **Overrides.** `--set KEY=VALUE` overrides any key and may be repeated: `--set sampling.temperature=0 --set
+  engine.options.max_num_seqs=64 --set vars.language=French`. The value is TOML (`0`, `true`, `["a", "b"]`); anything else
+  is text.
+- **Paths.** `input.path`, `media.root`, `prompt.system_file`, `user_file` and `tools` (also of a step), and the file or
+  module of `rollout.function` are looked up beside the job file first, then in the working directory. `engine.model`,
+  `engine.lora` and `output.dir` start from the working directory.
+- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images`, `captions`, `texts` and `tools`, and in `[pair]`, is
+  a field of the row or a name from `[vars]`; if both exist, the row's field wins. Templates are
+  [Jinja2](https://jinja.palletsprojects.com/templates/), with loops, conditions and filters.
+- **Rows without templates.** Without `system`, `user` and `images`, batchkit sends a row's own `messages` (OpenAI's chat
+  shape), `body` (an OpenAI batch request) or `prompt`.
 
 ## Top level
 
 {top}
 ## `[vars]`
 
-Free names for the templates, and for `input.path` and `media.root`: text, numbers, lists, tables.
-They make one job file serve several runs, as in `--set vars.language=French`.
+Your own names for the templates, and for `input.path` and `media.root`: text, numbers, lists, tables. With them, one job
+file serves several runs: `--set vars.language=French`.
 """
 
 JUDGE = """
@@ -114,10 +111,9 @@ JUDGE = """
 
 {text}
 
-`max_score` ({limits}) is the best score that it can give, and `step` the name of one of `[[steps]]`, with
-`answer = false`, whose answers are the scores. Without `step`, the rest are tables of their own, with the keys that
-they have at top level: `[scoring.judge.engine]`, `[scoring.judge.sampling]` and `[scoring.judge.prompt]`.
-docs/scoring.md says what either means.
+`max_score` ({limits}) is the highest score of the judge. `step` is the name of one of `[[steps]]`, with `answer = false`,
+whose answers are the scores. Without `step`, set `[scoring.judge.engine]`, `[scoring.judge.sampling]` and
+`[scoring.judge.prompt]`, with the keys that these tables have at top level. docs/scoring.md describes both.
 """.format(
     text=" ".join((JudgeTable.__doc__ or "").split()),
     limits=f"default {JudgeTable.model_fields['max_score'].default:g}",
@@ -210,7 +206,7 @@ def descriptions(table: type[Table]) -> dict[str, str]:
 
 
 def _table(fields: dict[str, FieldInfo], described: dict[str, str]) -> str:
-    lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
+    lines = ["| key | type | default | description |", "|---|---|---|---|"]
     for name, field in fields.items():
         cells = (
             f"`{name}`",

@@ -51,7 +51,7 @@ class InputTable(Table):
     """Keep only rows whose field equals the value or is in the list. Numbers, dates and booleans also match their
     text form."""
     empty: Identity[Literal["keep", "skip", "fail"]] = "keep"
-    """What happens to rows in which a column of the prompt is null or blank. `keep` runs them, `skip` leaves them out
+    """Handling of rows in which a column of the prompt is null or blank. `keep` runs them, `skip` leaves them out
     like `where`, `fail` makes them failed rows. `run` prints how many of the first 10,000 rows are affected."""
     cross: Identity[dict[str, list[str | bool | int | float]]] = Field({})
     """Run each row once per value. `cross = { adapter = ["a", "b", ""] }` adds a column `adapter`; row `7` becomes

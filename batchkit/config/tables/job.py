@@ -56,7 +56,7 @@ class JobConfig(Table):
     name: Free[str] = Field("batch", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the job and of its run folder."""
     task: Identity[TaskName] = "generate"
-    """What the model does with each row. `generate` writes text. `transcribe` writes the speech of a recording.
+    """Task of the model for each row. `generate` writes text. `transcribe` writes the speech of a recording.
     `embed` gives one vector, `token_embed` one per prompt token. `classify` gives a label and the class
     probabilities, `token_classify` the same per prompt token, and named entities. `score` gives a number per document
     of `[pair]`. Lines of an OpenAI batch file use the task of their URL if the model supports it."""

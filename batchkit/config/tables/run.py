@@ -139,7 +139,7 @@ class RunTable(Table):
 
 
 class RetryTable(Table):
-    """What is retried within a run."""
+    """Retries within a run."""
 
     attempts: Free[PositiveInt] = 2
     """Maximum number of attempts per row, including the first, for errors that may be temporary."""
@@ -149,7 +149,7 @@ class RetryTable(Table):
     backoff_s: Free[Seconds] = 0.0
     """Seconds before the second attempt. The delay doubles for each further attempt."""
     on_too_long: Identity[Literal["fail", "truncate-middle"]] = "fail"
-    """What happens to a prompt that is too long. `fail`: the row fails. `truncate-middle`: the row's longest text is
+    """Handling of a prompt that is too long. `fail`: the row fails. `truncate-middle`: the row's longest text is
     cut in the middle until prompt and answer fit; the record holds the number of removed tokens as
     `truncated_tokens`."""
     reask: Identity[NonNegativeInt] = 0
@@ -169,7 +169,7 @@ class RetryTable(Table):
 
 
 class OutputTable(Table):
-    """What is written, and where."""
+    """Output files."""
 
     dir: Free[str] = "output"
     """Folder for run folders. The run folder is `<dir>/<name>`."""
@@ -185,7 +185,7 @@ class OutputTable(Table):
     choices: Identity[bool | None] = None
     """Store all `n` answers in the row's record. The default is true, unless `[select]` picks one."""
     replay: Free[Literal["strict", "fresh"]] = "strict"
-    """What happens to an interrupted row whose function now submits other requests than before: `strict` makes it
+    """Handling of an interrupted row whose function now submits other requests than before: `strict` makes it
     fail with `rollout`, `fresh` uses the new answers."""
     vector_dtype: Identity[Literal["float32", "float16"]] = "float32"
     """Number format of stored vectors, for `task = "embed"`, `"token_embed"` and `"token_classify"`."""
