@@ -174,7 +174,7 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
     assert not (tmp_path / "output").exists()
     done = batchkit(*args, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "needs the job" in done.stderr
+    assert "needs a job" in done.stderr
     done = batchkit("score", "job.toml", *args[1:], cwd=tmp_path)
     assert "\n4 rows of the input have no prediction\n" in done.stdout
 

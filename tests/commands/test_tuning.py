@@ -193,7 +193,7 @@ def test_a_link_to_a_job_file_stays_one() -> None:
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "a", "-1", "1.5"])
 def test_bad_sizes(text: str) -> None:
     assert sizes_in("8, 1,8,4") == [8, 1, 4]
-    with pytest.raises(JobError, match="whole numbers"):
+    with pytest.raises(JobError, match="positive integers"):
         sizes_in(text)
 
 
@@ -235,7 +235,7 @@ def test_find_bs_json_and_write() -> None:
     ("limit", "why", "sizes"),
     [
         ("--rows 5", "there are 5 rows", [1, 2, 4, 5]),
-        ("--low 5 --set run.max_in_flight=5", "run.max_in_flight = 5 hands", [5]),
+        ("--low 5 --set run.max_in_flight=5", "run.max_in_flight = 5 limits", [5]),
     ],
 )
 def test_find_bs_tries_no_more_than_can_run_at_once(limit: str, why: str, sizes: list[int]) -> None:

@@ -77,7 +77,7 @@ def test_images_travel_as_png_sound_as_wav_and_a_video_as_its_file() -> None:
     assert heard.text == "0 images, asked: 800 samples, 16000 a second"
     url = f"data:video/mp4;base64,{base64.b64encode(b'film').decode()}"
     assert seen.text == f"0 images, asked: {url}"
-    assert "frames of a video" in str(refused.error)
+    assert "only a video's file can be sent" in str(refused.error)
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -166,18 +166,18 @@ def run_by(command: str, **keys: Any) -> dict[str, Any]:
     ("engine", "message"),
     [
         ({"base_url": None}, "base_url is missing"),
-        ({"base_url": None}, "or [engine.server]"),
+        ({"base_url": None}, "or add [engine.server]"),
         ({"base_url": "localhost:8000/v1"}, "expected http"),
         ({"base_url": "http://me:secret@host/v1"}, "api_key_env"),
         ({"base_url": "http://host:port/v1"}, "expected http"),
         ({"kind": "vllm"}, 'kind is "vllm"'),
         ({"lora": "here"}, "lora"),
-        ({"loras": {"a": "here"}}, "prompt.lora is the name that the server has for it"),
+        ({"loras": {"a": "here"}}, "set prompt.lora to the name that the adapter has on the server"),
         ({"model": ""}, "model is missing"),
         ({"reasoning_parser": "qwen3"}, "engine: reasoning_parser: leave it out"),
         # One that the run starts.
-        (run_by("serve --port {prot}"), "engine.server.command: command: {prot} is unknown; there are {port} and {host}"),
-        (run_by("serve --port {port} --name {nothing}"), "{nothing} is unknown; there are {port} and {host}"),
+        (run_by("serve --port {prot}"), "engine.server.command: command: {prot} is unknown; use {port} and {host}"),
+        (run_by("serve --port {port} --name {nothing}"), "{nothing} is unknown; use {port} and {host}"),
         (run_by("serve --port 8080"), "command has no {port}"),
         (run_by("serve 'a {port}"), "can't be split into words"),
         (run_by(""), "command is empty"),
@@ -288,7 +288,7 @@ def test_a_run_may_have_as_many_connections_as_it_needs_or_says_so(
         path = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(["bash", "-c", run], env=path, capture_output=True, text=True)
     assert (done.returncode, "Traceback" in done.stderr) == (exit_code, False), done.stderr
-    needed = "engine.options.max_num_seqs: 150 requests at once need 406 open files"
+    needed = "engine.options.max_num_seqs: 150 concurrent requests need 406 open files"
     assert (needed in done.stderr) == bool(exit_code)
     assert remedy in done.stderr
 

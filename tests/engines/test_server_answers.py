@@ -85,9 +85,9 @@ BARRED: dict[str, tuple[Refused, dict[str, Any], str]] = {
     "not modified": (Refused(304, b""), refused("304"), "redirects are not followed"),
     "a redirect": (Refused(307, b"", Location="http://a/login"), refused("307"), "moved to http://a/login"),
     "no such model": (Refused(404, error("no image model", "not_found_error")), refused("404: "), "no model"),
-    "a load balancer's 404": (Refused(404, b"default backend - 404"), refused("404: default"), "also to a request"),
+    "a load balancer's 404": (Refused(404, b"default backend - 404"), refused("404: default"), "also to a one-word prompt"),
     **{
-        str(n): (Refused(n, b"no"), refused(f"{n}: no"), "also to a request of one word")
+        str(n): (Refused(n, b"no"), refused(f"{n}: no"), "also to a one-word prompt")
         for n in (405, 407, 410, 421, 426, 501)
     },
 }  # fmt: skip

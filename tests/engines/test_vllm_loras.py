@@ -156,7 +156,7 @@ def test_adapters_that_hardly_differ_are_not_taken_for_mixed_up(
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "gone": (shutil.rmtree, "no such folder"),
     "no config": (lambda at: (at / CONFIG).unlink(), f"{CONFIG}: No such file or directory"),
-    "no JSON": (lambda at: (at / CONFIG).write_text("{"), "is no JSON"),
+    "no JSON": (lambda at: (at / CONFIG).write_text("{"), "is not JSON"),
     "other kind": (
         lambda at: _change(at, peft_type="IA3"),
         "peft_type is 'IA3', expected \"LORA\"",
@@ -183,7 +183,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: _of_other_model(
             at, lambda name, of: {name: of[:16] if "k_proj" in name else of}
         ),
-        "k_proj.lora_B.weight has a side of 16, and the model's weights have 32",
+        "k_proj.lora_B.weight has a side of 16, but the model's weights have 32",
     ),
     "a larger model's": (
         lambda at: _of_other_model(
@@ -234,7 +234,7 @@ def test_an_adapter_on_the_hub_is_found_by_its_name(
 def test_too_high_a_rank_for_the_users_limit_is_named(text_model: Path, adapters: Path) -> None:
     options = {**TEXT_ONLY, "max_lora_rank": 8}
     engine = {"model": str(text_model), "options": options, "loras": {"d": str(adapters / "d")}}
-    with pytest.raises(JobError, match=r"has rank 64, and engine\.options\.max_lora_rank is 8"):
+    with pytest.raises(JobError, match=r"has rank 64, but engine\.options\.max_lora_rank is 8"):
         open_preflight(make_job({"engine": engine, "prompt": {"lora": "d"}}, "job.toml"))
 
 

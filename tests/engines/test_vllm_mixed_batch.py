@@ -221,7 +221,7 @@ def test_a_line_that_the_model_can_not_answer_fails_alone(
     for number, served in by_engine.items():
         message = failed[number]["message"]
         assert message.startswith(f"url: /{POOLED[number][0].rsplit('/', 1)[1]} is for")
-        assert f'with task = "{task}", serves {served} only' in message
+        assert f'with task = "{task}", serves only {served}' in message
     if task == "token_embed":
         document, query = (np.array(bodies[n]["data"][0]["data"]) for n in VECTORS)
         similar = (query @ document.T).max(axis=1).sum()  # as ColBERT compares

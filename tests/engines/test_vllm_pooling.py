@@ -274,7 +274,7 @@ def test_a_tokenizer_that_does_not_know_places_is_refused(
     shutil.copytree(models.token_classifier, folder := tmp_path / "slow")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    with pytest.raises(JobError, match="take a model with a fast tokenizer") as caught:
+    with pytest.raises(JobError, match="use a model with a fast tokenizer") as caught:
         open_engine(job_of(folder, "token_classify"), launcher)
     assert "slow (" in str(caught.value)
 

@@ -115,7 +115,7 @@ def test_an_edit_is_refused_with_the_difference_or_is_none(
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("vars.limits.most", "a finite number, or a text"),
+        ("vars.limits.most", "a finite number or a text"),
         ("sampling.logit_bias.5", "a finite number"),
         ("engine.options.extra_body.logit_bias.5", "a finite number"),
         ("prompt.chat_template_kwargs.most", "a finite number"),

@@ -100,7 +100,7 @@ def test_the_dashboard_and_the_docs_have_these_names() -> None:
     assert drawn == set(FAMILIES)
     asked = re.findall(r"batchkit_\w+", json.dumps(dashboard["templating"]))
     assert set(asked) == {"batchkit_run_info"}
-    told = set(re.findall(r"`(batchkit_\w+)", (DOCS / "running.md").read_text()))
+    told = set(re.findall(r"`(batchkit_\w+)", (DOCS / "run-folder.md").read_text()))
     assert told == {"batchkit_run_info", *FAMILIES}
 
 

@@ -67,7 +67,7 @@ TRUNCATED = ("TruncatedOutputError", "raise sampling.max_tokens")
         (
             said("{" + " \n" * 31 + " ", finish_reason="length"),
             "",
-            "63 of its 64 characters are white space, which JSON allows and sampling.max_tokens ends; with vLLM,",
+            "63 of its 64 characters are white space, which JSON allows, so sampling.max_tokens ended it; with vLLM,",
         ),
         (said("12", finish_reason="length"), *TRUNCATED),  # it may be a part of a number
     ],
@@ -103,7 +103,7 @@ def test_an_answer_is_held_against_the_schema(value: Any, words: list[str], as_t
     assert found["good"]["parsed"] == GOOD
     error = found["bad"]["error"]
     assert error["kind"] == "invalid_output"
-    assert all(word in error["message"] for word in ["does not fit its schema", *words])
+    assert all(word in error["message"] for word in ["does not match its schema", *words])
 
 
 def test_a_schema_may_not_fetch_another_one() -> None:
@@ -112,7 +112,7 @@ def test_a_schema_may_not_fetch_another_one() -> None:
         record = one("{}", sampling={"structured_outputs": {"json": schema}})
         assert other.connections == 0
     assert record["error"]["kind"] == "invalid_output"
-    assert "can't be held against its schema" in record["error"]["message"]
+    assert "can't be checked against its schema" in record["error"]["message"]
 
 
 def test_a_row_whose_own_schema_is_none_fails_alone() -> None:

@@ -326,12 +326,12 @@ def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers(
         (
             MAJORITY,
             {"scoring": {"extract": "number"}, "sampling": {"n": 1}},
-            "sampling.n: is 1; [select] chooses",
+            "sampling.n: is 1, but [select] chooses",
         ),
         (
             BY_STEP,
             {"steps": [DRAFT, {**JUDGE, "sampling": {"n": 4}}], "sampling": {"n": 1}},
-            "sampling.n: is 1 in each step; [select] chooses",
+            "sampling.n: is 1 in each step, but [select] chooses",
         ),
         (
             BY_STEP,
@@ -341,14 +341,14 @@ def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers(
         (
             {"by": "scorer"},
             {"steps": [{**DRAFT, "scorers": ["em"], "reference": "steps"}]},
-            "steps.draft.reference: 'steps' are the answers of [[steps]]",
+            "steps.draft.reference: 'steps' is the name of the earlier steps' results",
         ),
         (BY_STEP, {}, "select.step: found 'judge', expected"),
         (MAJORITY | {"step": "x"}, {"scoring": NUMBER}, 'select.step: is for by = "step"'),
         (
             MAJORITY,
             {"scoring": {"extract": "number"}, "rollout": {"function": "a:b"}},
-            "[select]: a function does that itself",
+            "[select]: a rollout function does this itself",
         ),
     ],
     ids=str,

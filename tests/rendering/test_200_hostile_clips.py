@@ -174,7 +174,7 @@ def _odd_wavs() -> Iterator[Hostile]:
     for channels in (0, 65, 1000, 65535):
         yield Hostile(f"{channels} channels", "audio", _wav(channels=channels), "")
     for rate in (0, 1, 7, 999, 10**6, 2**31, 4 * 10**9):
-        words = f"at {rate} samples a second; expected" if 0 < rate <= 10**6 else ""
+        words = f"at {rate} Hz; expected" if 0 < rate <= 10**6 else ""
         yield Hostile(f"{rate} samples a second", "audio", _wav(rate=rate), words)
     for bits in (0, 1, 3, 7, 63, 65535):
         yield Hostile(f"{bits} bits", "audio", _wav(bits=bits))

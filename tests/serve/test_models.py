@@ -222,4 +222,4 @@ def test_several_models_one_loaded_at_a_time(tmp_path: Path, text_model: Path) -
             assert failed.errors is not None
             assert [error.code for error in failed.errors.data or ()] == [code]
     twice = batchkit("serve", "chat.toml", "chat.toml", cwd=tmp_path)
-    assert (twice.returncode, "two models are called" in twice.stderr) == (2, True)
+    assert (twice.returncode, "two models have the name" in twice.stderr) == (2, True)
