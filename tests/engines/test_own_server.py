@@ -193,7 +193,11 @@ HANGS = "import time; print('thinking', flush=True); time.sleep(600)"
 @pytest.mark.parametrize(
     ("command", "timeout_s", "words"),
     [
-        ("lama-server -m x --port {port}", 60, ["engine.server.command: program 'lama-server' not found"]),
+        (
+            "lama-server -m x --port {port}",
+            60,
+            ["engine.server.command: program 'lama-server' not found"],
+        ),
         ("FOLDER/serve {port}", 60, ["serve: can't be started: Exec format error"]),
         (f"{SERVER} {'x' * 2**17}", 60, ["at most 16,384; put the command into a script"]),
         (

@@ -143,7 +143,9 @@ def test_an_english_only_whisper_is_not_told_language_or_task(
 
 
 def test_an_english_only_whisper_refuses_another_language(english_only: Path) -> None:
-    with pytest.raises(RequestError, match=r"speech\.language: found 'de', but .* knows only English"):
+    with pytest.raises(
+        RequestError, match=r"speech\.language: found 'de', but .* knows only English"
+    ):
         _prepared(english_only, Speech("de"))
 
 

@@ -108,8 +108,8 @@ def _watch(pid: int, most: list[int], seen: set[int]) -> None:
 
 
 _CUT_SHORT = {
-    "mkv": "5.0 s long, and",
-    "film": "5.0 s long, and",
+    "mkv": "header says 5.0 s",
+    "film": "header says 5.0 s",
     "mp4": "is broken or truncated",
     "wav": "is truncated",
 }
@@ -192,7 +192,7 @@ def _wrong_lengths() -> Iterator[Hostile]:
         words = None
         if 5.6 < seconds < 1e17:
             words = (
-                f"{seconds:.1f} s long, and 5.0 s"
+                f"header says {seconds:.1f} s, but 5.0 s"
                 if seconds < 3600
                 else "max_video_seconds is 3600"
             )
