@@ -48,7 +48,7 @@ language = "English"                   # a free name for the templates below
 [prompt]                               # a row's fields are the templates' names
 system = "You judge the mood of reviews. Answer in {{ language }}."
 user   = "Is this review positive or negative?\\n\\n{{ review }}"
-images = ["photos/{{ id }}.jpg"]       # one per row, under media.root
+images = ["photos/{{ id }}.jpg"]       # any number of images, below media.root
 
 [media]
 root = "data"                          # no file outside it is ever opened
