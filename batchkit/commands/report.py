@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from batchkit.commands import Say
 from batchkit.commands.view.detail import shown
+from batchkit.commands.view.figures import FigureCounter, Figures
 from batchkit.commands.view.media import Pictures
 from batchkit.commands.view.overview import about, overview, timeline
 from batchkit.commands.view.page import check_page, write_page
@@ -21,18 +21,18 @@ from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import BatchkitError, StoreError
 from batchkit.runs.compare import RunScores
 from batchkit.runs.comparison import Comparison
-from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.inputs import InputRows
 from batchkit.runs.listing import look_at
 from batchkit.runs.reach import Reach
 from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring import Scoring, kept_fields
+from batchkit.storage.lines import failure_kind
+from batchkit.storage.log import RESULTS
 from batchkit.storage.metrics import read_metrics
-from batchkit.storage.newest_lines import Generations
-from batchkit.storage.score_store import references_of
+from batchkit.storage.newest_lines import Generations, read_newest_of
+from batchkit.storage.score_store import references_of, scored
 
 REPORT = "report.html"
-_ALL_S = 1e6
 MAX_ROWS = 20_000
 MAX_FAILED = 5_000
 _SEED = 0
@@ -78,16 +78,21 @@ def report(
     """
     path, look = path or folder / REPORT, look_at(folder)
     check_page(path)
-    table, reach = table_of(folder, media=media), Reach.of(folder, media)
-    index = Index(folder, reach.job.scoring.group_by)
-    snapshot = index.grow(_ALL_S)
-    if not len(snapshot.newest):
+    counter, sample = FigureCounter(), _Sample()
+
+    def visit(record: Mapping[str, Any]) -> None:
+        counter.add(record)
+        sample.add(record)
+
+    table, reach = table_of(folder, media=media, visit=visit), Reach.of(folder, media)
+    figures = counter.figures()
+    if not figures.n_rows:
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
     if is_mixed(folder):
         say(f"{folder}: its rows are scored in more than one way; `batchkit score` fixes that")
-    rows = _read_rows(index, snapshot, reach, images=images)
+    rows = _read_rows(folder, figures, sample.rows(), reach, images=images)
     scores = RunScores.of(table, folder)
-    found = overview(look, index, snapshot, table)
+    found = overview(look, figures, table, problem=None, indexed=1.0)
     notes = ["The run had not ended when this page was written."] * (look.state == "running")
     data = {
         "status": {**found, "folder": folder.name, "notes": [*notes, *found["notes"], *rows.notes]},
@@ -117,49 +122,70 @@ class _Shown(NamedTuple):
     notes: list[str]
 
 
-def _read_rows(index: Index, snapshot: Snapshot, reach: Reach, *, images: bool) -> _Shown:
-    """Read the records again, together with the input if it still exists."""
-    entries = snapshot.entries[_chosen(snapshot)]
-    limit = int(np.clip(_MAX_TEXT_BYTES / len(entries), _LEAST_CHARACTERS, _MOST_CHARACTERS))
+class _Sample:
+    """Chooses the rows that the page lists: all of them, or the failed rows and a random sample of the others.
+
+    A reservoir (Vitter, Random Sampling with a Reservoir, 1985) holds each sample, so memory doesn't grow with the run.
+    """
+
+    def __init__(self) -> None:
+        self._random = random.Random(_SEED)
+        self._failed: list[int] = []
+        self._others: list[int] = []
+        self._n_failed = self._n_others = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        if failure_kind(record) is None:
+            self._n_others += 1
+            self._put(self._others, record["index"], MAX_ROWS, self._n_others)
+        else:
+            self._n_failed += 1
+            self._put(self._failed, record["index"], MAX_ROWS, self._n_failed)
+
+    def rows(self) -> list[int]:
+        """Return the indexes of the chosen rows, in input order."""
+        n_others = len(self._others)
+        n_failed = min(len(self._failed), max(MAX_FAILED, MAX_ROWS - n_others))
+        failed = self._random.sample(self._failed, n_failed)
+        return sorted(
+            failed + self._random.sample(self._others, min(n_others, MAX_ROWS - n_failed))
+        )
+
+    def _put(self, reservoir: list[int], row: int, size: int, n: int) -> None:
+        if len(reservoir) < size:
+            reservoir.append(row)
+        elif (place := int(self._random.random() * n)) < size:
+            reservoir[place] = row
+
+
+def _read_rows(
+    folder: Path, figures: Figures, chosen: Sequence[int], reach: Reach, *, images: bool
+) -> _Shown:
+    """Read the records of the chosen rows again, together with the input if it still exists."""
+    limit = min(max(_MAX_TEXT_BYTES // len(chosen), _LEAST_CHARACTERS), _MOST_CHARACTERS)
     scoring, problem = _scoring(reach)
-    inputs, labels = InputRows(reach.job, {*entries["row"].tolist()}, reach), labels_of(reach)
+    inputs, labels = InputRows(reach.job, {*chosen}, reach), labels_of(reach)
     pictures, rows = Pictures(reach), []
-    with closing(Generations(index.folder)) as generations:
-        for record in map(index.record, entries):
+    n_failed = n_cut = 0
+    with closing(Generations(folder)) as generations:
+        for record in scored(read_newest_of({*chosen}, folder / RESULTS), folder):
             prompt, steps = inputs.prompt(record), generations.of_record(record)
             numbers = [pictures.add(source) for source in prompt.sources] if images else []
-            row = _cut_to(limit, shown([record], steps, prompt, numbers, labels, scoring))
+            row = shown([record], steps, prompt, numbers, labels, scoring)
+            n_failed += row["kind"] is not None
+            n_cut += sum(map(len, row["answers"])) > limit
+            row = _cut_to(limit, row)
             if images and prompt.clips:
                 row["prompt"]["clips"] = [pictures.clip(*clip) for clip in prompt.clips]
             rows.append(row)
     notes = [
-        *_sample_notes(snapshot, entries),
-        *_cut_notes(entries, limit),
+        *_sample_notes(figures, len(rows), n_failed),
+        *([f"Answers longer than {limit:,} characters are cut in the middle."] if n_cut else []),
         *problem,
         *_input_notes(reach.job, inputs.problem),
         *_picture_notes(pictures.found),
     ]
     return _Shown(rows, pictures.found, notes)
-
-
-def _chosen(snapshot: Snapshot) -> Table:
-    """Return the positions of the entries to show, in input order.
-
-    These are all rows, or the failed rows and a seeded sample of the others.
-    """
-    newest = snapshot.newest
-    if len(newest) <= MAX_ROWS:
-        return newest
-    rng = np.random.default_rng(_SEED)
-    has_failed = snapshot.entries["kind"][newest] > 0
-    failed = _sample(rng, np.flatnonzero(has_failed), MAX_FAILED)
-    others = _sample(rng, np.flatnonzero(~has_failed), MAX_ROWS - len(failed))
-    found: Table = newest[np.sort(np.concatenate([failed, others]))]
-    return found
-
-
-def _sample(rng: np.random.Generator, places: Table, size: int) -> Table:
-    return places if len(places) <= size else rng.choice(places, size, replace=False)
 
 
 def _cut_to(limit: int, row: dict[str, Any]) -> dict[str, Any]:
@@ -202,20 +228,14 @@ def _scoring(reach: Reach) -> tuple[Scoring | None, list[str]]:
         return None, [f"References are not shown: {error}"]
 
 
-def _sample_notes(snapshot: Snapshot, entries: Table) -> Iterator[str]:
-    n_rows, n_failed = len(snapshot.newest), int((entries["kind"] > 0).sum())
-    if len(entries) < n_rows:
-        total = int((snapshot.entries["kind"][snapshot.newest] > 0).sum())
+def _sample_notes(figures: Figures, n_listed: int, n_failed: int) -> Iterator[str]:
+    if n_listed < figures.n_rows:
+        total = sum(failure["count"] for failure in figures.failures)
         failed = f"all {total:,}" if n_failed == total else f"{n_failed:,} of {total:,}"
         yield (
-            f"The list below holds {len(entries):,} of {n_rows:,} rows: {failed} failed ones and a"
+            f"The list below holds {n_listed:,} of {figures.n_rows:,} rows: {failed} failed ones and a"
             " random sample of the others. Table and charts cover all rows."
         )
-
-
-def _cut_notes(entries: Table, limit: int) -> Iterator[str]:
-    if (entries["letters"] > limit).any():
-        yield f"Answers longer than {limit:,} characters are cut in the middle."
 
 
 def _input_notes(job: JobConfig, problem: str | None) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,16 @@ from batchkit.storage.score_store import read_scored
 _OTHER = "(other)"  # label in the confusion table for answers outside the choices
 
 
-def table_of(folder: Path, job: JobConfig | None = None, media: Sequence[Path] = ()) -> ScoreTable:
+def table_of(
+    folder: Path,
+    job: JobConfig | None = None,
+    media: Sequence[Path] = (),
+    visit: Callable[[Mapping[str, Any]], None] = lambda record: None,
+) -> ScoreTable:
     """Return the scores by group, and the confusion table if answers are one of several choices.
 
     ``job`` decides groups and choices; by default it is the run's job, restricted to files that a reader may open.
+    ``visit`` is called with the newest record of each row, so that one pass over the log serves two readers.
 
     Raises:
         InputError: The table needs fields that the run did not keep, and the input changed.
@@ -43,6 +49,7 @@ def table_of(folder: Path, job: JobConfig | None = None, media: Sequence[Path] =
 
     def records() -> Iterator[dict[str, Any]]:
         for record, fields in with_fields(read_scored(folder), job, names, reach):
+            visit(record)
             if choices and record["status"] == "ok":
                 right = chosen(str(fields.get(str(scoring.reference))), choices)
                 found = chosen(record.get("prediction") or "", choices)

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchkit.commands.report import MAX_FAILED, MAX_ROWS, report
+from batchkit.commands.view.figures import histogram
 from batchkit.commands.view.media import MAX_PICTURE_BYTES
-from batchkit.commands.view.overview import histogram
 from batchkit.commands.view.page import script
 from batchkit.errors import StoreError
 from tests.support.command_line import batchkit
@@ -230,7 +230,7 @@ def test_row_that_json_cannot_hold_is_still_shown(tmp_path: Path) -> None:
     ids=str,
 )
 def test_bins_have_readable_edges_and_count_every_row(values: Sequence[float]) -> None:
-    found = histogram(np.array(values, np.float64))
+    found = histogram(*np.unique(np.array(values, np.float64), return_counts=True))
     low, top, counts = found["low"], found["top"], found["counts"]
     width = (top - low) / len(counts)
     assert sum(counts) == len(values)
@@ -239,6 +239,7 @@ def test_bins_have_readable_edges_and_count_every_row(values: Sequence[float]) -
     assert f"{width:.6e}"[0] in "125"
     assert low <= min(values)
     assert found["overflow"] == sum(value >= top for value in values)
+    assert [found["median"], found["p99"]] == pytest.approx(np.percentile(values, (50, 99)))
     assert not found["overflow"] or top > found["p99"]
     if found["is_whole"]:
         assert width == pytest.approx(round(width))

@@ -136,7 +136,7 @@ def draw(job: JobConfig, trials: Sequence[Tried], best: Mapping[str, Any]) -> Pa
         f"<style>{style()}</style><header class=top><h1>{title}</h1></header><main>"
         f'<svg class="curve" viewBox="0 0 {_WIDTH} {(len(trials) + 1) * _LINE}" role="img">{lines}</svg></main></html>'
     )
-    return write_html(path, page)
+    return write_html(path, [page.encode()])
 
 
 def _line(tried: Tried, y: int, scale: float, *, is_best: bool) -> Iterator[str]:

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchkit.commands.view.detail import RowMedia, beside_answers, row_of
-from batchkit.commands.view.overview import RUNS_KEPT, about, newest_point, overview, timeline
+from batchkit.commands.view.figures import RUNS_KEPT, figures_of
+from batchkit.commands.view.overview import about, newest_point, overview, timeline
 from batchkit.commands.view.pairs import PairsQuery, page_of, pairs_of
 from batchkit.commands.view.rows import ComparedRun, Query, Rows, labels_of
 from batchkit.errors import BatchkitError
@@ -66,7 +67,13 @@ class Api:
     def status(self, request: Request) -> Response:
         folder = self._folder(request)
         look, (index, snapshot) = look_at(folder), self._grown(folder)
-        found = overview(look, index, snapshot, self._tables(snapshot, index.group_by))
+        found = overview(
+            look,
+            figures_of(index, snapshot),
+            self._tables(snapshot, index.group_by),
+            problem=index.problem,
+            indexed=snapshot.share,
+        )
         return _json({**found, "newest": newest_point(read_metrics(folder))})
 
     def about(self, request: Request) -> Response:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from batchkit.commands.forecast_file import read_forecast
 from batchkit.commands.view.detail import in_words
-from batchkit.commands.view.rows import failures, template_in
+from batchkit.commands.view.figures import Figures
+from batchkit.commands.view.rows import template_in
 from batchkit.config.masking import masked_text
 from batchkit.config.numbers import percent
 from batchkit.config.regular_file import read_bytes
@@ -21,7 +19,6 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.tables.input import variants
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import InputError
-from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.listing import Look
 from batchkit.runs.reach import Reach
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, head
@@ -31,32 +28,37 @@ from batchkit.storage.metrics import Metrics
 from batchkit.storage.runfolder import JOB
 from batchkit.storage.steps import totals_by_step
 
-RUNS_KEPT = 4  # runs whose index and figures are kept; a comparison needs two
 _MOST_GROUPS = 1_000
 _FORECAST = ("at", "left", "seconds", "prompt_tokens", "completion_tokens", "gpu_hours", "price")
 _MOST_JOB_CHARACTERS, _MOST_CHARACTERS = 60_000, 2_000
 
 
-def overview(look: Look, index: Index, snapshot: Snapshot, table: ScoreTable) -> dict[str, Any]:
-    """Return the summary of a run at one moment."""
-    job = job_of_run(index.folder)
-    forecast = read_forecast(index.folder, job)
+def overview(
+    look: Look, figures: Figures, table: ScoreTable, *, problem: str | None, indexed: float
+) -> dict[str, Any]:
+    """Return the summary of a run at one moment.
+
+    ``problem``: damage to the log. ``indexed``: the fraction of the log that ``figures`` and ``table`` cover.
+    """
+    folder = Path(look.status.folder)
+    job = job_of_run(folder)
+    forecast = read_forecast(folder, job)
     return {
         **look.summary(),
         **look.to_json(),
-        "failures": failures(index, snapshot),
+        "failures": figures.failures,
         "groups": [*table.groups][:_MOST_GROUPS],
-        "group_by": index.group_by,
+        "group_by": job.scoring.group_by,
         "values": [variant.name for variant in variants(job.input.cross)],
         "scorers": [
             {"name": name, "head": head(name), "scale": 1 if name in OUT_OF_TEN else 100}
             for name in table.names
         ],
         "scores": table.to_json(),
-        "spreads": spreads(snapshot),
-        "notes": [*_notes(look, snapshot, table, is_on=job.scoring.is_on)],
-        "problem": index.problem and masked_text(index.problem),
-        "indexed": snapshot.share,
+        "spreads": figures.spreads,
+        "notes": [*_notes(look, figures, table, is_on=job.scoring.is_on)],
+        "problem": problem and masked_text(problem),
+        "indexed": indexed,
         "forecast": forecast and {name: forecast.get(name) for name in _FORECAST},
     }
 
@@ -92,22 +94,21 @@ def _prompt(job: JobConfig, reach: Reach) -> Iterator[tuple[str, str]]:
                         yield value, template_in(value, f"prompt.{name}", reach)
 
 
-def _notes(look: Look, snapshot: Snapshot, table: ScoreTable, *, is_on: bool) -> Iterator[str]:
+def _notes(look: Look, figures: Figures, table: ScoreTable, *, is_on: bool) -> Iterator[str]:
     """Yield notes that a reader of the scores needs."""
-    rows, overall = snapshot.newest, table.overall
-    n_cut, n_shortened = (int(snapshot.entries[n][rows].sum()) for n in ("is_cut", "is_shortened"))
+    overall = table.overall
     if look.status.pending:
         yield f"{look.status.pending:,} rows have not been run yet: the scores are not final."
     if look.manifest.scoring is None:
         yield "The rows are scored in more than one way: `batchkit score` scores all of them again."
-    if n_cut:
-        share = percent(n_cut, len(rows))
-        yield f"{n_cut:,} answers ({share}) ended at max_tokens, before the model was done."
-    if n_shortened:
-        yield f"{n_shortened:,} prompts were cut in the middle to fit the model."
+    if figures.n_cut:
+        share = percent(figures.n_cut, figures.n_rows)
+        yield f"{figures.n_cut:,} answers ({share}) ended at max_tokens, before the model was done."
+    if figures.n_shortened:
+        yield f"{figures.n_shortened:,} prompts were cut in the middle to fit the model."
     if not is_on:
         yield "Nothing is scored: the job has no [scoring]."
-    elif len(rows) and not overall.scored:
+    elif figures.n_rows and not overall.scored:
         yield "No answer has a score: each one failed, or the scorers found nothing in it."
     for reason, count in overall.unscored_because.items():
         yield f"Unscored, {count:,} rows: {reason}"
@@ -145,12 +146,6 @@ _RATES: dict[str, Callable[[Metrics], int]] = {
     "prompt_tokens_per_s": lambda line: line.prompt_tokens,
     "completion_tokens_per_s": lambda line: line.completion_tokens + line.unfinished_tokens,
 }
-_BINS = 36  # at most, plus up to four
-_COLUMNS = {
-    "latency": ("Latency", "s"),
-    "prompt_tokens": ("Prompt tokens", ""),
-    "tokens": ("Completion tokens", ""),
-}
 
 
 def timeline(lines: Sequence[Metrics]) -> dict[str, list[Any]]:
@@ -179,49 +174,3 @@ def newest_point(lines: Sequence[Metrics]) -> dict[str, Any] | None:
     """Return the last value of each column, or None if there are no lines."""
     found = timeline(lines[-2:])
     return {name: column[-1] for name, column in found.items()} if lines else None
-
-
-@lru_cache(RUNS_KEPT)  # computed from all rows, which takes time
-def spreads(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return a histogram of each number of the rows that reached the engine. Columns that are all 0 are omitted."""
-    rows = snapshot.newest[snapshot.entries["prompt_tokens"][snapshot.newest] > 0]
-    return [
-        {"title": title, "unit": unit, **histogram(values)}
-        for name, (title, unit) in _COLUMNS.items()
-        if (values := snapshot.entries[name][rows].astype(np.float64)).any()
-    ]
-
-
-def histogram(values: Table) -> dict[str, Any]:
-    """Return ``counts`` over equal bins from ``low`` to ``top``. The bin width is 1, 2 or 5 times a power of ten.
-
-    If a long tail would squeeze the rest, the last bin ends at the 99th percentile and includes the ``overflow``
-    above. Integer values have integer bins.
-    """
-    median, p99 = map(float, np.percentile(values, (50, 99)))
-    least, largest = float(values.min()), float(values.max())
-    is_whole = bool((values == np.rint(values)).all())
-    most = largest if largest <= 2 * p99 or p99 <= 0 else p99
-    least = 0.0 if least <= most - least else least
-    width = _nice(max((most - least) / _BINS, most / 1e9, float(is_whole)))
-    low = np.floor(least / width) * width
-    bins = int((most - low) / width) + 1
-    bins += -bins % 4  # the axis has four parts
-    top = low + bins * width
-    places = np.clip((values - low) / width, 0, bins - 1).astype(np.int64)
-    return {
-        "counts": np.bincount(places, minlength=bins).tolist(),
-        "low": float(f"{low:.12g}"),
-        "top": float(f"{top:.12g}"),
-        "overflow": int((values >= top).sum()),
-        "is_whole": is_whole,
-        "median": median,
-        "p99": p99,
-        "largest": largest,
-    }
-
-
-def _nice(least: float) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that is at least ``least``."""
-    power = float(10.0 ** np.floor(np.log10(least)))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))

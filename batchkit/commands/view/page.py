@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -60,26 +60,26 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> Path:
     """
     check_page(path)
     made = f"Made by batchkit {batchkit.__version__}, {when(utc_now())}."
-    parts = {
+    parts: dict[str, str | bytes] = {
         "<!-- policy -->": policy(style(), script()),
         "<title>batchkit</title>": f"<title>{escape(title)} · batchkit report</title>",
         '<link rel="stylesheet" href="/assets/page.css">': f"<style>{style()}</style>",
-        ">null</script>": f">{_as_data({**data, 'made': made})}</script>",
+        ">null</script>": b">%b</script>" % _as_data({**data, "made": made}),
         '<script src="/assets/page.js"></script>': f"<script>{script()}</script>",
     }
-    page = html()
-    for place, part in parts.items():
-        before, _, after = page.partition(place)
-        page = f"{before}{part}{after}"
+    page = [html().encode()]
+    for place, part in parts.items():  # in the order of the page
+        before, _, after = page.pop().partition(place.encode())
+        page += [before, part if isinstance(part, bytes) else part.encode(), after]
     return write_html(path, page)
 
 
-def write_html(path: Path, page: str) -> Path:
-    """Write the file. Raise StoreError if that fails."""
+def write_html(path: Path, page: Iterable[bytes]) -> Path:
+    """Write the parts of a page to a file. Raise StoreError if that fails."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            file.write(page)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            file.writelines(page)
             file.flush()
             os.fsync(file.fileno())
     return path
@@ -94,11 +94,11 @@ def policy(style: str, script: str = "") -> str:
     return f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
 
 
-def _as_data(value: Any) -> str:
+def _as_data(value: Any) -> bytes:
     """Return JSON that is safe in a ``<script>``: it can't end the element or begin a comment."""
-    text = encoded(value).decode()
+    text = encoded(value)
     for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
+        text = text.replace(character.encode(), b"\\u%04x" % ord(character))
     return text
 
 

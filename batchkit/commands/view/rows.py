@@ -180,26 +180,6 @@ class ComparedRun:
         }
 
 
-def failures(index: Index, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return the failed rows by kind, the most frequent first: the count and the first message."""
-    kinds = snapshot.entries["kind"][snapshot.newest]
-    counts = np.bincount(kinds, minlength=len(snapshot.kinds))
-    found = []
-    for number in np.argsort(-counts, kind="stable").tolist():
-        if number and counts[number]:
-            first = snapshot.newest[np.argmax(kinds == number)]
-            record = index.record(snapshot.entries[first])
-            found.append(
-                {
-                    "kind": snapshot.kinds[number],
-                    "count": int(counts[number]),
-                    "message": (record.get("error") or {}).get("message") or "no answer",
-                    "index": record["index"],
-                }
-            )
-    return found
-
-
 @lru_cache(_SEARCHES)
 def _has_words(index: Index, snapshot: Snapshot, words: str) -> Table:
     """Return a mask of entries whose rows contain ``words``, ignoring case.
