@@ -193,7 +193,7 @@ def test_hostile_answers_are_scored_like_others_and_at_once(tmp_path: Path, mode
     assert score_run(folder, say=quiet).total == len(HOSTILE)
     assert scored(folder) == before
     assert before["9"] == ("7", {"f1": 1.0, "em": 1.0, "rouge-l": 1.0})
-    assert time.monotonic() - began < 20  # minutes, before
+    assert time.monotonic() - began < 60  # minutes, before
 
 
 def test_references_that_are_no_text_are_compared_as_json(tmp_path: Path) -> None:

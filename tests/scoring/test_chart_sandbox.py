@@ -132,7 +132,7 @@ while True:
 def test_code_without_an_end_ends_with_its_time(run: Run, body: str) -> None:
     began = time.monotonic()
     assert run(body, 2).problem == "took longer than 2 s"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_threads_that_never_end_keep_nobody_waiting(run: Run) -> None:
