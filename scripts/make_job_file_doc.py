@@ -143,7 +143,7 @@ engines.NAME.kind=dry-run` tries the job without it.
 ELSEWHERE = """
 ## Names in other tools
 
-A job file or a command with one of the names on the right is refused, and the message has the name on the left.
+If you use a name on the right where batchkit has no such name, the error message gives the name on the left.
 
 | here | elsewhere |
 |---|---|

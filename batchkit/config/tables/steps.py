@@ -34,8 +34,9 @@ class StepTable(Reading):
     """One generation of a row. Steps run in the order of the file. The last step that runs gives the row's answer.
 
     A step's templates can use the row's fields and the results of earlier steps: `steps.NAME.text`, `.reasoning`,
-    `.tool_calls`, `.json` (the text parsed as JSON), `.prediction`, `.scores`, `.choices` (the texts of all `n`
-    answers), `.selected` (with `[select]`: the index of the selected answer, from 0) and `.skipped`.
+    `.tool_calls`, `.finish_reason`, `.json` (the text parsed as JSON), `.prediction`, `.scores`, `.choices` (the texts
+    of all `n` answers), `.selected` and `.votes` (with `[select]`: the index of the selected answer, from 0, and the
+    number of votes for each prediction) and `.skipped`.
     """
 
     name: Identity[str] = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
