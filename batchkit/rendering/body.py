@@ -1,9 +1,12 @@
-"""Conversion of OpenAI batch lines to vLLM's terms, and the sampling parameters of a request.
+"""Reading of OpenAI batch lines: the prompt in a line's ``body``, and its parameters under vLLM's names.
 
-https://platform.openai.com/docs/api-reference/batch: ``/v1/chat/completions`` has ``messages``,
-``/v1/completions`` has ``prompt``; ``responses.py`` reads ``/v1/responses``. For pooling models, as in
-``vllm run-batch``, ``/v1/embeddings`` has ``input`` or ``messages``; ``/v1/score`` and ``/v1/rerank`` have a query
-and documents. ``/classify``, which run-batch does not support, is like ``/v1/embeddings``.
+https://platform.openai.com/docs/api-reference/batch defines the bodies:
+
+- ``/v1/chat/completions`` has ``messages``, ``/v1/completions`` has ``prompt``;
+- ``/v1/responses`` is read by ``responses.py``;
+- for pooling models, as in ``vllm run-batch``, ``/v1/embeddings`` has ``input`` or ``messages``, and ``/v1/score`` and
+  ``/v1/rerank`` have a query and documents;
+- ``/classify``, which run-batch does not support, is like ``/v1/embeddings``.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ _QUERY = ("query", "queries", "text_1", "data_1")
 _DOCUMENTS = ("documents", "items", "text_2", "data_2")
 _TEXTS = ("messages", "input", "prompt")
 _NEWER_POOLING_NAMES = {"normalize": "use_activation"}  # vLLM's older name
-# Keys of the prompt, of the answer's format, and without effect on the answer; an export reads some of them.
+# Keys that are not pooling parameters: they hold the prompt, choose the answer's format (some are read by an
+# export), or have no effect on the answer.
 _IGNORED = {
     *("model", "input", "messages", "chat_template_kwargs", "instruction", *_QUERY, *_DOCUMENTS),
     *("encoding_format", "embed_dtype", "endianness", "top_n", "return_documents"),
@@ -64,7 +68,7 @@ _IGNORED = {
 
 
 def messages_of(body: Any) -> tuple[Any, str | None]:
-    """Return the chat messages or the plain prompt; the other one is None.
+    """Return a generation's prompt as (chat messages, plain text); one of the two is None.
 
     Raises:
         RequestError: the body has neither, or a key that a batch does not support.
@@ -79,7 +83,10 @@ def messages_of(body: Any) -> tuple[Any, str | None]:
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str):
-        raise RequestError("body: has neither messages nor a text prompt")
+        raise RequestError(
+            "body: has neither messages nor a prompt that is one text; write one line for each prompt,"
+            " as text instead of token ids"
+        )
     return None, prompt
 
 
@@ -126,9 +133,11 @@ def _structured_outputs(response_format: Any) -> dict[str, Any]:
 def row_sampling(
     sampling: Mapping[str, Any], fields: Mapping[str, Any], *, column: str | None, with_body: bool
 ) -> Mapping[str, Any]:
-    """Return ``sampling`` with the parameters of the row's ``body`` (``with_body``) and of its ``column``.
+    """Return the sampling parameters of a row: ``sampling``, overridden by the row's own values.
 
-    Null is ignored: in Parquet every row has the keys of all rows. So is NaN, which pandas uses instead.
+    ``with_body``: the row is a batch line, whose ``body`` may have parameters. ``column``: the field with a table of
+    parameters. Null is ignored, because in Parquet every row has the keys of all rows; so is NaN, which pandas uses for
+    null.
 
     Raises:
         RequestError: the column is not a table, or the body has an unknown response format.
@@ -140,7 +149,8 @@ def row_sampling(
         return sampling
     if not isinstance(own := from_json(found), Mapping):
         raise RequestError(
-            f"{column}: found {shown(found)}, expected a table of sampling parameters"
+            f"{column}: found {shown(found)}, expected an object of sampling parameters, for example"
+            ' {"temperature": 0}'
         )
     return {**sampling, **{name: value for name, value in own.items() if not is_null(value)}}
 
@@ -156,7 +166,10 @@ def with_temperature(
 
 
 class Sides(NamedTuple):
-    """The two sides to compare; each is text or a list of parts, whose images are not loaded."""
+    """A query and the documents to compare it with, each as text or as a list of content parts.
+
+    Images in the parts are not loaded yet. ``is_list``: the body has a list of documents, so its score is a list.
+    """
 
     query: Any
     documents: list[Any]
@@ -164,11 +177,11 @@ class Sides(NamedTuple):
 
 
 def endpoint_of(url: Any, task: TaskName) -> str | None:
-    """Return the endpoint that a batch line is for; None without a url, which fits any task.
+    """Return the endpoint in the ``url`` of a batch line, for example "chat/completions"; None without a url.
 
     Raises:
-        WrongTaskError: the job's engine can't answer such lines.
-        RequestError: no task has such lines.
+        WrongTaskError: a job with ``task`` can't answer lines for this endpoint.
+        RequestError: the endpoint is unknown.
     """
     if not isinstance(url, str) or not url:
         return None
@@ -186,13 +199,16 @@ def endpoint_of(url: Any, task: TaskName) -> str | None:
 
 
 def task_of(endpoint: str | None, task: TaskName) -> TaskName:
-    """Return the task of a line for ``endpoint`` in a job with ``task``."""
+    """Return the task that answers a batch line for ``endpoint``; without an endpoint, the job's own ``task``.
+
+    A job that answers once per token ("token_embed") does so for the lines of "embeddings", too.
+    """
     found = _TASKS.get(endpoint or "", task)
     return task if _FOR_EACH_TOKEN.get(task) == found else found
 
 
 def in_chat_terms(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``fields``, with the body of a line for ``/v1/responses`` converted to ``/v1/chat/completions``.
+    """Return ``fields``; if they are a line for ``/v1/responses``, its body is converted to ``/v1/chat/completions``.
 
     Raises:
         RequestError: the body has an unsupported key.
@@ -209,10 +225,10 @@ def _named_in(url: Any) -> str | None:
 
 
 def input_of(body: Any) -> tuple[Any, str | None]:
-    """Return the chat messages or the text to embed or classify; the other one is None.
+    """Return the input to embed or classify as (chat messages, plain text); one of the two is None.
 
     Raises:
-        RequestError: there is neither, or there are several texts.
+        RequestError: the body has neither, or several inputs.
     """
     body = _checked(body)
     found = body.get("messages", body.get("input"))
@@ -234,7 +250,7 @@ def input_of(body: Any) -> tuple[Any, str | None]:
 
 
 def sides_of(body: Any) -> Sides:
-    """Return the query and the documents to score.
+    """Return the query and the documents in the body of a line for ``/v1/score`` or ``/v1/rerank``.
 
     Raises:
         RequestError: one of them is missing, or there are several queries.
@@ -256,7 +272,7 @@ def sides_of(body: Any) -> Sides:
 
 
 def contents_of(body: Any) -> list[Mapping[str, Any]]:
-    """Return the parts of the body that may have images: its messages, or the sides of a pair as messages."""
+    """Return the messages of a body in which images may be; for a pair, its query and documents."""
     names = [name for name in (*_QUERY, *_DOCUMENTS) if name in _checked(body)]
     sides = [body[name] for name in names]
     parts = [one for side in sides for one in (side if isinstance(side, list) else [side])]
@@ -265,7 +281,7 @@ def contents_of(body: Any) -> list[Mapping[str, Any]]:
 
 
 def texts_in(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of the body that are sent to the model, without its parameters."""
+    """Return only those keys of a body that hold text for the model: messages, input or prompt, query and documents."""
     names = (next((n for n in group if n in body), None) for group in (_TEXTS, _QUERY, _DOCUMENTS))
     return {name: body[name] for name in names if name is not None}
 
@@ -281,7 +297,9 @@ def pooling_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(body: Any) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
-        raise RequestError(f"body: found {type(body).__name__}, expected an object")
+        raise RequestError(
+            f"body: found {type(body).__name__}, expected a JSON object with the request's keys"
+        )
     return body
 
 
@@ -308,7 +326,7 @@ def _side(body: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _content(side: Any) -> Any:
-    """Return text, or the parts of vLLM's ``{"content": [parts]}``."""
+    """Return one side of a pair as text, or as the content parts in vLLM's ``{"content": [parts]}``."""
     content = side.get("content") if isinstance(side, Mapping) else side
     if isinstance(content, str) or (isinstance(side, Mapping) and isinstance(content, list)):
         return content

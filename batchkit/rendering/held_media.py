@@ -9,9 +9,9 @@ Holders = set[object]
 class HeldMedia:
     """A count of the bytes of decoded media that one run holds, from rendering a row to writing its record.
 
-    ``max_bytes`` is divided equally among the ``holders``. A row that is being rendered counts with the bytes of the
-    row before it, since its own size is not known yet. A run that holds nothing may always begin one row, so runs don't
-    wait for each other forever. Not thread-safe: the caller holds a lock.
+    The runs in ``holders`` share ``max_bytes`` equally. The size of a row that is being rendered is not known yet, so
+    it counts as large as the row before it. A run that holds nothing may always begin one row, so that runs never wait
+    for each other forever. Not thread-safe: the caller holds a lock.
     """
 
     def __init__(self, max_bytes: int, holders: Holders | None = None) -> None:
@@ -26,11 +26,11 @@ class HeldMedia:
         return expected > 0 and expected >= self._max_bytes // n_runs
 
     def begin(self) -> None:
-        """Count a row that is about to be rendered."""
+        """Count a row that is about to be rendered, with an estimated size."""
         self._n_begun += 1
 
     def end(self, n_bytes: int) -> None:
-        """Replace the estimate for a row that was begun by its real ``n_bytes``."""
+        """Replace the estimate for a row by its size ``n_bytes``, now that it is rendered."""
         self._n_begun -= 1
         self._newest_bytes = n_bytes
         self.free(-n_bytes)
@@ -40,6 +40,7 @@ class HeldMedia:
         (self._holders.add if self._held_bytes else self._holders.discard)(self)
 
     def close(self) -> None:
-        """Leave the limit to the other runs."""
+        """Stop sharing the limit, so that the other runs get this run's part."""
         self._holders.discard(self)
+        # A later ``free`` or ``end`` must not add this run to the shared set again.
         self._holders = Holders()

@@ -1,4 +1,4 @@
-"""Chat messages: with names of images, as a row holds them, and with pixels, as a request does."""
+"""Chat messages: reading them from a row, loading their images and clips, and showing them as text."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from batchkit.types import CLIPS, Content, Request
 Message = Mapping[str, Any]
 
 Load = Callable[[str, Any], Any]
-"""A function that makes the part of a message for a kind of media (image, audio, video) and its source."""
+"""A function that loads media: it gets a kind (image, audio, video) and a source, and returns the message's part."""
 
 MEDIA_PARTS = {
     **dict.fromkeys(("image_url", "image", "image_pil"), "image"),
     **dict.fromkeys(("video_url", "video"), "video"),
     **dict.fromkeys(("audio_url", "input_audio", "audio"), "audio"),
 }
-"""The kind of media for each type of a message's part."""
+"""The kind of media for each ``type`` that a part of a message may have."""
 
 
 def loaded(messages: Any, load: Load) -> list[Message]:
-    """Return ``messages`` of a row; ``load`` makes the part for the source of each image or clip.
+    """Return the chat messages of a row, with each image and clip loaded by ``load``.
 
     Raises:
-        RequestError: they are not chat messages, or have a part of another type.
+        RequestError: ``messages`` is not a list of chat messages, or a part has an unknown type.
     """
     if not isinstance(messages, list) or not messages:
         found = f"messages: found {shown(messages)}, expected a list of messages"
@@ -41,7 +41,10 @@ def loaded(messages: Any, load: Load) -> list[Message]:
 
 
 def media_sources(messages: Any, *kinds: str) -> list[Any]:
-    """Return the sources of all parts of these kinds; [] if ``messages`` are not chat messages."""
+    """Return the source of each image or clip in ``messages`` whose kind is one of ``kinds``.
+
+    Returns an empty list if ``messages`` are not chat messages.
+    """
     return [
         _source_in(part)
         for message in (messages if isinstance(messages, list) else [])
@@ -52,7 +55,7 @@ def media_sources(messages: Any, *kinds: str) -> list[Any]:
 
 
 def with_note(request: Request) -> Request | None:
-    """Return ``request`` with its note added; None if it has no note.
+    """Return ``request`` with the text ``request.note`` added to its prompt; None if it has no note.
 
     The note goes after the plain prompt, or after the user's last text, or after the last message.
     """
@@ -70,7 +73,7 @@ def with_note(request: Request) -> Request | None:
 
 
 def as_text(request: Request, image: str = "<image>") -> str:
-    """Return the prompt for people, without a chat template, with ``image`` in place of each image."""
+    """Return a request's prompt as text for people, without a chat template, with ``image`` in place of each image."""
     return "\n".join(_lines(request, image))
 
 
@@ -91,7 +94,7 @@ def _lines(request: Request, image: str) -> Iterator[str]:
 
 
 def said(message: Message, image: str) -> str:
-    """Return a message for people: its text and tool calls, with ``image`` in place of each image."""
+    """Return a message as text for people: its text and tool calls, with ``image`` in place of each image."""
     text = _plain(message["content"] or "", image)
     if not message.get("tool_calls"):
         return text
@@ -119,7 +122,9 @@ def text_part(text: str) -> dict[str, Any]:
 
 def _loaded(message: Any, load: Load) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages: found {shown(message)}, expected role and content")
+        raise RequestError(
+            f"messages: found {shown(message)}, expected an object with role and content"
+        )
     if message["role"] in ("human", "gpt"):  # many chat templates leave out a role they do not know
         raise RequestError(f"messages: role is {message['role']!r}; write user or assistant")
     content = message.get("content")
@@ -139,12 +144,13 @@ def _loaded(message: Any, load: Load) -> Message:
 def placed(
     text: str, places: Mapping[str, str], clips: Mapping[str, list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Return ``text`` as parts, with the next of ``clips`` at each of the ``places`` of its kind.
+    """Split a prompt's ``text`` into content parts, with each clip at its place mark.
 
-    The clips used are removed from ``clips``.
+    ``places``: the mark of each kind of clip. ``clips``: the parts of each kind, in order; those that are used are
+    removed from the lists.
 
     Raises:
-        RequestError: there are more places than clips.
+        RequestError: the text has more marks than there are clips.
     """
     kinds = {mark: kind for kind, mark in places.items()}
     pieces = re.split(f"({'|'.join(map(re.escape, kinds))})", text) if kinds else [text]
@@ -155,17 +161,22 @@ def placed(
         elif clips[kind := kinds[piece]]:
             parts.append(clips[kind].pop(0))
         else:
-            raise RequestError(f"prompt.user: has more places for {kind} than the row has clips")
+            raise RequestError(
+                f"prompt.user: has {{{{ {kind} }}}} more often than the row has {kind} clips"
+            )
     return parts
 
 
 def with_parts(content: Content, load: Load) -> Content:
-    """Return a message's ``content``; ``load`` makes the part for the source of each image or clip."""
+    """Return the ``content`` of a message, with each image and clip loaded by ``load``."""
     return content if isinstance(content, str) else [_loaded_part(part, load) for part in content]
 
 
 def _loaded_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return copies with arguments as text (OpenAI's shape). Copies, because vLLM modifies the calls it gets."""
+    """Return copies of tool calls, with their arguments as text (OpenAI's shape).
+
+    Copies, because vLLM modifies the calls it gets.
+    """
     if not isinstance(calls, list):
         raise RequestError(f"messages: tool_calls is {shown(calls)}, expected a list")
     copies = []
@@ -192,7 +203,9 @@ def _loaded_part(part: Any, load: Load) -> Any:
 
 
 def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
-    """Return ``made`` with OpenAI's ``detail`` of the image ``part``, which only servers read."""
+    """Return ``made``, the loaded form of an image ``part``, with OpenAI's ``detail`` of it, which only servers
+    read.
+    """
     url = part.get("image_url")
     detail = url.get("detail") if isinstance(url, Mapping) else part.get("detail")
     if not isinstance(detail, str):
@@ -203,7 +216,7 @@ def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
 
 
 def _source_in(part: Mapping[str, Any]) -> Any:
-    """Return the source that the part of an image or a clip names."""
+    """Return the path, URL or bytes to which the ``part`` of an image or a clip refers."""
     kind = part["type"]
     if kind == "input_audio":
         sound = part.get("input_audio")

@@ -1,11 +1,12 @@
-"""The order in which rows go to the engine: similar rows together, long answers first at the end.
+"""The order in which rows go to the engine.
 
-Rows with the same adapter come together first, since the engine holds only few adapters at the same time, and
-cached values of one adapter are useless for another.
+- Rows with the same adapter come together, since the engine holds only few adapters at the same time, and can't reuse
+  the cached values of another adapter.
+- Rows with the same images or the same prefix come together, since the engine caches their values only for a while.
+- At the end of the input, rows with the longest allowed answers come first, since a long answer that begins last runs
+  alone in the engine.
 
-The engine caches the values of an image or a prompt's prefix only for a while, so rows that share one
-should be in flight together. And a long answer that begins last runs alone in the engine at the end.
-Both are corrected within a bounded look-ahead; rows that share nothing keep their order.
+Rows are moved only within a bounded look-ahead; rows that share nothing keep their order.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 
 from batchkit.types import Row, RowHint
 
-LOOK_AHEAD_BYTES = 32 * 2**20  # size of the values of the rows held
+LOOK_AHEAD_BYTES = 32 * 2**20  # limit for the values of the rows that are held
 _SAME = 256  # characters that must be equal after the prefix that all rows share
-_OF_PART = 8
+_OF_PART = 8  # bytes counted for each value besides its content
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _TEXTS, _LISTS = (str, bytes, bytearray), (list, tuple, set, frozenset)
 
@@ -30,10 +31,10 @@ _Seen = tuple[RowHint, Row, int]  # the number is the size of the row's fields i
 def well_ordered(
     rows: Iterator[Row], hint: Callable[[Row], RowHint], look_ahead: int
 ) -> Iterator[tuple[Row, int]]:
-    """Yield all of ``rows``, reordered; ``look_ahead`` rows are held.
+    """Yield all ``rows``, reordered, each with a number that is equal for adjacent rows with the same prefix.
 
-    At most twice that number overtake a row. Each row comes with a number that is equal for adjacent rows with the
-    same prefix. An error from reading is raised after all rows read before it.
+    ``hint`` forecasts a row's request. Up to ``look_ahead`` rows are held, fewer if they exceed ``LOOK_AHEAD_BYTES``;
+    at most twice that number overtake a row. An error from reading is raised after all rows read before it.
     """
     coming: list[_Seen] = []
     lora = ""  # adapter of the row yielded last
@@ -66,7 +67,10 @@ def well_ordered(
 
 
 def _alike_together(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
-    """Yield rows grouped by adapter (``lora`` first), then by prefix in the order of first rows, with a group number."""
+    """Yield ``rows`` grouped by adapter, then by prompt prefix, each with the number of its group.
+
+    The adapter ``lora`` of the row yielded last comes first. Otherwise groups are in the order of their first rows.
+    """
     by_lora: dict[str, list[_Seen]] = {lora: []}
     for seen in rows:
         by_lora.setdefault(seen[0].lora, []).append(seen)
@@ -75,6 +79,7 @@ def _alike_together(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Se
 
 
 def _of_one_lora(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
+    """Group rows of one adapter by the text that follows the prefix shared by all of them."""
     beginnings = [hint.beginning for hint, _, _ in rows]
     shared = len(commonprefix(beginnings))  # noqa: RUF071 - by characters is intended
     groups: dict[str, list[_Seen]] = {}
@@ -84,7 +89,7 @@ def _of_one_lora(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]
 
 
 def size_of(values: Iterable[Any], most: int) -> int:
-    """Return the size of ``values`` in characters and bytes, at any depth; some number above ``most`` if it is larger.
+    """Estimate the memory of ``values`` and everything in them, in characters and bytes; stop counting above ``most``.
 
     Each part of a list counts at least ``_OF_PART``, so this also ends for a list that contains itself.
     """
@@ -109,7 +114,7 @@ def size_of(values: Iterable[Any], most: int) -> int:
 
 
 def _array_bytes(value: Any) -> int:
-    """Return the size of an array of NumPy or another library."""
+    """Return the bytes of an array of NumPy or another library; 0 for any other value."""
     try:
         return int(value.nbytes)
     except Exception:  # nbytes may be a property that raises anything

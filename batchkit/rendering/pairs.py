@@ -15,7 +15,9 @@ MakePart = Callable[[str, Any], dict[str, Any]]
 
 
 def pair_of(templates: PromptTemplates, names: Mapping[str, Any], part: MakePart) -> Pair:
-    """Return ``templates`` rendered with ``names``; ``part`` makes the part for a kind of media and its source.
+    """Return the query and documents of a row, rendered from the job's templates.
+
+    ``names``: the row's fields. ``part`` loads media: it gets a kind and a source, and returns the message's part.
 
     Raises:
         RowError: a template can't be rendered, or the documents are not texts.
@@ -31,7 +33,7 @@ def pair_of(templates: PromptTemplates, names: Mapping[str, Any], part: MakePart
 
 
 def _documents(templates: PromptTemplates, names: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """Return the texts, and whether the row has a list of them."""
+    """Return the texts of the documents, and whether the row has a list of them."""
     if templates.documents is None:
         return [""], False
     found = templates.documents.value(names)
@@ -49,7 +51,10 @@ def _documents(templates: PromptTemplates, names: Mapping[str, Any]) -> tuple[li
 def _images_of_each(
     templates: PromptTemplates, names: Mapping[str, Any], documents: int | None
 ) -> Sequence[Sequence[Any]]:
-    """Return the sources of each document's images; ``documents`` is None if the row has no list."""
+    """Return the sources of each document's images.
+
+    ``documents``: the number of documents; None if the row has one document that is not in a list.
+    """
     given = [sources_of(template, names) for template in templates.files.document_images]
     if documents is None:
         return [[source for sources in given for source in sources]]

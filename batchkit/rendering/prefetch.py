@@ -34,9 +34,10 @@ def read_ahead(
     may_wait: bool,
     weigh: Callable[[Task], int] = lambda task: 0,
 ) -> Prefetch[Task, Task]:
-    """Return a Prefetch that reads ``tasks`` on its own thread, because reading may block.
+    """Return a Prefetch that reads ``tasks`` ahead on a thread of its own, because reading the input may block.
 
-    With ``may_wait`` it reads one at a time. For ``weigh`` and ``max_bytes`` see Prefetch.
+    ``may_wait``: the input may pause between rows, so each row is handed out as soon as it is read. ``max_bytes``
+    limits the sum of ``weigh`` over the tasks that are not released yet.
     """
     return Prefetch(
         tasks,
@@ -50,16 +51,20 @@ def read_ahead(
 
 
 class Prefetch(Generic[Given, Made]):
-    """An out-of-order queue of rendered rows; a slow image delays no other row.
+    """A queue of rows that several threads render ahead of the engine. It is out of order: a slow image delays no other
+    row.
 
-    No row is begun while ``ahead`` rendered rows wait here, or while requests that wait or were handed out and not
-    released hold ``max_bytes`` of decoded pixels. Runs with the same ``holders`` share the second limit
-    (``HeldMedia``). Each limit is exceeded by at most one row per thread; the first by ``at_once`` if rows have no
-    images.
+    A thread begins no row
+
+    - while ``ahead`` rendered rows wait in the queue;
+    - while unreleased requests, in the queue or handed out, hold ``max_bytes`` of decoded pixels. Runs with the same
+      ``holders`` share this limit (``HeldMedia``).
+
+    Each limit is exceeded by at most one row per thread; the first by ``at_once`` rows if rows have no images.
 
     Threads: ``threads`` render threads read a few rows at a time under ``_reading`` and render them concurrently (one
     row at a time if rows have images, because the other rows would wait for that thread). The worker's thread calls
-    ``get`` and ``release``. ``_changed`` guards the rest.
+    ``get`` and ``release``. ``_changed`` guards all other attributes.
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class Prefetch(Generic[Given, Made]):
 
     @property
     def all_read(self) -> bool:
-        """True once all rows were read."""
+        """True once all rows were read and rendered."""
         return not self._working
 
     @property
@@ -128,7 +133,7 @@ class Prefetch(Generic[Given, Made]):
             return self._error is not None and not self._ready and not self._working
 
     def release(self, made: Made) -> None:
-        """Stop counting the bytes of a row that is settled."""
+        """Stop counting the pixels of a row that is settled, so that other rows may be begun."""
         if n_bytes := self._weigh(made):
             with self._changed:
                 self._held.free(n_bytes)
@@ -147,7 +152,7 @@ class Prefetch(Generic[Given, Made]):
     def _work(self) -> None:
         try:
             wanted = 1
-            while self._may_begin():
+            while self._begin_next():
                 if not (rows := self._read(wanted)):
                     self._hand_out([])
                     return
@@ -168,7 +173,7 @@ class Prefetch(Generic[Given, Made]):
                 self._changed.notify_all()
 
     def _hand_out(self, rendered: list[Made]) -> int:
-        """Make the rows ready; return the bytes of pixels that they hold."""
+        """Put rendered rows into the queue; return the bytes of pixels that they hold."""
         n_bytes = sum(map(self._weigh, rendered))
         with self._changed:
             if not self._stopped:
@@ -178,7 +183,7 @@ class Prefetch(Generic[Given, Made]):
         return n_bytes
 
     def _read(self, wanted: int) -> list[Given]:
-        """Return up to ``wanted`` rows; [] at the end. Rows read before an error are kept."""
+        """Return up to ``wanted`` rows, an empty list at the end of the input. Rows read before an error are kept."""
         rows: list[Given] = []
         with self._reading:
             try:
@@ -187,8 +192,8 @@ class Prefetch(Generic[Given, Made]):
                 self._error = self._error or error
         return rows
 
-    def _may_begin(self) -> bool:
-        """Wait for room; return False once no more rows are needed."""
+    def _begin_next(self) -> bool:
+        """Wait until the limits allow another row, and count it; return False if this thread should end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (

@@ -61,14 +61,18 @@ LoadMedia = Callable[[str, Any, MediaTable], Media]
 
 
 class PromptRenderer:
-    """A renderer of rows for one job. Several threads may share it, so they call its functions concurrently.
+    """A renderer that turns the rows of one job into requests.
 
-    ``load`` makes the image or the clip of a source, by default in the engine's form. ``chat_template_kwargs`` are
-    added to the engine's own, which come from its job.
+    Several threads may share it, and then call these functions concurrently:
+
+    - ``load`` decodes an image or a clip from its source; the default returns the form that the job's engine takes.
+    - ``adjust_sampling`` changes a row's sampling parameters for the engine.
+
+    ``chat_template_kwargs`` are set in each request, in addition to those of the engine's options.
 
     Raises:
-        JobError: a template or template file of the job is invalid, or its ``media.root`` is a
-            URL that can't be opened.
+        JobError: a template or template file of the job is invalid, or its ``media.root`` is a URL that can't be
+            opened.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class PromptRenderer:
         """False if no row's prompt has an image, a clip or the text of a file."""
 
     def messages(self, messages: Any) -> list[Message]:
-        """Return chat messages with their images and clips opened.
+        """Return chat messages with their images and clips loaded.
 
         Raises:
             RowError: they are not chat messages, or an image or a clip can't be opened.
@@ -112,24 +116,28 @@ class PromptRenderer:
     def render(self, row: Row, attempt: int = 1, of_input: str | None = None) -> Request:
         """Return the request for ``row``, with decoded images and clips.
 
-        ``of_input``: the row's input hash, by default the hash of its fields.
+        ``of_input``: the row's input hash; None computes it from the row's fields.
 
         Raises:
-            RowError: the row is at fault. Other exceptions are errors of the machine.
+            RowError: the row can't be rendered. Any other exception is an error of the machine, not of the row.
         """
         if row.error is not None:
             raise row.error
         of_input = input_hash(row.fields) if of_input is None else of_input
         for name in self._filled:
             if name in row.fields and is_blank(row.fields[name]):
-                raise RequestError(f'{name} is empty, and input.empty = "fail"')
+                raise RequestError(
+                    f'the field {name} is empty, and input.empty = "fail" refuses such rows'
+                )
         note = self.templates.note(row.fields)
         return self._request(row, self._with_texts(row.fields), attempt, of_input, note)
 
     def _request(
         self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str, note: str
     ) -> Request:
-        """Return the request as ``render`` does; ``fields`` include the texts of the row's files."""
+        """Return the request for ``row``, rendered from ``fields``: those of the row with the texts of its files, maybe
+        cut.
+        """
         own, endpoint = self._own_prompt(fields), None
         if own == "body":
             endpoint = endpoint_of(fields.get("url"), self._job.task)
@@ -143,7 +151,10 @@ class PromptRenderer:
         body = body if isinstance(body, Mapping) else {}
         tools = self._tools(fields, body)
         if tools.tools and messages is None:
-            raise RequestError("tools need messages, but the row has a plain prompt")
+            raise RequestError(
+                "tools need chat messages, but the row has a plain prompt; leave the tools out, or send"
+                " messages (prompt.chat = true)"
+            )
         request = Request(
             row=row,
             lora=self._lora(fields),
@@ -169,9 +180,11 @@ class PromptRenderer:
         return with_media_bytes(request) if self.opens_files else request
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
-        """Return ``request`` with its row's longest text cut in the middle, if ``on_too_long`` allows it.
+        """Return ``request``, which the engine refused with ``error``, with the longest text of its row cut in the
+        middle.
 
-        If the shorter request is still too long, call this again with it for a larger cut. None if no cut helps.
+        Returns None if no cut helps, or if ``retry.on_too_long`` is not "truncate-middle". If the shorter request is
+        still too long, pass it to this method again for a larger cut.
         """
         if self._job.retry.on_too_long != "truncate-middle":
             return None
@@ -191,7 +204,7 @@ class PromptRenderer:
         return replace(shorter, sampling=request.sampling, media_bytes=request.media_bytes, cut=cut)
 
     def sources(self, row: Row) -> list[tuple[str, Any]]:
-        """Return the kind and source of each of the row's images, then of its clips; no file is opened.
+        """Return (kind, source) of each image of the row, then of each clip, without opening a file.
 
         Raises:
             RowError: as for ``render``.
@@ -226,7 +239,10 @@ class PromptRenderer:
         return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0, lora or "")
 
     def _files(self, row: Row) -> str:
-        """Return the names of the images, clips and texts in the prompt, as the prefix to compare."""
+        """Return the names of all files in the prompt, by which ``hint`` compares prompts.
+
+        Returns "" if the prompt has no files, or if finding their names would take long.
+        """
         has_text = self._user is not None or self._job.task == "score"
         files = self.templates.files.all
         if has_text and not files:
@@ -238,13 +254,18 @@ class PromptRenderer:
         return "\n".join(map(_known_by, [*media, *paths]))
 
     def _beginning(self, row: Row) -> str:
-        """Return the fields that the prompt's templates use, in their order, or the row's own prompt."""
+        """Return the text by which ``hint`` compares prompts without files.
+
+        It consists of the fields that the templates use, in their order, or of the row's own prompt.
+        """
         own = self._own_prompt(row.fields)
         names = self.templates.fields_in_order if own is None else [own]
         return "\n".join([str(row.fields.get(name, row.index))[:_BEGINNING] for name in names])
 
     def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the row's fields with each text of ``prompt.texts``, and a batch line's body in the form for chat."""
+        """Return a row's ``fields`` with the text of each file in ``prompt.texts``, and a batch line's body converted
+        to chat.
+        """
         if self._own_prompt(fields) == "body":
             fields = self._line(fields)
         if not self.templates.files.texts:
@@ -256,7 +277,7 @@ class PromptRenderer:
         return {**fields, **texts}
 
     def _line(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a batch line with a body that the rest of this class can read."""
+        """Return a batch line; in a job that generates, a body for ``/v1/responses`` is converted to chat."""
         return in_chat_terms(fields) if self._job.task == "generate" else fields
 
     def _longest_text(self, row: Row, fields: Mapping[str, Any]) -> TextPlace | None:
@@ -269,7 +290,9 @@ class PromptRenderer:
         return longest_text(fields, self.templates.names | {own})
 
     def _is_shown(self, row: Row, fields: Mapping[str, Any], place: TextPlace) -> bool:
-        """Return whether the prompt contains the text at ``place``; a template may read another part of a table."""
+        """Return whether the prompt contains the text at ``place``. A template may read only another part of the same
+        field.
+        """
         if len(place.path) == 1:
             return True
         try:
@@ -281,7 +304,9 @@ class PromptRenderer:
         return any(getattr(without, part) != getattr(whole, part) for part in parts)
 
     def _own_prompt(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the name of the field with the row's own prompt; None with ``prompt.user`` or ``[pair]``."""
+        """Return the field with the row's prompt (messages, body or prompt); None if the job's templates make the
+        prompt.
+        """
         if self._user is not None or self._job.pair.is_set:
             return None
         if self._job.task == "score":
@@ -295,7 +320,9 @@ class PromptRenderer:
     def _content(
         self, fields: Mapping[str, Any], own: str | None
     ) -> tuple[Sequence[Message] | None, str | None]:
-        """Return messages or plain text, from the job's templates or from the row itself."""
+        """Return the prompt as (messages, plain text), one of which is None, from the job's templates or from the row
+        itself.
+        """
         if own == "messages":
             return loaded(fields["messages"], self._part), None
         if own == "body":
@@ -313,8 +340,8 @@ class PromptRenderer:
         else:
             share_gpt = "conversations" in fields
             raise TemplateError(
-                "nothing to send: prompt.user is not set, and the row has no prompt (or, with"
-                " neither prompt.system nor prompt.images, messages or body); it has"
+                "nothing to send: set prompt.user, or give each row a field prompt (without prompt.system and"
+                " prompt.images also messages or body); the row has"
                 f" {', '.join(map(str, fields)) or 'no fields'}"
                 + "; turn ShareGPT's conversations into messages of role and content"
                 * share_gpt
@@ -328,7 +355,11 @@ class PromptRenderer:
         return messages, None
 
     def _with_places(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``fields`` with place marks under the names of clips; ``row`` keeps the columns of these names."""
+        """Return ``fields`` for the user's template, in which ``{{ audio }}`` and ``{{ video }}`` give place marks of
+        clips.
+
+        A column with such a name can be read as ``{{ row.audio }}``.
+        """
         if not self._places or not self._job.prompt.chat:
             return fields
         return {ROW: {**self._job.vars, **fields}, **fields, **self._places}
@@ -339,8 +370,8 @@ class PromptRenderer:
             return pair_of(self.templates, fields, self._part)
         if "body" not in fields:
             raise TemplateError(
-                "nothing to compare: pair.query and pair.documents are not set, and the row has no"
-                f" body; it has {', '.join(map(str, fields)) or 'no fields'}"
+                "nothing to compare: set pair.query and pair.documents, or give each row a body; the row has"
+                f" {', '.join(map(str, fields)) or 'no fields'}"
             )
         query, documents, is_list = sides_of(fields["body"])
         loaded_documents = [with_parts(document, self._part) for document in documents]
@@ -352,7 +383,7 @@ class PromptRenderer:
         return tools_of_body(body, of_job) if body else of_job()
 
     def _lora(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the name of the row's adapter; in a batch line this is the ``model``.
+        """Return the name of the row's LoRA adapter; in a batch line this is the ``model``.
 
         Raises:
             RequestError: the job has no adapter of this name.
@@ -408,7 +439,10 @@ class PromptRenderer:
     def _row_sampling(
         self, fields: Mapping[str, Any], own: str | None, task: TaskName
     ) -> Mapping[str, Any]:
-        """Return the row's sampling parameters. ``own``: field with the row's own prompt; ``task``: the row's task."""
+        """Return the row's sampling parameters.
+
+        ``own``: the field with the row's own prompt; ``task``: the row's task, which may differ from the job's.
+        """
         if task != "generate":
             of_job = self._sampling
             if task != self._job.task:
@@ -427,14 +461,17 @@ class PromptRenderer:
 
 
 def with_media_bytes(request: Request) -> Request:
-    """Return ``request`` with the size of its decoded images and clips."""
+    """Return ``request`` with ``media_bytes`` set to the size of its decoded images and clips."""
     images = sum(_BYTES_PER_PIXEL * image.width * image.height for image in request.images)
     n_bytes = images + sum(clip.n_bytes for clip in request.all_clips)
     return replace(request, media_bytes=n_bytes) if n_bytes else request
 
 
 def _known_by(source: Any) -> str:
-    """Return a key for a source: a path or URL itself, otherwise a hash of the image's bytes, or its identity."""
+    """Return a text that identifies a source, to compare prompts by their files.
+
+    It is the path or URL itself if it is short, otherwise a checksum of the text or bytes, or the object's identity.
+    """
     if isinstance(source, str):
         return source if len(source) < _BEGINNING else str(crc32(source.encode()))
     return str(crc32(source)) if isinstance(source, bytes) else str(id(source))

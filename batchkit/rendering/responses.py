@@ -37,7 +37,7 @@ def as_chat(body: Any) -> dict[str, Any]:
         RequestError: unsupported keys; one message names them all.
     """
     if not isinstance(body, Mapping):
-        raise RequestError(f"body: found {type(body).__name__}, expected an object")
+        raise RequestError(f"body: found {type(body).__name__}, expected a JSON object")
     if found := [*_refused(body)]:
         raise RequestError(
             f"body: these keys of /v1/responses are not supported: {', '.join(found)}; leave them out"
@@ -97,7 +97,8 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
     for number, item in enumerate(found):
         made = _message(item, f"body.input[{number}]")
-        if "tool_calls" in made and messages and messages[-1]["role"] == "assistant":  # its turn
+        # /v1/responses has each call as an item; in chat, calls belong to the assistant's message before them.
+        if "tool_calls" in made and messages and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("tool_calls", []).extend(made["tool_calls"])
         else:
             messages.append(made)
@@ -144,7 +145,7 @@ def _part(part: Any, place: str) -> dict[str, Any]:
 
 
 def _response_format(form: Any) -> dict[str, Any]:
-    """Return the format in chat's shape, where name and schema are one level deeper."""
+    """Return the ``response_format`` for chat, where the name and the schema are one level deeper."""
     kind = form.get("type") if isinstance(form, Mapping) else None
     if kind in ("text", "json_object"):
         return {"type": kind}

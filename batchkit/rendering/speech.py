@@ -1,4 +1,4 @@
-"""The recording of a row of ``task = "transcribe"``, and the requests for its chunks."""
+"""Rendering for ``task = "transcribe"``: the recording of a row, and the requests for its chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _OF_LINES = ("file_url", "file")  # keys of a batch line's body: vLLM's and Open
 
 
 class Recording(NamedTuple):
-    """A row's decoded recording. ``request`` is for all of it, and holds its samples."""
+    """A row's decoded recording, cut into chunks (``parts``).
+
+    ``request`` is for the whole recording and holds its samples in ``clips``.
+    """
 
     request: Request
     sound: Sound
@@ -34,18 +37,18 @@ class Recording(NamedTuple):
         return self.request.speech
 
     def asked_with(self, **changes: Any) -> Recording:
-        """Return the recording with other ``speech`` settings."""
+        """Return the recording with these ``changes`` to the settings in ``speech``."""
         speech = self.speech._replace(**changes)
         return self._replace(request=replace(self.request, speech=speech))
 
     def language_request(self) -> Request:
-        """Return the request for the language of the first chunk that has sound."""
+        """Return a request that asks only which language is spoken in the first chunk with sound."""
         part = next((it for it in self.parts if self.sound.without((), it.own)), self.parts[0])
         asked = self.asked_with(asks_language=True).request_for(part.heard)
         return replace(asked, sampling={"temperature": 0.0, "max_tokens": 1})
 
     def request_for(self, span: Span) -> Request:
-        """Return the request for the sound in ``span``."""
+        """Return the request to transcribe the sound in ``span``."""
         (audio,) = self.request.clips
         first, last = (round(at * audio.sample_rate) for at in span)
         heard = Audio(audio.samples[first:last], audio.sample_rate)
@@ -56,7 +59,7 @@ class Recording(NamedTuple):
 class SpeechRenderer:
     """A renderer for a job that transcribes, with the interface of ``PromptRenderer``.
 
-    Methods that return one request return the one for a recording's first chunk.
+    ``recording`` gives all chunks of a row; ``render`` returns only the row's first request.
 
     Raises:
         JobError: a template of the job is invalid.

@@ -1,4 +1,4 @@
-"""The prompts of ``[[steps]]``: each is rendered like the prompt of a separate job."""
+"""Rendering for ``[[steps]]``: the prompt of each step is rendered like the prompt of a separate job."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ ANSWER = (
 )
 """The keys of a step's answer that templates can read."""
 NO_ANSWER = "no step gave an answer: the `when` of every step was false"
-_NO = ("", "false", "no", "none", "0")
+_NO = ("", "false", "no", "none", "0")  # values of ``when`` that skip a step
 
 
 class StepsRenderer:
     """A renderer for a job with steps, with the interface of ``PromptRenderer``.
 
-    Methods without a step's name are about the first step.
+    Methods without a parameter ``step`` are about the first step.
 
     Raises:
         JobError: a template or template file of a step is invalid.
@@ -74,6 +74,8 @@ class StepsRenderer:
             raise JobError("\n".join(found))
         self.takes_long = any(renderer.takes_long for renderer in self._by_name.values())
         self.opens_files = any(renderer.opens_files for renderer in self._by_name.values())
+        # Where a template reads ``steps`` as a whole or by a method (``steps.items()``), its author may mean a
+        # column called "steps"; ``check`` refuses rows that have one.
         whole = (place for _, place, key, _ in self._reads() if key is None or hasattr(dict, key))
         self._ambiguous = next(whole, None)
 
@@ -86,10 +88,10 @@ class StepsRenderer:
             )
 
     def runs(self, step: str, row: Row) -> bool:
-        """Return whether the step is not skipped; ``row`` as for ``render_step``.
+        """Return whether a step runs for a row, or False if its ``when`` skips it; ``row`` as for ``render_step``.
 
         Raises:
-            RowError: its template can't be rendered.
+            RowError: the template ``when`` can't be rendered.
         """
         when = self._when.get(step)
         return when is None or when.text(row.fields).strip().lower() not in _NO
@@ -100,7 +102,9 @@ class StepsRenderer:
         return renderer.takes_long or renderer.opens_files or bool(when and when.is_apart)
 
     def render_step(self, step: str, row: Row) -> Request:
-        """Return the request of a step, without a hash; ``row`` has the fields added by ``with_answers``.
+        """Return the request of a step, with an empty ``input_hash``.
+
+        ``row`` must have the answers of earlier steps (``with_answers``).
 
         Raises:
             RowError: as for ``PromptRenderer.render``.
@@ -135,7 +139,7 @@ class StepsRenderer:
         return self._first.hint(with_answers(row, {}))
 
     def _misread(self) -> Iterator[str]:
-        """Yield a line for each template that reads an unknown step, or an unknown part of its answer."""
+        """Yield a message for each template that reads an unknown step, or an unknown key of a step's answer."""
         for number, place, name, part in self._reads():
             if name is None or hasattr(dict, name):  # steps.items()
                 continue
@@ -144,7 +148,11 @@ class StepsRenderer:
                 yield f"{place}: steps.{name} {problem}"
 
     def _reads(self) -> Iterator[tuple[int, str, str | None, str | None]]:
-        """Yield each read of ``steps``: number of the reading step, its template, the step's name and the part read."""
+        """Yield each place where a template reads ``steps``.
+
+        It is: the number of the step that reads, its template, the name of the step that is read, and the key of its
+        answer.
+        """
         for number, step in enumerate(self.job.steps):
             for place, source in self._sources(step.name):
                 for name, part in keys_read(source, STEPS):
@@ -160,7 +168,7 @@ class StepsRenderer:
 
 @contextmanager
 def _naming(step: str) -> Iterator[None]:
-    """Add the step's name to an error of a template inside the block."""
+    """Add the step's name to a JobError about a template, if the block raises one."""
     try:
         yield
     except JobError as error:
@@ -209,6 +217,9 @@ def render_or_fail(renderer: Renderer, row: Row, attempt: int = 1) -> Request | 
 def with_answers(
     row: Row, answers: Mapping[str, Any], candidates: Sequence[str] | None = None
 ) -> Row:
-    """Return ``row`` with the ``answers`` of its steps, by name, and the ``candidates`` for a step that judges."""
+    """Return ``row`` with the field ``steps``: the ``answers`` of earlier steps by name.
+
+    A step that judges answers also gets the field ``candidates``, the texts to judge.
+    """
     seen = {STEPS: answers} if candidates is None else {STEPS: answers, CANDIDATES: candidates}
     return replace(row, fields={**row.fields, **seen})

@@ -77,7 +77,7 @@ def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -
     """Return the tools of an OpenAI batch line's body (by default ``of_job``), with the body's choice.
 
     Raises:
-        RequestError: they are wrong.
+        RequestError: the definitions or the choice are invalid.
     """
     at_once = body.get("parallel_tool_calls")
     if not isinstance(at_once, bool | None):
@@ -93,12 +93,10 @@ def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -
 
 
 def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body's variables for the chat template.
-
-    They include ``reasoning_effort`` and, for pairs, ``instruction``.
+    """Return the body's variables for the chat template, with ``reasoning_effort`` and, for pairs, ``instruction``.
 
     Raises:
-        RequestError: they are not a table, or have a name that is not for a template.
+        RequestError: they are not a table, or one has a name that only the job may set.
     """
     found = body.get("chat_template_kwargs") or {}
     if not isinstance(found, Mapping):
@@ -116,10 +114,10 @@ def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> RequestTools:
-    """Return the tools of one row; ``key`` and ``choice_key`` name them in errors.
+    """Return the tools of one row after checking them; ``key`` and ``choice_key`` name them in errors.
 
     Raises:
-        RequestError: they are wrong.
+        RequestError: the definitions or the choice are invalid.
     """
     if isinstance(tools, str):
         try:

@@ -1,12 +1,12 @@
-"""Cuts of a row's longest text in the middle, to make a prompt fit that was too long.
+"""Cuts in the middle of a row's longest text, for a prompt that is too long.
 
-Only the engine knows how many tokens a text has. So a cut is estimated from the size of the last
-prompt, tried, and made larger if it was not enough. Two or three prompts are enough.
+Only the engine knows how many tokens a text has. So the size of a cut is estimated from the token count of the refused
+prompt, tried, and made larger if the prompt is still too long. Two or three prompts are enough.
 
-An estimate keeps at least an eighth of the last cut's text: if the middle of a text has far fewer tokens
-than its ends, the estimate removes too much. An engine may refuse a prompt that should fit by its token
-count, for example a server that includes the whole answer in its count; then half is kept. Every cut is
-shorter than the one before, and a row is cut at most ``_MOST_CUTS`` times.
+An estimate keeps at least an eighth of the last cut's text: if the middle of a text has far fewer tokens than its ends,
+the estimate removes too much. An engine may refuse a prompt that should fit by its token count, for example a server
+that includes the whole answer in its count; then half is kept. Every cut is shorter than the one before, and a row is
+cut at most ``_MOST_CUTS`` times.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def longest_text(
 ) -> TextPlace | None:
     """Return the longest text in the fields called ``names``, at any depth.
 
-    Prefers the first of the ten longest for which ``is_shown`` is true.
+    Of the ten longest, the first for which ``is_shown`` is true is preferred: another one may not be in the prompt.
     """
     used = {name: value for name, value in fields.items() if name in names}
     longest = nlargest(_MOST_TEXTS, _texts(used, ()), key=lambda place: place.length)

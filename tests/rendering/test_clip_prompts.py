@@ -151,7 +151,7 @@ def test_rows_that_name_the_same_clip_share_it(root: Path) -> None:
         (
             RequestError,
             {"user": "{{ video }}{{ video }}", "videos": ["1.mkv"]},
-            "more places for video",
+            "has {{ video }} more often than",
         ),
         (MediaError, {"user": "q", "videos": ["{{ none }}"]}, "the row names no video"),
         (MediaError, {"user": "q", "audios": ["{{ none }}"]}, "the row names no audio"),

@@ -92,7 +92,7 @@ def test_the_sides_of_a_pair_have_vllms_names(query: str, documents: str) -> Non
 
 
 NO_INPUT: list[tuple[Any, str]] = [
-    ("tea", "body: found str, expected an object"),
+    ("tea", "body: found str, expected a JSON object"),
     ({}, "neither input nor messages"),
     ({"input": ["tea", "coffee"]}, "2 texts, but a row has one answer"),
     ({"messages": [CHAT, CHAT, CHAT]}, "3 conversations"),

@@ -300,8 +300,8 @@ OF_TEMPLATES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"prompt": {"user": "{{ x }}"}}, "no fields"),
     ({"x": {"a": 1}}, {"prompt": {"user": "{{ x.b }}"}}, "'dict object' has no attribute 'b'"),
     ({"b": "x"}, IMAGES, "prompt.images.0: '{{ a }}' is undefined; the row has b"),
-    ({"question": "x"}, {}, "prompt.user is not set, and the row has no prompt"),
-    ({"question": "x"}, {}, "it has question"),
+    ({"question": "x"}, {}, "nothing to send: set prompt.user, or give each row"),
+    ({"question": "x"}, {}, "the row has question"),
 ]
 OF_MEDIA: list[tuple[Any, str]] = [
     *((nothing, "no image") for nothing in (None, "", [])),
@@ -323,9 +323,9 @@ NO_MESSAGES: list[Any] = [
 ]
 NO_BODIES: list[tuple[Any, str]] = [
     (5, "found int"),
-    ({}, "neither messages nor a text prompt"),
-    ({"prompt": ["a", "b"]}, "neither messages nor a text prompt"),
-    ({"prompt": [1, 2]}, "neither messages nor a text prompt"),
+    ({}, "neither messages nor a prompt that is one text"),
+    ({"prompt": ["a", "b"]}, "neither messages nor a prompt that is one text"),
+    ({"prompt": [1, 2]}, "neither messages nor a prompt that is one text"),
     ({**CHAT, "tools": [{}]}, "body.tools: [0].function: is missing"),
     ({**CHAT, "functions": [{}]}, "body.functions: not supported"),
     ({"prompt": "x", "best_of": 3}, "body.best_of: not supported"),
@@ -346,7 +346,7 @@ NO_BODIES: list[tuple[Any, str]] = [
         *((RequestError, {"body": {"messages": wrong}}, {}, "") for wrong in NO_MESSAGES),
         *((RequestError, {"body": wrong}, {}, words) for wrong, words in NO_BODIES),
         *(
-            (RequestError, {"params": own}, OWN, f"params: found {own!r}, expected a table")
+            (RequestError, {"params": own}, OWN, f"params: found {own!r}, expected an object")
             for own in ("{", "[1]", "hot", 3, ["a"], True)
         ),
     ],

@@ -103,7 +103,7 @@ ALL_AT_ONCE = (
     " tools (mcp), tools (3), tool_choice (web_search); leave them out"
 )
 REFUSED: list[tuple[Any, str]] = [
-    ("tea", "body: found str, expected an object"),
+    ("tea", "body: found str, expected a JSON object"),
     ({}, "body.input: found None, expected a text or a list of messages"),
     ({"input": []}, "body.input: found [], expected"),
     ({"input": "a", "instructions": ["b"]}, "body.instructions: found ['b'], expected a text"),

@@ -181,7 +181,12 @@ COLUMN = {"tools": "{{ t }}", "tool_choice": "clock"}
         *((RequestError, {"t": tools}, COLUMN, words) for tools, words in OF_A_COLUMN),
         (TemplateError, {}, COLUMN, "'{{ t }}' is undefined"),
         *((RequestError, {"body": {**CHAT, **body}}, None, words) for body, words in OF_A_BODY),
-        (RequestError, {"body": {"prompt": "Once", "tools": TOOLS}}, None, "tools need messages"),
+        (
+            RequestError,
+            {"body": {"prompt": "Once", "tools": TOOLS}},
+            None,
+            "tools need chat messages",
+        ),
     ],
 )
 def test_what_is_wrong_with_tools_or_a_choice_is_named(

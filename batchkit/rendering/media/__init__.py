@@ -1,8 +1,11 @@
-"""Images, sound, video and texts: from the name in a row to RGB pixels, samples or text.
+"""Loading of the images, sound, video and texts that a row names.
 
-``load_media``, ``load_image`` and ``load_text`` are the entry points. ``source`` turns a name into bytes and stays
-within the media root, a folder or an fsspec URL; ``download`` does so for web addresses on the listed
-hosts. ``pixels`` decodes images; ``apart`` decodes PDFs, sound and video in a separate process.
+The entry points are ``load_image``, ``load_media`` and ``load_text``. The other modules:
+
+- ``source`` reads a file below ``media.root``, which is a folder or an fsspec URL;
+- ``download`` reads http(s) URLs of the hosts in ``media.allow_urls``;
+- ``pixels`` decodes images;
+- ``apart`` decodes PDFs, sound and video in a separate process.
 """
 
 from __future__ import annotations
@@ -55,31 +58,31 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
 
     ``source`` is one of
 
-    - a path below ``media.root`` (absolute, relative to it, ``file://``, or, if the root is an fsspec URL, a URL
-      that begins with it);
+    - a path below ``media.root`` (absolute, relative to it, ``file://``, or, if the root is an fsspec URL, a URL that
+      begins with it);
     - a base64 ``data:`` URI;
     - an http(s) URL on ``media.allow_urls``;
     - the bytes of an image file, or ``{"bytes": …, "path": …}`` as in Hugging Face datasets;
     - an image, which is not modified.
 
-    Formats are recognised by content: PNG, JPEG, WebP, GIF, BMP and TIFF. Of an animation the first frame is used; a
-    TIFF with several pages is refused. A PDF gives the page in ``#page=3`` after its path or URL, or its only page.
+    Formats are recognized by content: PNG, JPEG, WebP, GIF, BMP and TIFF. An animation gives its first frame; a TIFF
+    with several pages is refused. A PDF gives the page in ``#page=3`` after its path or URL, or its only page.
     Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
 
-    Safe to call from many threads. Memory, without the result, stays within
-    ``media.max_decode_bytes``, twice ``media.max_bytes`` and 64 MiB; N threads need N - 1 times
-    128 MiB more (larger images take turns), and the files' bytes.
+    Safe to call from many threads. Besides its result, one call needs at most the sum of ``media.max_decode_bytes``,
+    twice ``media.max_bytes`` and 64 MiB. Each further thread adds at most 128 MiB and the bytes of its file, because
+    images that need more than 128 MiB are decoded one at a time.
 
     Raises:
-        MediaError: missing, refused, too large, or not an image. The only exception.
+        MediaError: the image is missing, refused, too large, or not an image. No other exception is raised.
     """
     return cast("Image.Image", load_media("image", source, media))
 
 
 def load_media(kind: str, source: Source, media: MediaTable) -> Media:
-    """Return the media of ``source``; ``kind`` is "image", "audio" or "video".
+    """Return the decoded image, sound or video of ``source``; ``kind`` is "image", "audio" or "video".
 
-    For sources and exceptions see ``load_image``; a clip has no page and is never a PIL image.
+    ``load_image`` describes sources and exceptions. For a clip, a PDF page or a PIL image is not allowed.
     """
     try:
         return _image(source, media) if kind == "image" else _clip(kind, source, media)
@@ -94,8 +97,8 @@ def load_text(path: str, media: MediaTable) -> str:
     """Return the text of the file at ``path``, below ``media.root``; invalid UTF-8 becomes U+FFFD.
 
     Raises:
-        MediaError: missing, outside the root, over ``media.max_bytes``, or not text (UTF-16 is
-            refused, too). The only exception.
+        MediaError: the file is missing, outside the root, over ``media.max_bytes``, or not text (UTF-16 is refused,
+            too). No other exception is raised.
     """
     data = _read(path, shown(path), media)
     if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
@@ -113,27 +116,29 @@ def load_bytes(source: object, media: MediaTable) -> bytes:
     """
     name = shown(source)
     if not isinstance(source, str) or is_for_fetch(source, media):
-        raise MediaError(f"{name}: is not the path of a file")
+        raise MediaError(f"{name}: is not the path of a file; give a path below media.root")
     return _read(page_of(source)[0], name, media)
 
 
 def load_clip_bytes(source: Source, media: MediaTable) -> bytes:
-    """Return the undecoded file of a clip.
+    """Return the bytes of an audio or video file, without decoding it.
 
     Raises:
-        MediaError: as for ``load_media``, or ``source`` names no file.
+        MediaError: as for ``load_media``.
     """
     name = shown(source, "clip")
     data = _data_of(source, name, media)
     if data is None:
-        raise MediaError(f"{name}: names no file")
+        raise MediaError(
+            f"{name}: is not an audio or video file; give its path, URL, data: URI or bytes"
+        )
     return data
 
 
 def load_for_server(kind: str, source: Source, media: MediaTable) -> Media:
-    """Return the media of ``source`` like ``load_media``, but a video undecoded.
+    """Return media in the form that a server takes: a video as its undecoded file, other media like ``load_media``.
 
-    Its type is "video/mp4" unless browsers play it by another type.
+    A video whose format ``media_type`` does not know is sent as "video/mp4".
     """
     if kind != "video" or isinstance(source, VideoFile):
         return load_media(kind, source, media)
@@ -142,13 +147,17 @@ def load_for_server(kind: str, source: Source, media: MediaTable) -> Media:
 
 
 def media_type(kind: str, data: bytes) -> str | None:
-    """Return the MIME type of a clip that browsers play; None for other clips."""
+    """Return the MIME type of a clip, found by its first bytes; None for a format that browsers don't play."""
     names = (name for mark, name in _TYPES.items() if mark.match(data[:64]))
     return next((name.format(kind=kind) for name in names), None)
 
 
 def load_still(source: Source, side: int, media: MediaTable) -> Image.Image:
-    """Return a frame near the middle of a video; no side is longer than ``side``. Raises MediaError as ``load_media``."""
+    """Return a frame near the middle of a video, scaled so that no side is longer than ``side`` pixels.
+
+    Raises:
+        MediaError: as for ``load_media``.
+    """
     return decode_still(load_clip_bytes(source, media), shown(source, "video"), side, media)
 
 
@@ -207,12 +216,16 @@ def _data_of(source: Any, name: str, media: MediaTable) -> bytes | None:
 
 
 def _read(source: str, name: str, media: MediaTable) -> bytes:
-    """Return the bytes of a file under ``media.root``, a folder or a URL."""
+    """Return the bytes of a file under ``media.root``, which may be a folder or a URL."""
     return (read_remote if is_remote(media.root) else read_file)(source, name, media)
 
 
 class SharedMedia:
-    """A cache of images and clips by name, in weak references, so it needs no limit. Thread-safe."""
+    """A cache of decoded images and clips by name, so that rows with the same image share one copy.
+
+    It holds only weak references: an entry disappears with the last request that uses it, so the cache needs no limit.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -220,13 +233,14 @@ class SharedMedia:
         self._loading: WeakValueDictionary[Hashable, threading.Lock] = WeakValueDictionary()
 
     def get(self, name: Hashable, load: Callable[[], _Shared]) -> _Shared:
-        """Return the media of that name; call ``load`` if no row holds it. One thread at a time loads it.
+        """Return the media called ``name``; call ``load`` if no request holds it.
 
-        Callers must not modify it. Raises what ``load`` raises.
+        If several threads ask for the same name, one of them loads it. Callers must not modify the result. Raises what
+        ``load`` raises.
         """
         with self._guard:
-            turn = self._loading.setdefault(name, threading.Lock())
-        with turn:
+            loading = self._loading.setdefault(name, threading.Lock())
+        with loading:
             found: _Shared | None = self._alive.get(name)
             if found is None:
                 found = self._alive[name] = load()

@@ -1,4 +1,4 @@
-"""Decoding in a separate process: pages of PDFs, sound and video."""
+"""Decoding of PDF pages, sound and video in a separate process, since a broken file may hang or crash its library."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ _SPARE_BYTES = 2**30  # memory for a reader's library and its buffers
 
 
 def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> Image.Image:
-    """Return the page at ``media.pdf_dpi``, within ``media``'s limits for images.
+    """Return a page of the PDF ``data`` as an image, drawn at ``media.pdf_dpi`` and scaled to ``media``'s limits.
+
+    ``page`` counts from 1; None means the only page.
 
     Raises:
-        MediaError: the PDF is broken or needs a password; it has no such page, or several and none
-            is named; or the page's pictures need more than ``media.max_decode_bytes``.
+        MediaError: the PDF is broken or needs a password; it has no such page, or several and ``page`` is None; or the
+            page's pictures need more than ``media.max_decode_bytes``.
     """
     with _asking(PDF_READER, data, name, media) as asked:
         if page is None and (n_pages := asked("pages")) > 1:
@@ -55,7 +57,7 @@ def decode_audio(data: bytes, name: str, media: MediaTable) -> Audio:
     """Return the first sound track in ``data``: mono, ``media.audio_sample_rate`` samples per second.
 
     Raises:
-        MediaError: it is broken, cut short, or longer than ``media.max_audio_seconds``.
+        MediaError: the file is broken, cut short, or longer than ``media.max_audio_seconds``.
     """
     import numpy as np
 
@@ -69,8 +71,8 @@ def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
     """Return evenly spaced frames of the first video track in ``data``, within ``media``'s limits for images.
 
     Raises:
-        MediaError: it is broken, cut short, longer than ``media.max_video_seconds``, or its frames need
-            more than ``media.max_decode_bytes``.
+        MediaError: the file is broken, cut short, longer than ``media.max_video_seconds``, or its frames need more than
+            ``media.max_decode_bytes``.
     """
     import numpy as np
 
@@ -107,10 +109,12 @@ def decode_still(data: bytes, name: str, side: int, media: MediaTable) -> Image.
 def _asking(
     reader: FileReader, data: bytes, name: str, media: MediaTable
 ) -> Iterator[Callable[..., Any]]:
-    """Yield a function that sends questions about the file ``data`` to ``reader``; ``name`` is for messages.
+    """Yield a function that asks the process ``reader`` a question about the file ``data``, and returns the answer.
+
+    ``name``: the file's name in messages.
 
     Raises:
-        MediaError: the file is broken, or can't be read here.
+        MediaError: the file is broken, or a package that is needed to read it is not installed.
     """
     if (missing := reader.missing) is not None:
         raise MediaError(f"{name}: {missing}")
@@ -134,7 +138,11 @@ def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
 
 
 def _need_bytes(full: Size, size: Size, n_frames: int, name: str, media: MediaTable) -> int:
-    """Return the memory for two copies of the frames and one decoded frame. Raises MediaError above the limit."""
+    """Return the bytes of memory to decode frames: two copies of all, scaled to ``size``, and one of size ``full``.
+
+    Raises:
+        MediaError: they are more than ``media.max_decode_bytes``.
+    """
     need_bytes = 2 * 3 * n_frames * size.width * size.height + 4 * full.width * full.height
     if need_bytes > media.max_decode_bytes:
         raise MediaError(

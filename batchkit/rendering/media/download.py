@@ -58,7 +58,7 @@ def fetch(url: str, name: str, media: MediaTable, *, timeout_s: float = TIMEOUT_
             return portal.call(_follow, url, name, media, timeout_s)
     except TimeoutError as error:
         raise MediaError(
-            f"{name}: not complete after {timeout_s:g} s; download the image beforehand"
+            f"{name}: the download was not complete after {timeout_s:g} s; download the image beforehand"
         ) from error
     except (OSError, httpx.HTTPError, ValueError) as error:
         raise MediaError(
@@ -88,7 +88,11 @@ def _tls() -> ssl.SSLContext:
 
 
 def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
-    """Return ``url`` if ``media.allow_urls`` and the addresses of its host allow it."""
+    """Return ``url`` with the addresses of its host.
+
+    Raises:
+        MediaError: ``media.allow_urls`` or one of the addresses forbids it.
+    """
     at = name if shown(url) == name else f"{name}: redirected to {shown(url)}"
     try:
         parsed = httpx.URL(url)
@@ -117,7 +121,11 @@ def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
 
 
 def _public_addresses(host: str, port: int, at: str) -> list[str]:
-    """Return the addresses of ``host``: itself if it is an address, otherwise all that its name resolves to."""
+    """Return the addresses of ``host``: itself if it is an address, otherwise all that its name resolves to.
+
+    Raises:
+        MediaError: the name resolves to an address that is not public.
+    """
     try:
         return [str(ipaddress.ip_address(host))]
     except ValueError:
@@ -147,7 +155,7 @@ def _is_public(address: _IPAddress) -> bool:
 
 
 async def _get(client: httpx.AsyncClient, hop: _Hop, name: str, media: MediaTable) -> bytes | str:
-    """Return the body or, for a redirect, the new location."""
+    """Return the body of the response or, for a redirect, the new URL."""
     response = await _connect(client, hop)
     try:
         if response.has_redirect_location:
@@ -170,7 +178,7 @@ async def _get(client: httpx.AsyncClient, hop: _Hop, name: str, media: MediaTabl
 
 
 async def _connect(client: httpx.AsyncClient, hop: _Hop) -> httpx.Response:
-    """Return the response, without its body, of the first checked address that answers."""
+    """Try the checked addresses in order; return the first response, whose body is not read yet."""
     problem = httpx.ConnectError("its name has no address")
     for address in hop.addresses:
         request = client.build_request(

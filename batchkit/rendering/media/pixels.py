@@ -1,8 +1,8 @@
-"""From the bytes of an image file to RGB pixels within the limits, in little memory.
+"""Decoding of image files to RGB within the limits of ``[media]``, in little memory.
 
-Large images are never copied whole: the decoded image is flattened to RGB or gray tile by tile,
-each tile is averaged down by an integer factor, and only that small image is resampled. JPEGs are
-decoded at a half, a quarter or an eighth of their size if that is enough.
+Large images are never copied whole: the decoded image is converted to RGB or gray tile by tile, each tile is averaged
+down by an integer factor, and only that small image is resampled. JPEGs are decoded at a half, a quarter or an eighth
+of their size if that is enough.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
         MediaError: not a readable image, or too large to decode.
     """
     if not data:
-        raise MediaError(f"{name}: is empty; give {_READABLE}")
+        raise MediaError(f"{name}: the file is empty; give {_READABLE}")
     with _translated(name, f"its {len(data)} bytes begin with {data[:16]!r}"):
         image = _open(data, name)
         if isinstance(image, TiffImageFile) and _has_pages(data):
@@ -105,7 +105,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
 
 
 def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
-    """Return a copy of ``image`` as described at ``load_image``.
+    """Return ``image``, which is in memory already, as a new RGB image as described at ``load_image``.
 
     Raises:
         MediaError: it has no pixels, or can't be converted to RGB.
@@ -120,7 +120,11 @@ def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
 
 
 def target_of(full: Size, name: str, media: MediaTable) -> Size:
-    """Return the image's size for the model. Raises MediaError if no model accepts its aspect ratio."""
+    """Return the size to which an image of size ``full`` is scaled for the model.
+
+    Raises:
+        MediaError: the model's image processor does not accept this aspect ratio.
+    """
     limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
     if media.factor is None:
         return target_size(*full, **limits)
@@ -136,7 +140,7 @@ def target_of(full: Size, name: str, media: MediaTable) -> Size:
 
 @contextmanager
 def _translated(name: str, found: str) -> Iterator[None]:
-    """Turn every exception into a MediaError: no list of the exceptions of Pillow's readers is complete."""
+    """Turn every exception inside the block into a MediaError, because Pillow's readers may raise any type."""
     try:
         yield
     except MediaError:
@@ -170,7 +174,7 @@ def _has_pages(data: bytes) -> bool:
 
 
 def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
-    """Return the peak memory of decoding and flattening, without the result."""
+    """Return the peak memory, in bytes, to decode ``image`` and average it down, without the result."""
     drafted = Size(*image.size)
     decoded = _stored_bytes(image.mode, drafted) * _COPIES.get(image.format or "", 1)
     if isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > 1:
@@ -183,13 +187,15 @@ def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
 
 
 def _stored_bytes(mode: str, size: Size) -> int:
-    """Return Pillow's memory for an image: rows padded to 4 bytes, and one pointer per row."""
+    """Return the bytes in which Pillow stores an image: rows padded to 4 bytes, and one pointer per row."""
     row = -(-size.width * _STORED_BYTES.get(mode, 4) // 4) * 4
     return size.height * (row + _ROW_POINTER_BYTES)
 
 
 def _factor(size: Size, target: Size) -> Size:
-    """Return the factors by which to average down before resampling."""
+    """Return the integer factors (width, height) by which an image is averaged down before it is resampled to
+    ``target``.
+    """
     return Size(
         max(1, size.width // (_REDUCING_GAP * target.width)),
         max(1, size.height // (_REDUCING_GAP * target.height)),
@@ -199,10 +205,10 @@ def _factor(size: Size, target: Size) -> Size:
 def _scaled(
     image: Image.Image, extent: tuple[float, float], target: Size, name: str
 ) -> Image.Image:
-    """Return a new RGB image of size ``target``.
+    """Return ``image`` as a new RGB image of size ``target``.
 
-    ``extent`` is the filled part of ``image``: in a drafted JPEG, the last column and row
-    may be filled only partly.
+    ``extent``: the width and height of ``image`` that have content. A JPEG that was decoded at a reduced size may fill
+    its last column and row only partly.
     """
     factor = _factor(Size(*image.size), target)
     flat = _flattened(image, factor, name)
@@ -215,9 +221,12 @@ def _scaled(
 
 
 def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
-    """Return ``image`` as L or RGB, averaged down by ``factor``; itself if it needs no change."""
+    """Return ``image`` in Pillow's mode L (gray) or RGB, without transparency, averaged down by ``factor``.
+
+    An image that needs no change is returned itself.
+    """
     if image.mode in ("L", "RGB") and not image.has_transparency_data:
-        return image.reduce(factor) if factor != (1, 1) else image
+        return image.reduce(factor) if factor != (1, 1) else image  # reduce(1) would copy
     if image.mode in ("I", "F"):
         raise MediaError(
             f"{name}: has 32-bit gray, whose value range is unknown; save it with 16 or 8 bits"
@@ -240,7 +249,9 @@ def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
 
 
 def _flat_tile(tile: Image.Image) -> Image.Image:
-    """Return ``tile`` as L or RGB, with transparency over white."""
+    """Return ``tile``, a part cut from an image, in Pillow's mode L (gray) or RGB, with transparent pixels over
+    white.
+    """
     if tile.mode.startswith("I;16"):
         return tile.convert("F").point(lambda value: value * (255 / 65535) + 0.5).convert("L")
     if tile.has_transparency_data:
@@ -266,12 +277,12 @@ class Size(NamedTuple):
 
 
 def target_size(width: int, height: int, *, min_pixels: int, max_pixels: int) -> Size:
-    """Return the size with the aspect ratio of ``width`` × ``height`` and a product within the limits.
+    """Return a size with the aspect ratio of ``width`` × ``height`` whose number of pixels is within the limits.
 
-    A size within the limits is kept. Otherwise both sides are scaled by √(limit / (width · height)), rounded
-    down when shrinking and up when growing; in integers, so without float errors. ``max_pixels`` always holds:
-    if it conflicts with the aspect ratio (a side would fall below one pixel) or with ``min_pixels``, the longer
-    side is cut. Both sides must be at least 1.
+    A size within the limits is kept. Otherwise both sides are scaled by √(limit / (width · height)), rounded down when
+    shrinking and up when growing; in integers, so without float errors. ``max_pixels`` always holds: if it conflicts
+    with the aspect ratio (a side would fall below one pixel) or with ``min_pixels``, the longer side is cut. Both sides
+    must be at least 1.
     """
     pixels = width * height
     if pixels > max_pixels:

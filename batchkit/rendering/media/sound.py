@@ -1,4 +1,4 @@
-"""Detection of sound and silence in a recording, and cuts into chunks that a model can hear."""
+"""Detection of sound and silence in a recording, which is cut into chunks that are short enough for a model."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Span(NamedTuple):
 class SoundPart(NamedTuple):
     """A chunk of a recording.
 
-    The model gets ``heard``, but only its answer for ``own`` counts; the own spans of all chunks make up the recording.
-    ``is_cut``: the chunk ends within speech, because there was no silence.
+    The model gets the sound in ``heard``, which overlaps the neighbors. Only its text for ``own`` is used; the own
+    spans of all chunks make up the recording. ``is_cut``: the chunk ends within speech, because there was no silence.
     """
 
     own: Span
@@ -66,9 +66,10 @@ class Sound:
         return float(self._has_sound[_frame(start) : _frame(end)].sum() * FRAME_S)
 
     def without(self, covered: Iterable[tuple[float, float]], within: Span) -> list[Span]:
-        """Return the spans of sound ``within`` that no span of ``covered`` includes.
+        """Return the spans inside ``within`` that have sound and are in no span of ``covered``.
 
-        Sound within 0.1 s of a covered span, and spans shorter than 0.14 s, are left out.
+        They show which sound a transcript lacks. Sound within 0.1 s of a covered span, and spans shorter than 0.14 s,
+        are left out.
         """
         left = self._has_sound.copy()
         left[: _frame(within.start)] = False
@@ -79,10 +80,10 @@ class Sound:
         return [span for span in found if span.seconds >= _SHORTEST_SOUND_S]
 
     def parts(self, most_s: float, overlap_s: float) -> list[SoundPart]:
-        """Return the recording in chunks of at most ``most_s``.
+        """Return the chunks of the recording; what the model hears of each is at most ``most_s`` seconds long.
 
-        Each is cut in the middle of the longest silence of its second half, or at its quietest moment. A chunk overlaps
-        its neighbors by ``overlap_s``, but never beyond a silence into the next speech.
+        A chunk ends in the middle of the longest silence of its second half or, without silence, at its quietest
+        moment. It overlaps its neighbors by ``overlap_s``, but never beyond a silence into the next speech.
         """
         cuts, silences = [0.0], [Span(0.0, 0.0)]
         while self.seconds - max(0.0, cuts[-1] - overlap_s) > most_s:
@@ -109,9 +110,9 @@ class Sound:
         return Span(start, end)
 
     def _silence(self, earliest: float, latest: float) -> Span:
-        """Return the longest silence between the two times, the later of equal ones.
+        """Return the longest silence between the times ``earliest`` and ``latest``; of equal ones, the last.
 
-        Without silence, return an empty span at the quietest moment.
+        Without a silence of at least 0.1 s, return an empty span at the quietest moment.
         """
         first, last = _frame(earliest), max(_frame(earliest) + 1, _frame(latest))
         found = _runs(~self._has_sound[first:last])

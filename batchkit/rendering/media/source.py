@@ -1,4 +1,4 @@
-"""From the name in a row to the bytes of a file below the media root, a folder or an fsspec URL."""
+"""Reading of the file that a row names: below ``media.root`` (a folder or an fsspec URL), or in a ``data:`` URI."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAGE = re.compile(  # RFC 8118; a URL may have a query
 
 
 class PageOf(NamedTuple):
-    """The path or URL of a file, and the page number in it, if any."""
+    """The path or URL of a file, and a page number in it, or None."""
 
     file: str
     page: int | None
@@ -54,7 +54,7 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
     """Return the file at ``source``, a path or ``file://`` URL, which must be under ``media.root``.
 
     Raises:
-        MediaError: missing, outside the root, not a regular file, or over ``media.max_bytes``.
+        MediaError: the file is missing, outside the root, not a regular file, or over ``media.max_bytes``.
     """
     path = _file_path(source, name)
     try:
@@ -95,7 +95,7 @@ def read_data_uri(uri: str, name: str, media: MediaTable) -> bytes:
     """Return the bytes of a base64 ``data:`` URI; its media type is ignored.
 
     Raises:
-        MediaError: not base64, or over ``media.max_bytes``.
+        MediaError: the URI is not base64, or its bytes are over ``media.max_bytes``.
     """
     head, comma, payload = uri.partition(",")
     if not comma or not head.lower().endswith(";base64"):
@@ -123,7 +123,7 @@ def check_bytes(n_bytes: int, name: str, media: MediaTable) -> None:
 
 
 def shown(source: object, kind: str = "image") -> str:
-    """Return the name of ``source`` for messages: short, on one line, without secrets in a URL."""
+    """Return a text that names ``source`` in messages: short, on one line, without secrets in a URL."""
     match source:
         case Image.Image():
             return f"PIL image ({source.width}×{source.height}, {source.mode})"
@@ -143,13 +143,13 @@ def shown(source: object, kind: str = "image") -> str:
 
 
 def line(text: str) -> str:
-    """Return ``text`` on one printable line, cut if it is long."""
+    """Return ``text`` for a message, on one printable line, cut if it is long."""
     found = text if text.isprintable() else repr(text)
     return found if len(found) <= 200 else f"{found[:120]}… ({len(found)} characters)"
 
 
 def check_named(source: str, name: str) -> None:
-    """Raise MediaError if ``source`` is an empty text."""
+    """Raise MediaError if ``source`` is an empty text: the template that should name a file gave nothing."""
     if not source:
         raise MediaError(
             f"{name}: the template in prompt.images, videos, audios or texts gave no text; check the row's field"
@@ -166,7 +166,7 @@ def _file_path(source: str, name: str) -> str:
         raise MediaError(f"{name}: not a file URL ({error}); write file:///folder/x.png") from error
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
         raise MediaError(
-            f"{name}: names another host, or contains a ? or #;"
+            f"{name}: the file URL names another host, or contains a ? or #;"
             " write file:///folder/x.png with %3F and %23, or give the path itself"
         )
     return unquote(parts.path)
@@ -186,8 +186,8 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
     """Return the file at ``source``, a path below ``media.root``, or a URL that begins with it.
 
     Raises:
-        MediaError: missing, outside the root, a folder, over ``media.max_bytes``, or any error of
-            the store.
+        MediaError: the file is missing, outside the root, a folder, or over ``media.max_bytes``; or the store has any
+            other error.
     """
     below, root = _below(source, name, media.root), shown(media.root)
     try:
@@ -202,7 +202,7 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
             raise _outside_url(name, root)
         found = filesystem.info(path)
         if found.get("type") == "directory":
-            raise MediaError(f"{name}: is a folder there; give the path of a file")
+            raise MediaError(f"{name}: is a folder; give the path of a file")
         size = found.get("size")
         check_bytes(size or 0, name, media)
         # Not open(): memory:// shares one file among threads. An empty object has no range to request.
@@ -225,9 +225,9 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
 
 
 def _filesystem_of(url: str) -> tuple[Any, str]:
-    """Return the filesystem behind ``url``, and the folder in its own syntax.
+    """Return the fsspec filesystem of ``url``, and the URL's folder in the syntax of that filesystem.
 
-    One per thread, as not all filesystems are thread-safe, and per process.
+    Every thread and process opens its own filesystem, because not all filesystems are thread-safe.
     """
     return _opened_filesystem(url, threading.get_ident(), os.getpid())
 
@@ -241,7 +241,11 @@ def _opened_filesystem(url: str, thread: int, process: int) -> tuple[Any, str]:
 
 
 def _below(source: str, name: str, root: str) -> str:
-    """Return the path of ``source`` below ``root``; refuse parts that lead out of it."""
+    """Return the path of ``source`` relative to ``root``.
+
+    Raises:
+        MediaError: the path leads outside of ``root``.
+    """
     check_named(source, name)
     folder = root if root.endswith("/") else root + "/"
     if source.startswith(folder):

@@ -1,8 +1,8 @@
-"""The job's templates, filled in with a row's fields.
+"""The Jinja templates of a job, rendered with a row's fields.
 
-A plain template (``plain``) is rendered in the caller's thread. Any other template may run forever or use all
-memory, and Python can't stop it in a thread: it is rendered in a process that can be killed
-(``child``), within limits of time, memory and text.
+A plain template (``plain``) is rendered in the caller's thread. Any other template may run forever or use all memory,
+and Python can't stop it in a thread: it is rendered in a process that can be killed (``child``), within limits of time,
+memory and text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from batchkit.rendering.templates.sandbox import (
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
 ROW = "row"  # the name in templates for all fields of the row
 _HANDLER = "batchkit.rendering.templates.child"
-# More processes would only be slower.
+# Limits the child processes that render at the same time to the cores: more would only be slower.
 _CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 _UNKNOWN_NAME = re.compile(
     r"'(?:\{\{[-+]?\s*)?([^'{}]+?)(?:\s*[-+]?\}\})?' is undefined|'dict object' has no attribute '(\w+)'"
@@ -45,10 +45,10 @@ _CANT_BE_COMPILED = (JinjaError, RecursionError, MemoryError, SyntaxError, Value
 
 
 class RowTemplate:
-    """A template of ``job`` with the text ``source``; ``key`` is its name in errors. Several threads may share it.
+    """A Jinja template with the text ``source``; ``key`` is its name in errors. Several threads may share it.
 
-    ``keeps_type``: a lone ``{{ expression }}`` returns its value unchanged, for example bytes or a
-    list.
+    ``keeps_type``: a template that is only ``{{ expression }}`` gives the value of the expression, for example bytes or
+    a list, instead of text.
 
     Raises:
         JobError: it is not a valid template.
@@ -88,9 +88,10 @@ class RowTemplate:
         return str(self.value(names))
 
     def value(self, names: Mapping[str, Any]) -> Any:
-        """Return the result of ``text``; with ``keeps_type``, the value of a lone expression.
+        """Return the text of the template; with ``keeps_type``, the value of a lone ``{{ expression }}``.
 
-        A value from another process is text, bytes, numbers, None, or lists and tables of them.
+        A value computed in the child process is text, bytes, a number, None, or lists and dicts of them. Raises as
+        ``text``.
         """
         if self._defaults:
             names = {**self._defaults, **names}
@@ -114,7 +115,7 @@ class RowTemplate:
             question = pickle.dumps((self.source, self._expression, read), protocol=5)
         except Exception as error:  # pickling runs the objects' own code
             raise TemplateError(
-                f"{self.key}: a field can't be sent to the process that renders it: {_named(error)}"
+                f"{self.key}: a field can't be sent to the process that renders the template: {_named(error)}"
             ) from error
         try:
             with _CORES:
@@ -125,7 +126,7 @@ class RowTemplate:
             ) from error
         except client.Gone as error:
             raise TemplateError(
-                "the process that rendered the template died twice; the template may need too much"
+                f"{self.key}: the process that rendered the template died twice; the template may need too much"
                 " memory"
             ) from error
         if kind == "undefined":
@@ -139,14 +140,16 @@ class RowTemplate:
         return f"{self.key}: {self.source!r} is undefined"
 
     def _check(self) -> None:
-        """Raise an error if the template is wrong. Computes nothing in it."""
+        """Raise Jinja's exception if the template has a mistake. Constants are not evaluated, since that may never end."""
         if self._expression is None:
             reading().compile(self.source)
         else:
             reading().compile_expression(self._expression)
 
     def _compiled(self) -> Callable[[Mapping[str, Any]], Any]:
-        """Return the compiled template. It takes the names as one table, since a column may be called "self"."""
+        """Return a function that renders the template. It takes all names in one dict, since a column may be called
+        "self".
+        """
         environment = with_functions()
         if self._expression is not None:
             return environment.compile_expression(self._expression, undefined_to_none=False)
@@ -159,7 +162,7 @@ class RowTemplate:
 
 
 def _how_to_write(reason: str) -> str:
-    """Return how to write a name that can't be compiled, as the end of a message."""
+    """Return advice on Jinja's syntax error ``reason``, as the end of a message; "" if there is none."""
     if "'}'" in reason:
         return "; write {{ name }}, with two braces on both sides"
     if "'end of print statement'" in reason:
@@ -181,7 +184,9 @@ def _of_unknown_name(message: str, known: tuple[str, ...]) -> str:
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    """Return a guess at the name that the row lacks, as the end of a message."""
+    """Return advice on the unknown ``name``, as the end of a message: a similar name or another cause; "" if there is
+    none.
+    """
     longer = [k for k in known if re.match(rf"{re.escape(name)}\W", k)]
     if near := next(iter(longer), nearest(name, known)):
         is_word = near.isidentifier()

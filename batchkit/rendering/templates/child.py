@@ -1,4 +1,4 @@
-"""The process that renders templates.
+"""The process that renders templates which may hang or need too much memory.
 
 It refuses a template that needs more memory or makes more text than any prompt has.
 """
@@ -36,13 +36,13 @@ def _answer(question: bytes) -> Any:
         most, n_bytes = MOST_BYTES + 4 * len(question), len(marshal.dumps(plain))
         if n_bytes > most:
             raise ChildRefusal(
-                "error", f"its template makes {n_bytes:,} bytes; the limit is {most:,}"
+                "error", f"the template makes {n_bytes:,} bytes; the limit is {most:,}"
             )
         return plain
     except UndefinedError as error:
         raise ChildRefusal("undefined", str(error)) from None
     except MemoryError:
-        message = f"its template needs more than {limit / (1 << 30):.1f} GiB of memory"
+        message = f"the template needs more than {limit / (1 << 30):.1f} GiB of memory"
         raise MemoryError(message) from None
 
 
@@ -66,6 +66,6 @@ def _plain(value: Any) -> Any:
         case dict():
             return {_plain(key): _plain(part) for key, part in value.items()}
     raise TypeError(
-        f"a {type(value).__name__} can't leave the process that renders this template: name it, or"
-        " pick it from a list, without loops, functions and other operators than +"
+        f"the value is of type {type(value).__name__}, which this template can't give; a template that only names"
+        " a field, or picks from a list, can (without loops, functions, and operators except +)"
     )

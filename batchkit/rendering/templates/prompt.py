@@ -130,7 +130,7 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
     """Return the sources that a template of ``prompt.images``, ``videos`` or ``audios`` names.
 
     Raises:
-        MediaError: it names none.
+        MediaError: the template's value is empty.
     """
     found = template.value(names)
     if found is None or (isinstance(found, str | list) and not found):
@@ -140,7 +140,11 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
 
 
 def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
-    """Return the number that a template gives, possibly as text. Raises RequestError if it gives no number."""
+    """Return the number that a template gives, which may also be text such as "0.7".
+
+    Raises:
+        RequestError: the value is no number.
+    """
     found = template.value(names)
     if not isinstance(number := from_json(found), int | float):
         raise RequestError(f"{template.key}: found {shown(found)}, expected a number")
@@ -148,10 +152,11 @@ def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
 
 
 def constant_files(job: JobConfig) -> dict[str, str]:
-    """Return a hash of each file named by a template that reads no field of the row.
+    """Return a hash of each prompt file that is the same for all rows, because its template reads no field of the row.
 
-    Keyed by the template's key, followed by the file's number if there are several. Web addresses and files that
-    can't be read are left out; the latter fail each row.
+    The hashes become part of the run's identity, so that a changed sample image is noticed. A hash is stored under the
+    template's key, followed by the file's number if there are several. Web addresses are left out, and so are files
+    that can't be read, with which each row fails later.
 
     Raises:
         JobError: a template is not valid.

@@ -23,7 +23,7 @@ _OPERATORS = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
 
 class _Method:
-    """A method that a template found. It can only be called: printing it would show an address."""
+    """A method of a row's value, as a template gets it. It can only be called: printing it would show an address."""
 
     def __init__(self, method: Any) -> None:
         self._method = method
@@ -32,7 +32,10 @@ class _Method:
         return self._method(*args, **kwargs)
 
     def _refuse(self, *args: Any) -> Any:
-        """Raise TypeError: for ``data.items``, Jinja takes the method of dict, not the field."""
+        """Raise TypeError: the template uses the method without calling it.
+
+        The row may have a field of that name: for ``data.items``, Jinja takes the method of dict, not the field.
+        """
         name = self._method.__name__
         raise TypeError(
             f"{name} is a method of {type(self._method.__self__).__name__}; to read a field of that"
@@ -51,7 +54,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _only_called(super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return only keys of a table: Jinja would also try its methods."""
+        """Return ``obj[argument]``; for a dict only its keys, while Jinja would also return its methods."""
         if isinstance(obj, Mapping) and isinstance(argument, str) and argument not in obj:
             return self.undefined(obj=obj, name=argument)
         return _only_called(super().getitem(obj, argument))
@@ -62,7 +65,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Reading(ImmutableSandboxedEnvironment):
-    """An environment that never renders. Jinja evaluates constants when it compiles; `9**9**9` would never end."""
+    """An environment that parses templates and never renders them.
+
+    Its filters are stubs and its operators are intercepted, because Jinja evaluates constants when it compiles, and
+    ``9**9**9`` would never end.
+    """
 
     intercepted_binops = _OPERATORS
 
@@ -78,7 +85,7 @@ def _never_called(context: Context, *args: Any, **kwargs: Any) -> Any:
 
 
 def _indented(value: Any, *args: Any, **kwargs: Any) -> str:
-    """Return the indented text. Jinja's own filter modifies a list passed to it."""
+    """Return the indented text. It replaces Jinja's own filter, which modifies a list passed to it."""
     return do_indent(value if isinstance(value, str) else str(value), *args, **kwargs)
 
 
@@ -87,10 +94,10 @@ def _only_called(value: Any) -> Any:
 
 
 def with_functions(names: Set[str] = frozenset()) -> ImmutableSandboxedEnvironment:
-    """Return an environment for rendering, with Jinja's functions of these names.
+    """Return an environment for rendering that has only Jinja's functions called ``names``, for example ``range``.
 
-    Without them, ``range`` is undefined in a row that lacks a field of that name. Compiling and rendering are
-    certain to end only for templates that ``is_plain`` allows.
+    Without ``range`` among them, a row that lacks a field ``range`` gives an error instead of the function. Compiling
+    and rendering are certain to end only for templates that ``is_plain`` allows.
     """
     made = _Sandbox(undefined=StrictUndefined, keep_trailing_newline=True)
     made.globals = {name: made.globals[name] for name in names}
@@ -104,15 +111,17 @@ def reading() -> ImmutableSandboxedEnvironment:
 
 
 def fields_read(source: str) -> set[str]:
-    """Return the names that a template reads from outside, without Jinja functions that it only calls.
-
-    An example of such a function is ``range(3)``.
+    """Return the row's fields that a template reads; a Jinja function that is only called (``range(3)``) is no
+    field.
     """
     return find_undeclared_variables(reading().parse(source)) - functions_called(source)
 
 
 def functions_called(source: str) -> set[str]:
-    """Return the Jinja functions that a template only calls; a name also used as a field is left out."""
+    """Return Jinja's functions, such as ``range``, that the template only calls.
+
+    A name that it also uses without a call is a field of the row, and is left out.
+    """
     tree = reading().parse(source)
     called = Counter(
         call.node.name for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)
@@ -128,7 +137,10 @@ def names_printed(source: str) -> Iterator[str]:
 
 
 def keys_read(source: str, table: str) -> Iterator[tuple[str | None, str | None]]:
-    """Yield the key and the part of each ``table.key.part``; None for a missing or computed one."""
+    """Yield ``key`` and ``part`` of each ``table.key.part`` that a template reads.
+
+    Each is None if it is missing or computed, as in ``table[name]``.
+    """
     tree = reading().parse(source)
     if table not in find_undeclared_variables(tree):
         return
