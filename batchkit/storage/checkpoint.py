@@ -1,7 +1,7 @@
-"""``checkpoint.json``: counts over the logs up to an offset, and a checksum of each log up to there.
+"""``checkpoint.json``: counts over a run's logs up to a byte offset, and a checksum of each log up to that offset.
 
-With it, opening a log detects damage before that position. A checkpoint that is missing or damaged
-itself is ignored: it is a cache.
+With it, opening a log detects damage before that offset. A missing or damaged checkpoint is ignored, because it is only
+a cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_BYTES = 1 << 30  # enough for 100,000,000 rows if every second one is sett
 
 @dataclass
 class Totals:
-    """Counts over the log, updated with every line."""
+    """Counts over the records in ``results.jsonl``, updated with each record that is written."""
 
     completed: IndexSet = field(default_factory=IndexSet)
     failed_by_kind: dict[str, IndexSet] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Totals:
 class StepsPoint(NamedTuple):
     """Counts over ``steps.jsonl`` up to ``checksum.end``.
 
-    ``first``: offset of the first line of a row without a record, or the end.
+    ``first``: offset of the first generation whose row has no record yet, or the log's end. A resume reads from there.
     """
 
     checksum: Checksum
@@ -104,7 +104,8 @@ class Checkpoint(NamedTuple):
         return cls(Totals(), Checksum(), StepsPoint(Checksum()), {})
 
     def write(self, folder: Path) -> None:
-        """Replace the checkpoint of ``folder``. The files must be on disk up to the offsets in it.
+        """Replace the checkpoint of ``folder``. Logs and vectors must be on disk (fsync) up to the offsets and sizes in
+        it.
 
         Raises:
             OSError: the disk fails.
@@ -174,7 +175,7 @@ def check_log(folder: Path) -> None:
 
 
 def damage_in(folder: Path, known: Checkpoint) -> str | None:
-    """Return the damage of a log of ``folder`` (with checkpoint ``known``) and its remedy, or None.
+    """Return a message about damage to the logs of ``folder``, with its remedy, or None. ``known``: the checkpoint.
 
     Raises:
         OSError: a log can't be read.

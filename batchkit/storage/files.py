@@ -1,4 +1,4 @@
-"""File operations that never show half a file or write through a symbolic link; temporary folders."""
+"""File operations that never leave half a file or write through a symbolic link; temporary folders."""
 
 from __future__ import annotations
 
@@ -168,13 +168,14 @@ HOMES = ("/tmp",)
 class OwnFolder:
     """A new temporary folder ``batchkit-KIND-…``, removed by ``close``.
 
-    This process, or a fork of it, locks a file in the folder while it lives.
+    This process and its forks lock a file in the folder while they live, so that ``remove_orphans`` keeps it.
     """
 
     def __init__(self, kind: str, home: str | None = None) -> None:
         made = Path(tempfile.mkdtemp(prefix=f".batchkit-{kind}-", dir=home))
         self._lock = open_private(made / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Only now does the name match ``remove_orphans``: before, it could have removed the unlocked folder.
         self.path = made.rename(made.with_name(made.name[1:]))
 
     def keep(self) -> None:

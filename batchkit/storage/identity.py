@@ -48,6 +48,7 @@ _ORDERED = (
 )
 # Keys of an engine that name its model.
 _MODEL = ("kind", "model", "lora", "options.revision", "server.command")
+# Keys of [scoring] that change which choice [select] picks.
 _READ_TO_SELECT = {
     *("extract", "pattern", "key", "choices", "reference", "reference_run"),
     *("mode", "tolerance", "default_reward", "rules"),
@@ -59,7 +60,7 @@ _BLOCKS, _BLOCK_BYTES, _END_BYTES = 64, 2**16, 2**20
 
 
 def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return everything that decides the answers, flat, by dotted key.
+    """Return the identity of a run: all values that decide its answers, in one dict by dotted key.
 
     ``prompt_files``: hashes of the files that the prompts of all rows include.
     """
@@ -88,7 +89,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
 
 
 def _of_texts(job: JobConfig) -> dict[str, Any]:
-    """Return the parts of the prompt that may be in separate files."""
+    """Return the parts of the prompt that may be in separate files, with the texts of these files."""
     return {
         "prompt.system": _text(job.prompt.system, job.prompt.system_file),
         "prompt.user": _text(job.prompt.user, job.prompt.user_file),
@@ -98,7 +99,7 @@ def _of_texts(job: JobConfig) -> dict[str, Any]:
 
 
 def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that decides the answers of ``job.engine``; remove the keys that it replaces from ``found``."""
+    """Return the identity of ``job.engine``; remove from ``found`` the keys that it replaces."""
     options = found.pop("engine.options")
     its = {
         f"engine.options.{name}": value
@@ -124,7 +125,7 @@ def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_named_engine(name: str, engine: EngineTable) -> dict[str, Any]:
-    """Return the identity of one of ``[engines]``, without unset keys."""
+    """Return the identity of the engine ``name`` in ``[engines]``, without unset keys."""
     its = identity(JobConfig(engine=engine))
     return {
         f"engines.{name}.{key.removeprefix('engine.')}": value
@@ -134,7 +135,7 @@ def _of_named_engine(name: str, engine: EngineTable) -> dict[str, Any]:
 
 
 def _of_step(job: JobConfig, step: StepTable) -> dict[str, Any]:
-    """Return everything that decides the answers of one step, and their form for later steps."""
+    """Return the identity of one step: all values that decide its answers, and what later steps see of them."""
     its = job.of_step(step)
     of_both = ("prompt.", "sampling.")
     found = {
@@ -161,7 +162,7 @@ def of_function(job: JobConfig) -> dict[str, str | None]:
 
 
 def _files(job: JobConfig) -> Iterator[str]:
-    """Yield the files and folders that decide the answers, except the model, the adapter and templates."""
+    """Yield the files and folders in the engine's options, or in its server's command, that decide the answers."""
     if job.engine.server is not None and job.engine.server.command is not None:
         yield from files_named(job.engine.server.command)
     for name in _FILE_OPTIONS:
@@ -207,7 +208,7 @@ def hub_commits(job: JobConfig) -> dict[str, str]:
 
 
 def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
-    """Return possible names on the hub, with their revisions."""
+    """Return names that may be on the Hugging Face hub (model, tokenizer, adapters), with their revisions."""
     engine, options = job.engine, job.engine.options
     if engine.server is not None and engine.server.command is not None:
         words = what_decides_answers(engine.server.command)
@@ -225,10 +226,10 @@ def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
 
 
 def check_found(then: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``then`` with the values that a loaded engine ``found`` for names (hub commits, served models).
+    """Return the identity ``then``, completed by what a loaded engine ``found``: hub commits and served models.
 
     Raises:
-        EngineError: a value differs from ``then``.
+        EngineError: ``found`` contradicts ``then``, so the model has changed.
     """
     if changes := differences({key: then.get(key, {}) for key in found}, found):
         raise EngineError(
@@ -252,7 +253,7 @@ def _marked(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def scoring_of(job: JobConfig) -> str:
-    """Return a hash that differs if the scoring differs."""
+    """Return a hash of ``[scoring]``, by which a start notices that the scoring has changed."""
     return hash_of(orjson.loads(orjson.dumps(job.scoring.model_dump(), default=str)))
 
 
@@ -289,12 +290,12 @@ def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _found_in(*identities: Mapping[str, Any]) -> set[str]:
-    """Return the keys of all identities that store values found for names (``_FOUND``)."""
+    """Return the keys in ``identities`` whose value is a dict by name, such as commits by hub name (``_FOUND``)."""
     return {key for found in identities for key in found if home_of(key) in _FOUND}
 
 
 def known_of(value: Any, other: Any, key: str = "") -> Any:
-    """Return ``value`` with each masked, unknown part taken from the same place in ``other``.
+    """Return ``value`` with each masked secret replaced by the value at the same place in ``other``, if that fits.
 
     ``key``: the dotted key of ``value``. A ``***`` that masks no secret stays as it is.
     """
@@ -374,7 +375,7 @@ def _fingerprint_part(secret: str) -> str:
 
 
 def _fingerprint_mask(secret: str) -> str:
-    """Return a mask that tells secrets apart without showing them; a secret masked before stays unknown."""
+    """Return a mask that differs for different secrets, without showing them. A mask stays as it is."""
     if FINGERPRINT.fullmatch(secret):
         return secret
     return MASK + hashlib.sha256(secret.encode()).hexdigest()[:6]
@@ -420,7 +421,7 @@ def _json(value: Any, *, sort: bool = True) -> bytes:
 
 
 def _beside(old: Any, new: Any) -> str:
-    """Return both values as JSON, old → new; of long values only the part that differs."""
+    """Return ``old → new`` as JSON for a message; of long values only the part that differs."""
     texts = [orjson.dumps(value).decode() for value in (old, new)]
     if any(len(text) > _MOST_SHOWN for text in texts):
         pairs = enumerate(zip(*texts, strict=False))

@@ -24,7 +24,7 @@ def of_ranges(ranges: Iterable[tuple[int, int]]) -> IndexSet:
 def ranges_of(indexes: IndexSet) -> np.ndarray[Any, Any]:
     """Return an int64 array of shape (runs, 2): first and last index of each unbroken run, ascending.
 
-    A vectorised pass over the bitmap: 0.1 s for ten million scattered indexes.
+    A vectorized pass over the bitmap: 0.1 s for ten million scattered indexes.
     """
     import numpy as np
 

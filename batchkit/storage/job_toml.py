@@ -58,7 +58,7 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
 def without_masked(job: JobConfig) -> JobConfig:
     """Return ``job`` without the secrets that were masked in its ``job.toml``.
 
-    The environment may provide them; a template that uses one fails and names it.
+    The environment may provide them. A template that uses a secret of ``[vars]`` fails with an error that names it.
     """
 
     def plain(engine: EngineTable) -> EngineTable:
@@ -71,7 +71,7 @@ def without_masked(job: JobConfig) -> JobConfig:
 
 
 def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:
-    """Return ``job`` with the values masked in its ``job.toml`` taken from its job file, ``source``."""
+    """Return ``job``, read from a ``job.toml``, with its masked values taken from the job file ``source``."""
     return JobConfig.model_validate(known_of(job.model_dump(), source.model_dump()))
 
 
@@ -81,7 +81,7 @@ def check_secrets(job: JobConfig) -> None:
     The secret of ``output.upload`` is checked later, before an upload.
 
     Raises:
-        JobError: names the keys.
+        JobError: secrets are masked; the message names their keys.
     """
     keys = [*masking.masked_keys(job.model_dump(exclude={"scoring": True, "output": {"upload"}}))]
     if keys:
@@ -92,9 +92,9 @@ def check_secrets(job: JobConfig) -> None:
 
 
 def _sections(table: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``values`` of ``table`` for TOML, with free tables inline.
+    """Return the ``values`` of ``table`` for TOML; dicts that are no config table, with any keys, become inline tables.
 
-    The order of a free table may count, but a TOML section has all plain values before tables.
+    The order of their keys may matter, but a TOML section has all plain values before tables.
     """
     return {name: _section(getattr(table, name, None), value) for name, value in values.items()}
 

@@ -30,15 +30,15 @@ from batchkit.types import Counted, Record, Usage, VectorPlace
 if TYPE_CHECKING:
     import numpy as np
 
-_AT_ONCE = 1000
+_AT_ONCE = 1000  # lines in memory
 _SHARED_S = 1.0  # records with vectors or generations wait up to this long, to share one fsync
 _SHARED_BYTES = 64 << 20
 
 
 class RecordLine(NamedTuple):
-    """A record's line in the log, newline included, and the fields of it that are counted.
+    """A record's line for the log, newline included, and the fields of it that are counted.
 
-    ``vector`` (float32 or float16): the ledger writes it, and adds its place to the line.
+    The ledger writes ``vector`` (float32 or float16) to a segment, and adds its position to the line.
     """
 
     raw: bytes
@@ -66,27 +66,30 @@ def line_of(
 
 
 def raw_line(raw: bytes, vector: np.ndarray[Any, Any] | None = None) -> RecordLine:
-    """Return the line of a record that was written before."""
+    """Return a RecordLine for ``raw``, a record's line that was read from a log."""
     record = record_in(raw)
     assert record is not None
     return RecordLine(raw, record, vector)
 
 
 def rewritten(record: Mapping[str, Any], vector: np.ndarray[Any, Any] | None = None) -> RecordLine:
-    """Return the line of a record that was written before and has been changed."""
+    """Return a RecordLine for ``record``, which was read from a log and then changed."""
     return raw_line(encoded(record), vector)
 
 
 class Ledger:
     """The writer of a run's ``results.jsonl``, ``steps.jsonl``, vectors and checkpoint.
 
-    Used by one process at a time (it holds ``lock``, the folder's lock) and by one thread. Lines passed to ``write``
-    survive a kill. Records with vectors or generations wait up to 1 s so that several share one fsync. ``flush``
-    writes them immediately; ``sync`` makes all lines survive a power cut and moves the checkpoint.
+    Used by one thread of the process that holds ``lock``, the folder's lock. Records with vectors or generations wait
+    up to 1 s so that several share one fsync; other lines are written at once. Written lines survive a kill. ``flush``
+    writes the waiting records; ``sync`` makes all lines survive a power cut and moves the checkpoint.
 
-    ``totals``: counts of records. ``steps``: the generations. ``messages``: data that was set aside when the logs were
-    opened. ``lost``: by row, the generations that a record after the checkpoint counts and that are missing, unless the
-    record knows this already. Vectors go to segments with numbers from ``first_segment`` on.
+    - ``totals``: counts of records. ``steps``: the generations.
+    - ``messages``: texts about data that was set aside when the logs were opened.
+    - ``lost``: per row, how many generations a record after the checkpoint counts that ``steps.jsonl`` lacks, unless
+      the record says so itself.
+
+    Vectors go to segments with numbers from ``first_segment`` on.
 
     Raises (every method):
         StoreError: a disk operation failed, and the logs end with a whole line; or, when opened, a log was damaged
@@ -141,7 +144,7 @@ class Ledger:
 
     @property
     def usage(self) -> Usage:
-        """The tokens of everything in the folder.
+        """Total tokens used by this run, across all starts.
 
         A generation that several records of its row contain, after a failure or a restart, counts once.
         """
@@ -166,7 +169,7 @@ class Ledger:
         if not self._waiting:
             return
         self._check_lock()
-        if any(map(_relies, self._waiting)):
+        if any(map(_needs_other_file, self._waiting)):
             self.steps.log.sync()
             self._next_flush = self._clock() + _SHARED_S
         self._records.append(b"".join(self._lines()))
@@ -195,7 +198,7 @@ class Ledger:
         return time.monotonic() - started
 
     def checkpoint(self) -> None:
-        """Replace the checkpoint with one for all of the logs, without an fsync of them; call ``sync`` instead."""
+        """Write a checkpoint for the whole logs. It relies on an fsync of them; ``sync`` does both."""
         Checkpoint(self.totals, self._records.checksum, self.steps.point, self._vectors.ends).write(
             self.folder
         )
@@ -226,18 +229,18 @@ class Ledger:
             self._lock.check()
 
     def _write_some(self, generations: list[GenerationLine]) -> list[GenerationLine]:
-        """Write ``generations``, and the records unless they must wait. Return an empty list for the next ones."""
+        """Write ``generations``, and records unless they wait for a shared fsync; return a new empty list."""
         if generations:
             self._check_lock()
             self.steps.write(generations)
-        if not any(map(_relies, self._waiting)) or (
+        if not any(map(_needs_other_file, self._waiting)) or (
             self._waiting_bytes >= _SHARED_BYTES or self._clock() >= self._next_flush
         ):
             self.flush()
         return []
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the waiting lines, after an fsync of their vectors.
+        """Yield the waiting records' lines, after an fsync of their vectors.
 
         They keep their order, so that the newest record of a row stays the last.
         """
@@ -248,7 +251,7 @@ class Ledger:
             yield line.raw if line.vector is None else _with_place(line.raw, next(places))
 
 
-def _relies(line: RecordLine) -> bool:
+def _needs_other_file(line: RecordLine) -> bool:
     """Return whether the record needs data in another file: a vector or generations."""
     return line.vector is not None or line.record.generations is not None
 

@@ -24,7 +24,8 @@ NO_TEXT = ("embedding", "label", "score", "segments")  # answers that may have n
 class Generation(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line of ``steps.jsonl``: one of the generations of a row with several.
 
-    ``replay``: "fresh" if earlier generations of the row may be lost, or if the row may make other requests now.
+    ``replay``: "fresh" if the row may differ from its recorded generations when it is run again, because some of them
+    may be lost, or another function or another job made them.
     """
 
     index: Count
@@ -83,7 +84,7 @@ def record_of(raw: bytes) -> dict[str, Any] | None:
 
 
 def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
-    """Return the record of ``sound_record`` as a dict."""
+    """Return the record in the line ``raw`` as a dict. Raises as ``sound_record``."""
     sound_record(raw, path, offset)
     record: dict[str, Any] = orjson.loads(raw)
     return record
@@ -107,7 +108,7 @@ def sound_record(raw: bytes, path: Path, offset: int) -> Record:
 
 
 def failure_kind(record: Mapping[str, Any]) -> str | None:
-    """Return the record's error kind; "empty" for an ok record without an answer; None for an answer."""
+    """Return the error kind of a failed record, "empty" for an ok record without content, None for an answer."""
     if record["status"] == "failed":
         return str((record.get("error") or {}).get("kind", "unknown"))
     if any(record.get(name) is not None for name in NO_TEXT):
@@ -128,7 +129,7 @@ def tokens_in(line: Counted | Generation) -> tuple[int, int]:
 
 
 class Spent(NamedTuple):
-    """The number of generations, the failed ones among them, and their tokens."""
+    """Totals over generations: their number, the number of failed ones, and their tokens."""
 
     generations: int = 0
     failed: int = 0
@@ -145,7 +146,7 @@ class Spent(NamedTuple):
         )
 
     def with_tokens_of(self, counted: Spent, there: Spent) -> Spent:
-        """Return the sum with the tokens that a record ``counted`` beyond the generations that are ``there``."""
+        """Return the sum with the tokens of lost generations: a record ``counted`` more than are ``there``."""
         return self._replace(
             prompt_tokens=self.prompt_tokens + counted.prompt_tokens - there.prompt_tokens,
             completion_tokens=self.completion_tokens
@@ -212,7 +213,7 @@ def choice_in_words(choice: Mapping[str, Any]) -> str:
 
 
 def call_in_words(generation: Mapping[str, Any]) -> str:
-    """Return the name of a generation within its row: its step, and the number of a repeated call, from 1."""
+    """Return a generation's name within its row: its step and, from the second call on, the call's number."""
     step, call = generation.get("step"), generation.get("call") or 0
     if not step:
         return f"call {call + 1}"

@@ -87,7 +87,7 @@ def opened_log(path: Path) -> BinaryIO:
 def with_pieces(
     lines: Iterable[LogLine[Parsed]], parse: Callable[[bytes], Parsed | None]
 ) -> Iterator[LogLine[Parsed]]:
-    """Yield ``lines``, and after a damaged one the sound lines inside it: a newline between two may be lost.
+    """Yield ``lines`` and, after a damaged one, the sound lines inside it: the newline between two may be damaged.
 
     The first bytes of a line never occur inside a JSON string, because quotes are escaped there.
     """
@@ -120,8 +120,8 @@ def log_of(folder: Path) -> Path:
 class Checksum(NamedTuple):
     """The CRC-32 of a log's bytes before ``end``.
 
-    CRC-32 detects every burst of up to 32 wrong bits, and misses one in 2^32 of all other changes.
-    It can be continued from its own value, and reads 2 GiB/s.
+    CRC-32 detects every burst of up to 32 wrong bits, and misses one in 2^32 of all other changes. It can be continued
+    from an earlier value, and its speed is 2 GiB/s.
     """
 
     crc32: int = 0
@@ -143,8 +143,8 @@ class Log(Generic[Parsed]):
     """One log, open for appending by one thread of the process that holds the folder.
 
     ``checksum`` comes from the last checkpoint. Opening checks the file against it, then passes each line from byte
-    ``start`` on, parsed by ``parse``, to ``take``. An end without a sound line is cut off and kept as
-    ``<name>.torn-<n>``; ``salvaged_bytes`` is its size. The file is created with its first line.
+    ``start`` on, parsed by ``parse``, to ``take``. Broken bytes after the last sound line are moved to
+    ``<name>.torn-<n>``; ``salvaged_bytes`` is their number. A missing file is created by the first ``append``.
 
     Raises:
         StoreError: the log differs from the checkpoint, or is damaged after it, or the disk fails.
@@ -231,7 +231,7 @@ class Log(Generic[Parsed]):
             self._file = None
 
     def _recover(self, start: int, take: Callable[[LogLine[Parsed]], None]) -> None:
-        """Take the sound lines from ``start`` on, and set a torn end aside."""
+        """Pass the sound lines from byte ``start`` on to ``take``, and move a torn end to a separate file."""
         if self._file is None:
             return
         lines = _lines(self.path, start, self._parse)
@@ -251,7 +251,7 @@ class Log(Generic[Parsed]):
 
 
 def difference(path: Path, checksum: Checksum, parse: Callable[[bytes], Any]) -> str | None:
-    """Return where and how the log differs from ``checksum``, and the remedy; None if it is equal.
+    """Return a message that says how the log differs from ``checksum``, with the remedy; None if it is equal.
 
     Raises:
         OSError: the log can't be read.
@@ -282,9 +282,9 @@ def difference(path: Path, checksum: Checksum, parse: Callable[[bytes], Any]) ->
 
 
 def damage_of(path: Path, checksum: Checksum) -> str | None:
-    """Return the result of ``difference``, or the first damaged line after the checkpoint; None if there is no damage.
+    """Return a message about the log's damage, before or after the checkpoint; None if there is none.
 
-    The last line may be torn: it is being written, or a kill cut it off.
+    A torn last line is no damage: it is being written, or a kill cut it off.
     """
     parse = record_in if path.name == RESULTS else generation_in
     if (found := difference(path, checksum, parse)) is not None:

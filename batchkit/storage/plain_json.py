@@ -1,4 +1,4 @@
-"""JSON for any Python value, and reading of JSON from other programs."""
+"""Writing any Python value as JSON, and reading JSON from other programs."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ class Claim:
 
 @contextmanager
 def claim(folder: Path) -> Iterator[Claim]:
-    """Hold ``folder`` for this process; the kernel releases the lock when the process ends.
+    """Lock ``folder`` for this process, so that no other one works in it; the kernel releases the lock of a dead
+    process.
 
     Raises:
         JobError: the folder can't be created or written to.

@@ -55,7 +55,7 @@ class Scores:
         self._line = next(self._lines, None)
 
     def of(self, index: int, input_hash: str | None, finished_at: str | None) -> ScoreLine | None:
-        """Return the line of the row's record with this hash and time, or None. Raises StoreError if a line is damaged."""
+        """Return the scores of the record with this row, hash and time, or None. Raises StoreError if damaged."""
         while (line := self._line) is not None and line.index < index:
             self._line = next(self._lines, None)
         if line is None or (line.index, line.input_hash, line.finished_at) != (
@@ -84,7 +84,7 @@ def scored(records: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str
 
 
 def join_scores(folders: Sequence[Path], picked: Sequence[IndexSet]) -> Iterator[ScoreLine]:
-    """Yield the lines of the rows ``picked`` from each folder, in the order of the rows."""
+    """Yield the score lines for a merged run, by row: from each folder those of the rows ``picked`` there."""
 
     def of(folder: Path, rows: IndexSet) -> Iterator[ScoreLine]:
         return (line for line in score_lines(folder / SCORES) if line.index in rows)

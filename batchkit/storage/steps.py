@@ -70,7 +70,7 @@ def generation_line(completion: Completion) -> GenerationLine:
 
 
 def fresh_line(generation: Generation) -> GenerationLine:
-    """Return the line of a recorded generation whose row may make other requests now."""
+    """Return a recorded generation's line marked as "fresh": its row may make other requests when it is run again."""
     return line_with(replace(generation, replay="fresh"))
 
 
@@ -79,7 +79,7 @@ def line_with(generation: Generation) -> GenerationLine:
 
 
 def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
-    """Return the completion of ``request`` from a recorded generation. ``[select]`` must choose again."""
+    """Return the completion of ``request`` from a recorded generation; ``[select]`` must choose its choice again."""
     if "choices" in line:
         choices = tuple(map(_choice, line["choices"]))
     else:
@@ -97,12 +97,13 @@ def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
 class StepsLog:
     """The generations of one run folder, open for appending.
 
-    ``totals``: the rows with a record. ``point``: from the last checkpoint. ``uncovered``: by row, the generations that
-    records after the checkpoint count.
+    - ``totals``: the run's counts, which say which rows have a record.
+    - ``point``: the counts of the last checkpoint.
+    - ``uncovered``: per row, the totals of its generations according to a record after the checkpoint.
+    - ``spent``: totals of all generations.
+    - ``lost``: per row, how many of the generations in ``uncovered`` are missing; their tokens are in ``spent``.
 
-    Used by one process and one thread, like the Ledger that owns it, except ``known``. ``spent``: totals of all
-    generations. ``lost``: by row, the generations counted in ``uncovered`` that are missing; their tokens are in
-    ``spent``.
+    Used by one process and one thread, like the Ledger that owns it, except ``known``.
 
     Raises:
         StoreError: the disk fails, or the file differs from the last checkpoint.
@@ -153,7 +154,7 @@ class StepsLog:
             return [self._read(*place) for place in zip(places[::2], places[1::2], strict=True)]
 
     def recall(self, rows: Container[int]) -> None:
-        """Make ``known`` return also the generations of ``rows``, which have records."""
+        """Make ``known`` return also the generations of ``rows``, which have records and are retried."""
         self._recalled, self._recalled_end = rows, self.log.end
         for line in read_generations(self.log.path.parent):
             index = -1 if line.record is None else line.record.index
@@ -191,7 +192,7 @@ class StepsLog:
 
 
 def spent_in(folder: Path, point: StepsPoint) -> Spent:
-    """Return the totals at ``point`` plus all generations written since then. Safe while a run writes."""
+    """Return the totals of all generations: at the checkpoint's ``point``, and those since. Safe while a run writes."""
     spent = point.spent
     for line in read_generations(folder, point.checksum.end):
         if line.record is not None:

@@ -40,7 +40,7 @@ _ADVICE = "The next start runs rows without their vector again; before it, resto
 
 
 class VectorType(NamedTuple):
-    """A type of vectors: ``dtype`` "float32" or "float16"; ``dimensions`` is None for several lengths."""
+    """A type of vectors: ``dtype`` "float32" or "float16"; ``dimensions`` is None if their lengths differ."""
 
     dtype: str
     dimensions: int | None
@@ -63,15 +63,15 @@ def segments_of(folder: Path) -> dict[int, Path]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of the segments, by file name."""
+    """Return the size in bytes of each segment, by file name."""
     return {path.name: path.stat().st_size for path in segments_of(folder).values()}
 
 
 class VectorWriter:
-    """A writer of vectors to new segments of the run in ``folder``, one for each type of vectors.
+    """A writer of vectors to the run in ``folder``. It begins a new segment file for each type of vectors.
 
-    The segments get free numbers from ``first`` on. ``ends``: the minimum size in bytes of each segment of the run,
-    by file name; at first from the last checkpoint.
+    ``first``: the lowest number for a new segment. ``ends``: the size in bytes that each segment of the run must at
+    least have, by file name; at first from the last checkpoint.
 
     Raises:
         LostVectorError: a segment is missing or shorter now.
@@ -98,7 +98,7 @@ class VectorWriter:
                 )
 
     def write(self, indexes: Sequence[int], vectors: Sequence[Vector]) -> list[VectorPlace]:
-        """Write the vectors of the rows ``indexes``, with an fsync, and return their places.
+        """Write the vectors of the rows ``indexes``, with an fsync, and return their positions for the records.
 
         Raises:
             StoreError: the disk fails. Vectors written before are unchanged.
@@ -212,7 +212,8 @@ class Vectors:
         return vector
 
     def fault_at(self, index: int, place: VectorPlace) -> str | None:
-        """Return the fault of the vector of row ``index`` at ``place``, or None if it is sound.
+        """Return a message if the vector of row ``index`` at ``place`` is missing, damaged or not finite, otherwise
+        None.
 
         Raises:
             StoreError: its file can't be read, so the vector's state is unknown.
@@ -255,7 +256,7 @@ class _Batch(NamedTuple):
 
 
 class _Segment:
-    """The whole record batches of a segment's file, memory-mapped; a missing file has no batches.
+    """The undamaged record batches of a segment's file, memory-mapped; a missing file has no batches.
 
     Batch n begins with vector number ``firsts[n]``.
     """
@@ -277,7 +278,7 @@ class _Segment:
             self.n_rows += len(batch)
 
     def release(self) -> None:
-        """Let the kernel drop the pages that were read."""
+        """Let the kernel drop the file's pages that were read, so that memory does not grow."""
         if isinstance(self._view, mmap.mmap):
             self._view.madvise(mmap.MADV_DONTNEED)
 
