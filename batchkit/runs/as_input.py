@@ -26,9 +26,10 @@ _IF_SET = (
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """Yield the rows of a run; see ``Reader``. ``path`` is the run's log. A path to its scores yields no rows.
+    """Yield the records of a run as rows (see ``Reader``).
 
-    Failed rows are skipped unless ``input.where`` selects a ``status``.
+    ``path`` is the run's ``results.jsonl``. A path to its ``scores.jsonl`` yields nothing: that file is in the list
+    only to get a fingerprint. Failed rows are skipped unless ``input.where`` selects a ``status``.
     """
     if Path(path).name != RESULTS:
         return
@@ -45,7 +46,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def found(table: InputTable) -> tuple[list[str], str]:
-    """Return the files that decide the rows of the run in ``input.path``, and a note on missing rows or columns.
+    """Return the files from which the rows of the run in ``input.path`` come, and a note on missing rows or columns.
 
     Raises:
         InputError: The folder has no run, or the run has no answers.
@@ -56,7 +57,7 @@ def found(table: InputTable) -> tuple[list[str], str]:
     files = [str(folder / name) for name in (RESULTS, SCORES) if (folder / name).exists()]
     if not files:
         raise InputError(f"{folder}: the run has no answers; run it first")
-    return files, "; ".join(filter(None, (_left_out(folder, table), _lacking(folder))))
+    return files, "; ".join(filter(None, (_left_out(folder, table), _lacking(folder, table))))
 
 
 def _left_out(folder: Path, table: InputTable) -> str:
@@ -86,22 +87,25 @@ def _inputs(folder: Path) -> InputRows:
     return InputRows(reach.job, reach=reach)
 
 
-def _lacking(folder: Path) -> str:
-    """Return why rows lack columns of the run's input, or "" if none do."""
+def _lacking(folder: Path, table: InputTable) -> str:
+    """Return a note if rows lack columns of the run's own input, otherwise ""."""
     rows, first = _inputs(folder), next(read_scored(folder), None)
     if first is not None and rows.row(first) is None:
-        return f"its rows have only the columns in its output.keep, because {rows.problem}"
+        return f"{table.path}: its rows have only the columns in the run's output.keep, because {rows.problem}"
     for path, how in changed_files(
         InputTable(), read_manifest(folder).input, thorough=False
     ).items():
-        return f"{path} has changed ({how}): rows that are others now have only the columns in output.keep"
+        return (
+            f"{path} has changed ({how}): rows that differ from those the run read have only the columns in the"
+            " run's output.keep"
+        )
     return ""
 
 
 def _fields(record: dict[str, Any], inputs: InputRows) -> dict[str, Any]:
-    """Return the row's columns and the answer, by name. The answer's keys win.
+    """Return a record as an input row: the columns of the run's own input and the parts of the answer, by name.
 
-    ``fields`` has the kept columns, and the input columns that have the name of one of the answer's keys.
+    If a column has the name of a part of the answer, it is only in ``fields``, which also has the kept columns.
     """
     row = inputs.row(record)
     columns = {**({} if row is None else row.fields), **(record.get("fields") or {})}

@@ -30,12 +30,12 @@ def key_of(row_id: str, input_hash: str) -> int:
 
 @dataclass
 class Records:
-    """The content of ``results.jsonl``: its ``totals``, and the totals ``at_checkpoint`` of the part a checkpoint
-    covers.
+    """The content of ``results.jsonl``.
 
-    The arrays have one entry per record, in log order: row, ``key_of``, number of ``generations`` (without those
-    that the record itself calls lost), whether it is an answer, and whether its vector is intact. ``torn_bytes``
-    counts bytes of lines that are not records. ``vector_fault`` describes the first bad vector.
+    - ``totals`` count all records; ``at_checkpoint`` those in the part that the checkpoint covers.
+    - ``torn_bytes``: bytes of lines that are not records. ``vector_fault`` describes the first bad vector.
+    - The arrays have one entry per record, in log order: row, ``key_of``, number of ``generations`` (without those that
+      the record itself calls lost), whether it is an answer, and whether its vector is intact.
     """
 
     totals: Totals = field(default_factory=Totals)
@@ -50,7 +50,7 @@ class Records:
 
     @classmethod
     def of(cls, lines: Iterable[LogLine[Record]], vectors: Vectors, checkpoint_end: int) -> Records:
-        """Build the arrays from the log. Raise StoreError if a file of vectors can't be read."""
+        """Read the records in ``lines`` and check their vectors. Raise StoreError if a vector file can't be read."""
         found, is_behind = cls(), False
         for line in lines:
             if line.end > checkpoint_end and not is_behind:
@@ -65,7 +65,7 @@ class Records:
 
     @cached_property
     def newest(self) -> Numbers:
-        """The positions of each row's newest record, in row order."""
+        """The position in the arrays of each row's newest record, in row order."""
         return last_of_each(np.frombuffer(self.rows, np.uint32))
 
     @cached_property
@@ -75,9 +75,9 @@ class Records:
         return found
 
     def others(self, rows: array[int], keys: array[int]) -> dict[int, int]:
-        """Return the rows whose newest record has a key other than ``keys``, with the expected key.
+        """Return the rows whose newest record belongs to another row of the input, with the key that it should have.
 
-        ``keys`` belong to ``rows``; each of these rows has a record.
+        ``rows`` are rows of the input, and ``keys`` their ``key_of``; each has a record.
         """
         wanted = np.frombuffer(keys, np.uint32)
         theirs = np.frombuffer(rows, np.uint32)
@@ -97,7 +97,8 @@ class Records:
         return [*dict.fromkeys(row for row, has_vector in pairs if not has_vector)]
 
     def kept(self, unknown: IndexSet, mixed: Mapping[int, int]) -> list[bool]:
-        """Return which records a repair keeps: known rows with intact vectors, and the newest of several answers.
+        """Return for each record whether a repair keeps it: if its row is known, its vector is intact, and no newer
+        answer exists.
 
         ``mixed`` has the expected key of each row whose record has another key.
         """
@@ -128,10 +129,10 @@ class Records:
 
 @dataclass
 class Calls:
-    """The content of ``steps.jsonl``. ``at_checkpoint`` counts the lines in the part that a checkpoint covers.
+    """The content of ``steps.jsonl``.
 
-    The arrays have one entry per generation: its row, and a key. The same call of a row always has the same key, so
-    a repeated key is a duplicate.
+    ``at_checkpoint``: number of lines in the part that the checkpoint covers. The arrays have one entry per generation:
+    its row, and a key. The same call of a row always has the same key, so a repeated key is a duplicate.
     """
 
     at_checkpoint: int = 0
@@ -152,7 +153,7 @@ class Calls:
         return calls
 
     def is_again(self) -> Numbers:
-        """Return which lines repeat the key of an earlier line."""
+        """Return for each line whether it repeats the key of an earlier line."""
         _, firsts = np.unique(np.frombuffer(self.keys, np.int64), return_index=True)
         again = np.ones(len(self.keys), np.bool_)
         again[firsts] = False

@@ -1,4 +1,4 @@
-"""Compares runs with a baseline: which scores changed, and whether the change could be chance."""
+"""Comparison of runs with a baseline: which scores changed, and whether the change could be chance."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def compare(folders: Sequence[Path]) -> Comparison:
     if len(folders) == 1 and (found := compare_values(folders[0])):
         return found
     if len(folders) < 2:
-        raise JobError("a comparison needs two runs or more, or one with input.cross")
+        raise JobError(
+            "a comparison needs two runs or more, or one run with input.cross and scores"
+        )
     manifests = []
     for folder in folders:
         manifests.append(read_manifest(folder))  # raises if the folder is not a run
@@ -121,7 +123,7 @@ def _compared(name: str, baseline: Side, others: Mapping[str, tuple[Side, Pairin
 
 
 def have_same_input(a: Manifest, b: Manifest) -> bool:
-    """Return whether a row has the same index in both runs. False if unknown."""
+    """Return whether a row has the same index in both runs, so that the index can pair them. False if unknown."""
     return (
         bool(a.input)
         and not input_changes(a.input, b.input)
@@ -136,9 +138,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
             return names
-    return [
-        f"{path.name} ({n})" for n, path in enumerate(paths, start=1)
-    ]  # the same run was given twice
+    # The same run was given twice.
+    return [f"{path.name} ({n})" for n, path in enumerate(paths, start=1)]
 
 
 def _warnings(
@@ -147,7 +148,7 @@ def _warnings(
     manifests: Sequence[Manifest],
     group_by: str | None,
 ) -> list[str]:
-    """Return the differences between the runs in settings that affect answers or scores."""
+    """Return a warning for each difference between the runs in settings that affect answers or scores."""
     found = []
     then = job_of_run(folders[0]).scoring.model_dump()
     for name, folder, manifest in zip(names[1:], folders[1:], manifests[1:], strict=True):
@@ -162,7 +163,7 @@ def _warnings(
         if changed:
             found.append(f"{name}: scored differently: {', '.join(changed)}")
         if group_by is not None and scoring.group_by != group_by:
-            found.append(f"{name}: grouped by {group_by} here, as {names[0]} is")
+            found.append(f"{name}: its rows are grouped by {group_by}, like those of {names[0]}")
     return found
 
 
@@ -171,10 +172,10 @@ def _files(manifest: Manifest) -> list[str]:
 
 
 class RunScores(NamedTuple):
-    """The result of ``score``. ``comparison`` is None if the run has fewer than two values of ``input.cross`` or
-    no scores.
+    """The result of ``batchkit score``.
 
-    ``exit_code`` is 3 if no judgement succeeded.
+    ``comparison`` is None if the run has fewer than two values of ``input.cross`` or no scores. ``exit_code`` is 3 if
+    no judgment succeeded.
     """
 
     table: ScoreTable

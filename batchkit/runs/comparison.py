@@ -18,11 +18,11 @@ _SHOWN_FLIPS = 10
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The difference between a run and the baseline for one group and one scorer, over the ``n`` rows scored in
+    """The difference of one score between a run and the baseline, over the ``n`` rows of a group that are scored in
     both.
 
-    ``delta`` and its 95 % interval ``low`` … ``high`` are in percent points (for reward: points of 10). ``better``
-    and ``worse`` count the rows that flipped. ``group`` is None for all rows.
+    ``delta`` and its 95 % interval ``low`` … ``high`` are in percent points (for reward: points of 10). ``better`` and
+    ``worse`` count the rows that flipped. ``group`` is None for all rows.
     """
 
     run: str
@@ -55,11 +55,10 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of runs with a baseline. ``runs`` has the names, baseline first; ``tables`` the score tables
-    in that order.
+    """The comparison of runs with a baseline.
 
-    ``origins`` says by run name which model answered and when. ``only_in_baseline`` and ``only_in_run`` count
-    unmatched ids for each further run.
+    ``runs`` has the names, baseline first; ``tables`` their score tables. ``origins`` says by run name which model
+    answered and when. ``only_in_baseline`` and ``only_in_run`` count unmatched ids for each further run.
     """
 
     runs: list[str]
@@ -111,7 +110,7 @@ class Comparison:
         """Return the explanation of the numbers, shown below a table."""
         return (
             "Means are over each run's own scored rows; n and Δ over the rows scored in both. 95 %:"
-            f" paired bootstrap, {RESAMPLES:,} resamples; * leaves 0 out. Better and worse:"
+            f" paired bootstrap, {RESAMPLES:,} resamples; * if the interval excludes 0. Better and worse:"
             f" rows that went from 0 to 1 or back; graded scores by {GRADED_STEP * 100:g} points or"
             f" more (reward: {REWARD_STEP:g})."
         )
@@ -145,7 +144,7 @@ class Comparison:
         return markdown(heads, rows) if rows else "No row is scored in both."
 
     def _flips(self, run: str) -> Iterator[str]:
-        """Yield the first ids of the rows that flipped, by scorer."""
+        """Yield a line for each scorer and direction with the first ids of the rows that became better or worse."""
         flips = [flip for flip in self.flips if flip.run == run]
         for scorer in dict.fromkeys(flip.scorer for flip in flips):
             for way, sign in (("better", 1), ("worse", -1)):

@@ -25,7 +25,7 @@ from batchkit.types import CLIPS, Audio, Request, Row
 
 
 class Prompt(NamedTuple):
-    """The prompt of a row, or the ``problem`` that prevents showing it.
+    """The prompt of a row, rendered again to show it, or the ``problem`` that prevents this.
 
     ``sources`` are its images; ``clips`` the kind and source of each audio or video clip. ``fields`` are the row's
     input columns, empty if the row is missing.
@@ -39,10 +39,10 @@ class Prompt(NamedTuple):
 
 
 class InputRows:
-    """A reader of the input that follows the records, which come in the same order.
+    """A reader that finds the input row of each record. The records must come in input order.
 
-    ``chosen``: the row indexes that will be requested; None for any. ``reach``: the files that may be opened; None
-    for any. ``problem`` explains the first missing row.
+    ``chosen``: the indexes of the rows that will be requested; None if all may be. ``reach``: which files may be
+    opened; None for any. ``problem`` explains the first missing row.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class InputRows:
         self._next: Row | None = None
         self._rows: Iterator[Row] = iter(())
         if job.input.path is None:
-            self.problem = "the rows came from Python"
+            self.problem = "the rows came from Python, so they can't be read again"
             return
         # Rows past the limit too: an earlier start may have had a larger limit.
         everything = job.input.model_copy(update={"limit": None, "where": {}})
@@ -71,9 +71,9 @@ class InputRows:
         row, renderer = self.row(record), self._renderer
         fields = {} if row is None else row.fields
         if self._job.rollout is not None:
-            return Prompt(None, [], fields, "the job's function makes the prompts of a row")
+            return Prompt(None, [], fields, "the job's [rollout] function makes the prompts")
         if row is None or renderer is None:
-            return Prompt(None, [], fields, masked_text(self.problem or "its row is not there"))
+            return Prompt(None, [], fields, masked_text(self.problem or "its input row is missing"))
         sources, clips = list[Any](), list[tuple[str, Any]]()
         try:
             for kind, source in renderer.sources(row):
@@ -106,7 +106,7 @@ class InputRows:
                 self._next = next(self._rows)
         except (BatchkitError, StopIteration) as error:
             self._next, self._rows = None, iter(())
-            self.problem = self.problem or str(error) or f"{name} is no longer there"
+            self.problem = self.problem or str(error) or f"{name} is no longer in the input"
             return None
         row = self._next
         if (
@@ -116,7 +116,7 @@ class InputRows:
         ):
             return row
         now = "" if row.id == record["id"] or row.index != record["index"] else f", but {row.id!r}"
-        self.problem = self.problem or f"{name} is not the one that was answered{now}"
+        self.problem = self.problem or f"{name} is not the row that was answered{now}"
         return None
 
 

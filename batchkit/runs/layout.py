@@ -250,7 +250,7 @@ def _list_of(inner: str, values: list[Any]) -> str:
 
 
 def _common(one: str, other: str) -> str:
-    """Return the type of a column that holds values of both types."""
+    """Return the type of a column whose values have the types ``one`` and ``other``."""
     if one == other or other == _UNKNOWN:
         return one
     if one == _UNKNOWN:
@@ -266,14 +266,14 @@ def _common(one: str, other: str) -> str:
 
 
 def _of_schema(schema: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keys in ``schema`` with their types, as far as the schema names simple types."""
+    """Yield each key of the JSON ``schema`` with its Arrow type, or unknown if it is not a simple type."""
     found = resolved(schema, schema)
     for key, of_key in (found.get("properties") or {}).items():
         yield str(key), _type_in(resolved(of_key, schema), schema)
 
 
 def _type_in(schema: Mapping[str, Any], root: Any) -> str:
-    """Return the only type that ``schema`` allows besides null, or unknown."""
+    """Return the Arrow type of the only JSON type that ``schema`` allows besides null, or unknown."""
     options = [schema, *(resolved(each, root) for each in schema.get("anyOf") or ())]
     named = [kind if isinstance(kind := each.get("type"), list) else [kind] for each in options]
     kinds = {str(kind) for kinds in named for kind in kinds} - {"None", "null"}

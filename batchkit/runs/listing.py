@@ -32,7 +32,7 @@ from batchkit.storage.manifest import (
 from batchkit.storage.runfolder import LOCK, MANIFEST, held_by, is_run
 from batchkit.types import Usage, utc_now
 
-_MOST_LOOKS = 1_000
+_MOST_LOOKS = 1_000  # runs whose status is kept in memory
 _COUNTS = ("name", "total", "ok", "failed", "pending", "eta_s")
 _HEADS = ("run", "state", "ok", "failed", "left", "started", "model")
 _FINISHED = (0, 3)  # exit codes of runs in which every row has a record
@@ -91,10 +91,10 @@ class Look(NamedTuple):
 
 @dataclass
 class Runs:
-    """The runs below a folder, or the single run in ``target``.
+    """The runs below the folder ``target``, or only the run in it (``is_single``).
 
-    A run is looked up by key (its folder name) among existing folders; no part of a request is used as a path.
-    ``media``: further folders that may be read. ``named``: the keys to show; None shows all.
+    A run is looked up by key (its folder name) among existing folders, so no part of an HTTP request is used as a path.
+    ``media``: further folders whose files may be shown. ``named``: the keys to show; None shows all.
     """
 
     target: Path
@@ -192,8 +192,9 @@ def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:
 
 
 def near_run(folder: Path) -> str:
-    """Return a suggestion that completes a message about ``folder``: a run inside it, or a sibling with a similar
-    name."""
+    """Return the end of a message about ``folder``: a suggestion of a run inside it, or of a sibling with a similar
+    name.
+    """
     if inside := sorted(str(run) for run in folder.glob("*") if is_run(run)):
         return f"; did you mean {inside[0]!r}?"
     return did_you_mean(str(folder), (str(run) for run in folder.parent.glob("*") if is_run(run)))

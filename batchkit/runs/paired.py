@@ -16,14 +16,17 @@ from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring.metrics import ERROR_RATES, OUT_OF_TEN, ScoreTable, group_name
 
-_ALL_S = 1e6
+_ALL_S = 1e6  # seconds: enough to read any log to its end
 _MOST_VALUES = 20_000  # up to this many distinct differences, the draws are exact
 _DRAWS = 20_000_000  # drawn numbers in memory at a time
+# 2^64 divided by the golden ratio: a product with it spreads small numbers over 64 bits (Fibonacci hashing).
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class Side:
+    """One of the compared runs, or the rows of a run with one value of ``input.cross``."""
+
     index: Index
     snapshot: Snapshot
     group_by: str | None
@@ -38,7 +41,10 @@ class Side:
         return table_of_index(self.snapshot, self.group_by)
 
     def of_value(self, number: int, of: int) -> Side:
-        """Return the rows with one value of ``input.cross``, identified by their index in the input."""
+        """Return the rows with the value ``number`` of ``input.cross``, which has ``of`` values.
+
+        Each row gets the index of its input row, so that ``paired`` finds the other values of that row.
+        """
         snapshot = self.snapshot
         is_chosen = snapshot.entries["row"][snapshot.newest] % of == number
         entries = snapshot.entries.copy()
@@ -48,8 +54,10 @@ class Side:
         return replace(self, snapshot=chosen)
 
     def grouped_as(self, baseline: Side, pairs: Pairing) -> Side:
-        """Return this side with the baseline's groups. Rows that the baseline lacks get the group of rows without
-        the field."""
+        """Return this run with its rows in the baseline's groups, because it did not keep the group field.
+
+        ``pairs``: the rows that both runs have. Other rows get the group of rows without the field.
+        """
         theirs, entries = baseline.snapshot, self.snapshot.entries.copy()
         groups = [*dict.fromkeys([*theirs.groups, group_name(None)])]
         entries["group"] = groups.index(group_name(None))
@@ -58,14 +66,14 @@ class Side:
 
 
 class Pairing(NamedTuple):
-    """The positions of the newest entries of the same rows in two runs, in the order of the first run."""
+    """The rows that two runs share: positions of their newest entries in both indexes, in the first run's order."""
 
     before: Table
     after: Table
 
 
 def paired(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairing:
-    """Pair the rows by id. Rows that share an id are paired by index if ``by_place``, else by order."""
+    """Pair rows by id. Rows that share an id are paired by index if ``by_place``, else by their order."""
     _, before, after = np.intersect1d(
         _unique(a, by_place), _unique(b, by_place), return_indices=True
     )
@@ -74,8 +82,10 @@ def paired(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairing:
 
 
 def _unique(snapshot: Snapshot, by_place: bool) -> Table:
-    """Return a number for each row that is equal in both runs for the same id and index, or for the n-th row with
-    that id."""
+    """Return a number for each row that is equal for the same row in both runs.
+
+    It is made of the id and the index (``by_place``), or of the id and the number of earlier rows with it.
+    """
     rows = snapshot.entries[snapshot.newest]
     ids: Table = rows["id"]
     if by_place:
@@ -91,7 +101,7 @@ def _unique(snapshot: Snapshot, by_place: bool) -> Table:
 
 
 class PairedScores(NamedTuple):
-    """The scores of one scorer in one run and in the baseline."""
+    """The scores that one scorer gave the paired rows, in a run and in the baseline."""
 
     run: str
     scorer: str
@@ -113,7 +123,7 @@ class PairedScores(NamedTuple):
 
 
 def deltas(found: PairedScores) -> Iterator[Delta]:
-    """Yield the difference for each group, then for all rows.
+    """Yield the Delta of each group, then of all rows.
 
     Each one has a separate random generator, so adding a group or scorer does not change other intervals.
     """

@@ -1,6 +1,6 @@
-"""The files outside the run folder that a reader of a run may open. The run may come from someone else.
+"""Limits for readers of a run, which may come from someone else: the files outside its folder that may be opened.
 
-Allowed are files below the folders that the reader names, or that the user's job file uses. Nothing is downloaded.
+These are files below the folders that the reader names, or that the user's job file uses. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _IN_ARCHIVE = re.compile(r"(?:zip|tar)://[^:]*::(?=/)")
 class Reach(NamedTuple):
     """The ``job`` of a run with limits for readers.
 
-    Templates have a short time limit, and only files below one of ``roots`` are opened. If ``closed`` is set, files
-    below its ``media.root`` are not opened either.
+    Templates have a short time limit, and only files below one of ``roots`` are opened. ``closed``: why files below its
+    ``media.root`` are not opened, or "" if they are.
     """
 
     job: JobConfig
@@ -158,4 +158,4 @@ def _refusal(key: str, path: str, roots: Sequence[str]) -> str:
         if roots
         else "the job file of this run is not here"
     )
-    return f"{key} {shown(path)}: not opened: {why}; if you trust the run, name its folder with --media"
+    return f"{key} {shown(path)}: not opened: {why}; if you trust the run, name the file's folder with --media"

@@ -111,15 +111,15 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
     check_log(folder)
     if changes := input_changes(read_manifest(folder).input, source.files):
         raise InputError(
-            f"{folder}: its records are of another input now ({'; '.join(changes)}), so they are not put"
-            " beside these rows. Use the summary of the last start, or records()"
+            f"{folder}: its records were made from another input than these rows ({'; '.join(changes)}), so they"
+            " can't be joined. Restore the old input, or use the records alone: Run(…).rows()"
         )
     try:
         rows = list(watched(source.read(never), source))
     except ChangedInputError as error:
         raise InputError(
             f"{', '.join(error.paths)}: changed since the run read it, so its rows may differ from"
-            " the answered rows. Restore the old file, or use records(), which needs no input"
+            " the answered rows. Restore the old file, or use the records alone: Run(…).rows()"
         ) from error
     records = _table(folder, Layout.of(folder))
     table = _of_rows(records, [row.index for row in rows])
@@ -246,7 +246,7 @@ def _of_rows(records: pa.Table, rows: Sequence[int]) -> pa.Table:
 
 
 def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of each field; None for rows that lack it."""
+    """Return the columns of the input: for each field its value in every row, None for rows that lack it."""
     names = dict.fromkeys(name for fields in rows for name in fields)
     return {str(name): [fields.get(name) for fields in rows] for name in names}
 

@@ -134,8 +134,8 @@ def verify(folder: Path, media: Sequence[Path] = ()) -> Verification:
     if compared.n_pending is not None:
         pending = max(0, compared.n_pending - manifest.skipped_elsewhere)
     too_few = calls.too_few(records)
-    matches = (_says(known.totals), known.steps.spent.generations) == (
-        _says(records.at_checkpoint),
+    matches = (_stored_part(known.totals), known.steps.spent.generations) == (
+        _stored_part(records.at_checkpoint),
         calls.at_checkpoint,
     )
     return Verification(
@@ -195,23 +195,23 @@ def compare(
 def _compare_indexes(manifest: Manifest, totals: Totals) -> Compared:
     """Compare only the row count: rows given from Python can't be read again."""
     if not manifest.input:
-        return Compared(not_compared="its rows came from an iterator")
+        return Compared(not_compared="the rows came from a Python iterator")
     size, settled = manifest.input[0].size, totals.completed | totals.failed_rows
     return Compared(
         pending=[*islice((index for index in range(size) if index not in settled), NAMED)],
         unknown=IndexSet(index for index in settled if index >= size),
-        not_compared="its rows were given from Python; only their number is known",
+        not_compared="the rows were given from Python; only their number is known",
     )
 
 
 def _named(name: str, rows: Iterable[int]) -> dict[str, Any]:
-    """Return the count of ``rows`` and the first few, under the keys of a Verification."""
+    """Return the number of ``rows`` and the first few of them, under the keys of a Verification."""
     found = [*rows]
     return {name: len(found), f"{name.removesuffix('s')}_rows": [*dict.fromkeys(found)][:NAMED]}
 
 
-def _says(totals: Totals) -> tuple[object, ...]:
-    """Return the part of ``totals`` that a checkpoint stores."""
+def _stored_part(totals: Totals) -> tuple[object, ...]:
+    """Return the part of ``totals`` that a checkpoint stores, to compare a checkpoint with the log."""
     by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if len(rows)}
     tokens = totals.prompt_tokens, totals.completion_tokens
     return totals.completed, by_kind, totals.records, *tokens

@@ -108,7 +108,7 @@ def test_rows_are_grouped_by_a_field_that_a_run_did_not_keep(tmp_path: Path) -> 
     found = compare([first, second])
     assert found.tables[0].to_json()["metrics"] == found.tables[1].to_json()["metrics"]
     assert [*found.tables[1].groups] == [*GROUPS]
-    assert "b: grouped by QuestionType here, as a is" in found.warnings
+    assert "b: its rows are grouped by QuestionType, like those of a" in found.warnings
 
 
 def test_what_decides_the_answers_is_warned_of(runs: list[Path]) -> None:

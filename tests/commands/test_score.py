@@ -353,8 +353,8 @@ def test_fields_that_were_not_kept_are_read_from_the_input_again(tmp_path: Path)
     ("change", "message"),
     [
         (lambda rows: None, "rows.jsonl"),
-        (lambda rows: rows[:2], "row 2 (id q2) is no longer there"),
-        (lambda rows: rows[::-1], "row 0 (id q0) is not the one that was answered"),
+        (lambda rows: rows[:2], "row 2 (id q2) is no longer in the input"),
+        (lambda rows: rows[::-1], "row 0 (id q0) is not the row that was answered"),
         (lambda rows: [{**row, "a": "9"} for row in rows], "row 0 (id q0) is not the one"),
     ],
     ids=["gone", "shorter", "reordered", "changed"],
@@ -391,7 +391,10 @@ def test_rows_from_python_are_scored_by_what_was_kept(tmp_path: Path) -> None:
     ProductionBatchProcessor(made, quiet=True).process(counted(3))
     assert score_run(made.folder, say=quiet).to_json()["overall"]["em"] == 100
     other = made.scoring.model_copy(update={"reference": "say"})
-    with pytest.raises(InputError, match=r"rows came from Python; the fields .* in output\.keep"):
+    with pytest.raises(
+        InputError,
+        match=r"rows came from Python, so they can't be read again; the fields .* in output\.keep",
+    ):
         score_run(made.folder, made.model_copy(update={"scoring": other}), say=quiet)
 
 

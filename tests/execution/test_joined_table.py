@@ -119,7 +119,7 @@ def test_the_answers_of_a_changed_input_are_not_put_beside_its_rows() -> None:
     write_jsonl(Path("in.jsonl"), list(reversed(rows)))
     given.reverse()
     for summary in (from_file, from_list):
-        with pytest.raises(InputError, match=r"changed since the run read it.*records\(\)"):
+        with pytest.raises(InputError, match=r"changed since the run read it.*rows\(\)"):
             summary.to_arrow()
         assert len(list(summary.records())) == 3
 
@@ -138,7 +138,7 @@ def test_answers_that_were_requeued_for_other_rows_are_not_put_beside_these() ->
     summary = process(rows, **tables)
     again = ProductionBatchProcessor(job(**tables), quiet=True, on_change="requeue")
     assert again.process(rows[::-1]).to_arrow()["q"].to_pylist() == ["cake", "tea"]
-    with pytest.raises(InputError, match="records are of another input now"):
+    with pytest.raises(InputError, match="records were made from another input"):
         summary.to_arrow()
 
 

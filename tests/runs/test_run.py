@@ -135,7 +135,7 @@ def test_a_table_is_that_of_the_export_or_has_the_input_first() -> None:
     assert frame["review"].isna().tolist() == [n == 3 for n in range(20)]
     assert frame["prompt_tokens"].dtype == "Int64"
     Path("in.jsonl").write_text('{"review": "other"}\n')
-    with pytest.raises(InputError, match=r"changed since the run read it|of another input"):
+    with pytest.raises(InputError, match=r"changed since the run read it|made from another input"):
         run.to_arrow(inputs=True)
     assert run.to_arrow().num_rows == 20
 
