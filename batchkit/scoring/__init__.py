@@ -1,10 +1,10 @@
-"""Scoring: an answer's text becomes a prediction and scores.
+"""Scoring: a prediction is extracted from an answer's text, and scorers compare it with the correct answer.
 
-A scorer scores one record; a metric (``metrics``) summarizes many. A score is a number from 0 to 1
-(``reward``: 0 to 10) or None for "unscored", which is never the same as 0. Failed rows are never scored.
+A scorer scores one record; a metric (``metrics``) summarizes many. A score is a number from 0 to 1 (``reward``: 0 to
+10) or None for "unscored", which is never the same as 0. Failed rows are never scored.
 
-``chart`` and ``judge`` need more than the record (a sandbox, a second model). Their scores are None
-here; ``batchkit.commands.score`` fills them in later.
+``chart`` and ``judge`` need more than the record (a sandbox, a second model). Their scores are None here;
+``batchkit.commands.score`` fills them in later.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ SCORES_OF = {"chart": ("ecr", "pass")}  # other scorers give one score with thei
 
 
 class Scored(NamedTuple):
-    """The prediction and scores of an answer. A score of None means unscored; ``unscored`` gives the reason, unless
-    only the prediction or reference is missing."""
+    """The prediction in an answer and its scores; a score of None means unscored.
+
+    ``unscored`` gives the reason, unless only the prediction or the reference is missing.
+    """
 
     prediction: str | None
     scores: dict[str, float | None]
@@ -43,10 +45,10 @@ class Scored(NamedTuple):
 
 
 class Scoring:
-    """Scores answers according to ``table``. Immutable.
+    """An object that scores answers by the rules of ``table`` (``[scoring]``). Immutable.
 
-    ``references``: the correct answers by row id, if ``reference_run`` supplies them. ``say`` is called with a
-    message for each row on which an extractor or scorer failed.
+    ``references``: the correct answers by row id, if ``reference_run`` supplies them. ``say`` is called with a message
+    for each row on which an extractor or scorer failed.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Scoring:
         return fields_of(self._table)
 
     def table_for(self, fields: Mapping[str, Any]) -> ScoringTable:
-        """Return the scoring of a row: its first matching rule, merged into the table."""
+        """Return the settings for a row: ``[scoring]``, overridden by the first of its rules that matches the row."""
         return next((table for fits, table in self._rules if fits(fields)), self._table)
 
     def score(self, text: str, fields: Mapping[str, Any], row_id: str) -> Scored:
@@ -117,7 +119,7 @@ class Scoring:
         return Scored(prediction, scores, why_not or None)
 
     def finds_nothing(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> bool:
-        """Return True if the answer lacks what its extractor looks for."""
+        """Return whether the extractor finds nothing in the answer, so that ``retry.reask`` asks again."""
         if self.table_for(fields).extract == "final-answer" and text.startswith(_NO_ANSWER):
             return False  # RealHiTBench's code accepts it; batchkit must ask as often to give comparable results
         return self.found(text, fields, row_id) is None
@@ -148,7 +150,8 @@ class Scoring:
     def _tried(
         self, who: str, row_id: str, make: Callable[[], T | None], reasons: list[str]
     ) -> T | None:
-        """Return the result of ``make``. If it fails, add the reason to ``reasons`` and return None.
+        """Return the result of ``make`` (a call of the extractor or scorer ``who``). If it fails, add the reason and
+        return None.
 
         A failure to score must not lose the answer, which took GPU time.
         """
@@ -174,7 +177,7 @@ def scorers_of(table: ScoringTable) -> list[str]:
 
 
 def fields_of(table: ScoringTable) -> set[str]:
-    """Return the row fields that scoring reads."""
+    """Return the row fields that scoring by ``table`` reads: for rules, references and groups."""
     read = {name for rule in table.rules for name in rule.where}
     read |= {part.reference for part in table.parts if part.reference is not None}
     return read if table.group_by is None else read | {table.group_by}

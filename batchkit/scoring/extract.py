@@ -36,16 +36,14 @@ _OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI]
 _MARKERS = ("[Final Answer]:", "Final Answer:")
 FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
 _ANSWERS = ("answer", "prediction")
-_MOST_IN_VAIN = (
-    10_000_000  # characters read without success; a text full of brackets would take hours
-)
+# Characters that may be read without finding JSON: a text full of brackets would take hours.
+_MOST_IN_VAIN = 10_000_000
 _DEAR = 10_000  # cost of a value nested too deeply for Python, in characters
 _FAILURE = 50  # cost of each failed attempt, in characters
 
 
 def whole(text: str, table: ScoringTable) -> str | None:
-    """Return the text without surrounding white space; for a JSON object, its ``answer`` or ``prediction`` if
-    present."""
+    """Return the text without surrounding white space, or the ``answer`` or ``prediction`` in a JSON object."""
     text = text.strip()
     if text.startswith("{") and text.endswith("}"):
         for key in _ANSWERS:
@@ -120,7 +118,7 @@ def _json_in(text: str) -> Iterator[Any]:
 
 
 def _read_in_vain(error: Exception, length: int) -> int:
-    """Return how many characters of a text of ``length`` were read before the error."""
+    """Return how many characters of a text of ``length`` the JSON decoder read before ``error``."""
     if not isinstance(error, JSONDecodeError):
         return _DEAR  # too deep
     # For this error, pos is where the string begins; the error has no separate type.
@@ -128,7 +126,7 @@ def _read_in_vain(error: Exception, length: int) -> int:
 
 
 def _as_json(value: Any) -> str | None:
-    """Encode with json, not orjson: a model's JSON may have huge numbers and deep nesting."""
+    """Return ``value`` as JSON. Not by orjson: a model's JSON may have huge numbers and deep nesting."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
@@ -165,7 +163,7 @@ _WAIT_S = 120.0  # maximum wall time of a match, even if its process gets no CPU
 
 
 class Unscorable(Exception):
-    """The reason why an answer is not scored. Rows with the same cause have the same text."""
+    """Raised for an answer that can't be scored, with the reason. Rows with the same cause have the same text."""
 
 
 def check_length(what: str, text: str, most: int) -> None:

@@ -1,7 +1,7 @@
-"""Metrics: the scores of many records in one table.
+"""Metrics: the scores of many records, summarized in one table.
 
-The mean of a scorer is the plain mean over the rows that it scored. Unscored and failed rows are counted separately
-and never count as 0. Scores from 0 to 1 are shown in percent, a reward from 0 to 10 as it is.
+The mean of a scorer is the plain mean over the rows that it scored. Unscored and failed rows are counted separately and
+never count as 0. Scores from 0 to 1 are shown in percent, a reward from 0 to 10 as it is.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Group:
 
 @dataclass
 class ScoreTable:
-    """Scores by group, and over all rows. ``names``: the scores in the order of the columns."""
+    """The scores of each group and of all rows. ``names``: the names of the scores, in the order of the columns."""
 
     groups: dict[str, Group]
     overall: Group
@@ -172,7 +172,7 @@ class ScoreTable:
 
 
 def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> ScoreTable:
-    """Return the table of ``records``, which have ``status``, ``scores`` and ``fields``."""
+    """Return the score table of ``records``, which have ``status``, ``scores`` and ``fields``."""
     groups: dict[str, Group] = {}
     overall = Group()
     for record in records:
@@ -184,13 +184,13 @@ def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> Scor
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return the scores in the order of a table's columns."""
+    """Return the ``names`` of scores in the order of a table's columns."""
     order = {name: place for place, name in enumerate(_NAMES)}
     return sorted(names, key=lambda name: order.get(name, len(order)))
 
 
 def group_name(value: Any) -> str:
-    """Return the table's name for rows with ``value`` in the field of ``group_by``."""
+    """Return the name of the group of rows that have ``value`` in the field ``scoring.group_by``."""
     return "(none)" if value in (None, "") else str(value)
 
 
@@ -214,7 +214,7 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the spread of values; ``std`` is the population's, as in the reward harness."""
+    """Return mean, deviation and range of ``values``; ``std`` is the population's, as in the reward harness."""
     return {
         "mean": statistics.fmean(values),
         "std": statistics.pstdev(values),

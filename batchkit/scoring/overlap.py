@@ -33,12 +33,12 @@ class TextPair(NamedTuple):
 
 
 def normalise(text: str, mode: Mode) -> str:
-    """Normalize ``text`` for comparison: decimals to one place, no case, punctuation or articles."""
+    """Return ``text`` normalized for comparison: decimals to one place, no case, punctuation or articles."""
     return _official(text) if mode == "official" else _fixed(text)
 
 
 def pair(prediction: str, reference: str, mode: Mode) -> TextPair:
-    """Normalize both texts. An empty prediction becomes ``#``, which matches nothing."""
+    """Return both texts normalized. An empty prediction becomes ``#``, which matches nothing."""
     return TextPair(normalise(prediction, mode) or _NO_ANSWER, normalise(reference, mode))
 
 
@@ -68,9 +68,10 @@ def rouge_l(texts: TextPair, mode: Mode) -> float:
 
 
 def _common_subsequence(one: list[str], other: list[str]) -> int:
-    """Return the length of the longest common subsequence. ``rouge_score``'s table needs 8 bytes per pair of words.
+    """Return the length of the longest common subsequence of words.
 
-    This uses one bit per word of ``one`` (Hyyrö 2004, Bit-parallel LCS-length computation).
+    It needs one bit per word of ``one`` (Hyyrö 2004, Bit-parallel LCS-length computation); the table of ``rouge_score``
+    needs 8 bytes per pair of words.
     """
     places: dict[str, int] = {}
     for place, word in enumerate(one):
@@ -147,7 +148,7 @@ def _words(text: str) -> list[str]:
 
 @cache
 def _rouge(mode: Mode) -> Any:
-    """Return the function that splits a text into words, and ``rouge_score``'s F-measure."""
+    """Return two functions of ``rouge_score``: one splits a text into words, the other computes the F-measure."""
     from rouge_score.scoring import fmeasure
     from rouge_score.tokenizers import DefaultTokenizer
 

@@ -23,11 +23,11 @@ _LONG_INT = re.compile(r"\d{19}")
 
 
 class NotJson(Exception):
-    """The reason why a text is not JSON."""
+    """Raised for a text that is not JSON, with the reason."""
 
 
 def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
-    """Return the JSON value of an answer, or None for a tool call.
+    """Return the JSON value of an answer; None for a tool call, which has no text to parse.
 
     Raises:
         InvalidOutputError: The answer is not JSON, or does not match the schema in ``sampling``.
@@ -82,7 +82,7 @@ def _value(text: str) -> Any:
 
 
 def _loads(text: str) -> Any:
-    """Parse JSON. Raises ValueError if it is invalid, or has a number with thousands of digits."""
+    """Return the value of JSON ``text``, with integers beyond 64 bits. Raises ValueError if it is invalid."""
     value = orjson.loads(text)
     if _LONG_INT.search(text) is None:
         return value
@@ -127,7 +127,7 @@ def _validator(schema: bytes) -> Any:
 
 
 def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
-    """Check ``pattern`` like jsonschema, but with the time limit for scoring patterns."""
+    """Check the schema key ``pattern`` like jsonschema, but with the time limit for ``scoring.pattern``."""
     from jsonschema import ValidationError
 
     if isinstance(value, str) and last_match(f"({pattern})", value) is None:

@@ -51,12 +51,12 @@ def score_by(
     if score is None or name in SCORERS:
         return score
     if not 0 <= score <= 1:
-        raise ValueError(f"it returned {score!r}, expected a number from 0 to 1, or None")
+        raise ValueError(f"returned {score!r}, expected a number from 0 to 1, or None")
     return float(score)
 
 
 def of_two(compare: Callable[[str, str, ScoringTable], float | None]) -> Scorer:
-    """Return a scorer that compares two texts; a row without the correct answer is unscored."""
+    """Return a scorer from a function that compares two texts; a row without the correct answer is unscored."""
 
     def score(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
         if reference is None:
@@ -80,7 +80,7 @@ rouge_l, sacrebleu = _of_words("rouge-l"), _of_words("sacrebleu")
 
 @of_two
 def numeric(prediction: str, reference: str, table: ScoringTable) -> float | None:
-    """Return 1 if both have the same numbers in the same order, within the tolerance, otherwise 0.
+    """Return 1 if prediction and reference have the same numbers in the same order, within the tolerance, otherwise 0.
 
     The tolerance is a fraction of the reference. Return None if the reference has no number.
     """
@@ -116,9 +116,10 @@ def check_installed() -> None:
 
 
 def _error_rate(name: str) -> Scorer:
-    """Return a scorer for a transcript's error rate, by ``jiwer``, after Whisper's own text normalizer. The rate is
-    the number of substituted, missing and added words or characters, divided by the reference's length; None if that
-    is 0."""
+    """Return a scorer for a transcript's error rate by ``jiwer``, after Whisper's own text normalizer.
+
+    The rate: substituted, missing and added words or characters per word or character of the reference (None if 0).
+    """
 
     @of_two
     def rate(prediction: str, reference: str, table: ScoringTable) -> float | None:

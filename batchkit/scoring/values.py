@@ -27,8 +27,7 @@ _PATTERNS = [
 
 
 def numbers_in(text: str) -> list[float]:
-    """Return the numbers in ``text``, in order; ``1,234`` is one number, ``1955,62170`` is two. Integers are
-    exact."""
+    """Return the numbers in ``text``, in order. ``1,234`` is one number, ``1955,62170`` is two. Integers are exact."""
     found: list[float] = []
     for match in _NUMBER.findall(text.replace("\u2212", "-")):
         plain = re.sub(r"[,$€£¥+]", "", match)
@@ -43,7 +42,7 @@ def in_digits(number: float) -> str:
 
 
 def vote_of(prediction: str, choices: Sequence[str]) -> str | None:
-    """Return a key that is equal for predictions with the same meaning.
+    """Return a key for counting votes: it is equal for predictions with the same meaning.
 
     With ``choices``, it is the matching choice, or None. Otherwise it is the number, or the text without case, extra
     white space, surrounding brackets and quotation marks, and a final full stop.
@@ -76,10 +75,10 @@ def _named(text: str, choices: Sequence[str], flags: re.RegexFlag) -> list[str]:
 
 
 def parse_reward(text: str, default: float | None = None) -> float | None:
-    """Return the score in ``text``, clamped to 0–10, or ``default`` if it has no number.
+    """Return the score in ``text``, at most 10, or ``default`` if it has no number.
 
-    The order of the search is: ``Score``, ``Rating``, ``x/10``, ``x out of 10``, a number that is the
-    whole text, the first number. A minus sign is ignored.
+    The order of the search is: ``Score``, ``Rating``, ``x/10``, ``x out of 10``, a number that is the whole text, the
+    first number. A minus sign is ignored.
     """
     for pattern in _PATTERNS:
         if found := pattern.search(text):

@@ -308,8 +308,8 @@ FORBIDDEN = [
 ENDS_ITSELF = {
     "import sys; sys.exit()": "^SystemExit",
     "raise KeyboardInterrupt": "^KeyboardInterrupt",
-    "import os; os._exit(0)": "^ended itself with exit code 0",
-    "import os; os._exit(7)": "^ended itself with exit code 7",
+    "import os; os._exit(0)": "^the code ended its process with exit code 0",
+    "import os; os._exit(7)": "^the code ended its process with exit code 7",
     "import os; os.abort()": "^killed by SIGABRT",
     "import signal; signal.raise_signal(40)": "^killed by signal 40",
     "import ctypes; ctypes.string_at(0)": "^killed by SIGSEGV",

@@ -1,15 +1,13 @@
-"""Charts that a model wrote as code: run in a sandbox, read from pyplot, compared with the reference.
+"""Scoring of charts that a model wrote as code: run in a sandbox, read from pyplot, compared with the reference.
 
-A chart's code can falsify its own score: the values are read in the interpreter that ran the code,
-so malicious code can return any values. It has no reference to copy, though, and can affect only
-its own row's score.
+A chart's code can falsify its own score: the values are read in the interpreter that ran the code, so malicious code
+can return any values. It has no reference to copy, though, and can affect only its own row's score.
 
-Two modes: ``official`` is what RealHiTBench's own runner does under numpy 1.26; ``fixed`` corrects
-what makes good charts fail in that runner, and also reads everything that ``official`` reads.
-docs/scoring.md lists the differences.
+Two modes: ``official`` is what RealHiTBench's own runner does under numpy 1.26; ``fixed`` corrects what makes good
+charts fail in that runner, and also reads everything that ``official`` reads. docs/scoring.md lists the differences.
 
-The y values are compared as in RealHiTBench (chart_metric_util, from TableBench): lists flattened by
-one level, each value rounded to two decimals, sorted, equal. A pie's reference is divided by its sum
+The y values are compared as in RealHiTBench (chart_metric_util, from TableBench): lists are flattened by one level,
+each value is rounded to two decimals, and the sorted lists must be equal. A pie's reference is divided by its sum
 first.
 """
 
@@ -39,7 +37,7 @@ _ROUNDING = 0.05  # how far the sum of a pie's fractions, rounded to two decimal
 
 
 class Chart(NamedTuple):
-    """An answer to run. ``table``: the file that its code reads, or None."""
+    """An answer with the code of a chart. ``table``: the file that its code reads, or None."""
 
     response: str
     chart_type: str  # LineChart, BarChart, ScatterChart or PieChart
@@ -48,9 +46,10 @@ class Chart(NamedTuple):
 
 
 class ChartScore(NamedTuple):
-    """The score of a chart. ``ecr``: the code ran. ``passed`` is None (unscored) if the reference is unusable.
+    """The score of a chart.
 
-    ``y``: the values found, as text, or "". ``problem``: one line that says why it did not run or pass.
+    ``ecr``: the code ran. ``passed``: its values are right; None (unscored) if the reference is unusable. ``y``: the
+    values found, as text, or "". ``problem``: one line that says why it did not run or pass.
     """
 
     ecr: bool
@@ -65,7 +64,7 @@ def score_charts(
     mode: Mode,
     workers: int | None = None,
 ) -> Iterator[ChartScore]:
-    """Yield the scores in the order of ``charts``, which is read only a little ahead.
+    """Yield the scores of ``charts`` in their order; only a few charts are read ahead.
 
     ``workers`` charts (None: one per core) run at the same time. Closing the iterator ends them.
 
@@ -101,7 +100,7 @@ def score_chart(chart: Chart, sandbox: Sandbox, mode: Mode) -> ChartScore:
         return ChartScore(False, unscored, "", problem)
     first = outcome.y[0] if outcome.y else ""
     if reference is None:
-        return ChartScore(True, None, first, "the reference is no list of y values")
+        return ChartScore(True, None, first, "the reference is not a list of y values")
     for y in outcome.y:
         if passes(chart.chart_type, reference, y, mode):
             return ChartScore(True, True, y, None)
@@ -127,7 +126,7 @@ def _scores(charts: Iterable[Chart], mode: Mode, workers: int) -> Iterator[Chart
 
 
 def reference_values(text: str, mode: Mode) -> list[Any] | None:
-    """Return the list in ``text``, from the data set, or None if it is not a usable list."""
+    """Return the list of y values in ``text``, the data set's reference; None if it is not a usable list."""
     try:
         if mode == "official":
             values = ast.literal_eval(text.strip())
@@ -143,7 +142,7 @@ def reference_values(text: str, mode: Mode) -> list[Any] | None:
 
 
 def passes(chart_type: str, reference: list[Any], y: str, mode: Mode) -> bool:
-    """Return whether ``y``, which may be any text, is a list of numbers equal to ``reference``."""
+    """Return whether ``y``, which may be any text, is a list of numbers that equals ``reference``."""
     try:
         # A list of numbers is the same in JSON and Python, and JSON's parser is safe here.
         values = json.loads(y, parse_constant=_refuse if mode == "official" else None)
@@ -153,7 +152,7 @@ def passes(chart_type: str, reference: list[Any], y: str, mode: Mode) -> bool:
 
 
 def same_values(chart_type: str, reference: list[Any], prediction: list[Any], mode: Mode) -> bool:
-    """Return whether the values are equal, in any order.
+    """Return whether a chart's values in ``prediction`` equal those of ``reference``, in any order.
 
     Raises:
         TypeError, ArithmeticError: they are not numbers, or a pie's reference sums to 0.
@@ -192,7 +191,7 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _with_missing(node: ast.expr) -> Any:
-    """Parse like ``ast.literal_eval``, also lists of numbers that contain NaN."""
+    """Return the value of a literal like ``ast.literal_eval``, which does not accept NaN in lists of numbers."""
     match node:
         case ast.List(elts=nodes) | ast.Tuple(elts=nodes):
             return [_with_missing(child) for child in nodes]

@@ -1,7 +1,7 @@
-"""Extraction of code from a model's answer, as text, and repair of its layout.
+"""Extraction of a chart's code from a model's answer, and repair of its layout.
 
-Nothing is compiled outside the sandbox. Only code that does not compile is changed, and the first change that makes
-it compile is used; wrong code stays wrong.
+Nothing is compiled outside the sandbox. Only code that does not compile is changed, and the first change that makes it
+compile is used; wrong code stays wrong.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SPACE_AFTER_BACKSLASH = re.compile(r"\\[ \t]+$", re.MULTILINE)
 
 
 def chart_code(response: str, mode: Mode) -> str | None:
-    """Return the code to run, or None."""
+    """Return the code in the answer ``response``, or None if it has none."""
     code = _official_code(response) if mode == "official" else _fixed_code(response)
     return code if code and code.strip() else None
 
 
 def with_table(text: str, mode: Mode) -> str:
-    """Return ``text`` with its names for the table replaced by ``TABLE_PATH``."""
+    """Return ``text`` with each name of an Excel file, which stands for the table, replaced by ``TABLE_PATH``."""
     if mode == "fixed":
         return _ANY_NAME.sub(repr(TABLE_PATH), text)
     return _OFFICIAL_NAMES.sub(
@@ -83,7 +83,7 @@ def _fixed_code(response: str) -> str | None:
 
 
 def _fenced(response: str) -> Iterator[str]:
-    """Return the contents of the fenced Python blocks, in linear time; the last block may be unclosed."""
+    """Yield the contents of the fenced Python blocks, in linear time; the last block may be unclosed."""
     language: str | None = None
     lines: list[str] = []
     for line in StringIO(response):
@@ -107,7 +107,7 @@ def _language(line: str) -> str | None:
 
 
 def fixed(code: str) -> str:
-    """Return ``code``, or the nearest variant that compiles; unchanged if no variant does."""
+    """Return ``code`` or, if it does not compile, the first variant with another layout that does, if any."""
     return next((variant for variant in _variants(code) if _compiles(variant)), code)
 
 

@@ -1,4 +1,4 @@
-"""The handler that runs one chart: it confines its process, then runs the code."""
+"""The process of one chart: it confines itself, then runs the chart's code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FILE_BYTES = 2**24
 
 
 def prepare() -> None:
-    """Import what charts need, and draw and read once, so that no fork has to load it."""
+    """Import the packages of charts, then draw and read one chart, so that forks of this process start fast."""
     import_module("matplotlib").use("Agg")
     pandas, pyplot = import_module("pandas"), import_module("matplotlib.pyplot")
     with contextlib.suppress(KeyError, ValueError):  # this version has no such option
@@ -51,9 +51,9 @@ def prepare() -> None:
 
 
 def main(connection: Connection) -> None:
-    """Confine this process, report it, then send back what the code draws. Never returns.
+    """Confine this process, report that, then send back the values of the chart that the code draws. Never returns.
 
-    CONFINED is sent before the code starts: it can't take that back.
+    CONFINED is sent before the code starts, so the code can't falsify it.
     """
     home, timeout_s, fields = json.loads(connection.recv_bytes())
     run = ProgramRun(*fields)
@@ -74,7 +74,7 @@ def main(connection: Connection) -> None:
 
 
 def _leave_the_server(result: int, scratch: Path) -> None:
-    """Give up its session, signal handlers, terminal, files, folder and library paths."""
+    """Give up the server process's session, signal handlers, terminal, files, folder and library paths."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -116,7 +116,7 @@ def _send(text: str) -> None:
 
 
 def _escapes() -> str:
-    """Try operations that a chart must not be able to do; return those that succeeded, or ""."""
+    """Try operations that a chart must not be able to do; return a message about one that succeeded, or ""."""
     attempts: dict[str, Callable[[], object]] = {
         "read the root folder": lambda: list(Path("/").iterdir()),
         "read the code of batchkit": lambda: Path(__file__).read_bytes(),
@@ -171,7 +171,7 @@ def _values(run: ProgramRun, table: str) -> list[str]:
 
 
 def _names(pyplot: Any) -> dict[str, Any]:
-    """Return the names that the official runner's module has imported, so that code need not import them again."""
+    """Return the global names that a chart's code may use without an import: those of the official runner's module."""
     return {
         "__name__": "__main__",
         "__builtins__": __builtins__,

@@ -13,7 +13,7 @@ Reading = Callable[[Axes], Iterable[Any]]
 
 
 def official_reading(pyplot: Any, chart_type: str) -> str:
-    """Return the values as the official code prints them, or "" if it fails."""
+    """Return the y values as text, as the official runner prints them; "" if it would fail."""
     read = _OFFICIAL.get(chart_type)
     try:
         return "" if read is None else repr([*read(pyplot.gca())])
@@ -22,9 +22,9 @@ def official_reading(pyplot: Any, chart_type: str) -> str:
 
 
 def fixed_readings(pyplot: Any, chart_type: str) -> list[str]:
-    """Return all values of the figure, then the values that the official code reads if they differ.
+    """Return the y values of all axes of the figure and, if they differ, those that the official runner reads.
 
-    Each reading is JSON with NaN for missing values. Readings that fail, or have no values, are left out.
+    Each reading is a JSON list with NaN for missing values. Readings that fail, or have no values, are left out.
     """
     numbers = pyplot.get_fignums()
     if not numbers or chart_type not in _FIXED:
@@ -51,7 +51,7 @@ def _as_text(read: Reading, figure: list[Axes]) -> str | None:
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:
-    """Return nested lists of floats and ints, to any depth."""
+    """Return ``values`` with every number as float or int, in nested lists of any depth."""
     return [_plain(value) if isinstance(value, list) else _number(value) for value in values]
 
 

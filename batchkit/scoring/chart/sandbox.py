@@ -1,8 +1,8 @@
 """A sandbox that runs one chart after another, each in its own confined process.
 
-The process is forked from one that has imported the packages of charts: 30 ms per chart instead of two seconds. The
-environment of that process is emptied before it starts, so that neither it nor its forks ever hold a secret. Only
-this process decides when a chart has exceeded a limit.
+Each process is forked from a server process that has imported the packages of charts: 30 ms per chart instead of two
+seconds. The server's environment is emptied before it starts, so that neither it nor its forks ever hold a secret. The
+run's own process alone decides when a chart has exceeded a limit.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SandboxError(JobError):
 
 
 class ProgramRun(NamedTuple):
-    """Code to run. ``table`` is copied for it, if not None. Without code, the process tries to escape and sends the
-    operations that succeeded.
+    """Code to run in the sandbox. ``table`` is copied for it, if not None. Without code, the process tests what it can
+    do.
     """
 
     code: str | None = None
@@ -54,8 +54,8 @@ class ProgramRun(NamedTuple):
 
 
 class ProgramOutcome(NamedTuple):
-    """The result of a program. ``problem``: why the code did not run to its end. ``y``: the values, in one or two
-    forms.
+    """The result of a program: the chart's values, in one or two forms; or the ``problem`` that ended the code
+    early.
     """
 
     y: list[str]
@@ -65,8 +65,8 @@ class ProgramOutcome(NamedTuple):
 class _Ended(NamedTuple):
     """The end of a chart's process.
 
-    ``excess`` is the limit for which it was killed, or None if it ended with ``returncode`` (negative: by that
-    signal). ``written`` is its unchanged output, which may be any text after CONFINED.
+    ``excess`` is the limit for which it was killed, or None if it ended with ``returncode`` (negative: by that signal).
+    ``written`` is its unchanged output; after CONFINED it may be any text, since the code may have written it.
     """
 
     excess: str | None
@@ -75,7 +75,7 @@ class _Ended(NamedTuple):
 
 
 def check_sandbox() -> None:
-    """Raise SandboxError if charts cannot be run, before anything is started."""
+    """Raise SandboxError if charts cannot be run on this machine. Starts no process."""
     missing = what_is_missing()
     if missing is not None:
         raise _refusal(missing)
@@ -97,7 +97,7 @@ class Sandbox:
         self._starting = threading.Lock()  # held by the thread that starts a server
 
     def run(self, run: ProgramRun) -> ProgramOutcome:
-        """Return the outcome of ``run``. A server that dies meanwhile is started again once.
+        """Run the code and return its outcome. If the server process dies meanwhile, it is started again once.
 
         Raises:
             SandboxError: the sandbox can't be started, did not confine this run, or was closed.
@@ -105,7 +105,7 @@ class Sandbox:
         for _ in range(2):
             with contextlib.suppress(Gone):
                 return _outcome(self._ended(run, self._started()), self._timeout_s)
-        return ProgramOutcome([], "the sandbox's own process died or hung under it, twice")
+        return ProgramOutcome([], "the sandbox's server process died or hung twice while it ran")
 
     def close(self) -> None:
         """End the sandbox and its charts: every ``run`` in another thread raises soon."""
@@ -113,7 +113,7 @@ class Sandbox:
         self._server = None
 
     def _started(self) -> Server:
-        """Return the server, after a trial fork has shown that code is confined."""
+        """Return the server process; a new one must first show, in a trial fork, that code is confined."""
         with self._starting:
             if (server := self._server) is not None and server.is_alive:
                 return server
@@ -129,7 +129,7 @@ class Sandbox:
             return server
 
     def _ended(self, run: ProgramRun, server: Server) -> _Ended:
-        """Run ``run`` in its own process, and leave nothing behind. Raises Gone."""
+        """Run ``run`` in its own process, and remove its files. Raises Gone if the server process dies."""
         home = Path(tempfile.mkdtemp(dir=server.folder))
         try:
             (home / SCRATCH).mkdir()
@@ -148,7 +148,7 @@ class Sandbox:
             shutil.rmtree(home, ignore_errors=True)
 
     def _watched(self, child: Child, scratch: Path) -> _Ended:
-        """Wait until the process ends or exceeds a limit."""
+        """Wait until the chart's process ends or exceeds a limit."""
         deadline = time.monotonic() + self._timeout_s
         written, is_open, excess = bytearray(), True, None
         while excess is None and (is_open or not child.has_ended(_TICK_S)):
@@ -173,7 +173,7 @@ class Sandbox:
 def _excess(written: bytearray, scratch: Path) -> str | None:
     """Return the limit that a chart has exceeded, in words."""
     if len(written) > MAX_RESULT_BYTES:
-        return f"wrote more than {MAX_RESULT_BYTES} bytes where its result belongs"
+        return f"wrote more than {MAX_RESULT_BYTES} bytes in place of its result"
     # Flat: folders can't be created in it. Complete: files can't be removed from it.
     with os.scandir(scratch) as entries:
         sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries]
@@ -206,11 +206,11 @@ def _outcome(ended: _Ended, timeout_s: float) -> ProgramOutcome:
 
 
 def _reported(ended: _Ended) -> ProgramOutcome:
-    """Return the outcome in the process's output, which the code may have written itself."""
+    """Return the outcome that the process reported. The code may have written the report itself, so it is checked."""
     written = ended.written.removeprefix(CONFINED)
     if not written:
         return ProgramOutcome(
-            [], f"ended itself with exit code {ended.returncode}, without a result"
+            [], f"the code ended its process with exit code {ended.returncode}, without a result"
         )
     try:
         result: Any = json.loads(written)
@@ -224,4 +224,4 @@ def _reported(ended: _Ended) -> ProgramOutcome:
         case {"y": [*y], **rest} if not rest and len(y) <= 2:
             if all(isinstance(text, str) and len(text) <= MAX_Y_CHARS for text in y):
                 return ProgramOutcome([text.encode(errors="replace").decode() for text in y], None)
-    return ProgramOutcome([], "wrote something else where its result belongs")
+    return ProgramOutcome([], "wrote something else in place of its result")
