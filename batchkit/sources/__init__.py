@@ -1,4 +1,4 @@
-"""The rows of the input: numbered, filtered and limited.
+"""Reading of the input's rows, which are numbered, filtered and limited here.
 
 A format is one module with one generator (``reader.Reader``). Ids, ``where`` and ``limit`` are handled here for all
 formats. CONTRIBUTING.md explains how to add a format.
@@ -26,7 +26,7 @@ from batchkit.types import Row
 
 
 def never(index: int) -> bool:
-    """Return False: a ``skip`` that skips no row."""
+    """Return False. As argument ``skip`` of a reader, it skips no row."""
     return False
 
 
@@ -36,19 +36,19 @@ def read_rows(
     skip: Skip = never,
     files: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows of the input lazily: filtered by ``where``, limited, restricted to ``shard``, and multiplied by
+    """Yield the rows of the input lazily: filtered by ``where``, limited, of one ``shard``, and multiplied by
     ``cross``.
 
     ``files`` maps the files found by an earlier ``fingerprint`` to their hashes; files that appeared later are not
     read. A row that is a file, or a page of one, has that hash in its field ``sha256``, so that it counts as another
     row if the file changes.
 
-    ``Row.index`` is the position in the unfiltered input, over all files and ``cross`` values. A row that can't be
-    read has ``error`` set; it passes every filter, so that it becomes a failed record.
+    ``Row.index`` is the position in the unfiltered input, over all files and ``cross`` values. A row that can't be read
+    has ``error`` set; it passes every filter, so that it becomes a failed record.
 
-    Rows for which ``skip(index)`` is true are not yielded but count toward the limit. They are skipped without
-    parsing if the format allows it, unless both ``where`` and ``limit`` are set, because the limit counts rows that
-    the filter kept. ``skip`` may be called twice for a row and must return the same value.
+    Rows for which ``skip(index)`` is true are not yielded but count toward the limit. They are skipped without parsing
+    if the format allows it, unless both ``where`` and ``limit`` are set, because the limit counts rows that the filter
+    kept. ``skip`` may be called twice for a row and must return the same value.
 
     Threads may share the iterator if they hold one lock around ``next``.
 
@@ -138,10 +138,11 @@ def _id_key(path: str, table: InputTable) -> str | None:
 def crossed(
     cross: Mapping[str, Sequence[Any]], read: Callable[[Skip], Iterator[Row]], skip: Skip
 ) -> Iterator[Row]:
-    """Yield each row of ``read`` once per variant, except where ``skip(index)`` is true. The n variants of the row at
-    position i have the indexes i × n to i × n + n - 1, so ``Row.index`` depends only on the input and on ``cross``.
+    """Yield each row of ``read`` once for each combination of the values in ``cross``, except where ``skip(index)`` is
+    true.
 
-    A row that already has a column with one of the names gets ``error`` set.
+    The n variants of the row at position i have the indexes i × n to i × n + n - 1, so ``Row.index`` depends only on
+    the input and on ``cross``. A row that already has a column with the name of a key gets ``error`` set.
     """
     if not cross:
         yield from read(skip)

@@ -1,4 +1,4 @@
-"""CSV and TSV: a header, then rows with one cell per column. Every value is text."""
+"""CSV and TSV files: a header, then rows with one cell per column. Every value is text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_CELL_CHARS = 2**26
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """Read CSV, see ``Reader``. Blank lines are skipped, and quoting is checked strictly.
+    """Yield the rows of a CSV file (see ``Reader``). Blank lines are skipped, and quoting is checked strictly.
 
     A fault within one line fails its row. A fault over several lines stops reading: a quote was not closed, so the
     number of rows in it is unknown.
@@ -64,7 +64,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def _separator(path: str, beginning: bytes) -> str:
-    """Return the separator of the columns' names: a tab in ``.tsv``, otherwise a comma, or another one if there is no
+    """Return the character between columns: a tab in ``.tsv``, otherwise a comma, or another one if the header has no
     comma.
     """
     if suffix_of(path) == ".tsv":
@@ -75,8 +75,8 @@ def _separator(path: str, beginning: bytes) -> str:
 
 def _has_return(path: str, number: int) -> InputError:
     return InputError(
-        f"{path} line {number}: a carriage return (\\r) in a cell without quotes, so it is unknown where"
-        " its row ends; quote the cell, and end lines in \\n"
+        f"{path} line {number}: has a carriage return (\\r) in a cell without quotes, so it is unknown where"
+        " the row ends; put the cell in quotes, and end lines with \\n"
     )
 
 
@@ -88,7 +88,7 @@ def _header(path: str, rows: Iterator[list[str]]) -> list[str]:
             raise _has_return(path, 1) from error
         raise InputError(f"{path} line 1: the header can't be read: {error}") from error
     if header is None:
-        raise InputError(f"{path}: holds only blank lines; line 1 must name the columns")
+        raise InputError(f"{path}: has only blank lines; line 1 must name the columns")
     if header[0].lstrip().startswith(("{", "[")):
         raise InputError(
             f"{path} line 1: expected column names, found {shown(header[0])}; if this is JSON,"
@@ -104,7 +104,7 @@ def _problem(cells: list[str], header: list[str]) -> str:
     if len(cells) != len(header):
         return (
             f"{len(cells)} cells for {len(header)} columns: {shown(cells)};"
-            " quote a cell that holds the separator"
+            " put a cell that contains the separator in quotes"
         )
     column = next(name for name, cell in zip(header, cells, strict=True) if not _is_text(cell))
     return f"not UTF-8 in column {shown(column)}; save the file as UTF-8"

@@ -1,4 +1,4 @@
-"""Opening of input files, and its errors; ``finding`` finds the files."""
+"""Opening of input files, and errors for files that can't be opened; ``finding`` finds the files."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def open_input(
     """Open ``path`` for reading bytes, decompressed; with ``text``, after a UTF-8 byte order mark.
 
     Raises:
-        InputError: missing, not a file (a pipe, a device), unreadable now or while it is being
-            read, empty, or, as text, in an encoding or format that is not UTF-8.
+        InputError: the file is missing, not a regular file (a pipe, a device), unreadable now or while it is being
+            read, empty, or, with ``text``, in an encoding or format that is not UTF-8.
     """
     try:
         with _open(path, text=text) as file:
@@ -85,10 +85,10 @@ def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
 
 
 def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
-    """Open ``path``, decompressed by its name. Local files are opened here, because fsspec waits for a pipe.
+    """Open a URL, or a local file with a suffix of ``COMPRESSIONS``, which is decompressed.
 
-    Decompresses only the formats in ``COMPRESSIONS``: fsspec would read only the first member of a zip archive.
-    Parquet and other binary files are copied if they are not seekable.
+    Local files are opened without fsspec, which would wait for a pipe. fsspec does not decompress either: of a zip
+    archive it would read only the first member. Parquet and other binary files are copied if they are not seekable.
     """
     import fsspec
 
@@ -102,7 +102,9 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
         if begins and not any(
             magic.startswith(begins) and suffix in text for magic, text in NOT_TEXT.items()
         ):
-            raise InputError(f"{path}: is not compressed, as {suffix} says; rename it")
+            raise InputError(
+                f"{path}: the suffix {suffix} stands for a compressed file, but it is not one; rename it"
+            )
     unpacked = _unpacked(packed, suffix) if suffix in COMPRESSIONS else packed
     if text or _can_seek(unpacked):
         return unpacked
@@ -122,9 +124,7 @@ def _can_seek(file: Any) -> bool:
 
 
 def _unpacked(packed: Any, suffix: str) -> Any:
-    """Decompress with Arrow where possible: unlike Python's bz2, it does not take a truncated or damaged stream for
-    the end.
-    """
+    """Return the decompressed stream. Arrow is used where possible: Python's bz2 takes a damaged stream for its end."""
     if suffix == ".xz":
         return _XzStream(packed)
     import pyarrow as pa
@@ -146,27 +146,26 @@ class _XzStream:
         return False
 
     def read(self, size: int) -> bytes:
-        """Return up to ``size`` bytes, at least one; none at the end.
+        """Return up to ``size`` bytes, at least one; no bytes at the end.
 
         Raises:
-            lzma.LZMAError: the stream is damaged, incomplete, or followed by something.
+            lzma.LZMAError: the stream is damaged, incomplete, or followed by other data.
         """
         while not self._stream.eof:
             block = self._packed.read(BLOCK_BYTES) if self._stream.needs_input else b""
             if self._stream.needs_input and not block:
-                raise lzma.LZMAError("it ends before its xz stream does")
+                raise lzma.LZMAError("the xz file is cut off")
             if unpacked := self._stream.decompress(block, size):
                 return unpacked
         rest = self._stream.unused_data or self._packed.read(BLOCK_BYTES)
         if rest.strip(b"\0"):  # zeros are padding (xz's file format, 2.2)
-            raise lzma.LZMAError("it has more than one xz stream; pack it again as one")
+            raise lzma.LZMAError("the file has more than one xz stream; compress it again as one")
         return b""
 
 
 class _Foreign(io.RawIOBase):
-    """An fsspec file whose errors, of any type, are raised as OSError.
-
-    It inherits because ``io.BufferedReader`` needs a raw file.
+    """An fsspec file that raises all errors as OSError. ``io.BufferedReader`` needs a raw file, hence the base
+    class.
     """
 
     def __init__(self, file: Any) -> None:
@@ -185,7 +184,8 @@ class _Foreign(io.RawIOBase):
             raise OSError(f"{type(error).__name__}: {error}") from error
         size = getattr(self._file, "size", None)
         if not chunk and isinstance(size, int) and self.tell() < size:
-            raise OSError(f"ended at byte {self.tell():,} of {size:,}")  # a server may send less
+            # A server may end the response early.
+            raise OSError(f"the file ended at byte {self.tell():,} of {size:,}")
         buffer[: len(chunk)] = chunk
         return len(chunk)
 
@@ -204,7 +204,7 @@ def _begin_text(path: str, file: io.BufferedReader[Any]) -> None:
     for magic, problem in NOT_TEXT.items():
         if start.startswith(magic):
             raise InputError(f"{path}: {problem}")
-    if b"\0" in start:  # each zero is valid UTF-8, so prompts would have them
+    if b"\0" in start:  # zero bytes are valid UTF-8, so they would get into prompts
         raise InputError(f"{path}: has zero bytes, as UTF-16 text does; save it as UTF-8")
     if start.startswith(UTF8_BOM):
         file.read(len(UTF8_BOM))
@@ -222,7 +222,7 @@ def is_folder(path: str) -> InputError:
 
 def is_empty(path: str) -> InputError:
     return InputError(
-        f"{path}: is empty; it must hold at least one row. Write its rows, or remove it"
+        f"{path}: the file is empty; it must have at least one row. Write its rows, or remove it"
     )
 
 

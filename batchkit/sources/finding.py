@@ -26,7 +26,7 @@ _CACHE = re.compile(r"\b(?:(?:simple|file|block)cache|cached)::")  # fsspec's ca
 
 
 class Listing(NamedTuple):
-    """The input's files in order. ``left_out`` describes other files that were found, or is empty."""
+    """The input's files in order. ``left_out`` is a text about other files that were found, or ""."""
 
     files: list[str]
     left_out: str = ""
@@ -38,16 +38,16 @@ class _Matches(NamedTuple):
 
 
 def listing(table: InputTable) -> Listing:
-    """Return the paths and URLs that ``input.path`` names. Matches of a glob pattern are sorted; in natural order
-    if each file, or each page, is a row.
+    """Return the paths and URLs that ``input.path`` names.
 
-    With ``input.format = "auto"``, a folder or pattern that contains images, clips or PDFs gives only these.
+    Matches of a glob pattern are sorted; in natural order (``page-2`` before ``page-10``) if each file, or each page,
+    is a row. With ``input.format = "auto"``, a folder or pattern that contains images, clips or PDFs gives only these.
 
     Raises:
         InputError: ``input.path`` is not set, no file matches it, or it is ambiguous.
     """
     if table.path is None:
-        raise InputError("input.path is not set; give the file that holds the rows")
+        raise InputError("input.path is not set; give the file with the rows")
     path = table.path.removeprefix("file://").removeprefix("local://")
     if table.is_run and (find := load_format("run").find) is not None:
         return Listing(*find(table))
@@ -148,7 +148,7 @@ def _local(path: str, is_in_folder: bool) -> _Matches:
 
 
 def _listed(folder: str) -> list[dict[str, Any]]:
-    """List a folder like fsspec's ``ls``. A broken link counts as a folder, so that listing it fails."""
+    """List a folder like fsspec's ``ls``. A broken link counts as a folder, so that listing it fails later."""
     try:
         os.lstat(f"{folder or '.'}/.")  # fails for a folder that can be listed but not searched
         paths = [*map(str, Path(folder).iterdir())]
@@ -199,20 +199,22 @@ def _remote(path: str, is_in_folder: bool) -> _Matches:
 
 
 def _spelled(match: str, pattern: str, glob_url: str) -> str:
-    """Return the URL of ``match`` as the job writes it; a store may return ``/a`` or another scheme."""
+    """Return the URL of ``match``, written like ``glob_url``; a store may return ``/a`` or another scheme."""
     ours, theirs = _fixed(glob_url), _fixed(pattern)
     return ours + match.removeprefix(theirs) if match.startswith(theirs) else match
 
 
 def _fixed(pattern: str) -> str:
-    """Return the folder that contains all matches."""
+    """Return the folder of all matches: ``pattern`` up to the last slash before its first special character."""
     before = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     return before[: before.rfind("/") + 1]
 
 
 def _matches(ls: _List, pattern: str) -> dict[str, dict[str, Any]]:
-    """Return the matches of a glob pattern by name, as ``ls`` describes them. Unlike ``glob``, it raises an error for
-    a folder that can't be listed, because its rows would be missing. Hidden names are skipped everywhere."""
+    """Return the matches of a glob pattern by name, as ``ls`` describes them; hidden names are skipped.
+
+    Unlike ``glob``, it raises an error for a folder that can't be listed, because its rows would be missing.
+    """
     root = _fixed(pattern)
     try:
         listed = ls(root)

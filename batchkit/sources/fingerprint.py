@@ -25,7 +25,7 @@ def fingerprint(
 ) -> list[FileFingerprint]:
     """Return one fingerprint per input file, in order.
 
-    A local file with the path, size and times of ``previous`` keeps its sha256 and is not read.
+    A local file that has the path, size and times of one in ``previous`` gets the sha256 of that one and is not read.
 
     Raises:
         InputError: no file matches, or one is empty or can't be read.
@@ -49,7 +49,7 @@ def fingerprint(
 
 
 def _columns(path: str, table: InputTable) -> tuple[str, ...]:
-    """Return the columns of a local table, or an empty tuple if it cannot be read; reading its rows reports that."""
+    """Return the columns of a local table, or an empty tuple if it can't be read, which reading its rows reports later."""
     if "://" in path:  # even to know its format, it would be opened
         return ()
     format_ = load_format(format_of(path, table))
@@ -62,7 +62,7 @@ def _columns(path: str, table: InputTable) -> tuple[str, ...]:
 
 
 def content_hash(path: str) -> str:
-    """Return the ``sha256`` of a file's fingerprint.
+    """Return the hash of a file's content, as ``sha256`` in its fingerprint.
 
     Raises:
         InputError: it can't be read.
@@ -73,10 +73,10 @@ def content_hash(path: str) -> str:
 def changed_files(
     table: InputTable, then: Sequence[FileFingerprint], *, thorough: bool
 ) -> dict[str, str]:
-    """Return how each file of the input differs from its state ``then``, by path.
+    """Return how each changed file of the input differs from its earlier fingerprint in ``then``, by path.
 
-    Compares the size and the time of local files. ``thorough``: also the content if a file's ctime
-    differs, remote files, and whether other files match now.
+    Compares the size and the time of local files. ``thorough``: also the content if a file's ctime differs, remote
+    files, and whether other files match now.
 
     Raises:
         InputError: a remote file can't be examined.
@@ -106,7 +106,7 @@ def _difference(old: FileFingerprint | None, new: FileFingerprint) -> str | None
     if new.size != old.size:
         return f"{old.size:,} bytes → {new.size:,} bytes"
     if new.sha256 != old.sha256:
-        return "its content, not its size"
+        return "its content differs, its size is the same"
     if new.mtime_ns != old.mtime_ns:
         return "it was written to, its size is the same"
     return None
@@ -115,7 +115,7 @@ def _difference(old: FileFingerprint | None, new: FileFingerprint) -> str | None
 def _local(
     path: str, known: Mapping[tuple[str, int, int, int], str], *, is_row: bool
 ) -> FileFingerprint:
-    """Return the fingerprint of a local file. If the file or its pages are rows (``is_row``), it may be empty: it fails alone."""
+    """Return the fingerprint of a local file, which may be empty only if it is a row itself (``is_row``)."""
     try:
         with open_regular(path) as file:
             stat = os.fstat(file.fileno())  # before the content: a write meanwhile shows later
@@ -151,6 +151,6 @@ def _remote(path: str) -> FileFingerprint:
 
 
 def _content(filesystem: Any, name: str) -> str:
-    """Return a hash of the content, because a page that is generated anew differs in nothing else."""
+    """Return a hash of the content of a remote file, for a store that gives no ETag or time to notice a change."""
     with filesystem.open(name, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

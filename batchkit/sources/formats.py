@@ -29,7 +29,7 @@ ROWS_ARE_FILES = ("files", "clips", "pdf")  # a file is a row, or each of its pa
 
 
 def format_of(path: str, table: InputTable) -> str:
-    """Return the name of the format of ``path``; JSON lines are checked for OpenAI batch requests.
+    """Return the name of the format of ``path``. A JSON Lines file is opened to see if it has OpenAI batch requests.
 
     Raises:
         InputError: ``input.format`` is "auto" and the suffix is unknown.
@@ -45,7 +45,7 @@ def format_of(path: str, table: InputTable) -> str:
             f"{path}: is an archive; unpack it, or name its files: {suffix[1:]}://*.csv::{path}"
         )
     if suffix == ".xls":
-        raise InputError(f"{path}: is of Excel before 2007; save it as .xlsx")
+        raise InputError(f"{path}: is a workbook of Excel before 2007; save it as .xlsx")
     if not name:
         suffixes = (suffix for name in READERS.names() for suffix in load_format(name).suffixes)
         raise InputError(
@@ -60,7 +60,7 @@ def format_of(path: str, table: InputTable) -> str:
 
 
 def read_as(path: str, table: InputTable) -> str:
-    """Return how the file's name selects its format, because equal bytes may give other rows under another name."""
+    """Return the format that the name of a file gives it: equal bytes may give other rows under another name."""
     if table.is_run:
         return "run"
     suffix = suffix_of(path)
@@ -72,7 +72,7 @@ def read_as(path: str, table: InputTable) -> str:
 
 
 def suffix_of(path: str) -> str:
-    """Return ``.jsonl`` for ``a.jsonl``, ``A.JSONL.gz`` and ``https://host/a.jsonl?token=x``."""
+    """Return the suffix without compression: ``.jsonl`` for ``A.JSONL.gz`` and ``https://host/a.jsonl?token=x``."""
     name = PurePosixPath(name_of(path))
     if name.suffix.lower() in COMPRESSIONS:
         name = name.with_suffix("")

@@ -35,20 +35,22 @@ from batchkit.types import Row
 _CHUNK_BYTES = 1 << 20
 LOOK_S = 5.0
 _HASH_BYTES = 8  # size of an input_hash
-_REST = 8  # the pause after a check is this many times the time that it took
+_REST = 8  # the pause after a check is at least this many times the time that the check took
 
 
 class Input(NamedTuple):
     """The source of the rows.
 
-    ``files``: fingerprints that show whether the input is that of an earlier start; None for rows that can be read
-    only once, whose run can't be resumed. ``read`` yields the rows for whose index its argument is false;
-    ``everything`` does the same past ``limit``. ``size`` returns the total number of rows, or None if unknown.
-    ``has_ids``: row ids do not depend on positions. ``changes`` returns how the input now differs from ``files``, by
-    path; with True it checks thoroughly, which may take as long as making ``files``. ``labels``: pandas' index of
-    the rows, if any. ``id``: the field that identifies rows from Python, or None. ``left_out`` describes what else
-    the input's folder contains; ``if_empty`` is the message for an input without rows. ``sample_of``: the number of
-    rows in the whole input if only a sample is read.
+    - ``files``: fingerprints that show whether the input is that of an earlier start; None for rows that can be read
+      only once, whose run can't be resumed.
+    - ``read`` yields the rows for whose index its argument is false; ``everything`` does so without ``limit``.
+    - ``size`` returns the total number of rows, or None if unknown.
+    - ``has_ids``: row ids do not depend on positions. ``id``: the field that identifies rows from Python, or None.
+    - ``changes`` returns how the input now differs from ``files``, by path; with True it checks thoroughly, which may
+      take as long as making ``files``.
+    - ``labels``: pandas' index of the rows, if any.
+    - ``left_out``: a text about other files in the input's folder. ``if_empty``: the message for an input without rows.
+    - ``sample_of``: the number of rows in the whole input if only a sample is read.
     """
 
     files: list[FileFingerprint] | None
@@ -89,7 +91,8 @@ def from_python(rows: Any, table: InputTable) -> Input:
     """
     if table.where or table.limit or table.shard or table.filled:
         raise JobError(
-            'input.where, input.limit, input.shard and input.empty = "skip" work only for files: select the rows yourself'
+            'input.where, input.limit, input.shard and input.empty = "skip" work only for files, and the rows are'
+            " from Python: leave these keys out and give only the rows to run"
         )
     found = python_rows(rows, table.id)
     has_ids = found.id is not None
@@ -110,7 +113,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
         return {PLACE: "other values"} if is_other else {}
 
     def read(skip: Skip) -> Iterator[Row]:
-        """Compare each row when it is read, so that a row that is changed back later is noticed, too."""
+        """Yield rows. Compares each with its first reading, to notice also a row that is changed back later."""
         nonlocal is_other
         end = 0
         for row in found.read():
@@ -141,9 +144,9 @@ def from_python(rows: Any, table: InputTable) -> Input:
 def watched(
     rows: Iterator[Row], source: Input, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Row]:
-    """Yield ``rows`` of ``source`` as long as the source is unchanged since the run began.
+    """Yield ``rows``, and check every few seconds that their ``source`` has not changed since the run began.
 
-    It is checked every few seconds, and thoroughly when the rows end or can't be read any further.
+    The check is thorough when the rows end or can't be read any further.
 
     Raises:
         ChangedInputError: The source has changed; rows of both states may have been read.
@@ -165,7 +168,7 @@ def watched(
 
 
 def check_unchanged(changes: Mapping[str, str], because: InputError | None = None) -> None:
-    """Raise ChangedInputError if there are ``changes``: how each file differs, by path."""
+    """Raise ChangedInputError if there are ``changes``, by path. ``because``: a reading error that they may explain."""
     if not changes:
         return
     path, how = next(iter(changes.items()))
@@ -181,7 +184,7 @@ def check_unchanged(changes: Mapping[str, str], because: InputError | None = Non
 
 
 def distrusted(files: list[FileFingerprint], changed: Collection[str]) -> list[FileFingerprint]:
-    """Return ``files``, in which files that ``changed`` during the run have fingerprints that never match.
+    """Return ``files`` with fingerprints that never match for those that ``changed`` during the run.
 
     The next start then treats them as changed, even if they were changed back, and compares their rows.
     """
@@ -207,7 +210,7 @@ def why_empty(table: InputTable) -> str:
 
 
 def _known_files(folder: Path) -> list[FileFingerprint]:
-    """Return the files of an earlier start, so that unchanged files need not be read again."""
+    """Return the fingerprints of an earlier start, so that unchanged files need not be read again."""
     try:
         return read_manifest(folder).input
     except StoreError:
@@ -238,8 +241,9 @@ class Total:
 
 
 def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint]) -> list[str]:
-    """Return one line for each file whose content differs. Moving or touching a file changes nothing, unless
-    its new name selects another format.
+    """Return one line for each file whose content differs.
+
+    Moving or touching a file changes nothing, unless its new name selects another format.
     """
     if len(then) == len(now) and all(map(_same, then, now)):
         return []

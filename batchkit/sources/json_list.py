@@ -17,7 +17,7 @@ MAX_WHOLE_BYTES = 2**28  # a larger file is parsed as a stream, which is five ti
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """Read a JSON list, see ``Reader``. A file of up to 256 MB is parsed at once, a larger one member by member."""
+    """Yield the rows of a JSON list (see ``Reader``). A file over 256 MB is parsed as a stream, row by row."""
     with open_input(path) as file:
         content = file.read(MAX_WHOLE_BYTES + 1)
     if len(content) > MAX_WHOLE_BYTES:
@@ -42,7 +42,7 @@ def _parsed(path: str, content: bytes) -> Any:
     except (msgspec.DecodeError, ValueError) as error:
         if _is_lines(content):
             raise InputError(
-                f'{path}: holds a JSON object a line; set input.format = "jsonl"'
+                f'{path}: has one JSON object per line; set input.format = "jsonl"'
             ) from error
         raise InputError(f"{path}: broken JSON: {error}") from error
     except RecursionError as error:
@@ -50,7 +50,7 @@ def _parsed(path: str, content: bytes) -> Any:
 
 
 def _list(path: str, value: Any, records: str | None) -> list[Any]:
-    """Return the list of rows in the file's ``value``."""
+    """Return the list of rows in ``value``, the whole file's JSON: itself, or the list at the key ``records``."""
     if records is None:
         if isinstance(value, list):
             return value
@@ -67,11 +67,13 @@ def _list(path: str, value: Any, records: str | None) -> list[Any]:
             f"{path}: is a JSON object; set input.records to the key of its list; keys: {keys}"
         )
     if isinstance(value, list):
-        raise InputError(f"{path}: the file is the list itself: leave input.records out")
+        raise InputError(f"{path}: the whole file is the list of rows; leave input.records out")
     for key in records.split("."):
         if not isinstance(value, dict) or key not in value:
             hint = one_of(key, value if isinstance(value, dict) else ())
-            raise InputError(f"{path}: input.records = {records!r} is not there; {hint}")
+            raise InputError(
+                f"{path}: input.records is {records!r}, but the file lacks {key!r}; {hint}"
+            )
         value = value[key]
     if not isinstance(value, list):
         raise InputError(f"{path}: input.records = {records!r} is not a list: {shown(value)}")
@@ -79,7 +81,7 @@ def _list(path: str, value: Any, records: str | None) -> list[Any]:
 
 
 def _is_lines(content: bytes) -> bool:
-    """Return whether the first line is an object by itself, and more lines follow."""
+    """Return whether the file is JSON Lines: the first line is an object by itself, and more lines follow."""
     first, _, rest = content.partition(b"\n")
     try:
         return isinstance(msgspec.json.decode(first), dict) and bool(rest.strip())

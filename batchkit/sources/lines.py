@@ -23,7 +23,7 @@ from batchkit.sources.reader import (
     shown,
 )
 
-_LOOKED_AT = 1000  # lines
+_LOOKED_AT = 1000  # lines that ``is_batch`` reads at most
 _BATCH_KEYS = {"custom_id", "body"}
 _decode = msgspec.json.Decoder().decode
 
@@ -46,7 +46,7 @@ def reader(parse: Callable[[bytes, str, int], Found]) -> Reader:
 
 
 def parse_object(line: bytes, path: str, number: int) -> dict[str, Any] | RequestError:
-    """Return the object in ``line``, or its error.
+    """Return the JSON object in ``line``, or the error of its row.
 
     Raises:
         InputError: the first line shows that the whole file has another format.
@@ -88,7 +88,7 @@ def _not_text(line: bytes, bad: UnicodeDecodeError) -> str:
 
 
 def is_batch(path: str) -> bool:
-    """Return whether the first valid line is a batch request; broken lines before it do not matter.
+    """Return whether the file has OpenAI batch requests, by its first valid line.
 
     Raises:
         InputError: as ``open_input``.
@@ -105,7 +105,7 @@ def is_batch(path: str) -> bool:
 
 
 def _batch_request(line: bytes, path: str, number: int) -> Found:
-    """Return the fields ``custom_id``, ``body`` and ``url`` (None if missing)."""
+    """Return the fields of a batch request (``custom_id``, ``body``, and ``url`` or None), or the error of its row."""
     request = parse_object(line, path, number)
     if not isinstance(request, dict):
         return request
@@ -118,7 +118,7 @@ def _batch_request(line: bytes, path: str, number: int) -> Found:
 
 
 def _prompt(line: bytes, path: str, number: int) -> Found:
-    """Return the prompt with its white space but without its line end."""
+    """Return the line as the field ``prompt``, without its line end; other white space is kept."""
     try:
         return {"prompt": line.removesuffix(b"\n").removesuffix(b"\r").decode()}
     except UnicodeDecodeError as bad:

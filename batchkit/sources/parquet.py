@@ -1,4 +1,4 @@
-"""Parquet, read one small batch at a time; bytes stay bytes."""
+"""Parquet files, read one small batch at a time; bytes stay bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_PYTHON = (ValueError, OverflowError, pa.ArrowException)
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """Read Parquet, see ``Reader``. A row group is not read from the file if all its rows are skipped."""
+    """Yield the rows of a Parquet file (see ``Reader``). A row group whose rows are all skipped is not read."""
     first = index
     with open_input(path, text=False) as file:
         parquet = _open(path, file)
@@ -49,9 +49,9 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def rows_of(batch: Any, place: str, position: int) -> Iterator[Found]:
-    """Yield the rows of an Arrow batch or table that starts at row ``position`` of ``place``.
+    """Yield the rows of an Arrow batch or table, whose first row is number ``position`` of ``place``.
 
-    A row that Python cannot represent is an error.
+    A row with a value that Python can't represent becomes an error.
     """
     fitting = batch.num_rows * TARGET_BATCH_BYTES // max(1, batch.nbytes)
     at_once = max(1, min(MAX_BATCH_ROWS, fitting))
@@ -75,10 +75,10 @@ def _row(row: Any, place: str) -> Found:
 
 
 def _open(path: str, file: object) -> Any:
-    """Open the file buffered, so that a column chunk is read page by page as a stream.
+    """Return the Parquet file, buffered, so that a column chunk is read page by page as a stream.
 
-    INT96, in which Spark writes times, has any year; in Arrow's default, nanoseconds, times before 1677 or after 2262
-    would change.
+    INT96, in which Spark writes times, is read in microseconds: in nanoseconds, Arrow's default, times before 1677 or
+    after 2262 would change.
     """
     try:
         parquet = pq.ParquetFile(
@@ -92,7 +92,7 @@ def _open(path: str, file: object) -> Any:
 
 
 def _batch_rows(group: Any) -> int:
-    """Return the number of rows to read at a time, from the sizes in the footer."""
+    """Return how many rows of a row group to read at a time, from the sizes in the file's footer."""
     n_rows = max(1, group.num_rows)
     chunks = map(group.column, range(group.num_columns))
     n_bytes = sum(

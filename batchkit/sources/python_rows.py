@@ -25,7 +25,7 @@ _NO_ROWS = bytes | bytearray | memoryview | io.IOBase
 
 
 class Values(NamedTuple):
-    """Rows given from Python. ``read`` yields them from the first one; only once if ``size`` is None.
+    """Rows given from Python. ``read`` yields them from the first one on; only once if ``size`` is None.
 
     ``labels``: the index of a DataFrame or Series of pandas. ``id``: the field that names the rows, or None.
     """
@@ -37,13 +37,13 @@ class Values(NamedTuple):
 
 
 def python_rows(rows: Any, key: str | None) -> Values:
-    """Return ``rows`` as ``Row``s whose ids are the values of the field ``key``, or of ``id`` if ``key`` is None and the
-    first row has an ``id``. A single str or dict is one row. Dicts and lists are copies, so the caller may change the
-    originals.
+    """Return ``rows`` as ``Row``s. A single str or dict is one row.
 
-    Tables are DataFrames of pandas, datasets of ``datasets``, and all that gives an Arrow stream, as
-    polars and pyarrow do; they are recognised by their methods, since none of these packages need be
-    installed. A value that is not a row fails alone.
+    The ids are the values of the field ``key``, or of ``id`` if ``key`` is None and the first row has an ``id``. Dicts
+    and lists are copied, so the caller may change the originals. A value that is not a row becomes a row with an error.
+
+    Tables are DataFrames of pandas, datasets of ``datasets``, and all objects that give an Arrow stream, as those of
+    polars and pyarrow do. They are recognized by their methods, since none of these packages need be installed.
 
     Raises:
         JobError: no value of ``rows`` can be a row; for an iterator, its first value decides.
@@ -103,7 +103,7 @@ def _values(rows: Any) -> Values:
     if hasattr(rows, "__arrow_c_stream__") and not hasattr(rows, "with_format"):
         return _of_stream(rows)
     if hasattr(rows, "with_format") and getattr(rows, "format", {}).get("type") != "custom":
-        rows = rows.with_format(None)  # of Hugging Face: else its values may be torch's or numpy's
+        rows = rows.with_format(None)  # a Hugging Face dataset may give values of torch or numpy
     if all(hasattr(type(rows), name) for name in ("__len__", "__getitem__")):  # torch's Dataset
         return Values(lambda: _each(rows), lambda: len(rows))
     if isinstance(rows, Iterable):
@@ -112,7 +112,7 @@ def _values(rows: Any) -> Values:
 
 
 def _of_stream(rows: Any) -> Values:
-    """Read a stream of batches as it arrives, once; an object that can provide several streams is read whole."""
+    """Return the rows of an Arrow stream, read once as they arrive; whole if the object can give several streams."""
     import pyarrow as pa
 
     try:
@@ -143,7 +143,7 @@ def _of_pandas(frame: Any) -> Iterator[Any]:
 
 
 def _each(rows: Any) -> Iterator[Any]:
-    """Yield the rows. A row that cannot be created, for example with a broken image, fails alone."""
+    """Yield the rows of a dataset. A row that can't be created, for example with a broken image, becomes an error."""
     values = iter(rows) if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows)))
     for n in range(n_rows := len(rows)):
         try:
@@ -183,7 +183,7 @@ def _copied(value: Any, levels: int = MAX_DEPTH) -> Any:
     if not levels:
         raise _TooDeepError
     if kind.__name__ == "ndarray" and value.ndim == 1 and value.dtype.kind not in "mM":
-        return _copied(value.tolist(), levels)  # but of times: their numbers
+        return _copied(value.tolist(), levels)  # excludes times, which would become numbers
     if isinstance(value, dict):
         return {key: _copied(part, levels - 1) for key, part in value.items()}
     if isinstance(value, list):
@@ -247,6 +247,6 @@ def _kind(value: Any) -> str:
 
 def _refused(found: str) -> JobError:
     return JobError(
-        f"{PLACE}: found {found}; expected prompts, chat messages, dicts or a DataFrame. A file is"
-        " named in input.path"
+        f"{PLACE}: found {found}; expected prompts, chat messages, dicts or a DataFrame. To read a file, set"
+        " input.path"
     )

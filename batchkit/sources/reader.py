@@ -1,4 +1,4 @@
-"""The parts that all formats share: the reader's signature, checks, and error texts."""
+"""The parts that all formats share: the signature of a reader, checks, and texts of errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; flatten it"
 
 
 class Broken(NamedTuple):
-    """A row that cannot be read. ``fields`` holds its known fields: the name of its file."""
+    """A row that can't be read. ``fields`` has what is known without reading it, for example the name of its file."""
 
     fields: dict[str, Any]
     error: RowError
@@ -37,21 +37,22 @@ class Reader(Protocol):
     """A function that reads the files of one format."""
 
     def __call__(self, path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-        """Yield one value for every row of ``path``, in order, without holding it longer than needed.
+        """Yield one value for every row of ``path``, in order, and keep none of them longer than needed.
 
-        ``index`` is the first row's number in the whole input; ``skip`` is called with that number.
+        ``index`` is the number of the file's first row in the whole input. ``skip`` is called with such a number; for a
+        row to skip, None is yielded.
 
         Raises:
-            InputError: the following rows cannot be separated.
+            InputError: the rest of the file can't be divided into rows.
         """
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files. ``id``: default field for the row's id. ``is_table``: all rows of a file have the same
-    fields.
+    """A format of input files.
 
-    ``find`` returns the files of an input that are not found by name, and a text about files that were left out.
+    ``id``: default field for the row's id. ``is_table``: all rows of a file have the same fields. ``find`` is set if
+    ``input.path`` does not name the files themselves: it returns them, and a text about files that were left out.
     """
 
     read: Reader
@@ -87,7 +88,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def fault(path: str, lines: int | str, problem: str) -> RequestError:
-    """Return the error of a row that cannot be read; ``lines`` count from 1, as in an editor."""
+    """Return the error of a row that can't be read; ``lines`` are numbers from 1, as in an editor."""
     word = "line" if isinstance(lines, int) else "lines"
     return RequestError(f"{path} {word} {lines}: {problem}")
 
@@ -122,11 +123,10 @@ def row_of(
     *,
     others_have_ids: bool = False,
 ) -> Row:
-    """Return the row that a reader ``found``. Its id is the field ``key``, or its index if ``key`` is None.
+    """Return the Row for a value ``found`` by a reader. Its id is the field ``key``, or its index if ``key`` is None.
 
-    A row that cannot be read, or lacks its id, has ``error`` set and a fallback id that no other row has. A row
-    without ``key`` also gets a fallback id if rows of other files have ids, since one of these may be equal to its
-    index.
+    A row that can't be read, or lacks its id, has ``error`` set and a fallback id that no other row has. A row without
+    ``key`` also gets a fallback id if rows of other files have ids, since one of these may be equal to its index.
     """
     if isinstance(found, RequestError):
         found = Broken({}, found)
@@ -150,5 +150,5 @@ def fallback_id(index: int) -> str:
 
 
 def is_fallback(row_id: str) -> bool:
-    """Return whether ``row_id`` is a fallback id."""
+    """Return whether ``row_id`` was made by ``fallback_id``, for a row without an id."""
     return row_id.startswith("no-id:") and _FALLBACK.fullmatch(row_id) is not None

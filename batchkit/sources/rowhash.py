@@ -28,16 +28,14 @@ def input_hash(fields: Mapping[str, Any]) -> str:
     in_order = dict(sorted(fields.items(), key=lambda field: str(field[0])))
     try:
         content = _ENCODER.encode(in_order)
-    except (
-        Exception
-    ):  # an integer beyond 64 bits, invalid Unicode, or an error in a value's own code
+    # An integer beyond 64 bits, invalid Unicode, or an error in a value's own code.
+    except Exception:
         content = _ENCODER.encode(_plain(in_order))
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def _content(value: Any) -> Any:
-    """Return the full content of a value that is not a JSON type. The ``repr`` of a picture, an array or a table is an
-    address, or leaves out the middle."""
+    """Return the full content of a value that has no JSON type, since its ``repr`` may be an address or be cut."""
     kind = type(value).__name__
     if isinstance(value, Mapping):
         return dict(value)
@@ -60,7 +58,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Convert any value to types that the encoder accepts."""
+    """Return ``value`` in types that the encoder accepts."""
     if isinstance(value, Mapping):
         return [[_plain(key), _plain(part)] for key, part in value.items()]
     if isinstance(value, list | tuple):
@@ -82,7 +80,8 @@ def is_picture(value: Any) -> bool:
 
 
 def loaded(picture: Any) -> int | None:
-    """Decode ``picture``, one thread at a time, and return its ``orientation_of``.
+    """Decode the PIL image ``picture`` and return its ``orientation_of``. Threads that share an image wait for each
+    other.
 
     Raises Pillow's exceptions for a broken file.
     """
@@ -101,7 +100,7 @@ def orientation_of(picture: Any) -> int | None:
 
 
 def _look_of(picture: Any) -> list[Any]:
-    """Return the attributes that determine how a picture's bytes are displayed."""
+    """Return the attributes that, besides its bytes, decide how a picture looks."""
     orientation, mode = loaded(picture), picture.mode
     palette = bytes(picture.getpalette("RGBA") or ()) if mode in ("P", "PA") else b""
     return [mode, palette, repr(picture.info.get("transparency")), orientation]

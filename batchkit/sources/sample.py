@@ -15,8 +15,10 @@ from batchkit.storage.index_set import IndexSet
 
 
 def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: Totals) -> Input:
-    """Return ``source`` limited to ``size`` random rows, each with all values of ``input.cross``. The same ``seed``
-    gives the same rows; a larger sample contains a smaller one. ``settled`` rows are counted in addition.
+    """Return ``source`` limited to ``size`` random rows, each with all values of ``input.cross``.
+
+    The same ``seed`` gives the same rows; a larger sample contains a smaller one. ``settled`` rows, which have records,
+    are counted in addition.
 
     Raises:
         InputError: As ``read_rows``.
@@ -27,7 +29,7 @@ def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: 
 
 
 def only(source: Input, chosen: IndexSet, *, of: int, settled: Totals) -> Input:
-    """Return ``source`` limited to the ``chosen`` rows, out of ``of``; ``settled`` as above."""
+    """Return ``source`` limited to the ``chosen`` rows, out of ``of``; ``settled`` as for ``sampled``."""
     in_all = len(chosen | settled.completed | settled.failed_rows)
     return source._replace(
         read=lambda skip: source.read(lambda index: index not in chosen or skip(index)),
@@ -44,7 +46,7 @@ def indexes_of(source: Input, table: InputTable) -> Sequence[int]:
 
 
 def drawn(indexes: Sequence[int], table: InputTable, size: int, *, seed: int) -> Iterator[int]:
-    """Yield the indexes of a sample, in random order."""
+    """Yield the indexes of a random sample of ``size`` input rows, each with all values of ``input.cross``."""
     n = len(variants(table.cross))
     rows = indexes if n == 1 else [*dict.fromkeys(index // n for index in indexes)]
     for row in in_random_order(rows, seed=seed, most=size):
@@ -68,8 +70,7 @@ def check_countable(source: Input) -> None:
 
 
 def _draw(n: int, size: int, random: Random) -> Iterator[int]:
-    """Yield the first ``size`` of 0 … n-1 in random order: Fisher-Yates shuffle that keeps only moved
-    numbers in memory."""
+    """Yield the first ``size`` of 0 … n-1 in random order (Fisher-Yates shuffle; only moved numbers are in memory)."""
     moved: dict[int, int] = {}
     for place in range(min(size, n)):
         other = random.randrange(place, n)

@@ -17,11 +17,11 @@ def is_blank(value: Any) -> bool:
 def compile_where(
     where: Mapping[str, Any], filled: Set[str] = frozenset()
 ) -> Callable[[Mapping[str, Any]], bool]:
-    """Return ``keeps(fields)``, which is true if every field in ``where`` exists and equals its value or one in its
-    list, and no field in ``filled`` is blank.
+    """Return a function ``keeps(fields)`` that is true for rows that match the filter.
 
-    A value also matches its text, because CSV has no numbers: ``year = 2020`` must find "2020". Midnight matches its
-    day, because Excel stores dates as midnight.
+    Every field in ``where`` must exist and equal its value, or one in its list; no field in ``filled`` may be blank. A
+    value also matches its text, because CSV has no numbers: ``year = 2020`` must find "2020". Midnight matches its day,
+    because Excel stores dates as midnight.
     """
     allowed = {
         key: (values, {text for value in values for text in _texts(value)})
@@ -42,8 +42,7 @@ def compile_where(
 
 
 def check_fields(where: Mapping[str, Any], fields: Mapping[str, Any], path: str) -> None:
-    """Raise InputError if ``fields`` (the first readable row) lack a field in ``where``; otherwise a typo would
-    leave no rows."""
+    """Raise InputError if ``fields``, of the first readable row, lack one in ``where``, which may be a typo."""
     for key in where:
         if key not in fields:
             raise InputError(
@@ -53,7 +52,7 @@ def check_fields(where: Mapping[str, Any], fields: Mapping[str, Any], path: str)
 
 
 def _texts(value: Any) -> set[str]:
-    """Return the ways to write ``value``, in Python and elsewhere."""
+    """Return the texts in which CSV, Excel or Python may write ``value``."""
     text = str(value)
     if isinstance(value, bool):
         return {text, text.lower(), text.upper()}

@@ -1,4 +1,4 @@
-"""Files as rows, such as images, and PDFs, whose pages are rows.
+"""Images and clips, each of which is a row, and PDFs, each of whose pages is a row.
 
 PDFs are opened in a separate process (``isolation.pdf_child``).
 """
@@ -23,7 +23,7 @@ _MEMORY_BYTES = 2**31
 
 
 def _read_file(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """Yield the row of a file, see ``Reader``; the file is not opened."""
+    """Yield the row of an image or clip (see ``Reader``); the file is not opened."""
     yield None if skip(index) else _fields(path, table)
 
 
@@ -38,7 +38,7 @@ def _fields(path: str, table: InputTable) -> dict[str, Any]:
 
 
 def _read_pdf(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """Yield the pages of a PDF, see ``Reader``. A PDF that cannot be opened is one failed row.
+    """Yield the pages of a PDF (see ``Reader``). A PDF that can't be opened is one failed row.
 
     ``page_text`` is empty for a scanned page.
     """
@@ -55,11 +55,12 @@ def _read_pdf(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[
 
 
 def _n_pages(place: str, path: str) -> int:
-    """Return the number of pages. It depends only on the file; otherwise, rows would get other indexes.
+    """Return the number of pages. An error that is not the file's must stop the run: later rows would get other
+    indexes.
 
     Raises:
         MediaError: the file is broken.
-        InputError: it is unknown whether it is.
+        InputError: the pages can't be counted for another reason.
     """
     try:
         return int(PDF_READER.ask(place, _MEMORY_BYTES, "pages"))
@@ -80,7 +81,7 @@ def _page(file: dict[str, Any], place: str, page: int, n_pages: int) -> Found:
 
 @contextmanager
 def _opened(path: str) -> Iterator[str]:
-    """Return the path at which the PDF's process finds the file; remote files are copied."""
+    """Yield the path at which the PDF's process can open the file; a remote or compressed file is copied."""
     if (missing := PDF_READER.missing) is not None:
         raise InputError(f"{path}: {missing}")
     with open_input(path, text=False, may_be_empty=True) as file, TemporaryFile() as copy:

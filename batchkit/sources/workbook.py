@@ -27,8 +27,10 @@ _NOT_COMPUTED = (
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """Read a sheet (see ``Reader``). ``input.records`` names it; the default is the first sheet. Blank rows are
-    skipped. A formula gives its saved value; without one, its row fails."""
+    """Yield the rows of the sheet that ``input.records`` names, by default the first (see ``Reader``).
+
+    Blank rows are skipped. A formula gives its saved value; without one, its row fails.
+    """
     with open_input(path, text=False) as file, ExitStack() as stack:
         is_computed = _is_computed(path, file)
         books = [_opened(path, file, data_only=only) for only in (True, False)]
@@ -59,7 +61,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def _is_computed(path: str, file: IO[bytes]) -> bool:
-    """Return whether saved formula values are those that Excel would show."""
+    """Return whether the saved values of formulas are current, which some programs leave to Excel."""
     try:
         with ZipFile(file) as archive:
             return _TO_COMPUTE.search(archive.read("xl/workbook.xml")) is None
@@ -105,7 +107,7 @@ def _sheet(path: str, workbook: Any, name: str | None) -> Any:
 
 
 def _values(saved: Any, written: Any, *, is_computed: bool) -> Iterator[Sequence[Any]]:
-    """Yield rows of values from the ``saved`` sheet; the ``written`` sheet shows which cells are formulas."""
+    """Yield rows of values from the ``saved`` sheet; the same sheet as ``written`` shows which cells are formulas."""
     for cells, formulas in zip(saved.iter_rows(), written.iter_rows(), strict=True):
         yield [
             _plain(cell.value)
@@ -116,7 +118,7 @@ def _values(saved: Any, written: Any, *, is_computed: bool) -> Iterator[Sequence
 
 
 def _has_value(cell: Any) -> bool:
-    """Return True if the formula has a saved value. Without one, the cell has a number's type."""
+    """Return whether a formula has a saved value. Without one, the cell has a number's type."""
     return cell.value is not None or cell.data_type != "n"
 
 

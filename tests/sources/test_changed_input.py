@@ -235,7 +235,7 @@ def test_empty_file_among_others_is_refused_before_anything_is_answered() -> Non
     write_job("part-*", id="key")
     ended = run()
     assert (ended.exit_code, LOG.exists()) == (2, False)
-    assert "part-1.csv: is empty; it must hold at least one row" in ended.stderr
+    assert "part-1.csv: the file is empty; it must have at least one row" in ended.stderr
     Path("part-1.csv").unlink()
     assert run().exit_code == 0
 
@@ -413,7 +413,10 @@ def test_file_at_a_url_that_ends_before_its_length_stops_the_run() -> None:
         write_job(f"{url}/in.jsonl")
         ended = run()
     assert ended.exit_code == 1
-    assert f"can't be read: ended at byte {len(content) // 2:,} of {len(content):,}" in ended.stderr
+    assert (
+        f"can't be read: the file ended at byte {len(content) // 2:,} of {len(content):,}"
+        in ended.stderr
+    )
 
 
 @pytest.mark.parametrize("has_length", [True, False])

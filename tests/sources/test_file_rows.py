@@ -159,7 +159,7 @@ def test_an_empty_or_broken_image_fails_alone() -> None:
     found = {record["id"]: record for record in records()}
     ok = {name for name, record in found.items() if record["status"] == "ok"}
     assert ok == {"photos/a.png", "photos/c.png"}
-    assert "photos/b.png: is empty" in found["photos/b.png"]["error"]["message"]
+    assert "photos/b.png: the file is empty" in found["photos/b.png"]["error"]["message"]
     assert found["photos/d.png"]["error"]["kind"] == "media"
 
 

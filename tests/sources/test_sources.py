@@ -315,7 +315,7 @@ BROKEN_CELLS = [
     (b'"x\ny"', "lines 4-5: 1 cells for 2 columns"),
     (b"1,\xff", "line 4: not UTF-8 in column 'b'"),
     (b'"a"b,2', "line 4: ',' expected after '\"'; check its quotes"),
-    (b"x" * 999, "…; quote a cell that holds the separator"),
+    (b"x" * 999, "…; put a cell that contains the separator in quotes"),
 ]
 BROKEN_REQUESTS = [
     (b'{"body": {}}', "line 2: custom_id must be a text, found None"),
