@@ -166,10 +166,7 @@ def with_temperature(
 
 
 class Sides(NamedTuple):
-    """A query and the documents to compare it with, each as text or as a list of content parts.
-
-    Images in the parts are not loaded yet. ``is_list``: the body has a list of documents, so its score is a list.
-    """
+    """A query and documents to compare it with, each as text or as content parts, whose images are not loaded yet."""
 
     query: Any
     documents: list[Any]
@@ -199,9 +196,9 @@ def endpoint_of(url: Any, task: TaskName) -> str | None:
 
 
 def task_of(endpoint: str | None, task: TaskName) -> TaskName:
-    """Return the task that answers a batch line for ``endpoint``; without an endpoint, the job's own ``task``.
+    """Return the task that answers a batch line for ``endpoint``; without an endpoint, the job's ``task``.
 
-    A job that answers once per token ("token_embed") does so for the lines of "embeddings", too.
+    A job that embeds or classifies each token does so for lines of "embeddings" or "classify", too.
     """
     found = _TASKS.get(endpoint or "", task)
     return task if _FOR_EACH_TOKEN.get(task) == found else found

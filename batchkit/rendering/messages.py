@@ -41,10 +41,7 @@ def loaded(messages: Any, load: Load) -> list[Message]:
 
 
 def media_sources(messages: Any, *kinds: str) -> list[Any]:
-    """Return the source of each image or clip in ``messages`` whose kind is one of ``kinds``.
-
-    Returns an empty list if ``messages`` are not chat messages.
-    """
+    """Return the sources of images and clips of these ``kinds``; [] if ``messages`` are not chat messages."""
     return [
         _source_in(part)
         for message in (messages if isinstance(messages, list) else [])
@@ -173,10 +170,7 @@ def with_parts(content: Content, load: Load) -> Content:
 
 
 def _loaded_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return copies of tool calls, with their arguments as text (OpenAI's shape).
-
-    Copies, because vLLM modifies the calls it gets.
-    """
+    """Return copies of tool calls, with arguments as text (OpenAI's shape). Copies, because vLLM modifies what it gets."""
     if not isinstance(calls, list):
         raise RequestError(f"messages: tool_calls is {shown(calls)}, expected a list")
     copies = []
@@ -203,9 +197,7 @@ def _loaded_part(part: Any, load: Load) -> Any:
 
 
 def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
-    """Return ``made``, the loaded form of an image ``part``, with OpenAI's ``detail`` of it, which only servers
-    read.
-    """
+    """Return ``made``, an image part that was loaded, with OpenAI's ``detail`` of ``part``, which only servers read."""
     url = part.get("image_url")
     detail = url.get("detail") if isinstance(url, Mapping) else part.get("detail")
     if not isinstance(detail, str):

@@ -67,10 +67,7 @@ def well_ordered(
 
 
 def _alike_together(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
-    """Yield ``rows`` grouped by adapter, then by prompt prefix, each with the number of its group.
-
-    The adapter ``lora`` of the row yielded last comes first. Otherwise groups are in the order of their first rows.
-    """
+    """Yield ``rows`` grouped by adapter (``lora`` first), then by prompt prefix, each with its group's number."""
     by_lora: dict[str, list[_Seen]] = {lora: []}
     for seen in rows:
         by_lora.setdefault(seen[0].lora, []).append(seen)

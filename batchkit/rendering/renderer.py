@@ -61,14 +61,11 @@ LoadMedia = Callable[[str, Any, MediaTable], Media]
 
 
 class PromptRenderer:
-    """A renderer that turns the rows of one job into requests.
+    """A renderer that turns the rows of one job into requests. Several threads may share it.
 
-    Several threads may share it, and then call these functions concurrently:
-
-    - ``load`` decodes an image or a clip from its source; the default returns the form that the job's engine takes.
-    - ``adjust_sampling`` changes a row's sampling parameters for the engine.
-
-    ``chat_template_kwargs`` are set in each request, in addition to those of the engine's options.
+    So they may also call its functions concurrently: ``load``, which decodes an image or a clip (by default to the form
+    that the job's engine takes), and ``adjust_sampling``, which adapts sampling parameters to the engine. Each request
+    gets ``chat_template_kwargs``, in addition to those in the engine's options.
 
     Raises:
         JobError: a template or template file of the job is invalid, or its ``media.root`` is a URL that can't be
@@ -135,9 +132,7 @@ class PromptRenderer:
     def _request(
         self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str, note: str
     ) -> Request:
-        """Return the request for ``row``, rendered from ``fields``: those of the row with the texts of its files, maybe
-        cut.
-        """
+        """Return the request for ``row``, rendered from ``fields``: its own with the texts of its files, maybe cut."""
         own, endpoint = self._own_prompt(fields), None
         if own == "body":
             endpoint = endpoint_of(fields.get("url"), self._job.task)
@@ -180,11 +175,11 @@ class PromptRenderer:
         return with_media_bytes(request) if self.opens_files else request
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
-        """Return ``request``, which the engine refused with ``error``, with the longest text of its row cut in the
-        middle.
+        """Return ``request``, which caused ``error``, with its row's longest text cut in the middle; None if no cut
+        helps.
 
-        Returns None if no cut helps, or if ``retry.on_too_long`` is not "truncate-middle". If the shorter request is
-        still too long, pass it to this method again for a larger cut.
+        Without ``retry.on_too_long = "truncate-middle"``, no text is cut. If the result is still too long, pass it in
+        again for a larger cut.
         """
         if self._job.retry.on_too_long != "truncate-middle":
             return None
@@ -239,10 +234,7 @@ class PromptRenderer:
         return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0, lora or "")
 
     def _files(self, row: Row) -> str:
-        """Return the names of all files in the prompt, by which ``hint`` compares prompts.
-
-        Returns "" if the prompt has no files, or if finding their names would take long.
-        """
+        """Return the names of the prompt's files, to compare prompts by; "" if it has none or they need time."""
         has_text = self._user is not None or self._job.task == "score"
         files = self.templates.files.all
         if has_text and not files:
@@ -254,18 +246,13 @@ class PromptRenderer:
         return "\n".join(map(_known_by, [*media, *paths]))
 
     def _beginning(self, row: Row) -> str:
-        """Return the text by which ``hint`` compares prompts without files.
-
-        It consists of the fields that the templates use, in their order, or of the row's own prompt.
-        """
+        """Return the text to compare prompts without files by: the fields that they use, or the row's own prompt."""
         own = self._own_prompt(row.fields)
         names = self.templates.fields_in_order if own is None else [own]
         return "\n".join([str(row.fields.get(name, row.index))[:_BEGINNING] for name in names])
 
     def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a row's ``fields`` with the text of each file in ``prompt.texts``, and a batch line's body converted
-        to chat.
-        """
+        """Return ``fields`` with the text of each file in ``prompt.texts``, and a batch line's body as chat."""
         if self._own_prompt(fields) == "body":
             fields = self._line(fields)
         if not self.templates.files.texts:
@@ -290,9 +277,7 @@ class PromptRenderer:
         return longest_text(fields, self.templates.names | {own})
 
     def _is_shown(self, row: Row, fields: Mapping[str, Any], place: TextPlace) -> bool:
-        """Return whether the prompt contains the text at ``place``. A template may read only another part of the same
-        field.
-        """
+        """Return whether the prompt contains the text at ``place``; a template may read another part of the same field."""
         if len(place.path) == 1:
             return True
         try:
@@ -304,9 +289,7 @@ class PromptRenderer:
         return any(getattr(without, part) != getattr(whole, part) for part in parts)
 
     def _own_prompt(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the field with the row's prompt (messages, body or prompt); None if the job's templates make the
-        prompt.
-        """
+        """Return the field with the row's prompt (messages, body or prompt); None if the job's templates make it."""
         if self._user is not None or self._job.pair.is_set:
             return None
         if self._job.task == "score":
@@ -320,9 +303,7 @@ class PromptRenderer:
     def _content(
         self, fields: Mapping[str, Any], own: str | None
     ) -> tuple[Sequence[Message] | None, str | None]:
-        """Return the prompt as (messages, plain text), one of which is None, from the job's templates or from the row
-        itself.
-        """
+        """Return (messages, plain text), one of which is None, from the job's templates or from the row itself."""
         if own == "messages":
             return loaded(fields["messages"], self._part), None
         if own == "body":
@@ -355,11 +336,7 @@ class PromptRenderer:
         return messages, None
 
     def _with_places(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``fields`` for the user's template, in which ``{{ audio }}`` and ``{{ video }}`` give place marks of
-        clips.
-
-        A column with such a name can be read as ``{{ row.audio }}``.
-        """
+        """Return ``fields`` in which the names of clips give place marks. ``row`` keeps the columns of these names."""
         if not self._places or not self._job.prompt.chat:
             return fields
         return {ROW: {**self._job.vars, **fields}, **fields, **self._places}
@@ -439,10 +416,7 @@ class PromptRenderer:
     def _row_sampling(
         self, fields: Mapping[str, Any], own: str | None, task: TaskName
     ) -> Mapping[str, Any]:
-        """Return the row's sampling parameters.
-
-        ``own``: the field with the row's own prompt; ``task``: the row's task, which may differ from the job's.
-        """
+        """Return the sampling parameters of a row with this ``task`` and its own prompt in the field ``own``."""
         if task != "generate":
             of_job = self._sampling
             if task != self._job.task:
@@ -468,10 +442,7 @@ def with_media_bytes(request: Request) -> Request:
 
 
 def _known_by(source: Any) -> str:
-    """Return a text that identifies a source, to compare prompts by their files.
-
-    It is the path or URL itself if it is short, otherwise a checksum of the text or bytes, or the object's identity.
-    """
+    """Return a text that identifies a source, to compare prompts by: path, URL, checksum or the object's identity."""
     if isinstance(source, str):
         return source if len(source) < _BEGINNING else str(crc32(source.encode()))
     return str(crc32(source)) if isinstance(source, bytes) else str(id(source))

@@ -22,10 +22,7 @@ _OF_LINES = ("file_url", "file")  # keys of a batch line's body: vLLM's and Open
 
 
 class Recording(NamedTuple):
-    """A row's decoded recording, cut into chunks (``parts``).
-
-    ``request`` is for the whole recording and holds its samples in ``clips``.
-    """
+    """A row's decoded recording and its chunks (``parts``). ``request`` is for all of it; its clip has the samples."""
 
     request: Request
     sound: Sound

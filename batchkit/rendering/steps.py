@@ -102,9 +102,8 @@ class StepsRenderer:
         return renderer.takes_long or renderer.opens_files or bool(when and when.is_apart)
 
     def render_step(self, step: str, row: Row) -> Request:
-        """Return the request of a step, with an empty ``input_hash``.
-
-        ``row`` must have the answers of earlier steps (``with_answers``).
+        """Return the request of a step, with an empty ``input_hash``; ``row`` has the answers of earlier steps
+        (``with_answers``).
 
         Raises:
             RowError: as for ``PromptRenderer.render``.
@@ -148,11 +147,7 @@ class StepsRenderer:
                 yield f"{place}: steps.{name} {problem}"
 
     def _reads(self) -> Iterator[tuple[int, str, str | None, str | None]]:
-        """Yield each place where a template reads ``steps``.
-
-        It is: the number of the step that reads, its template, the name of the step that is read, and the key of its
-        answer.
-        """
+        """Yield each read of ``steps``: number of the reading step, its template, the step read, the answer's key."""
         for number, step in enumerate(self.job.steps):
             for place, source in self._sources(step.name):
                 for name, part in keys_read(source, STEPS):
@@ -217,9 +212,6 @@ def render_or_fail(renderer: Renderer, row: Row, attempt: int = 1) -> Request | 
 def with_answers(
     row: Row, answers: Mapping[str, Any], candidates: Sequence[str] | None = None
 ) -> Row:
-    """Return ``row`` with the field ``steps``: the ``answers`` of earlier steps by name.
-
-    A step that judges answers also gets the field ``candidates``, the texts to judge.
-    """
+    """Return ``row`` with the field ``steps`` (earlier answers) and, for a judging step, ``candidates`` (to judge)."""
     seen = {STEPS: answers} if candidates is None else {STEPS: answers, CANDIDATES: candidates}
     return replace(row, fields={**row.fields, **seen})

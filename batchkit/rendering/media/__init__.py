@@ -153,11 +153,7 @@ def media_type(kind: str, data: bytes) -> str | None:
 
 
 def load_still(source: Source, side: int, media: MediaTable) -> Image.Image:
-    """Return a frame near the middle of a video, scaled so that no side is longer than ``side`` pixels.
-
-    Raises:
-        MediaError: as for ``load_media``.
-    """
+    """Return a frame near the middle of a video, no side longer than ``side`` pixels. Raises as ``load_media``."""
     return decode_still(load_clip_bytes(source, media), shown(source, "video"), side, media)
 
 
@@ -221,10 +217,9 @@ def _read(source: str, name: str, media: MediaTable) -> bytes:
 
 
 class SharedMedia:
-    """A cache of decoded images and clips by name, so that rows with the same image share one copy.
+    """A thread-safe cache of images and clips by name, so that rows with the same one share it.
 
-    It holds only weak references: an entry disappears with the last request that uses it, so the cache needs no limit.
-    Thread-safe.
+    Its references are weak: an entry goes with the last request that uses it, so the cache needs no limit.
     """
 
     def __init__(self) -> None:

@@ -27,9 +27,8 @@ _SPARE_BYTES = 2**30  # memory for a reader's library and its buffers
 
 
 def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> Image.Image:
-    """Return a page of the PDF ``data`` as an image, drawn at ``media.pdf_dpi`` and scaled to ``media``'s limits.
-
-    ``page`` counts from 1; None means the only page.
+    """Return page ``page`` (from 1; None: the only page) of the PDF ``data``, at ``media.pdf_dpi`` and within its
+    limits.
 
     Raises:
         MediaError: the PDF is broken or needs a password; it has no such page, or several and ``page`` is None; or the
@@ -109,9 +108,8 @@ def decode_still(data: bytes, name: str, side: int, media: MediaTable) -> Image.
 def _asking(
     reader: FileReader, data: bytes, name: str, media: MediaTable
 ) -> Iterator[Callable[..., Any]]:
-    """Yield a function that asks the process ``reader`` a question about the file ``data``, and returns the answer.
-
-    ``name``: the file's name in messages.
+    """Yield a function that asks the process ``reader`` about the file ``data``; ``name`` is the file's name in
+    messages.
 
     Raises:
         MediaError: the file is broken, or a package that is needed to read it is not installed.
@@ -138,11 +136,7 @@ def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
 
 
 def _need_bytes(full: Size, size: Size, n_frames: int, name: str, media: MediaTable) -> int:
-    """Return the bytes of memory to decode frames: two copies of all, scaled to ``size``, and one of size ``full``.
-
-    Raises:
-        MediaError: they are more than ``media.max_decode_bytes``.
-    """
+    """Return the memory to decode frames: all twice at ``size``, one at ``full``. Raises MediaError above the limit."""
     need_bytes = 2 * 3 * n_frames * size.width * size.height + 4 * full.width * full.height
     if need_bytes > media.max_decode_bytes:
         raise MediaError(

@@ -88,11 +88,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
-    """Return ``url`` with the addresses of its host.
-
-    Raises:
-        MediaError: ``media.allow_urls`` or one of the addresses forbids it.
-    """
+    """Return ``url`` with its host's addresses. Raises MediaError if ``media.allow_urls`` or an address forbids it."""
     at = name if shown(url) == name else f"{name}: redirected to {shown(url)}"
     try:
         parsed = httpx.URL(url)
@@ -121,11 +117,7 @@ def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
 
 
 def _public_addresses(host: str, port: int, at: str) -> list[str]:
-    """Return the addresses of ``host``: itself if it is an address, otherwise all that its name resolves to.
-
-    Raises:
-        MediaError: the name resolves to an address that is not public.
-    """
+    """Return the addresses of ``host`` (itself, or those of its name). Raises MediaError if one is not public."""
     try:
         return [str(ipaddress.ip_address(host))]
     except ValueError:

@@ -120,11 +120,7 @@ def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
 
 
 def target_of(full: Size, name: str, media: MediaTable) -> Size:
-    """Return the size to which an image of size ``full`` is scaled for the model.
-
-    Raises:
-        MediaError: the model's image processor does not accept this aspect ratio.
-    """
+    """Return the image's size for the model. Raises MediaError if no model accepts the aspect ratio of ``full``."""
     limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
     if media.factor is None:
         return target_size(*full, **limits)
@@ -193,9 +189,7 @@ def _stored_bytes(mode: str, size: Size) -> int:
 
 
 def _factor(size: Size, target: Size) -> Size:
-    """Return the integer factors (width, height) by which an image is averaged down before it is resampled to
-    ``target``.
-    """
+    """Return the integer factors by which an image is averaged down before it is resampled to ``target``."""
     return Size(
         max(1, size.width // (_REDUCING_GAP * target.width)),
         max(1, size.height // (_REDUCING_GAP * target.height)),
@@ -221,10 +215,7 @@ def _scaled(
 
 
 def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
-    """Return ``image`` in Pillow's mode L (gray) or RGB, without transparency, averaged down by ``factor``.
-
-    An image that needs no change is returned itself.
-    """
+    """Return ``image`` as L (gray) or RGB, without transparency, averaged down by ``factor``; maybe itself."""
     if image.mode in ("L", "RGB") and not image.has_transparency_data:
         return image.reduce(factor) if factor != (1, 1) else image  # reduce(1) would copy
     if image.mode in ("I", "F"):
@@ -249,9 +240,7 @@ def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
 
 
 def _flat_tile(tile: Image.Image) -> Image.Image:
-    """Return ``tile``, a part cut from an image, in Pillow's mode L (gray) or RGB, with transparent pixels over
-    white.
-    """
+    """Return a part of an image in Pillow's mode L (gray) or RGB, with transparent pixels over white."""
     if tile.mode.startswith("I;16"):
         return tile.convert("F").point(lambda value: value * (255 / 65535) + 0.5).convert("L")
     if tile.has_transparency_data:

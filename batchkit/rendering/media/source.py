@@ -241,11 +241,7 @@ def _opened_filesystem(url: str, thread: int, process: int) -> tuple[Any, str]:
 
 
 def _below(source: str, name: str, root: str) -> str:
-    """Return the path of ``source`` relative to ``root``.
-
-    Raises:
-        MediaError: the path leads outside of ``root``.
-    """
+    """Return the path of ``source`` relative to ``root``. Raises MediaError if it leads outside of ``root``."""
     check_named(source, name)
     folder = root if root.endswith("/") else root + "/"
     if source.startswith(folder):

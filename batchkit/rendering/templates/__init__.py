@@ -147,9 +147,7 @@ class RowTemplate:
             reading().compile_expression(self._expression)
 
     def _compiled(self) -> Callable[[Mapping[str, Any]], Any]:
-        """Return a function that renders the template. It takes all names in one dict, since a column may be called
-        "self".
-        """
+        """Return a function that renders the template from one dict of names, since a column may be called "self"."""
         environment = with_functions()
         if self._expression is not None:
             return environment.compile_expression(self._expression, undefined_to_none=False)
@@ -184,9 +182,7 @@ def _of_unknown_name(message: str, known: tuple[str, ...]) -> str:
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    """Return advice on the unknown ``name``, as the end of a message: a similar name or another cause; "" if there is
-    none.
-    """
+    """Return advice on the unknown ``name``, such as a similar one, as the end of a message; "" if there is none."""
     longer = [k for k in known if re.match(rf"{re.escape(name)}\W", k)]
     if near := next(iter(longer), nearest(name, known)):
         is_word = near.isidentifier()

@@ -140,11 +140,7 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
 
 
 def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
-    """Return the number that a template gives, which may also be text such as "0.7".
-
-    Raises:
-        RequestError: the value is no number.
-    """
+    """Return the number that a template gives, maybe as text. Raises RequestError if its value is no number."""
     found = template.value(names)
     if not isinstance(number := from_json(found), int | float):
         raise RequestError(f"{template.key}: found {shown(found)}, expected a number")

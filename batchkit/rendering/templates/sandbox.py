@@ -32,10 +32,7 @@ class _Method:
         return self._method(*args, **kwargs)
 
     def _refuse(self, *args: Any) -> Any:
-        """Raise TypeError: the template uses the method without calling it.
-
-        The row may have a field of that name: for ``data.items``, Jinja takes the method of dict, not the field.
-        """
+        """Raise TypeError: the template did not call it. ``data.items`` is dict's method, not a field ``items``."""
         name = self._method.__name__
         raise TypeError(
             f"{name} is a method of {type(self._method.__self__).__name__}; to read a field of that"
@@ -65,11 +62,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Reading(ImmutableSandboxedEnvironment):
-    """An environment that parses templates and never renders them.
-
-    Its filters are stubs and its operators are intercepted, because Jinja evaluates constants when it compiles, and
-    ``9**9**9`` would never end.
-    """
+    """An environment that only parses. Jinja computes constants when it compiles, and ``9**9**9`` would never end."""
 
     intercepted_binops = _OPERATORS
 
@@ -118,7 +111,7 @@ def fields_read(source: str) -> set[str]:
 
 
 def functions_called(source: str) -> set[str]:
-    """Return Jinja's functions, such as ``range``, that the template only calls.
+    """Return the names of Jinja's functions, such as ``range``, that a template only calls.
 
     A name that it also uses without a call is a field of the row, and is left out.
     """
@@ -137,10 +130,7 @@ def names_printed(source: str) -> Iterator[str]:
 
 
 def keys_read(source: str, table: str) -> Iterator[tuple[str | None, str | None]]:
-    """Yield ``key`` and ``part`` of each ``table.key.part`` that a template reads.
-
-    Each is None if it is missing or computed, as in ``table[name]``.
-    """
+    """Yield (key, part) of each ``table.key.part``; None for a missing or computed one, as in ``table[name]``."""
     tree = reading().parse(source)
     if table not in find_undeclared_variables(tree):
         return
