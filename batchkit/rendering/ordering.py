@@ -48,7 +48,7 @@ def well_ordered(
             held_bytes += n_bytes
             while len(coming) + len(going) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
                 if not going:
-                    going.extend(_alike_together(coming, lora))
+                    going.extend(_grouped(coming, lora))
                     coming = []
                 group, (seen, first, n_bytes) = going.popleft()
                 held_bytes -= n_bytes
@@ -59,23 +59,23 @@ def well_ordered(
     held = [*(seen for _, seen in going), *coming]
     last = sorted(held, key=lambda seen: -seen[0].max_tokens)
     for _, equally_long in groupby(last, key=lambda seen: seen[0].max_tokens):
-        for group, (seen, row, _) in _alike_together(list(equally_long), lora):
+        for group, (seen, row, _) in _grouped(list(equally_long), lora):
             lora = seen.lora
             yield row, group
     if broken is not None:
         raise broken
 
 
-def _alike_together(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
+def _grouped(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
     """Yield ``rows`` grouped by adapter (``lora`` first), then by prompt prefix, each with its group's number."""
     by_lora: dict[str, list[_Seen]] = {lora: []}
     for seen in rows:
         by_lora.setdefault(seen[0].lora, []).append(seen)
     for name, its in by_lora.items():
-        yield from _of_one_lora(its, name)
+        yield from _grouped_by_prefix(its, name)
 
 
-def _of_one_lora(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
+def _grouped_by_prefix(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
     """Group rows of one adapter by the text that follows the prefix shared by all of them."""
     beginnings = [hint.beginning for hint, _, _ in rows]
     shared = len(commonprefix(beginnings))  # noqa: RUF071 - by characters is intended

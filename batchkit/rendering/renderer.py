@@ -63,9 +63,9 @@ LoadMedia = Callable[[str, Any, MediaTable], Media]
 class PromptRenderer:
     """A renderer that turns the rows of one job into requests. Several threads may share it.
 
-    So they may also call its functions concurrently: ``load``, which decodes an image or a clip (by default to the form
-    that the job's engine takes), and ``adjust_sampling``, which adapts sampling parameters to the engine. Each request
-    gets ``chat_template_kwargs``, in addition to those in the engine's options.
+    The threads then call these functions concurrently: ``load``, which decodes an image or a clip (by default to the
+    form that the job's engine takes), and ``adjust_sampling``, which adapts a row's sampling parameters to the engine.
+    Each request gets ``chat_template_kwargs``, in addition to those in the engine's options.
 
     Raises:
         JobError: a template or template file of the job is invalid, or its ``media.root`` is a URL that can't be
@@ -132,7 +132,10 @@ class PromptRenderer:
     def _request(
         self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str, note: str
     ) -> Request:
-        """Return the request for ``row``, rendered from ``fields``: its own with the texts of its files, maybe cut."""
+        """Return the request for ``row``, rendered from ``fields``.
+
+        ``fields``: the row's fields, with the texts of its files, and with one text cut if the prompt was too long.
+        """
         own, endpoint = self._own_prompt(fields), None
         if own == "body":
             endpoint = endpoint_of(fields.get("url"), self._job.task)
@@ -175,11 +178,10 @@ class PromptRenderer:
         return with_media_bytes(request) if self.opens_files else request
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
-        """Return ``request``, which caused ``error``, with its row's longest text cut in the middle; None if no cut
-        helps.
+        """Return ``request`` with its row's longest text cut in the middle, after ``error`` has shown its length.
 
-        Without ``retry.on_too_long = "truncate-middle"``, no text is cut. If the result is still too long, pass it in
-        again for a larger cut.
+        Returns None if no cut helps, or without ``retry.on_too_long = "truncate-middle"``. If the result is still too
+        long, pass it in again for a larger cut.
         """
         if self._job.retry.on_too_long != "truncate-middle":
             return None
@@ -234,7 +236,10 @@ class PromptRenderer:
         return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0, lora or "")
 
     def _files(self, row: Row) -> str:
-        """Return the names of the prompt's files, to compare prompts by; "" if it has none or they need time."""
+        """Return the names of all files in the prompt, by which ``hint`` compares prompts.
+
+        Returns "" if the prompt has no files, or if their templates are rendered in a separate process.
+        """
         has_text = self._user is not None or self._job.task == "score"
         files = self.templates.files.all
         if has_text and not files:
@@ -246,7 +251,9 @@ class PromptRenderer:
         return "\n".join(map(_known_by, [*media, *paths]))
 
     def _beginning(self, row: Row) -> str:
-        """Return the text to compare prompts without files by: the fields that they use, or the row's own prompt."""
+        """Return the text by which ``hint`` compares prompts without files: the fields that they use, or the row's own
+        prompt.
+        """
         own = self._own_prompt(row.fields)
         names = self.templates.fields_in_order if own is None else [own]
         return "\n".join([str(row.fields.get(name, row.index))[:_BEGINNING] for name in names])
@@ -336,7 +343,10 @@ class PromptRenderer:
         return messages, None
 
     def _with_places(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``fields`` in which the names of clips give place marks. ``row`` keeps the columns of these names."""
+        """Return ``fields`` with the place mark of each kind of clip under its name, for example ``audio``.
+
+        A column with such a name can be read as ``{{ row.audio }}``.
+        """
         if not self._places or not self._job.prompt.chat:
             return fields
         return {ROW: {**self._job.vars, **fields}, **fields, **self._places}

@@ -212,6 +212,9 @@ def render_or_fail(renderer: Renderer, row: Row, attempt: int = 1) -> Request | 
 def with_answers(
     row: Row, answers: Mapping[str, Any], candidates: Sequence[str] | None = None
 ) -> Row:
-    """Return ``row`` with the field ``steps`` (earlier answers) and, for a judging step, ``candidates`` (to judge)."""
+    """Return ``row`` with the ``answers`` of earlier steps in the field ``steps``.
+
+    The step that judges also gets the field ``candidates``, the texts to choose from.
+    """
     seen = {STEPS: answers} if candidates is None else {STEPS: answers, CANDIDATES: candidates}
     return replace(row, fields={**row.fields, **seen})

@@ -61,7 +61,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def _is_computed(path: str, file: IO[bytes]) -> bool:
-    """Return whether the saved values of formulas are current, which some programs leave to Excel."""
+    """Return whether the saved values of formulas are current; some programs leave the calculation to Excel."""
     try:
         with ZipFile(file) as archive:
             return _TO_COMPUTE.search(archive.read("xl/workbook.xml")) is None

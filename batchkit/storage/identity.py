@@ -33,7 +33,8 @@ _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
 _FILE_OPTIONS = ("tokenizer", "generation_config", "hf_config_path")
 # These formats change the weights; other formats only read the same weights in another way.
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
-# Keys of dicts by name, such as the commit of each hub name; compared only if both sides have the name.
+# Keys whose value is a dict by name, such as the commit of each hub name. A name is compared only if both
+# identities have it.
 _LEARNED = ("engine.commits", "engine.served")  # known once an engine is loaded, or has answered
 _FOUND = (*_LEARNED, "prompt.files", "engine.loras")
 # In these keys the order of a dict counts: it is part of a prompt or of a schema.
@@ -375,7 +376,7 @@ def _fingerprint_part(secret: str) -> str:
 
 
 def _fingerprint_mask(secret: str) -> str:
-    """Return a mask that differs for different secrets, without showing them. A mask stays as it is."""
+    """Return a mask that differs for different secrets without showing them; the mask of a mask is itself."""
     if FINGERPRINT.fullmatch(secret):
         return secret
     return MASK + hashlib.sha256(secret.encode()).hexdigest()[:6]

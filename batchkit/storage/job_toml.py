@@ -92,7 +92,7 @@ def check_secrets(job: JobConfig) -> None:
 
 
 def _sections(table: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``values`` of ``table`` for TOML; dicts that are no config table, with any keys, become inline tables.
+    """Return the ``values`` of ``table`` for TOML. Dicts whose keys the user chooses become inline tables.
 
     The order of their keys may matter, but a TOML section has all plain values before tables.
     """

@@ -146,7 +146,10 @@ class Spent(NamedTuple):
         )
 
     def with_tokens_of(self, counted: Spent, there: Spent) -> Spent:
-        """Return the sum with the tokens of lost generations: a record ``counted`` more than are ``there``."""
+        """Return these totals plus the tokens of a row's lost generations.
+
+        They are the tokens that the row's record ``counted``, less those of the generations still ``there``.
+        """
         return self._replace(
             prompt_tokens=self.prompt_tokens + counted.prompt_tokens - there.prompt_tokens,
             completion_tokens=self.completion_tokens

@@ -92,8 +92,8 @@ class StartNote(_Part):
     engine_events: list[str] = []
     engine_event_times: list[str] = []  # when each of ``engine_events`` happened
     workers: list[WorkerState] = []
-    seconds: float | None = None  # while the engine was loaded
-    # Of all GPUs of the job, including loading. Up to the last checkpoint if the job has a price for GPUs,
+    seconds: float | None = None  # duration of the start with a loaded engine
+    # Sum over all GPUs of the job, including loading. Up to the last checkpoint if the job has a price for GPUs,
     # otherwise up to the end of the start.
     gpu_seconds: float = 0.0
     run: str | None = None  # in a merged run: the folder of the run with this start
@@ -145,7 +145,7 @@ class Manifest(_Part):
     input: list[FileFingerprint]
     identity: dict[str, Any]
     model: Model
-    hosts: dict[str, str] = {}  # of the servers, by the key of their engine
+    hosts: dict[str, str] = {}  # hosts of the servers, by the key of their engine
     seed: int | None
     total: int | None  # rows of the input; None until they are counted
     # Rows that --skip-from left to another run, at the last end of a start.

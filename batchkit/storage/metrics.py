@@ -42,15 +42,15 @@ class Metrics(msgspec.Struct, frozen=True, omit_defaults=True):
     rows_failed: int
     rows_total: int | None = None
     prompt_tokens: int = 0
-    completion_tokens: int = 0  # in records
-    unfinished_tokens: int = 0  # of requests that still run
-    generations: int = 0  # of rows with several
+    completion_tokens: int = 0  # tokens in records
+    unfinished_tokens: int = 0  # tokens of requests that still run
+    generations: int = 0  # generations of rows with several
     retried: int = 0
     in_flight: int = 0
     window: int = 0  # maximum number of requests in flight
     running: int = 0  # requests that the engine runs
     waiting: int = 0  # requests in the engine's queue
-    kv_cache_usage: float = 0.0  # from 0 to 1; of several engines, the highest
+    kv_cache_usage: float = 0.0  # from 0 to 1; the highest if there are several engines
     preemptions: int = 0
     engine_restarts: int = 0
     host_bytes: int | None = None  # resident memory of the run's processes on this machine

@@ -217,7 +217,7 @@ def _read(source: str, name: str, media: MediaTable) -> bytes:
 
 
 class SharedMedia:
-    """A thread-safe cache of images and clips by name, so that rows with the same one share it.
+    """A thread-safe cache of images and clips by name, so that rows with the same image share one copy.
 
     Its references are weak: an entry goes with the last request that uses it, so the cache needs no limit.
     """

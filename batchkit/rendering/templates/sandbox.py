@@ -32,7 +32,10 @@ class _Method:
         return self._method(*args, **kwargs)
 
     def _refuse(self, *args: Any) -> Any:
-        """Raise TypeError: the template did not call it. ``data.items`` is dict's method, not a field ``items``."""
+        """Raise TypeError for a template that uses the method without calling it.
+
+        It may mean a field of that name: for ``data.items``, Jinja takes the method of dict.
+        """
         name = self._method.__name__
         raise TypeError(
             f"{name} is a method of {type(self._method.__self__).__name__}; to read a field of that"
