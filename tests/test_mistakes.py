@@ -478,7 +478,7 @@ PAGE = [
     Mistake("run .", ("…: is a folder; give a job file…",)),
     Mistake(
         "run job.toml --set engine.kind=vllm",
-        ("engine: model is missing: give a folder, a name on the hub, or …",),
+        ("engine: model is missing: give a folder, a name on the Hugging Face hub, or …",),
     ),
     Mistake(
         "run job.toml --set prompt.user_file=reviews.csv",
@@ -503,7 +503,8 @@ PAGE = [
         gone=(MANIFEST,),
     ),
     Mistake(
-        "run job.toml --set 'scoring.scorers=[\"choice\"]'", ("the scorer choice needs choices",)
+        "run job.toml --set 'scoring.scorers=[\"choice\"]'",
+        ('the scorer "choice" needs scoring.choices',),
     ),
 ]
 

@@ -90,7 +90,7 @@ COMMANDS = [
     Mistake(
         "validate steps.toml --set 'steps.b.when=stars == 5'",
         (
-            "steps.b: when: 'stars == 5' is the same text for all rows; write {{ stars == 5 }}, with | int behind a CSV's number",
+            "steps.b: when: 'stars == 5' is the same text for all rows; write {{ stars == 5 }} to compute it for each row",
         ),
         files={"steps.toml": STEPS},
     ),

@@ -20,14 +20,16 @@ _OTHER_DIALECT = ("bad escape", "unknown extension")
 
 
 def schema_in(sampling: Mapping[str, Any]) -> Any:
-    """Return the JSON schema in sampling parameters, or None if there is none that can be parsed."""
+    """Return the JSON schema of ``structured_outputs`` in ``sampling``, or None if there is none or it is not valid
+    JSON."""
     wanted = sampling.get("structured_outputs")
     schema = from_json(wanted.get("json")) if isinstance(wanted, Mapping) else None
     return schema if isinstance(schema, Mapping) else None
 
 
 def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """Return ``schema``, or the part of ``$defs`` in ``root`` that it refers to, in Pydantic's form."""
+    """Return the definition that ``schema`` refers to with ``{"$ref": "#/$defs/NAME"}`` (Pydantic's form), or
+    ``schema`` itself if it has no such reference. ``root`` is the whole schema. A missing definition gives {}."""
     if not isinstance(schema, Mapping):
         return {}
     name = str(schema.get("$ref", ""))
@@ -38,13 +40,14 @@ def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
 
 
 def example(schema: Any, text: str) -> Any:
-    """Return a value that fits most schemas: all their properties, with ``text`` for a free text."""
+    """Return an example answer for ``schema``, for engines without a model. All properties are present; texts are
+    ``text``. It ignores patterns and most limits, so a few schemas reject it."""
     return _example(schema, schema, text, depth=0)
 
 
 def faults_in(wanted: Any) -> Iterator[str]:
-    """Yield the reasons why no answer can fit ``wanted`` (a job's ``structured_outputs``). Each begins with the
-    key."""
+    """Yield a message for each fault in ``wanted``, a job's ``structured_outputs``, that no engine can satisfy. A
+    message begins with the key below it, for example ``.regex: not a valid regular expression``."""
     if not isinstance(wanted, Mapping):
         return
     known = (*_CONSTRAINTS, *_HOW)
@@ -91,7 +94,8 @@ def _fault_in_choice(choices: Any) -> str | None:
 
 
 def fault_in_schema(schema: Any) -> str | None:
-    """Return why ``schema`` is not a JSON schema, with the place, or None if it is one."""
+    """Return why ``schema`` is not a valid JSON schema, beginning with the path of the fault in it; None if it is
+    valid."""
     from jsonschema import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
 

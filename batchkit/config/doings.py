@@ -20,14 +20,15 @@ OPTIONAL = {ON_END: "runs", UPLOAD: "sends"}
 
 
 class Doing(NamedTuple):
-    """A side effect, with the ``keys`` of the job that cause it. The first key names it."""
+    """A side effect of a job. ``keys``: the job's keys that cause it; the first one names it in messages. ``what``: the
+    text for the user, for example ``runs: COMMAND``."""
 
     keys: tuple[str, ...]
     what: str
 
     @property
     def line(self) -> str:
-        """The text that is printed before it happens."""
+        """The text that a command prints before the side effect happens, with secrets masked."""
         return shortened(masked_text(self.what), 300)
 
     @property
@@ -37,18 +38,19 @@ class Doing(NamedTuple):
 
 
 def doings(job: JobConfig, of: tuple[str, ...] = ("",)) -> list[Doing]:
-    """Return the side effects whose first key starts with one of ``of``."""
+    """Return the job's side effects; ``of`` selects those whose first key starts with one of its texts."""
     return [doing for doing in _doings(job) if doing.keys[0].startswith(of)]
 
 
 def lines_of(due: Iterable[Doing]) -> list[str]:
-    """Return the lines to print before these happen. Code of a model is reported when the model is loaded."""
+    """Return the lines to print before the side effects in ``due`` happen, without duplicates. Leaves out the code that
+    comes with a model (`trust_remote_code`): it is reported when the model is loaded."""
     said = (doing.line for doing in due if not doing.keys[0].endswith(REMOTE_CODE))
     return list(dict.fromkeys(said))
 
 
 def hosts_of(job: JobConfig) -> dict[str, str]:
-    """Return the hosts of the job's servers, by the key of their engine."""
+    """Return the host of each engine with a ``base_url``, keyed by the engine's table (``engine`` or ``engines.NAME``)."""
     return {key: _host(engine) for key, engine in _engines(job) if engine.base_url is not None}
 
 

@@ -24,7 +24,7 @@ def how_to_install(extra: str) -> str:
 
 
 def how_to_reinstall(build: Literal["cpu", "cuda"] | None = None) -> str:
-    """Return the command that reinstalls vLLM and batchkit; ``build`` selects CPU or CUDA if it matters."""
+    """Return the command that reinstalls vLLM and batchkit. ``build`` selects the CPU or the CUDA build of vLLM."""
     folder = _checkout()
     if folder is None:
         return f"pip install --force-reinstall {_packages_of('cpu' if build == 'cpu' else 'vllm')}"
@@ -32,7 +32,7 @@ def how_to_reinstall(build: Literal["cpu", "cuda"] | None = None) -> str:
 
 
 def _packages_of(extra: str) -> str:
-    """Return the packages of ``extra``, quoted for a shell, from the metadata of the installed package."""
+    """Return the packages of the extra, quoted for a shell. They are read from the metadata of the installed batchkit."""
     parts = (text.partition("; extra == ") for text in metadata.requires(DISTRIBUTION) or ())
     return " ".join(quote(package) for package, _, of in parts if of.strip("'\"") == extra)
 

@@ -52,8 +52,9 @@ def load_job(
 ) -> JobConfig:
     """Load the job in ``path``, apply the ``KEY=VALUE`` overrides and make its paths absolute.
 
-    ``given`` holds values by dotted key that replace both; its ``input.path`` is relative to the working
-    directory, like a shell argument. ``if_missing`` holds tables that the file may leave out.
+    ``given`` holds values by dotted key. They replace values of the file and of the overrides. Its ``input.path`` is
+    relative to the working directory, like a shell argument. ``if_missing`` holds default tables, used if the file
+    lacks them.
 
     Raises:
         JobError: The file is unreadable or not TOML, or keys are wrong. One message lists all problems.
@@ -78,8 +79,8 @@ def check_not_moved(path: Path, job: JobConfig, overrides: Sequence[str]) -> Non
 
 
 def resolved_job(path: Path) -> JobConfig:
-    """Load a ``job.toml`` written by a run. Its values and paths are complete, so nothing is looked up. Raises
-    JobError like ``load_job``."""
+    """Load the ``job.toml`` that a run wrote into its folder. All its paths are absolute, so no path is searched for.
+    Raises JobError like ``load_job``."""
     job = with_filled(parse_job(_read(path), str(path)))
     learn_secrets(job)
     return job
@@ -125,7 +126,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _problem_in(text: str, error: tomllib.TOMLDecodeError) -> str:
-    """Describe the error and show the line at which the parser stopped."""
+    """Describe a TOML error: its reason, a remedy if there is a known one, and the line at which the parser stopped."""
     reason, _, place = str(error).partition(" (at ")
     lines = text.rstrip().splitlines() or [""]
     found = re.match(
@@ -145,7 +146,8 @@ def make_job(
     *,
     base: Path | None = None,
 ) -> JobConfig:
-    """Make a job from a table, like ``load_job``. Relative paths are looked up in ``base`` first."""
+    """Make a job from a table, like ``load_job`` from a file. Relative paths are looked up in ``base``, then in the
+    working directory."""
     made_dry = [_leave_out_engine(table, override) for override in overrides]
     for override in overrides:
         _override(table, override)
@@ -193,7 +195,8 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
 
 
 def parse_value(text: str) -> Any:
-    """Parse ``text`` as a TOML value (``0``, ``true``, ``["a"]``); return the text itself if it is not one."""
+    """Parse ``text`` as a TOML value, for example ``0``, ``true`` or ``["a"]``. Text that is no TOML value is returned
+    as a string."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (RecursionError, ValueError):
@@ -234,10 +237,11 @@ def _override(table: dict[str, Any], override: str) -> None:
 
 
 def _leave_out_engine(table: Any, override: str) -> bool:
-    """Remove the engine's own keys for ``--set engine.kind=dry-run``, so that any job can be tried.
+    """If ``override`` is ``engine.kind=dry-run``, remove the other engine keys except ``model``, so that any job can be
+    tried.
 
-    The same applies to ``scoring.judge.engine.kind`` and ``engines.NAME.kind``. Return True if ``dry-run``
-    now answers rows that a model would have answered.
+    The same applies to ``engines.NAME.kind`` and ``scoring.judge.engine.kind``. Return True if an engine that
+    answers rows is now ``dry-run``; a judge only scores them.
     """
     key, _, kind = override.partition("=")
     *parts, last = key.strip().split(".")
@@ -256,7 +260,7 @@ def _leave_out_engine(table: Any, override: str) -> bool:
 
 
 def _put(table: Any, parts: list[str], value: Any, origin: str) -> None:
-    """Set the key named by ``parts``; ``origin`` names the setting in messages."""
+    """Set the key whose dotted parts are ``parts``; ``origin`` names the setting in messages."""
     *parents, last = parts
     for depth, part in enumerate(parents):
         key = ".".join(parents[:depth])
@@ -322,8 +326,8 @@ def learn_secrets(job: JobConfig) -> None:
 
 
 def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
-    """Return the absolute folder, or the fsspec URL unchanged. Without a given root, return a folder that
-    contains the files of ``rows``."""
+    """Return ``media.root`` as an absolute folder, or unchanged if it is an fsspec URL. If the job does not set it and
+    the rows are files outside the default folder, return the folder of these files."""
     root = _fill(job.media.root, job, "media.root")
     if not is_remote(root):
         root = str(_find(root, base, "media.root"))
@@ -367,7 +371,8 @@ def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:
 
 
 def _with_loras_found(engine: EngineTable, base: Path) -> EngineTable:
-    """Make adapter folders absolute; other values are names on the hub, or missing folders."""
+    """Make the paths of adapter folders absolute. Values without such a folder are left unchanged: they may be names on
+    the hub."""
     if not engine.loras:
         return engine
     loras = {}
@@ -393,8 +398,8 @@ def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
 
 
 def _rollout_resolved(rollout: RolloutTable, base: Path) -> RolloutTable:
-    """Make the path of the function's file absolute. A module beside the job file or in the working directory
-    is replaced with its file."""
+    """Make the path of the rollout function's file absolute. A module name is replaced with its file if the file is
+    beside the job file or in the working directory; other modules are installed ones."""
     place, _, name = rollout.function.rpartition(":")
     is_file = place.endswith(".py")
     path = _find(place if is_file else f"{place.replace('.', '/')}.py", base, "rollout.function")
@@ -420,7 +425,8 @@ def _fill(template: str, job: JobConfig, key: str) -> str:
 
 
 def _find(path: str, base: Path, key: str) -> Path:
-    """Return ``path`` beside the job file if it exists there, otherwise in the working directory."""
+    """Return the absolute form of ``path``: in ``base`` (the job file's folder), or in the working directory if it
+    exists only there."""
     path = at_home(path)
     beside, here = base.resolve() / path, Path.cwd() / path
     try:
@@ -430,8 +436,11 @@ def _find(path: str, base: Path, key: str) -> Path:
 
 
 def _find_input(path: str, base: Path) -> str:
-    """Find an input like ``_find``. A URL stays as it is; in ``zip://*.jsonl::rows.zip`` the archive is looked up.
-    The folder before a glob pattern is escaped: in a folder ``a[1]`` the pattern must not match files of ``a1``."""
+    """Find an input like ``_find``. A URL is not changed, except that ``zip://*.jsonl::rows.zip`` gets the archive's
+    path.
+
+    The folder before a glob pattern is escaped: in a folder ``a[1]`` the pattern must not match files of ``a1``.
+    """
     if path == "-":
         raise JobError(
             "input.path: -: a resumed run can't read standard input again; save it as a file first"
@@ -461,8 +470,9 @@ def _matches(pattern: str) -> bool:
 
 
 def prompt_columns(job: JobConfig) -> frozenset[str]:
-    """Return the column names used in the job's prompt texts, without ``[vars]``, ``input.cross`` and marks of clips.
-    Invalid templates contribute no names here; they are reported where they are used."""
+    """Return the input columns that the job's prompts use. Names from ``[vars]`` and ``input.cross`` and the
+    placeholders ``audio`` and ``video`` are not columns. An invalid template adds no names; its error is reported
+    when it is used."""
     from jinja2 import Environment, TemplateError, nodes
     from jinja2.meta import find_undeclared_variables
 
@@ -482,7 +492,8 @@ def prompt_columns(job: JobConfig) -> frozenset[str]:
 
 
 def with_filled(job: JobConfig) -> JobConfig:
-    """Set which columns must not be empty (``input.empty``), once the files of the prompts are found."""
+    """Return the job with the columns that ``input.empty = "skip"`` checks: those of its prompts. Call it after prompt
+    files were found, because templates in these files name columns, too."""
     if job.input.empty != "skip":
         return job
     return job.model_copy(update={"input": job.input.with_filled(prompt_columns(job))})

@@ -102,8 +102,8 @@ _known: set[str] = set()
 
 
 def is_secret(name: str, value: Any = 0) -> bool:
-    """Return True if ``name`` names a secret: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``. ``tokens`` does
-    only if its ``value`` is neither a number nor a template."""
+    """Return True if ``name`` names a secret: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``. A name that ends
+    in ``tokens`` usually is a count; it names a secret only if ``value`` is neither a number nor a template."""
     is_count, is_named = _said_by(name)
     if is_count:
         texts = value if isinstance(value, list | tuple) else [value]
@@ -120,14 +120,15 @@ def _said_by(name: str) -> tuple[bool, bool]:
 
 
 def without_user_info(url: str, mask: Mask = lambda _: MASK) -> str:
-    """Return ``url``, or a text with URLs, without the passwords and tokens before a host name."""
+    """Return ``url``, or a text that contains URLs, with the passwords and tokens before host names masked."""
     pattern = _ONE_URL if _URL.match(url) and "\n" not in url else _USER_INFO
     return pattern.sub(lambda found: _without_user_info(found, mask), url)
 
 
 @lru_cache(4096)
 def home_of(key: str) -> str:
-    """Return ``key``; for a step or a named engine, the corresponding key of its top-level table."""
+    """Return the key's counterpart in a top-level table, so that one rule covers both: ``engines.big.model`` gives
+    ``engine.model``, ``steps.draft.prompt.user`` gives ``prompt.user``. Other keys are returned unchanged."""
     if found := _OF_ENGINE.fullmatch(key):
         return f"engine{found[1]}"
     if found := _OF_STEP.fullmatch(key):
@@ -140,15 +141,15 @@ def masked(
 ) -> Any:
     """Return ``value``, found at the dotted ``key`` of a job, with its secrets masked.
 
-    ``mask`` makes the replacement of a value whose key names a secret. In a URL, a header or ``NAME=value``,
-    only the secret is replaced: by ``mask_part``, or by ``mask`` if it merely looks like a secret.
+    ``mask`` returns the replacement of a whole value whose key names a secret. In a URL, a header or ``NAME=value``,
+    only the secret part is replaced: by ``mask_part``, or by ``mask`` if the part merely looks like a secret.
     """
     is_own = any(is_secret(name, value) for name in home_of(key).split("."))
     return _masked(value, key, is_own, mask, mask_part)
 
 
 def secrets_in(value: Any, key: str = "") -> list[str]:
-    """Return all texts that ``masked`` would mask; ``***`` for those already masked."""
+    """Return all texts in ``value`` that ``masked`` would mask. A secret that is masked already is listed as ``***``."""
     found: list[str] = []
 
     def note(secret: str) -> str:
@@ -255,7 +256,7 @@ def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> 
 
 
 def _in_address(address: str, mask: Mask) -> str:
-    """Mask all query values and token-like path segments of ``address``; a signature gives access to it."""
+    """Mask user info, query values and token-like path segments of ``address``: a signed URL is itself a secret."""
     path, mark, query = without_user_info(address, mask).partition("?")
     path = "/".join(mask(part) if _TOKEN.fullmatch(part) else part for part in path.split("/"))
     return path + mark + "&".join(_without_any_value(pair, mask) for pair in query.split("&"))
@@ -267,7 +268,8 @@ def _without_any_value(pair: str, mask: Mask) -> str:
 
 
 def _in_text(text: str, mask: Mask, mask_alike: Mask) -> str:
-    """Mask the secrets in URLs, headers and pairs in ``text``, and values that look like secrets."""
+    """Mask secrets in URLs, headers and ``NAME=value`` pairs in ``text`` with ``mask``, and values that only look like
+    secrets with ``mask_alike``."""
     if "\n" not in text and (header := _HEADER.fullmatch(text)) and is_secret(header[2]):
         return header[1] + mask(header[3])
     if "@" in text:

@@ -6,7 +6,7 @@ from datetime import datetime
 
 
 def number(value: float | None) -> str:
-    """Format with three digits below 100 and with thousands separators above; None gives an empty text."""
+    """Format a number: three significant digits below 100, thousands separators from 100 on. None gives an empty text."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -32,7 +32,8 @@ def duration(seconds: float) -> str:
 
 
 def when(stamp: str | None, until: str | None = None) -> str:
-    """Format a time, for example ``21 November 2026, 01:02 UTC``, or a range; a shared day is written once."""
+    """Format a time, for example ``21 November 2026, 01:02 UTC``. With ``until``, format the range; a shared day is
+    written once."""
     try:
         moment = datetime.fromisoformat(stamp or "")
         end = datetime.fromisoformat(until) if until else moment

@@ -24,7 +24,8 @@ _PATTERNS = {
 
 
 class _Place(NamedTuple):
-    """The location of a value, its type and limits, and the keys of the table that contains it."""
+    """A key of a job: its dotted parts, the type and limits of its value, and the known keys of the table that contains
+    it."""
 
     location: tuple[Any, ...]
     annotation: Any
@@ -35,8 +36,8 @@ class _Place(NamedTuple):
 def problems_in(
     error: ValidationError, table: Model, values: Any, unknown: str = "unknown key"
 ) -> list[str]:
-    """Return one line per key; pydantic reports an error for every member of a union. ``values`` is the
-    invalid table; ``unknown`` is the text for an unknown key."""
+    """Return one line per wrong key of ``values``, a table that pydantic refused as a ``table``. Pydantic reports an
+    error for every member of a union; only the first per key is kept. ``unknown``: the text for an unknown key."""
     lines: dict[tuple[Any, ...], str] = {}
     for detail in error.errors(include_url=False):
         place = _place(table, detail["loc"])
@@ -47,13 +48,13 @@ def problems_in(
 
 
 def annotation_of(job: Model, parts: Iterable[Any]) -> Any:
-    """Return the type of a dotted key, or None where any key is allowed (``vars``, ``options``). In a list
-    of tables, a part is an index or a name."""
+    """Return the type of the key whose dotted parts are ``parts``, or None if it is in a table that allows any key
+    (``vars``, ``options``). For a list of tables, a part is an index or a name."""
     return _place(job, parts).annotation
 
 
 def homes_of(job: Model, key: str) -> list[str]:
-    """Return the dotted keys whose last part is ``key``."""
+    """Return the dotted keys of top-level tables whose last part is ``key``, to suggest where a misplaced key belongs."""
     tables = {name: _table_in(field.annotation) for name, field in job.model_fields.items()}
     return [
         f"{name}.{key}" for name, table in tables.items() if table and key in table.model_fields
@@ -80,14 +81,14 @@ def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
     if (seam := next((limit for limit in limits if isinstance(limit, Seam)), None)) is not None:
-        return _either([json.dumps(name) for name in (*seam.also, *seam.own)])
+        return _either([json.dumps(name) for name in (*seam.also, *seam.built_in)])
     word = {bool: "true or false", int: "whole number", float: "number", str: "text"}
     bounds = " and ".join(_bounds(annotation, limits))
     return f"{word[annotation]} {bounds}".rstrip()
 
 
 def _member(part: Any) -> list[str]:
-    """Return the choices that a member of a union adds."""
+    """Return the words for one member of a union type, for example "whole number". ``None`` gives no words."""
     if part is bool:
         return ["true", "false"]
     return [] if part is NoneType else [in_words(part)]
@@ -113,7 +114,7 @@ def _either(choices: list[str]) -> str:
 
 
 def _place(job: Model, parts: Iterable[Any]) -> _Place:
-    """Find the place named by ``parts``. Skips the names of union members that pydantic inserts."""
+    """Return the key whose dotted parts are ``parts``. Skips the names of union members that pydantic inserts."""
     place = _Place((), job)
     for part in parts:
         if (table := _table_in(place.annotation)) is not None:
@@ -126,7 +127,7 @@ def _place(job: Model, parts: Iterable[Any]) -> _Place:
 
 
 def _table_in(annotation: Any) -> Model | None:
-    """Return the table type in ``annotation``, or None if its values are not tables."""
+    """Return the table class in ``annotation``, also inside a union; None if the value is not a single table."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (list, dict):
@@ -135,7 +136,7 @@ def _table_in(annotation: Any) -> Model | None:
 
 
 def _entry(annotation: Any) -> Any:
-    """Return the value type of a list or of a dict of tables, also inside a union."""
+    """Return the value type of a list or dict, also inside a union; None for other types."""
     for part in (annotation, *get_args(annotation)):
         if get_origin(part) in (list, dict):
             return get_args(part)[-1]
@@ -143,7 +144,7 @@ def _entry(annotation: Any) -> Any:
 
 
 def _with_name_of_step(location: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
-    """Replace a step's index in ``location`` with its name, if it has a valid one."""
+    """Replace the index of a step in ``location`` with the step's name, if its name is valid. Users know steps by name."""
     match location:
         case ("steps", int(number), *rest) if isinstance(step := values["steps"][number], Mapping):
             if isinstance(name := step.get("name"), str) and name.isidentifier():
@@ -152,7 +153,7 @@ def _with_name_of_step(location: tuple[Any, ...], values: Any) -> tuple[Any, ...
 
 
 def _printed(part: Any) -> str:
-    """Return a key as one printable line."""
+    """Return one part of a key with control characters escaped, so that a message stays on one line."""
     text = str(part)
     return text if text.isprintable() else repr(text)[1:-1]
 
@@ -183,7 +184,8 @@ def _problem(detail: Mapping[str, Any], place: _Place, table: Model, unknown: st
 
 
 def _hint(place: _Place, found: Any, table: Model) -> str:
-    """Suggest a key in place of an unknown one with the value ``found``."""
+    """Return a suggestion for the unknown key at ``place``, whose value is ``found``: a similar name, the table it
+    belongs to, or the known keys."""
     *tables, key = map(str, place.location)
     if (here := called_here(key, ".".join(tables))) is not None:
         return f"; did you mean {here!r}?"

@@ -24,10 +24,11 @@ exists, is_file, is_dir = os.path.exists, os.path.isfile, os.path.isdir
 
 
 def descriptor_of(path: str | Path, flags: int) -> int:
-    """Open ``path`` and return its descriptor; ``flags`` may create the file. Never blocks.
+    """Open ``path`` and return its descriptor; never blocks. With ``os.O_CREAT`` in ``flags``, a missing file is
+    created.
 
     Raises:
-        OSError: As ``os.open``. Also if the path is a folder, pipe, socket or device; ``strerror`` says which.
+        OSError: ``os.open`` fails, or the path is a folder, pipe, socket or device. ``strerror`` gives the reason.
     """
     with suppress(
         FileNotFoundError
@@ -58,7 +59,8 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a UTF-8 file without its byte order mark. Also raises UnicodeDecodeError."""
+    """Return the text of a UTF-8 file without its byte order mark. Raises OSError like ``read_bytes``, or
+    UnicodeDecodeError."""
     return read_bytes(path).decode("utf-8-sig")
 
 

@@ -23,10 +23,11 @@ from batchkit.errors import JobError
 
 
 class Seam(NamedTuple):
-    """One extension point: the names in ``table``, then the entry points of ``batchkit.NAME``.
+    """One extension point. Its names are the built-in ones, then those of installed packages (entry points).
 
-    Entry points are read only if a name is not in the table, or to list all names. ``also``: further
-    accepted values of the job file's key that have no implementation here.
+    ``name``: the entry point group is ``batchkit.NAME``. ``table``: ``"module:NAME"`` of the dict of built-in
+    implementations. ``also``: further values that the job file accepts for this key, without an implementation here.
+    Entry points are read only if a name is not built in, or to list all names.
     """
 
     name: str
@@ -34,45 +35,49 @@ class Seam(NamedTuple):
     also: tuple[str, ...] = ()
 
     @property
-    def own(self) -> Mapping[str, Any]:
-        """The implementations that come with batchkit."""
+    def built_in(self) -> Mapping[str, Any]:
+        """The table of built-in implementations: ``"module:Name"`` by name."""
         table: Mapping[str, Any] = found_at(self.table)
         return table
 
     @property
     def added(self) -> Mapping[str, EntryPoint]:
-        """The entry points of other packages."""
-        return {name: point for name, point in _added(self.name).items() if name not in self.own}
+        """The implementations of other packages: entry points by name. A built-in name can't be replaced."""
+        return {
+            name: point for name, point in _added(self.name).items() if name not in self.built_in
+        }
 
     def names(self) -> Iterator[str]:
-        """Yield all names. Other packages are searched only if the built-in names are not enough."""
-        yield from self.own
+        """Yield the built-in names, then those of other packages. Entry points are read only when the built-in names
+        are used up."""
+        yield from self.built_in
         yield from self.added
 
     def load(self, name: str) -> Any:
-        """Import and return the implementation.
+        """Import and return the implementation called ``name``.
 
         Raises:
             JobError: Another package provides it, and importing it fails.
         """
-        if name in self.own:
-            return found_at(self.own[name])
+        if name in self.built_in:
+            return found_at(self.built_in[name])
         point = self.added[name]
         try:
             return point.load()
         except Exception as error:  # importing another package may run any code
             package = "" if point.dist is None else f" of the package {point.dist.name}"
             raise JobError(
-                f"can't load {name} ({point.value}{package}): {type(error).__name__}: {error}"
+                f"can't load {name} ({point.value}{package}): {type(error).__name__}: {error}; update or uninstall"
+                " that package"
             ) from error
 
     def check(self, name: str) -> str:
-        """Return ``name``.
+        """Return ``name`` if it is valid; pydantic calls this for keys of the job.
 
         Raises:
             ValueError: No implementation has this name.
         """
-        if name in self.also or name in self.own or name in self.added:
+        if name in self.also or name in self.built_in or name in self.added:
             return name
         known = [*self.also, *self.names()]
         *first, last = map(json.dumps, known)
@@ -98,7 +103,7 @@ ExportName = Annotated[str, EXPORTS, AfterValidator(EXPORTS.check)]
 
 
 def found_at(target: str) -> Any:
-    """Return the module or object at ``"module"`` or ``"module:Name"``."""
+    """Import and return the module ``"module"``, or the object ``"module:Name"`` in it."""
     module, _, name = target.partition(":")
     found = import_module(module)
     return getattr(found, name) if name else found

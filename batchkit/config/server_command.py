@@ -48,10 +48,10 @@ _DECIDES = (".gguf", ".sh", ".py")
 
 
 def check_command(command: str) -> str:
-    """Return ``command`` if batchkit can reach its server and it contains no secret.
+    """Return ``command`` unchanged if it passes ``{port}`` to the server and contains no secret.
 
     Raises:
-        ValueError: Describes the problem.
+        ValueError: The command is unusable; the message describes the problem.
     """
     try:
         words = split_command(command)
@@ -79,7 +79,8 @@ def check_command(command: str) -> str:
 
 
 def _names_a_secret(word: str) -> str | None:
-    """Return the masked part of ``word`` that holds a secret: an option, ``NAME=value``, a header or a URL."""
+    """Return the part of ``word`` that gives a secret, with the secret masked: an option, ``NAME=value``, a header or a
+    URL. Return None if there is none."""
     if word.startswith("-") and is_secret(word.partition("=")[0].lstrip("-")):
         return word.partition("=")[0]
     parts = [word, *word.split()]  # a shell command in quotes (sh -c '…') is one word
@@ -88,7 +89,7 @@ def _names_a_secret(word: str) -> str | None:
 
 
 def words_of(command: str, *, port: int) -> list[str]:
-    """Split the command into words and fill in its placeholders."""
+    """Split the command into words and replace ``{port}`` and ``{host}``."""
     return [
         word.replace("{port}", str(port)).replace("{host}", HOST) for word in shlex.split(command)
     ]
@@ -97,9 +98,10 @@ def words_of(command: str, *, port: int) -> list[str]:
 def llama_server(
     model: str, *, max_model_len: int, max_num_seqs: int, task: str = "generate"
 ) -> str:
-    """Return the command for a ``.gguf`` file; all ``-np`` slots share the context length ``-c``.
+    """Return the ``llama-server`` command that serves a ``.gguf`` file.
 
-    Texts to embed or score must fit into one physical batch (``-ub``).
+    All ``-np`` slots share the context length ``-c``. Texts to embed or score must fit into one physical batch
+    (``-ub``).
     """
     batch = f"-b {max_model_len} -ub {max_model_len}"
     pooling = {"embed": f"--embedding {batch} ", "score": f"--reranking {batch} "}
@@ -110,15 +112,15 @@ def llama_server(
 
 
 def what_decides_answers(command: str) -> list[str]:
-    """Return the command's words without options that only change speed or address."""
+    """Return the command's words without options that only change speed or address. If these words change, answers may
+    change, so a run is not resumed."""
     return list(_without_speed(shlex.split(command)))
 
 
 def files_named(command: str) -> Iterator[str]:
-    """Yield the files and folders in the command that affect the answers: models, adapters, chat templates,
-    scripts.
+    """Yield the files and folders in the command that affect the answers: models, adapters, chat templates, scripts.
 
-    Programs are left out: a run may be resumed with another version of the server.
+    The program itself is left out: a run may be resumed with another version of the server.
     """
     option = ""
     for word in _words_within(command):
@@ -131,7 +133,7 @@ def files_named(command: str) -> Iterator[str]:
 
 
 def _words_within(command: str) -> Iterator[str]:
-    """Yield the words; a quoted shell command is also split into its words."""
+    """Yield the command's words. A quoted shell command is one word; it is followed by the words in it."""
     for word in shlex.split(command):
         yield word
         if len(parts := word.split()) > 1:

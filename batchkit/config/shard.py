@@ -73,7 +73,7 @@ def asked_for(text: str, environ: Mapping[str, str]) -> Shard:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Shard:
-    """Return the task's position in its job array (https://slurm.schedmd.com/job_array.html)."""
+    """Return the shard of this SLURM task: its position in the job array (https://slurm.schedmd.com/job_array.html)."""
     found = {name: environ.get(name) or default for name, default in _SLURM.items()}
     if missing := [name for name, value in found.items() if value is None]:
         raise JobError(

@@ -59,16 +59,19 @@ ELSEWHERE = {key.rpartition(".")[2]: key for key in NAMES if "." in key} | {
 
 
 def called_here(name: str, table: str = "", kind: str = ".") -> str | None:
-    """Return batchkit's name for ``name`` of another tool, or None if there is none of this ``kind`` ("--", "|",
-    "batchkit"; by default a key). Keys in ``table`` are returned relative to it."""
+    """Return batchkit's name for a setting or command that another tool calls ``name``, or None if there is none.
+
+    ``kind``: text that the result must contain: ``.`` for a key of the job, ``--`` for an option, ``|`` for a
+    template filter, ``batchkit`` for a command. A key in ``table`` is returned without the table's name.
+    """
     below = f"{table}." if table else ""
     here = ELSEWHERE.get(f"{below}{name}") or ELSEWHERE.get(name) or ""
     return here.removeprefix(below) if kind in here and here != f"{below}{name}" else None
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the name in ``known`` that matches ``name`` of another tool, or the most similar one, or None if none is
-    similar enough (``cutoff``: 1 means equal)."""
+    """Return the name in ``known`` that the user probably means with ``name``: batchkit's word for another tool's name,
+    or the most similar one. Return None if the similarity is below ``cutoff`` (1 means equal)."""
     known = [*known]
     if (here := ELSEWHERE.get(name, "").rpartition(".")[2].removeprefix("| ")) in known:
         return here

@@ -1,6 +1,6 @@
-"""Definitions of the functions that a model may call, in OpenAI's format, and the choice among them.
+"""Definitions of the functions that a model may call (``tools``), and which of them it must call (``tool_choice``).
 
-See ``tools`` and ``tool_choice`` in https://platform.openai.com/docs/api-reference/chat/create.
+Both have OpenAI's format: https://platform.openai.com/docs/api-reference/chat/create.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TOOLS = TypeAdapter(Annotated[list[_Tool], Field(min_length=1)])
 
 
 def check_tools(tools: Any) -> None:
-    """Raise ValueError with the place and the problem if ``tools`` do not have OpenAI's format."""
+    """Raise ValueError with the path in the list and the problem if ``tools`` do not have OpenAI's format."""
     try:
         names = [tool.function.name for tool in _TOOLS.validate_python(tools)]
     except ValidationError as error:
@@ -96,22 +96,22 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> Any:
 
 
 def why_not_forced(choice: Any, kind: str, tool_call_parser: str | None) -> str | None:
-    """Return why an engine of ``kind`` cannot enforce ``tool_choice``, or None if it can."""
+    """Return why an engine of ``kind`` cannot force the model to call a function as ``choice`` demands, or None if it
+    can."""
     if choice in (None, "auto", "none"):
         return None
     if kind == "transformers":
-        return (
-            'only vLLM\'s grammars can force a call: set engine.kind = "vllm", or use "auto" here'
-        )
+        return 'transformers can\'t force a function call; set engine.kind = "vllm", or use "auto" here'
     if kind == "vllm" and tool_call_parser is None:
         return (
-            "forcing a call needs engine.tool_call_parser and its grammar: set it, or use auto here"
+            "forcing a call needs engine.tool_call_parser: set it to vLLM's parser for this model, for example"
+            ' "hermes", or use "auto" here'
         )
     return None
 
 
 def tools_in(path: str) -> list[dict[str, Any]]:
-    """Return the definitions in a JSON file.
+    """Return the tool definitions in a JSON file.
 
     Raises:
         JobError: The file can't be read, or a definition is invalid.

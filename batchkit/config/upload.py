@@ -17,10 +17,11 @@ _UNSAFE = re.compile(r"[\s\x00-\x1f\x7f]")
 
 
 def check_address(text: str) -> str:
-    """Return ``text`` if it is an address, or may become one when its ``${NAME}`` are replaced.
+    """Return ``text`` unchanged if exports can be sent to this address. An address with ``${NAME}`` is not checked,
+    because the variables are replaced later.
 
     Raises:
-        ValueError: Nothing may be sent to this address.
+        ValueError: The address is unusable, for example because it has no host or begins with ``http://``.
     """
     if _VARIABLE.search(text) is None and (problem := _problem_of(text)) is not None:
         raise ValueError(problem)
@@ -28,11 +29,11 @@ def check_address(text: str) -> str:
 
 
 def address_of(text: str) -> str:
-    """Replace each ``${NAME}`` in ``text`` with that environment variable. Secrets in the result are
-    masked in this process's messages from then on.
+    """Return ``text`` with each ``${NAME}`` replaced by that environment variable. From then on, this process masks the
+    secrets of the address in its messages.
 
     Raises:
-        JobError: A variable is not set, the address can't be used, or it contains a masked secret.
+        JobError: A variable is not set, the address is unusable, or a secret in it was masked.
     """
     address = _VARIABLE.sub(lambda found: _value_of(found[1]), text)
     _learn(address)
@@ -40,8 +41,8 @@ def address_of(text: str) -> str:
         raise JobError(f"{UPLOAD}: {problem}")
     if MASK in address:
         raise JobError(
-            f"{UPLOAD}: {shown(address)}: a run folder does not store the signature of an address; give the job"
-            " file that has it, or --upload ADDRESS"
+            f"{UPLOAD}: {shown(address)}: the secret parts of this address are missing, because run folders store no"
+            " secrets; give the original job file, or --upload ADDRESS"
         )
     return address
 
@@ -51,18 +52,18 @@ def variables_in(text: str) -> list[str]:
 
 
 def host_of(text: str) -> str:
-    """Return the host in ``text`` with the current environment, or "" if the address is unusable."""
+    """Return the host of the address, with the environment variables of this process, or "" if the address is unusable."""
     address = _VARIABLE.sub(lambda found: os.environ.get(found[1], "").strip(), text)
     return "" if _problem_of(address) is not None else urlsplit(address).hostname or ""
 
 
 def url_for(address: str, name: str) -> str:
-    """Return the address for the file ``name``."""
+    """Return ``address`` with ``{name}`` replaced by the file's ``name``, quoted for a URL."""
     return address.replace(PLACE, quote(name, safe=""))
 
 
 def shown(address: str) -> str:
-    """Return ``address`` without its query and its secrets."""
+    """Return ``address`` for a message: without its query and its secrets."""
     return bare(str(masked(address, UPLOAD)))
 
 
@@ -81,7 +82,7 @@ def _value_of(name: str) -> str:
 
 
 def _problem_of(address: str) -> str | None:
-    """Return why nothing may be sent to ``address``, without its secrets, or None if it is usable."""
+    """Return why exports can't be sent to ``address``, without its secrets; None if they can."""
     if "://" not in address or _UNSAFE.search(address):
         return "expected an address without spaces, like https://host/path"
     try:
@@ -90,7 +91,7 @@ def _problem_of(address: str) -> str | None:
     except ValueError as error:
         return f"{shown(address)}: {error}; expected https://host/path"
     if parts.scheme not in ("http", "https"):
-        return f"found {parts.scheme}://, expected https:// (for a store, use a signed address for PUT)"
+        return f"found {parts.scheme}://, expected https:// (for s3:// and similar, use a signed URL for PUT)"
     if not host or "{" in parts.netloc:
         return "contains no host; expected https://host/path"
     if parts.username is not None:
@@ -103,7 +104,8 @@ def _problem_of(address: str) -> str | None:
 
 
 def _learn(address: str) -> None:
-    """Mask the address's secrets, also unquoted, and the key name in a credential: servers may quote either."""
+    """Make messages of this process mask the secrets in the address: its query values, also percent-decoded, and the
+    key name in a credential. A server's error message may quote any of them."""
     learn({"output": {"upload": address}})
     for pair in address.partition("?")[2].split("&"):
         name, _, value = pair.partition("=")

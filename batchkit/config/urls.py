@@ -1,4 +1,4 @@
-"""Detection of URLs that fsspec reads, and messages for failed ones."""
+"""Recognition of URLs that fsspec reads, and error messages for URLs that can't be read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_user_info(url: str, key: str) -> None:
 
 
 def bare(url: str) -> str:
-    """Return ``url`` without user info and query."""
+    """Return ``url`` without user name, password and query, for messages."""
     path, mark, _ = re.sub(r"(?<=://)[^/]*@", "", without_user_info(url)).partition("?")
     return path + (mark and "?…")
 

@@ -26,10 +26,10 @@ _OPTIONS = (("sampling",), ("pooling",), ("engine", "options"))
 
 
 def check_values(table: Mapping[str, Any]) -> None:
-    """Refuse values that cannot be written to a file.
+    """Check that every value in ``table`` can be written to a job file.
 
     Raises:
-        ValueError: Names the key and the problem with its value.
+        ValueError: A value can't be written; the message names its key and the problem.
     """
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), table)]
     while waiting:
@@ -44,7 +44,7 @@ def check_values(table: Mapping[str, Any]) -> None:
 
 
 def from_json(value: Any) -> Any:
-    """Parse ``value`` if it is JSON text, with None for invalid JSON; return any other value unchanged."""
+    """Return the value of a JSON text, or None if it is invalid. A ``value`` that is no text is returned unchanged."""
     try:
         return orjson.loads(value) if isinstance(value, str) else value
     except orjson.JSONDecodeError:
@@ -65,7 +65,7 @@ def split_command(command: str) -> list[str]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return a readable reason why a parser failed."""
+    """Return the reason why a parser failed, in words that a user understands."""
     if isinstance(error, RecursionError | MemoryError):
         return "nested too deeply"
     if isinstance(error, ValueError) and "integer string conversion" in str(error):

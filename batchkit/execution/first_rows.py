@@ -383,5 +383,5 @@ def _without_reference(table: ScoringTable) -> list[str]:
         if (part.reference or table.reference) is None
         for name in (table.scorers if part.scorers is None else part.scorers)
     }
-    known = {*SCORERS.also, *SCORERS.own}
+    known = {*SCORERS.also, *SCORERS.built_in}
     return sorted(found & known - _NEED_NO_REFERENCE)

@@ -306,7 +306,7 @@ def test_an_address_is_taken_from_the_users_job_file_only(store: str) -> None:
     assert "output.upload is left out, for only " in _foreign("", "").stderr
     trusted = batchkit("export", RUN, "--parquet", "--trust")
     assert trusted.exit_code == 2
-    assert "a run folder does not store the signature of an address" in trusted.stderr
+    assert "the secret parts of this address are missing" in trusted.stderr
     assert len(Store.taken) == 2
 
 

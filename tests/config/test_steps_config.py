@@ -75,7 +75,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"engine": {**VLLM, "loras": {" a": "x"}}, "prompt": BY_ROW},
-        "engine: loras: ' a' is not a valid name (an empty name means the base model)",
+        "engine: loras: ' a' is not a valid adapter name; use a name that is not empty and has no space at its ends",
     ),
     (
         {"prompt": BY_ROW, "task": "embed"},
@@ -100,7 +100,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": [step(), step("draft")]},
-        "steps: two are named 'draft'; give each its own name",
+        "steps: two steps are named 'draft'; give each step its own name",
     ),
     (
         {"steps": [step("items")]},
@@ -119,7 +119,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": [step(answer=False)]},
-        "steps: all have answer = false, but one must give the row's answer",
+        "steps: all steps have answer = false, but one step must give the row's answer",
     ),
     (
         {"steps": [step()], "prompt": {"user": "x"}},
@@ -127,7 +127,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": [step()], "output": {"parse": "json"}},
-        "output.parse: belongs to a step, as its parse, because the job has [[steps]]",
+        "output.parse: has no effect with [[steps]]; leave it out, and set parse in a step",
     ),
     (
         {"steps": [step(parse="json")], "sampling": NO_SCHEMA},
@@ -139,15 +139,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"steps": [step(prompt=FORCED, engine="judge")], "engines": {"judge": {"model": "m"}}},
         (
-            "steps.draft.prompt.tool_choice: forcing a call needs engine.tool_call_parser and its"
-            " grammar: set it, or use auto here"
+            "steps.draft.prompt.tool_choice: forcing a call needs engine.tool_call_parser: set it to vLLM's parser"
+            ' for this model, for example "hermes", or use "auto" here'
         ),
     ),
     (
         {"steps": [step()], "retry": {"reask": 1, "reask_note": "x"}},
         (
-            "retry.reask: every answer would be accepted; set extract or parse of a"
-            " step to say what to look for"
+            "retry.reask: no answer would be asked again, because all are accepted; set extract or parse of a step"
         ),
     ),
     (
@@ -180,7 +179,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": [step(engine="a.b")], "engines": {"a.b": DRY}},
-        "engines.'a.b': name it with letters, digits, - and _",
+        "engines.'a.b': the name of an engine may only have letters, digits, - and _",
     ),
     (
         {

@@ -172,7 +172,7 @@ def test_extractors(extract: str, options: dict[str, Any], text: str, found: str
     assert EXTRACTORS.load(extract)(text, table) == found
 
 
-@given(st.text(max_size=200), st.sampled_from(sorted(EXTRACTORS.own)))
+@given(st.text(max_size=200), st.sampled_from(sorted(EXTRACTORS.built_in)))
 def test_no_text_breaks_an_extractor(text: str, extract: str) -> None:
     EXTRACTORS.load(extract)(text, ScoringTable(extract="regex", pattern=r"(\w+)?x"))
 

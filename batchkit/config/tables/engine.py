@@ -99,7 +99,7 @@ class EngineTable(Table):
 
     @property
     def model_source(self) -> str:
-        """What the engine opens: ``model``, or the folder of a demo model."""
+        """The folder or hub name that the engine loads: ``model``, or the folder of a demo model in this package."""
         if (folder := DEMO_MODELS.get(self.model)) is not None:
             return str(Path(__file__).parents[2] / folder)
         return self.model
@@ -109,15 +109,17 @@ class EngineTable(Table):
     def _names_a_variable(cls, name: str) -> str:
         if _VARIABLE.fullmatch(name) is None:  # the message omits the value: it may be a key
             raise ValueError(
-                "expected the name of an environment variable, not the key: put the key into the variable OPENAI_API_KEY,"
-                " and leave this out"
+                "expected the name of an environment variable, not the key itself: put the key into the variable"
+                " OPENAI_API_KEY, and leave api_key_env out"
             )
         return name
 
     @model_validator(mode="after")
     def _has_its_own_keys(self) -> EngineTable:
         if self.kind in ("vllm", "transformers", "openai-server") and not self.model:
-            raise ValueError(f"model is missing: give a folder, a name on the hub, or {DEMO_MODEL}")
+            raise ValueError(
+                f"model is missing: give a folder, a name on the Hugging Face hub, or {DEMO_MODEL}"
+            )
         is_server = self.kind == "openai-server"
         for key in ("base_url", "server"):
             if not is_server and getattr(self, key) is not None:
@@ -135,7 +137,8 @@ class EngineTable(Table):
             )
         if unusable := [name for name in self.loras if not name or name != name.strip()]:
             raise ValueError(
-                f"loras: {unusable[0]!r} is not a valid name (an empty name means the base model)"
+                f"loras: {unusable[0]!r} is not a valid adapter name; use a name that is not empty and has no space"
+                " at its ends"
             )
         if self.loras and self.kind != "vllm":
             remedy = (
@@ -190,12 +193,12 @@ class SamplingTable(Table):
         return {name: value for name, value in given.items() if not _is_template(value)}
 
     def example(self) -> dict[str, Any]:
-        """Return ``params``, with 1 for each parameter that comes from a column, to check their names."""
+        """Return ``params`` with 1 for each parameter that comes from a column, so that all names can be checked."""
         return {**self.params(), **dict.fromkeys(self.templates, 1)}
 
     @property
     def templates(self) -> dict[str, str]:
-        """The parameters that come from a column, with their templates."""
+        """Templates of the parameters that come from a column, keyed by parameter name."""
         given = self.model_dump(exclude={"sampling_column"})
         return {name: value for name, value in given.items() if _is_template(value)}
 

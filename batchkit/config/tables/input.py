@@ -68,7 +68,8 @@ class InputTable(Table):
     _filled: frozenset[str] = PrivateAttr(frozenset())
 
     def rows_are_files(self, path: str) -> bool:
-        """Return whether ``path``, a file or glob pattern, gives rows that are files or their pages."""
+        """Return True if each row of ``path`` (a file or glob pattern) is an image, a clip or a PDF page, not a record
+        in a file."""
         if self.format != "auto":
             return self.format in ("files", "clips", "pdf")
         return path.lower().endswith((*IMAGE_SUFFIXES, *CLIP_SUFFIXES, PDF_SUFFIX))
@@ -89,12 +90,13 @@ class InputTable(Table):
 
     @property
     def filled(self) -> frozenset[str]:
-        """The columns that must not be empty in any row that is read."""
+        """The columns that ``empty = "skip"`` checks: rows in which one of them is empty are left out."""
         return self._filled
 
     @property
     def is_filtered(self) -> bool:
-        """True if the number of rows to run is known only after reading them, apart from ``limit``."""
+        """True if rows may be left out by their content, so that the number of rows to run is unknown before all are
+        read."""
         return bool(self.where or self.shard or self.filled)
 
     def with_filled(self, columns: frozenset[str]) -> InputTable:
@@ -103,14 +105,14 @@ class InputTable(Table):
         return table
 
     def below(self, media_root: str) -> InputTable:
-        """Return a copy in which rows that are files below ``media_root`` are named relative to it."""
+        """Return a copy that knows ``media_root``, so that ``name_of_file`` can give paths relative to it."""
         table = self.model_copy()
         table._media_root = media_root.rstrip("/")
         return table
 
     def name_of_file(self, path: str) -> str:
-        """Return the name that a row gives its file at ``path``: relative to ``media.root`` if it is below it, as a
-        template of ``prompt.images`` expects."""
+        """Return the value of a row's ``path`` or ``image`` field for the file at ``path``. A file below ``media.root``
+        is named relative to it, because templates of ``prompt.images`` give paths below ``media.root``."""
         if "://" in path:
             return path.removeprefix(f"{self._media_root}/")
         found, root = PurePath(os.path.normpath(path)), self._media_root
@@ -144,20 +146,22 @@ class InputTable(Table):
 
 
 class Variant(NamedTuple):
-    """One combination of ``input.cross`` values: the columns it adds to a row, and its part of the row's id."""
+    """One combination of ``input.cross`` values. ``fields``: the columns that it adds to a row; ``label``: its part of
+    the row's id."""
 
     fields: Mapping[str, Any]
     label: str
 
     @property
     def name(self) -> str:
-        """The combination as readable text."""
+        """The combination as text, for example ``adapter = legal, tone = (none)``."""
         values = {key: "(none)" if value == "" else value for key, value in self.fields.items()}
         return ", ".join(f"{key} = {value}" for key, value in values.items())
 
 
 def variants(cross: Mapping[str, Sequence[Any]]) -> list[Variant]:
-    """Return the variants in the order of the rows. Without ``cross``, return one that adds nothing."""
+    """Return all combinations of the values in ``cross``. Every input row is repeated once per combination, in this
+    order. Without values, return one variant that adds no column."""
     labeled = [[*zip(values, _labels(values), strict=True)] for values in cross.values()]
     return [
         Variant(
@@ -169,7 +173,8 @@ def variants(cross: Mapping[str, Sequence[Any]]) -> list[Variant]:
 
 
 def _labels(values: Sequence[Any]) -> Iterator[str]:
-    """Yield each value's part of a row id: the value itself if it is short, otherwise its first words."""
+    """Yield each value's part of a row id: the value itself if it is short, otherwise its first words. All labels
+    differ."""
     taken = set[str]()
     for text in map(str, values):
         label = text

@@ -86,8 +86,7 @@ class JobConfig(Table):
 
     @property
     def made_in(self) -> str:
-        """Path of the job file. It is the working directory for a job made in Python, and empty for a job read from
-        a run folder."""
+        """Path of the job file. For a job made in Python: the working directory. For a job read from a run folder: ""."""
         return self._made_in
 
     def as_made_in(self, place: str) -> JobConfig:
@@ -106,7 +105,8 @@ class JobConfig(Table):
         return self.is_dry and self.name.endswith(_TRIAL)
 
     def as_trial(self) -> JobConfig:
-        """Return the job under a separate name, so that trial records never mix with real answers."""
+        """Return a copy with ``.dry-run`` added to its name. Its run folder differs, so trial records never mix with
+        real answers."""
         return self.model_copy(update={"name": f"{self.name}{_TRIAL}"})
 
     @property
@@ -116,7 +116,7 @@ class JobConfig(Table):
 
     @property
     def gpus(self) -> float:
-        """The number of GPUs that the run holds: GPUs per worker times workers."""
+        """The number of GPUs that the run uses: GPUs per worker times workers."""
         of_engine = max(self.with_engine(name).engine_gpus for name in self.engine_names)
         of_worker = self.run.worker_gpus
         return (of_engine if of_worker is None else of_worker) * (self.run.workers or 1)
@@ -179,7 +179,8 @@ class JobConfig(Table):
         return self.model_copy(update={"engine": self.engines[name]}) if name else self
 
     def of_step(self, step: StepTable) -> JobConfig:
-        """Return a job with one generation per row: the generation of ``step``."""
+        """Return the job that ``step`` would be on its own: one generation per row, with the step's prompt, sampling,
+        engine, parsing and scoring."""
         given = {name: getattr(step.sampling, name) for name in step.sampling.model_fields_set}
         kwargs = {**self.prompt.chat_template_kwargs, **step.prompt.chat_template_kwargs}
         prompt = step.prompt.model_copy(update={"chat_template_kwargs": kwargs})
@@ -196,8 +197,8 @@ class JobConfig(Table):
         )
 
     def of_each_step(self) -> Iterator[tuple[str, JobConfig]]:
-        """Yield the key prefix of each step (``steps.draft.``) and the job from ``of_step``. A job without steps
-        yields itself with an empty prefix."""
+        """Yield a pair for each step: the prefix of its keys in messages (``steps.draft.``), and its job from
+        ``of_step``. For a job without steps, yield "" and the job itself. Checks use this to treat both kinds alike."""
         for step in self.steps:
             yield f"steps.{step.name}.", self.of_step(step)
         if not self.steps:
@@ -221,7 +222,7 @@ class JobConfig(Table):
 
     @model_validator(mode="after")
     def _with_defaults_of_others(self) -> JobConfig:
-        """Set the defaults that depend on other tables."""
+        """Set the defaults of ``[scoring]`` and ``[prompt]`` that depend on other tables."""
         scoring = dict[str, Any]()
         if self.scoring.group_by is None and self.input.cross:
             scoring["group_by"] = next(iter(self.input.cross))

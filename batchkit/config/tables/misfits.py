@@ -1,4 +1,4 @@
-"""Checks for keys of a job that contradict each other."""
+"""Checks for contradictions: keys of a job that are valid alone, but not together with other keys."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ _OF_PROMPT = (
 
 
 def misfits(job: JobConfig) -> list[str]:
-    """Return a line for each key of ``job`` that contradicts others. Later rules assume that the earlier ones found
-    nothing, so only the first rule with findings counts."""
+    """Return one message per key of ``job`` that contradicts other keys.
+
+    The rules run in order, and the first one that finds something ends the search: later rules rely on what earlier
+    rules have checked.
+    """
     rules = (
         _misfits_of_task,
         _misfits_of_steps,
@@ -51,7 +54,7 @@ def misfits(job: JobConfig) -> list[str]:
 
 
 def _misfits_of_task(job: JobConfig) -> Iterator[str]:
-    """Yield a line for each key that does not fit the task."""
+    """Yield a message for each key that does not fit the task."""
     task, pair, pooling = job.task, job.pair, job.pooling
     if "npy" in job.output.export and task not in WITH_VECTORS:
         yield f'output.export: "npy" is for {FOR_VECTORS}; task is "{task}"'
@@ -100,7 +103,7 @@ def _misfits_of_speech(job: JobConfig) -> Iterator[str]:
 
 
 def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:
-    """Yield the keys that only apply to generated text, and whether ``job`` sets them."""
+    """Yield each key that only applies to tasks that generate text, and whether ``job`` sets it."""
     yield "[[steps]]", bool(job.steps)
     yield "[rollout]", job.rollout is not None
     yield "[select]", job.select.by is not None
@@ -128,10 +131,10 @@ def _misfits_of_score(job: JobConfig) -> Iterator[str]:
 
 
 def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
-    """Yield a line for each key that does not fit the job's steps, rollout or selection."""
+    """Yield a message for each key that does not fit the job's steps, rollout or selection."""
     names = [step.name for step in job.steps]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"steps: two are named {name!r}; give each its own name"
+        yield f"steps: two steps are named {name!r}; give each step its own name"
     several = "[[steps]]" if job.steps else "[rollout]" if job.rollout is not None else None
     if job.steps and job.rollout is not None:
         yield "[rollout]: its function submits all generations of a row, so leave [[steps]] out"
@@ -140,17 +143,17 @@ def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
             if getattr(job.prompt, name) != field.default and name != "chat_template_kwargs":
                 yield f"prompt.{name}: {several} has its own prompts; leave it out here"
         if job.output.parse is not None:
-            where = "a step, as its parse" if job.steps else "[[steps]]"
-            yield f"output.parse: belongs to {where}, because the job has {several}"
+            remedy = "set parse in a step" if job.steps else "parse the JSON in the function"
+            yield f"output.parse: has no effect with {several}; leave it out, and {remedy}"
     if job.rollout is not None:
         yield from _misfits_of_rollout(job)
     for place, step in enumerate(job.steps):
         yield from _misfits_of_step(job, step, is_first=place == 0)
     for name in job.engines:
         if not _NAME_OF_ENGINE.fullmatch(name):
-            yield f"engines.{name!r}: name it with letters, digits, - and _"
+            yield f"engines.{name!r}: the name of an engine may only have letters, digits, - and _"
     if job.steps and not any(step.answer for step in job.steps):
-        yield "steps: all have answer = false, but one must give the row's answer"
+        yield "steps: all steps have answer = false, but one step must give the row's answer"
     used = {step.engine for step in job.steps} - {""}
     if (
         job.rollout is None and used <= job.engines.keys()
@@ -171,11 +174,11 @@ def _misfits_of_scoring_step(job: JobConfig, name: str) -> Iterator[str]:
         hint = did_you_mean(name, answers)
         yield f"scoring.judge.step: found {name!r}, expected one of [[steps]]: {known}{hint}"
     elif answers[name]:
-        yield f"steps.{name}: judges the answers (scoring.judge.step); set answer = false"
+        yield f"steps.{name}: is the judge (scoring.judge.step), so set answer = false in this step"
 
 
 def _misfits_of_rollout(job: JobConfig) -> Iterator[str]:
-    """Yield a line for each key that a rollout function must implement itself."""
+    """Yield a message for each key that has no effect with a rollout, because the function does it itself."""
     of_function = {
         "retry.reask": job.retry.reask > 0,
         'retry.on_too_long = "truncate-middle"': job.retry.on_too_long == "truncate-middle",
@@ -208,14 +211,15 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
     select = job.select
     if select.by is None:
         if select.scorer is not None or select.step is not None:
-            yield 'select.by: is missing: "majority", "scorer" or "step"'
+            yield 'select.by: is missing; set it to "majority", "scorer" or "step"'
         return
     for name in ("scorer", "step"):
         if select.by != name and getattr(select, name) is not None:
             yield f'select.{name}: is for by = "{name}"; by is "{select.by}"'
     judged = [*map(job.of_step, job.steps[:-1] if select.by == "step" else job.steps)] or [job]
     if not any(map(_may_have_several, judged)):
-        yield f"sampling.n: is 1{' in each step' * bool(job.steps)}, but [select] chooses among several answers"
+        where = " in each step" * bool(job.steps)
+        yield f"sampling.n: is 1{where}, but [select] chooses among several answers; set n to 2 or more"
     if select.by == "step":
         yield from _misfits_of_judge(job)
         return
@@ -229,7 +233,8 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
 
 
 def _read_for_choice(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
-    """Yield the scoring of each generation that may have several answers, with its place in the job file."""
+    """Yield the scoring settings that ``[select]`` uses, for each generation with several answers, after the name of
+    their table."""
     if not job.steps:
         yield "scoring", job.scoring
     for step in job.steps:
@@ -239,7 +244,8 @@ def _read_for_choice(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
 
 
 def _may_have_several(job: JobConfig) -> bool:
-    """Return True if ``n`` may be over 1. A row's own parameters, or a request body as a row, may set it."""
+    """Return True if a request may have ``n`` over 1: from the job, from the row's own parameters, or from a request
+    body that is the row."""
     is_body = not (job.prompt.user or job.prompt.user_file)
     has_own = is_body or job.sampling.sampling_column is not None or "n" in job.sampling.templates
     return has_own or job.params().get("n", 1) != 1
@@ -250,7 +256,7 @@ def _misfits_of_scorer(
 ) -> Iterator[str]:
     known = [scorer for scorer in scorers if scorer not in SCORERS.also]
     if name is None and len(scorers) != 1:
-        yield f"select.scorer: is missing; {place} has {len(scorers)} scorers: name one of them"
+        yield f"select.scorer: is missing; {place} has {len(scorers)} scorers, so set select.scorer to one of them"
     elif (chosen := name or scorers[0]) not in known:
         yield (
             f"select.scorer: found {chosen!r}, expected one of {place} that is computed as rows finish:"
@@ -260,13 +266,14 @@ def _misfits_of_scorer(
 
 def _misfits_of_judge(job: JobConfig) -> Iterator[str]:
     if len(job.steps) < 2 or job.select.step != job.steps[-1].name:
-        yield f"select.step: found {job.select.step!r}, expected the last of several [[steps]]"
+        last = f"the last of the [[steps]], {job.steps[-1].name!r}" if job.steps else "a step"
+        yield f"select.step: found {job.select.step!r}, expected {last}; it selects among the answers of earlier steps"
     elif (n := job.of_step(job.steps[-1]).params().get("n", 1)) != 1:
         yield f"steps.{job.select.step}.sampling.n: is {n}; a step that picks an answer needs n = 1"
 
 
 def _misfits_of_each_step(job: JobConfig) -> Iterator[str]:
-    """Yield a line for each key of a step (or of a job without steps) that does not fit its engine or other keys."""
+    """Yield a message for each key of a step (or of a job without steps) that does not fit its engine or other keys."""
     for place, each in job.of_each_step():
         engine, prompt, params = each.engine, each.prompt, each.sampling.params()
         for kind in ("videos", "audios"):
@@ -290,7 +297,7 @@ def _misfits_of_retry(job: JobConfig) -> Iterator[str]:
     parses = any(each.output.parse is not None for each in jobs)
     if job.retry.reask and extracts <= {"text", None} and not parses:
         keys = "extract or parse of a step" if job.steps else "scoring.extract or output.parse"
-        yield f"retry.reask: every answer would be accepted; set {keys} to say what to look for"
+        yield f"retry.reask: no answer would be asked again, because all are accepted; set {keys}"
 
 
 def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
@@ -312,7 +319,8 @@ def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
 
 
 def names_of_other_tools(tables: Any, place: str = "") -> Iterator[str]:
-    """Yield a line for each key in ``sampling`` that is another tool's name for a setting."""
+    """Yield a message for each key in ``sampling`` that is another tool's name for a setting, for example
+    ``max_new_tokens``."""
     sampling = tables.get("sampling") if isinstance(tables, Mapping) else None
     for name in sampling if isinstance(sampling, Mapping) else ():
         if name in ("name", "task"):

@@ -115,8 +115,8 @@ class RunTable(Table):
         return millions / 1e6 + gpu_seconds / _HOUR_S * (self.price_per_gpu_hour or 0.0)
 
     def of_part(self, **update: None) -> RunTable:
-        """Return settings for a part of this run that has its own engine, for example the judge. ``update`` names
-        further keys to leave out."""
+        """Return settings for a part of this run that has an engine of its own, for example the judge. Prices, hooks
+        and the metrics port belong to the whole run and are left out. ``update`` sets further keys to None."""
         ours = (
             "sample",
             "max_price",
@@ -133,7 +133,7 @@ class RunTable(Table):
         if self.max_price is not None and not any(prices):
             raise ValueError(
                 "max_price needs a price: set price_per_gpu_hour, or price_per_million_tokens ="
-                " [of prompts, of answers]"
+                " [PROMPT_PRICE, COMPLETION_PRICE]"
             )
         return self
 

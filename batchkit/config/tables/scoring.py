@@ -42,7 +42,7 @@ class JudgeTable(Table):
 
 
 class Reading(Table):
-    """Scoring keys that a step or a rule may set for itself."""
+    """The scoring keys that a step or a rule may set for itself."""
 
     extract: Identity[Extract | None] = None
     """Same as `scoring.extract`."""
@@ -132,7 +132,9 @@ class ScoringTable(Table):
                 key = f"rules.{place - 1}.pattern" if place else "pattern"
                 _check_pattern(key, part.pattern)
         if "choice" in used and not any(part.choices for part in parts):
-            raise ValueError("the scorer choice needs choices: the list of allowed answers")
+            raise ValueError(
+                'the scorer "choice" needs scoring.choices, the list of possible answers'
+            )
         return self
 
 

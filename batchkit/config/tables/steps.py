@@ -72,14 +72,15 @@ class StepTable(Reading):
         when = self.when or ""
         if "{" not in when and when.strip().lower() not in _CONSTANTS:
             raise ValueError(
-                f"when: {when!r} is the same text for all rows; write {{{{ {when} }}}}, with | int behind a CSV's number"
+                f"when: {when!r} is the same text for all rows; write {{{{ {when} }}}} to compute it for each row (for"
+                " numbers from a CSV file, add | int after the column's name)"
             )
         return self
 
     @model_serializer(mode="wrap")
     def _without_sampling_of_job(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out sampling defaults: written to the file, they would override ``[sampling]`` when it is read
-        again."""
+        """Serialize the step without the sampling keys that it does not set. Written out, their defaults would override
+        ``[sampling]`` when the file is read again."""
         given = self.sampling.model_dump(exclude_unset=True)
         found = {name: value for name, value in dump(self).items() if name != "sampling"}
         return {**found, "sampling": given} if given else found
