@@ -25,7 +25,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported on use, so that ``import batchkit`` is fast."""
+    """Import a public name when it is first used, so that ``import batchkit`` is fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'batchkit' has no attribute {name!r}")
     from importlib import import_module

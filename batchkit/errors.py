@@ -60,7 +60,7 @@ class InputError(JobError):
 
 
 class BrokenInputError(InputError):
-    """The rows can't be read any further. Earlier rows are done, or will be once the input is fixed."""
+    """The rows can't be read any further. Rows before the broken place are answered now or when the input is fixed."""
 
     exit_code = 1
 
@@ -227,11 +227,11 @@ class RolloutError(RowError):
 
 
 class ReplayError(RolloutError):
-    """A function made another request than before its row was interrupted."""
+    """When an interrupted row is resumed, its rollout function makes a request that differs from the logged one."""
 
 
 def limit_reached(error: RecursionError | MemoryError) -> str:
-    """Return a message for a Python limit (recursion or memory) that was reached, with the place in the code."""
+    """Return a message for a reached Python limit (recursion or memory); it names the file and line of the code."""
     import traceback
 
     frame = traceback.extract_tb(error.__traceback__)[-1]

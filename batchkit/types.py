@@ -1,8 +1,8 @@
 """The types that pass through batchkit: Row → Request → Completion → Record.
 
-A later step never changes a value of an earlier one. So all types are frozen, except media, which no code
-modifies, and records, which are filled in. They are msgspec structs, which are created ten times as fast as frozen
-dataclasses.
+No step changes a value that an earlier step made. So all types are frozen, except media, which no code modifies, and
+records, whose fields are set one after another. They are msgspec structs: these are created ten times as fast as
+frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Row(Struct, frozen=True):
 
 
 class Task(NamedTuple):
-    """A row to answer."""
+    """A row to answer, with the number of its attempt."""
 
     row: Row
     attempt: int  # number of the attempt, from 1
@@ -63,7 +63,7 @@ class Task(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The name of one generation among the several of its row."""
+    """The name of one generation of a row that has several: its step, and its number within the step."""
 
     step: str  # "" for a rollout that names none
     number: int  # counts the calls of a step, from 0
@@ -80,7 +80,7 @@ class Call(NamedTuple):
 
 
 class Cut(Struct, frozen=True):
-    """A cut in the middle of a row's longest text that makes its prompt fit."""
+    """A cut in the middle of a row's longest text that shortens the prompt so that it fits into ``max_model_len``."""
 
     kept: int  # characters of the text that are left
     prompt_tokens: int  # of the whole prompt, before any cut
@@ -283,7 +283,8 @@ class Request(Struct, frozen=True):
 
 
 class RowHint(NamedTuple):
-    """A cheap forecast of a row's request, from its fields alone."""
+    """A cheap estimate about a row's request, made from the row's fields without rendering it. It is used to order
+    rows."""
 
     beginning: str  # equal for requests that begin with the same images or the same text
     max_tokens: int  # longest allowed answer; 0 if unlimited
@@ -436,9 +437,9 @@ class ChoiceLine(TypedDict):
 
 
 class VectorPlace(Struct, frozen=True, omit_defaults=True):
-    """The position of a record's vector: its segment file, and its row there.
+    """The position of a record's vector in the run folder: the number of its segment file, and the first row in it.
 
-    ``tokens``: the number of rows of a matrix with one vector per token.
+    ``tokens``: the number of rows, for a matrix with one vector per token.
     """
 
     segment: Count
@@ -448,7 +449,7 @@ class VectorPlace(Struct, frozen=True, omit_defaults=True):
 
 
 class Counted(Struct, kw_only=True, omit_defaults=True):
-    """The fields of a record that a run counts."""
+    """The fields of a record that are read to count a run's rows and tokens."""
 
     index: Count
     id: str
@@ -502,6 +503,7 @@ class Record(Counted, kw_only=True, omit_defaults=True):
 
 
 def line_of_choice(choice: Choice) -> ChoiceLine:
+    """Return ``choice`` as it is written to a log, without ``reasoning`` and ``tool_calls`` if they are None."""
     line = {
         "text": choice.text,
         "reasoning": choice.reasoning,

@@ -200,12 +200,13 @@ def run(
         return
     if job is None:
         ids = f"the column {loaded.input.id} names the rows; " * (loaded.input.id is not None)
-        say(f"{ids}the run folder is {loaded.folder}; the same line continues the run")
+        say(f"{ids}the run folder is {loaded.folder}; the same command resumes the run")
     _end(run_job(loaded, output=output, say=say, **how))
 
 
 def _end(outcome: Outcome) -> NoReturn:
-    """Print the counts, and exit as the run ended; a run that did not begin has none."""
+    """Print the counts of the run, and exit with its exit code. If the run could not begin (exit code 2), print no
+    counts."""
     summary = outcome.summary
     if outcome.error is None:
         say_summary(summary)
@@ -345,8 +346,8 @@ def export(
 ) -> None:
     """Export the newest record of each row of RUN.
 
-    Rows are in input order, and have their newest scores. The default of PATH is a file in the run folder (a folder for --realhit, --srt and --vtt). Exits with 1 if the
-    files were written but could not be sent.
+    Rows are in input order, and have their newest scores. The default of PATH is a file in the run folder (a folder
+    for --realhit, --srt and --vtt). Exits with 1 if the files were written but could not be sent.
     """
     from batchkit.commands.export import export as write
     from batchkit.commands.export.hub import check_hub, push
@@ -363,7 +364,9 @@ def export(
         raise JobError(f"name a format: {', '.join(f'--{name}' for name in EXPORTS.names())}")
     if hub is not None:
         if "parquet" not in wanted:
-            raise JobError(f"--hub {hub}: give --parquet, too; the table is what is pushed")
+            raise JobError(
+                f"--hub {hub}: give --parquet, too, because --hub pushes the Parquet file"
+            )
         check_hub(hub)
     run = run or _run_taken_for_path(wanted)
     folder = find(run)
@@ -596,7 +599,7 @@ def demo_digits(folder: Path, count: int, minutes: float, seed: int) -> None:
     from batchkit.commands.demo_digits import build_demo_digits
 
     build_demo_digits(folder, count=count, minutes=minutes, seed=seed)
-    echo(f"{folder / 'recordings.jsonl'}: recordings of digits, with what is said in them and when")
+    echo(f"{folder / 'recordings.jsonl'}: recordings of digits, with their texts and times")
 
 
 @cli.command()
@@ -616,7 +619,8 @@ for command in (status, list_runs, show_rows, view, serve, plan, tune, find_bs, 
 
 
 def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
-    """Return the run folder or job file that click parsed as the PATH of a format, as in ``export --parquet RUN``."""
+    """Return the RUN of ``export --parquet RUN``, which click takes for the PATH of the format, or None. Remove it from
+    ``wanted``."""
     for name, path in wanted.items():
         if path and ((Path(path) / "manifest.json").is_file() or path.endswith(".toml")):
             wanted[name] = ""

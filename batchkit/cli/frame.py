@@ -1,4 +1,4 @@
-"""The frame of every command: it prints the result or the error, and sets the exit code."""
+"""Code around every command: prints its result or its error, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _check_given_once(ctx: click.Context, args: list[str]) -> None:
 
 
 def _in_our_words(error: click.UsageError) -> str:
-    """Return the error's message, with batchkit's name for an option of other tools."""
+    """Return the message of a click error, with batchkit's option in place of another tool's, or with a remedy."""
     from batchkit.config.suggest import QUOTE
 
     if isinstance(error, click.NoSuchOption) and (here := _option_for(error)) is not None:
@@ -118,7 +118,7 @@ def _in_our_words(error: click.UsageError) -> str:
 
 
 def _option_for(error: click.NoSuchOption) -> str | None:
-    """Return the option, or the ``--set KEY=…``, that does what the unknown option does in other tools."""
+    """Return batchkit's option, or ``--set KEY=…``, for an unknown option that has this name in other tools."""
     from batchkit.config.suggest import called_here
 
     name = error.option_name
@@ -135,7 +135,7 @@ def show(result: Result, as_json: bool) -> None:
 
 
 def echo(text: object, *, err: bool = False) -> None:
-    """Print ``text`` without the terminal escape sequences of rows and answers, and without secrets on stderr."""
+    """Print ``text``. Control characters from rows and answers are escaped; on stderr, secrets are masked."""
     click.echo(plain(masked_text(str(text)) if err else str(text)), err=err)
 
 
@@ -144,6 +144,6 @@ def say(text: str) -> None:
 
 
 def say_summary(summary: Any, *, was_retry: bool = False) -> None:
-    """Print the summary on stderr."""
+    """Print the summary of a run on stderr."""
     for line in summary.to_text(was_retry=was_retry).split("\n"):
         say(line)

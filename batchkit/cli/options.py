@@ -29,13 +29,13 @@ def seconds(text: str, default: float) -> Callable[[Any], Any]:
 
 
 def of_key(key: str, flag: str, text: str, **attributes: Any) -> Callable[[Any], Any]:
-    """Return an option that sets ``key`` of the job; ``given_keys`` collects these options from the arguments."""
+    """Return a click option that sets ``key`` of the job. ``given_keys`` turns the parsed arguments back into job keys."""
     text += f" ({key})." + " May be repeated." * attributes.get("multiple", False)
     return click.option(flag, key.replace(".", "__"), help=text, **attributes)
 
 
 def given_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the job keys that the user set, from ``arguments`` that were made by ``of_key``."""
+    """Return the job keys that the user set on the command line, from the ``arguments`` of options made by ``of_key``."""
     return {
         name.replace("__", "."): [*value] if isinstance(value, tuple) else value
         for name, value in arguments.items()
@@ -45,7 +45,8 @@ def given_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def setting(flag: str, name: str, text: str) -> Callable[[Any], Any]:
     def checked(context: click.Context, option: click.Parameter, given: Texts) -> Texts:
-        """Refuse a value without ``=`` before click reports the ``5`` of ``--set limit 5`` as an extra argument."""
+        """Reject a value without ``=`` here, because for ``--set limit 5`` click would only report ``5`` as an extra
+        argument."""
         if any("=" not in text for text in given):
             from batchkit.config.loading import check_override
 
@@ -57,12 +58,12 @@ def setting(flag: str, name: str, text: str) -> Callable[[Any], Any]:
 
 
 def export_format(flag: str, text: str) -> Callable[[Any], Any]:
-    """Return the option of an export format, whose PATH is optional."""
+    """Return the click option for an export format. Its PATH may be left out."""
     return click.option(flag, help=text, **_MAY_NAME_A_PATH)
 
 
 class Export(click.Command):
-    """The ``export`` command, with a flag for each format that other packages add."""
+    """The ``export`` command. It has one more option for each export format that an installed package adds."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from batchkit.config.seams import EXPORTS
@@ -151,9 +152,9 @@ def load(
     of: tuple[str, ...] = ("rollout", "engine"),
     trust: bool = False,
 ) -> JobConfig:
-    """Return the job in a file, and print what it will execute, import and send.
+    """Return the job in a file, and print what the job will execute, import and send.
 
-    ``of`` limits the announcement to keys that begin with one of these prefixes.
+    ``of`` limits the printed side effects to keys that begin with one of these prefixes.
     """
     from batchkit.commands.trust import vouched
     from batchkit.config.loading import load_job

@@ -42,7 +42,9 @@ def show_rows(run: str | None, as_json: bool, **which: Any) -> None:
     if not found.rows:
         say("no row failed" if which["failed"] else "no row has a record yet")
     if found.problem:
-        say(f"where the input can't be read as it was, prompts are missing: {found.problem}")
+        say(
+            f"the prompts of some rows are missing, because the input can't be read or has changed: {found.problem}"
+        )
 
 
 @click.command()

@@ -98,7 +98,9 @@ def _loaded(jobs: Sequence[Path], models: Texts, overrides: Texts) -> Iterator[J
     from batchkit.config.loading import make_job
 
     if (len(models) > 1 and jobs) or (len(jobs) > 1 and models):
-        raise click.UsageError("--model is for one job file, or for none")
+        raise click.UsageError(
+            "--model sets the model of one job file: give one JOB and one --model, or only --model"
+        )
     if not (jobs or models or any(text.startswith("engine.") for text in overrides)):
         raise click.UsageError("give a job file, or --model: batchkit serve --model MODEL")
     for job, model in zip_longest(jobs, models) if jobs or models else [(None, None)]:
@@ -111,6 +113,7 @@ def _loaded(jobs: Sequence[Path], models: Texts, overrides: Texts) -> Iterator[J
             loaded = make_job(table, "the command line", overrides, given)
         if not loaded.may_have_lines or loaded.steps or loaded.rollout:
             raise JobError(
-                "prompt, pair, steps and rollout: a batch's lines are whole requests; leave these tables out"
+                "the job sets prompt, pair, steps or rollout: leave these tables out, because the lines of a batch are"
+                " complete requests"
             )
         yield loaded

@@ -63,14 +63,15 @@ def plan(
 
 
 def _prices(text: str | None) -> list[float] | None:
-    """Return the two prices in ``text``. Raises JobError if there are not two."""
+    """Return the two prices in ``text``, per million prompt and completion tokens. Raises JobError if there are not
+    two."""
     if text is None:
         return None
     try:
         of_prompts, of_answers = map(float, text.split(","))
     except ValueError:
         raise JobError(
-            f"--price-per-million-tokens {text}: write two prices, of prompts and of answers: 0.15,0.60"
+            f"--price-per-million-tokens {text}: write two prices, for prompt and for completion tokens: 0.15,0.60"
         ) from None
     return [of_prompts, of_answers]
 

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def make_app(settings: Settings, store: Store) -> ASGIApp:
-    """Build the application. Every error response has OpenAI's shape. ``/`` shows a key's runs as ``batchkit
-    view`` does."""
+    """Return the ASGI application: the API, and the pages of ``batchkit view`` with the runs of the request's API key.
+
+    Every error response has OpenAI's format.
+    """
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
@@ -88,7 +90,7 @@ def _on_problem(request: Request, error: Any) -> JSONResponse:
 
 
 def _on_invalid(request: Request, error: Any) -> JSONResponse:
-    """Answer 400 with the first problem in the parameters or the body."""
+    """Return a 400 response that names the first invalid parameter or field of the body."""
     first, content_type = error.errors()[0], request.headers.get("content-type", "")
     if first["loc"] == ("body",) and "json" not in content_type:
         text = f"the body's content type is {content_type or 'missing'}; send the header content-type: application/json"
@@ -110,4 +112,6 @@ def _on_http(request: Request, error: Any) -> JSONResponse:
 
 
 def _on_trouble(request: Request, error: Any) -> JSONResponse:
-    return _answer(ApiProblem(500, masked_text(f"the server can't do that now: {error}")))
+    return _answer(
+        ApiProblem(500, masked_text(f"the server failed to process the request: {error}"))
+    )

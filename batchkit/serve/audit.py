@@ -1,4 +1,4 @@
-"""The check behind ``batchkit serve --check``: compares the database with the folders."""
+"""The check behind ``batchkit serve --check``: do the files and run folders on disk match the database?"""
 
 from __future__ import annotations
 
@@ -40,15 +40,17 @@ class Audit:
 
 
 def audit(folder: Path) -> Audit:
-    """Compare the database with the folders, without writing. If a server is running, files in progress may be
-    reported.
+    """Compare the database of the server in ``folder`` with its files and runs, without writing. While a server is
+    running, unfinished uploads may be reported as problems.
 
     Raises:
         JobError: The folder has no server database.
     """
     database = folder / "serve.db"
     if not database.is_file():
-        raise JobError(f"{folder}: not the folder of a server: it has no serve.db")
+        raise JobError(
+            f"{folder}: is not the folder of a server, because it has no serve.db; give it with --folder"
+        )
     with closing(Store(database)) as store:
         files = [one.doc for kind in KINDS_OF_FILES for one in store.all(kind)]
         batches = [one.doc for one in store.all("batch")]
@@ -84,7 +86,7 @@ def _of_files(files: list[Object], folder: Path) -> Iterator[str]:
 def _of_batch(batch: Object, folder: Path, files: set[str]) -> Iterator[str]:
     name, counts = batch["id"], batch["request_counts"]
     if batch["status"] in UNFINISHED and batch["input_file_id"] not in files:
-        yield f"{name}: is {batch['status']}, and its input file is missing"
+        yield f"{name}: is {batch['status']}, but its input file is missing"
     if not is_run(folder):
         return
     try:

@@ -1,4 +1,4 @@
-"""A batch as OpenAI's API shows it, and the states it moves through."""
+"""The batch object of OpenAI's API, and the states that it passes through."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ class OutputExpiresAfter(BaseModel):
 
 
 class NewBatch(BaseModel):
-    """The body of ``POST /v1/batches``. ``priority`` is batchkit's extension: batches with a higher priority run
-    first."""
+    """The body of ``POST /v1/batches``. ``priority`` is batchkit's addition: batches with a higher number run first."""
 
     input_file_id: str
     endpoint: str
@@ -63,18 +62,20 @@ class NewBatch(BaseModel):
     @classmethod
     def _is_a_time(cls, text: str) -> str:
         if not seconds_of(text):
-            raise ValueError(f"found {text!r}, expected a number with s, m, h or d, as 24h")
+            raise ValueError(
+                f"found {text!r}, expected a number followed by s, m, h or d, for example 24h"
+            )
         return text
 
 
 def seconds_of(window: str) -> int:
-    """Return the window in seconds, or 0 if the text is not a valid duration."""
+    """Return the seconds of a completion window such as ``24h``, or 0 if the text is not a valid duration."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})([smhd])", window)
     return int(found[1]) * _SECONDS[found[2]] if found else 0
 
 
 def check_endpoint(endpoint: str, *tasks: TaskName) -> None:
-    """Raise Problem if none of ``tasks`` supports this endpoint."""
+    """Raise ApiProblem if none of the ``tasks`` (those of the server's models) supports this endpoint."""
     text = f"found {endpoint!r}, expected /v1/…"
     for task in tasks if endpoint.startswith("/v1/") else ():
         try:
@@ -86,10 +87,10 @@ def check_endpoint(endpoint: str, *tasks: TaskName) -> None:
 
 
 def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -> Object:
-    """Add a new batch in state ``validating``.
+    """Store a new batch in state ``validating`` for the key named ``owner``, and return it.
 
     Raises:
-        Problem: No model supports the endpoint, or the key has reached its limit of open batches.
+        ApiProblem: No model supports the endpoint, or the key has reached its limit of open batches.
     """
     check_endpoint(asked.endpoint, *(model.job.task for model in settings.models.values()))
     batch = _made(asked, wall_s())
@@ -129,7 +130,8 @@ def _made(asked: NewBatch, now: int) -> Object:
 
 
 def moved(batch: Object, status: Status, now: float, **more: Any) -> Object | None:
-    """Return the batch in state ``status``, or None if its current state does not allow this change."""
+    """Return a copy of the batch in state ``status`` since ``now``, with the fields ``more``. Return None if its
+    current state does not allow this change."""
     if status not in _NEXT.get(batch["status"], ()):
         return None
     return {**batch, "status": status, f"{status}_at": int(now), **more}
@@ -144,8 +146,8 @@ def problem(code: str, message: str, *, param: str | None = None) -> Object:
 
 
 class Outputs(NamedTuple):
-    """The ids of a batch's output files. They are derived from the batch id, so writing them twice gives the same
-    files."""
+    """The ids of a batch's output file and error file. They are derived from the batch id, so that writing the files
+    again replaces them."""
 
     answers: str
     errors: str
@@ -157,6 +159,6 @@ def outputs_of(batch: Object) -> Outputs:
 
 
 def rows_left(batch: Object) -> int:
-    """Return the rows without a record when the run last stopped."""
+    """Return the number of rows that had no record when the batch's run last stopped."""
     counts = batch["request_counts"]
     return int(counts["total"] - counts["completed"] - counts["failed"])

@@ -93,7 +93,7 @@ def batch_routes(settings: Settings, store: Store) -> APIRouter:
 
 
 def _live(batch: Object, settings: Settings) -> Object:
-    """Return the batch with the current counts of its run, if it has not ended."""
+    """Return a running batch with the current counts from its run folder; return other batches unchanged."""
     folder = settings.runs / batch["id"]
     if batch["status"] not in ("in_progress", "cancelling", "finalizing") or not is_run(folder):
         return batch
@@ -183,7 +183,8 @@ def _begun(body: Any, owner: str, settings: Settings, store: Store) -> Object:
 
 
 def _answer(batch: Object, settings: Settings) -> bytes:
-    """Return the response body. Raise Problem if the request or the batch failed."""
+    """Return the response body of a chat completion that ran as ``batch``. Raise ApiProblem if the request or the batch
+    failed."""
     if (answers := batch["output_file_id"]) is not None:
         line = orjson.loads((settings.files / answers).read_bytes())
         own = {"id": f"chatcmpl-{batch['id']}", "service_tier": "flex"}

@@ -1,4 +1,5 @@
-"""Validation of a batch's input file before its run begins. Like OpenAI, the server rejects the whole file."""
+"""Validation of a batch's input file before its run begins. Like OpenAI, the server rejects the file if any line is
+wrong."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _ARRAY = (
 
 
 class CheckedBatch(NamedTuple):
-    """The result of the check. ``problems``: the first problems, with line numbers. ``model``: the model of all
-    lines."""
+    """The result of checking an input file. ``rows``: its number of requests. ``problems``: at most 100 problems, with
+    line numbers. ``model``: the model that all lines name."""
 
     rows: int
     problems: list[Object]
@@ -33,10 +34,10 @@ class CheckedBatch(NamedTuple):
 def check_file(
     path: Path, endpoint: str, models: Mapping[str, ServedModel], most_rows: float
 ) -> CheckedBatch:
-    """Check that every line is a request for ``endpoint`` with a unique id, and that all lines name the same
+    """Check an input file: every line is a request for ``endpoint`` with a unique id, and all lines name the same
     model.
 
-    The file is read once.
+    The file is read once. ``most_rows``: the limit of the user's key.
     """
     rows, seen, problems, asked = 0, set[int](), list[Object](), list[ServedModel]()
     with path.open("rb") as file:
@@ -78,18 +79,22 @@ def _problems_in(
     if isinstance(request, RequestError):
         yield problem("invalid_json_line", f"This is not a JSON object:{request}")
         return
-    yield from _of_id(request.get("custom_id"), seen)
+    yield from _problems_in_id(request.get("custom_id"), seen)
     if request.get("method") != "POST":
-        yield problem("invalid_method", "method has to be POST", param="method")
+        yield problem(
+            "invalid_method",
+            f"method: found {request.get('method')!r}, expected 'POST'",
+            param="method",
+        )
     if request.get("url") != endpoint:
         text = f"url: found {request.get('url')!r}, but the batch's endpoint is {endpoint}"
         yield problem("mismatched_endpoint", text, param="url")
-    yield from _of_body(request.get("body"), endpoint, models, asked)
+    yield from _problems_in_body(request.get("body"), endpoint, models, asked)
 
 
-def _of_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
+def _problems_in_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
     if not isinstance(custom_id, str) or not custom_id:
-        text = "custom_id has to be a text that is not empty"
+        text = "custom_id is missing: it must be a text that is not empty"
         yield problem("missing_required_parameter", text, param="custom_id")
         return
     key = hash(
@@ -101,12 +106,15 @@ def _of_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
     seen.add(key)
 
 
-def _of_body(
+def _problems_in_body(
     body: Any, endpoint: str, models: Mapping[str, ServedModel], asked: list[ServedModel]
 ) -> Iterator[Object]:
-    """Yield the problems of a request body. Add the first line's model to ``asked``."""
+    """Yield the problems of a request's body. ``asked`` holds the model of the first valid line, which this function
+    adds; later lines must name the same model."""
     if not isinstance(body, dict):
-        yield problem("missing_required_parameter", "body has to be an object", param="body")
+        yield problem(
+            "missing_required_parameter", "body is missing: it must be a JSON object", param="body"
+        )
         return
     name = body.get("model")
     if not isinstance(name, str) or (model := models.get(name)) is None:

@@ -1,6 +1,7 @@
-"""The server's clock. It reads the machine's time once at the start and then never jumps.
+"""The server's clock. It reads the machine's time once at the start; from then on it only counts seconds and never
+jumps.
 
-If the machine's clock were set forward and back, a server using it would expire all batches and remove all files.
+With a clock that somebody sets forward and back, the server would expire all batches and remove all files.
 """
 
 from __future__ import annotations
@@ -11,5 +12,5 @@ _AT_BOOT = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def wall_s() -> int:
-    """Return seconds since 1970."""
+    """Return the current time in seconds since 1970."""
     return int(_AT_BOOT + time.clock_gettime(time.CLOCK_BOOTTIME))

@@ -99,7 +99,7 @@ class NewUpload(BaseModel):
 
 
 class EndOfUpload(BaseModel):
-    """The body of the request that completes an upload. ``md5`` is the checksum of the whole file."""
+    """The body of the request that completes an upload. ``md5``: the checksum of the whole file, in hexadecimal."""
 
     part_ids: list[str] = Field(max_length=10_000)
     md5: str | None = None
@@ -111,7 +111,7 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
     @routes.post("/v1/uploads")
     def create_upload(request: Request, asked: NewUpload) -> Object:
         if asked.bytes > settings.max_file_bytes:
-            text = f"bytes: found {asked.bytes:,}, at most {settings.max_file_bytes:,}"
+            text = f"bytes: found {asked.bytes:,}; this server accepts files of at most {settings.max_file_bytes:,}"
             raise ApiProblem(413, text, param="bytes")
         now = wall_s()
         upload = {
@@ -144,7 +144,7 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
             text = f"the parts have {size:,} bytes in total, expected {upload['bytes']:,}"
             raise ApiProblem(400, text, param="part_ids")
         parts = [settings.files / name for name in asked.part_ids]
-        file = _whole(upload, parts, asked.md5, settings)
+        file = _joined(upload, parts, asked.md5, settings)
         link(settings.files / file["id"], file["purpose"], settings.media_of(owner))
         more = size - sum(part["bytes"] for part in known.values())
         done = {**upload, "status": "completed", "file": file}
@@ -190,8 +190,9 @@ def _kept_part(form: Form, upload: str, owner: str, settings: Settings, store: S
     return part
 
 
-def _whole(upload: Object, parts: list[Path], digest: str | None, settings: Settings) -> Object:
-    """Join the parts into one file. Raise Problem if the MD5 checksum does not match."""
+def _joined(upload: Object, parts: list[Path], digest: str | None, settings: Settings) -> Object:
+    """Join the parts of an upload into one stored file, and return its file object. Raise ApiProblem if the MD5
+    checksum does not match ``digest``."""
     incoming = settings.incoming / new_id("parts")
     try:
         with incoming.open("wb") as file:

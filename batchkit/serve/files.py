@@ -1,4 +1,5 @@
-"""The contents of files. Each is complete and on disk before the database refers to it."""
+"""Stored contents of uploaded and generated files. A content is complete and synced to disk before the database refers
+to it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ KINDS_OF_FILES: tuple[Kind, ...] = ("file", "part")
 
 
 def file_doc(path: Path, *, filename: str, purpose: str, expires_at: int | None) -> Object:
-    """Return a file as the API shows it. ``path`` is its content; the file name is the file id."""
+    """Return OpenAI's file object for the content at ``path``, whose name is the file id."""
     return {
         "id": path.name,
         "object": "file",
@@ -41,7 +42,8 @@ def file_doc(path: Path, *, filename: str, purpose: str, expires_at: int | None)
 
 
 def expiry_in(fields: dict[str, str], settings: Settings, now: int) -> int | None:
-    """Return the expiry time from the form field ``expires_after[seconds]``, or the server's default."""
+    """Return the time at which an uploaded file expires: from the form field ``expires_after[seconds]``, or else the
+    server's default."""
     if (given := fields.get("expires_after[seconds]")) is None:
         return settings.expiry(now)
     if not given.isdecimal() or not _HOUR_S <= int(given) <= _MONTH_S:
@@ -51,10 +53,10 @@ def expiry_in(fields: dict[str, str], settings: Settings, now: int) -> int | Non
 
 
 def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Object:
-    """Store the file of a form.
+    """Store the file of an upload form, and return its file object.
 
     Raises:
-        Problem: The form has no file, or a parameter is wrong.
+        ApiProblem: The form has no file, or a parameter is wrong.
     """
     if (purpose := form.required("purpose")) not in PURPOSES:
         text = f"purpose: found {purpose!r}, expected one of {', '.join(PURPOSES)}"
@@ -70,7 +72,8 @@ def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Objec
 
 
 def add_stored(store: Store, settings: Settings, kind: Kind, owner: str, doc: Object) -> None:
-    """Add an object to the database. If the key's storage limit is reached, remove the content and raise Problem."""
+    """Add an object with a stored content to the database. If the key's storage limit is reached, remove the content
+    and raise ApiProblem."""
     with room_for(doc["id"], doc["bytes"], owner, settings, store):
         store.add(kind, owner, doc)
 
@@ -79,7 +82,11 @@ def add_stored(store: Store, settings: Settings, kind: Kind, owner: str, doc: Ob
 def room_for(
     name: str, n_bytes: int, owner: str, settings: Settings, store: Store
 ) -> Iterator[None]:
-    """Hold the store's lock while the caller writes. If this raises Problem, remove the content of ``name``."""
+    """Check that ``n_bytes`` more fit into the owner's storage limit, and hold the store's lock while the caller
+    writes.
+
+    If they don't fit, or the caller raises ApiProblem, remove the content called ``name``.
+    """
     most = settings.limits_of(owner).bytes
     try:
         with store.lock:
@@ -97,7 +104,7 @@ def new_id(kind: str) -> str:
 
 
 def take_in(incoming: Path, settings: Settings, kind: str) -> Path:
-    """Move an uploaded file to the folder of contents under a new id. Sync it to disk first."""
+    """Sync an uploaded file to disk, move it to the folder of contents under a new id, and return its path."""
     path = settings.files / new_id(kind)
     with incoming.open("rb") as file:
         os.fsync(file.fileno())
@@ -107,15 +114,15 @@ def take_in(incoming: Path, settings: Settings, kind: str) -> Path:
 
 
 def link(path: Path, purpose: str, folder: Path) -> None:
-    """Let request lines open a file by its id, if the file's purpose allows it."""
+    """Link a content into ``folder``, from which request lines may open files by id, if its ``purpose`` allows that."""
     if purpose in _FOR_LINES:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / path.name).hardlink_to(path)
 
 
 def remove_file(store: Store, settings: Settings, *names: str) -> None:
-    """Remove files: first from the database, then from disk. The next start removes contents left by a crash in
-    between."""
+    """Remove files from the database, then from disk. If the server crashes between the two, ``remove_unknown`` removes
+    the contents at the next start."""
     store.remove(*names)
     for name in names:
         for path in (settings.files / name, *settings.media.glob(f"*/{name}")):
@@ -123,8 +130,7 @@ def remove_file(store: Store, settings: Settings, *names: str) -> None:
 
 
 def remove_unknown(store: Store, settings: Settings) -> None:
-    """Remove contents that a killed server left behind. The database does not list them, so no client knows their
-    ids."""
+    """Remove contents that are not in the database. A killed server may leave them; no client knows their ids."""
     shutil.rmtree(settings.incoming)
     settings.incoming.mkdir()
     known = {stored.doc["id"] for kind in KINDS_OF_FILES for stored in store.all(kind)}

@@ -1,4 +1,4 @@
-"""The last step of a batch: writes its output file and its error file from its run."""
+"""The end of a batch: writes its output file and its error file from the records of its run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WHY = {
 
 
 class Finished(NamedTuple):
-    """The result of a batch: its final ``status``, its changed fields, and its files."""
+    """The result of a batch: its final ``status``, its other changed fields (``more``), and its file objects."""
 
     status: Status
     more: Object
@@ -41,7 +41,9 @@ class Finished(NamedTuple):
 
 
 def finish(batch: Object, settings: Settings) -> Finished:
-    """Write the files of a batch whose run has stopped. The call can be repeated for the same batch.
+    """Write the output file and the error file of a batch whose run has stopped. Rows without a record become errors.
+
+    After a crash, the call is repeated and writes the same files.
 
     Raises:
         BatchkitError, OSError: The files can't be written. The run is unchanged.
@@ -81,7 +83,7 @@ def _status_of(batch: Object, n_left: int) -> Status:
 
 
 class _Exported(NamedTuple):
-    """The row indexes that succeeded and that failed, and the token usage of all answers."""
+    """The sets of row indexes that succeeded and that failed, and the token usage of all answers."""
 
     ok: Any = frozenset()
     failed: Any = frozenset()
@@ -89,7 +91,7 @@ class _Exported(NamedTuple):
 
 
 def _exported(folder: Path, answers: Path, errors: Path) -> _Exported:
-    """Export the run. A run that has not begun gives two empty files."""
+    """Export the run in ``folder`` to the two files. If the run has not begun, write two empty files."""
     if not is_run(folder):
         answers.write_bytes(b"")
         errors.write_bytes(b"")
@@ -110,7 +112,7 @@ def _append_unfinished(path: Path, source: Path, settled: Collection[int], statu
 
 
 def _kept(settings: Settings, batch: Object, n_lines: Mapping[str, int]) -> Iterator[Object]:
-    """Yield each non-empty file as the API shows it, after syncing it to disk. Remove empty files."""
+    """Sync each file that has lines to disk, and yield its file object. Remove files without lines."""
     for name, kind in zip(n_lines, ("output", "error"), strict=True):
         path = settings.files / name
         if not n_lines[name]:
@@ -125,7 +127,8 @@ def _kept(settings: Settings, batch: Object, n_lines: Mapping[str, int]) -> Iter
 
 
 def _usage_of(folder: Path) -> Object:
-    """Return the total token usage. Reading the log takes a sixth of the export's time."""
+    """Return the total token usage of a run, in OpenAI's format. This reads the whole log, which takes a sixth of the
+    export's time."""
     prompt = completion = reasoning = cached = 0
     for line in read_lines(log_of(folder)):
         if line.record is not None and (usage := line.record.usage) is not None:

@@ -18,7 +18,8 @@ _MOST_FIELDS, _MOST_FIELD_BYTES = 32, 64 * 1024
 
 
 def described(file: str, **fields: Any) -> dict[str, Any]:
-    """Return the form for the OpenAPI schema: a file and the schemas of the required fields."""
+    """Return the OpenAPI description of a form with the file field ``file`` and the required ``fields``, given as
+    schemas."""
     parts = {file: {"type": "string", "format": "binary"}, **fields}
     schema = {"type": "object", "required": [*parts], "properties": parts}
     content = {"multipart/form-data": {"schema": schema}}
@@ -26,7 +27,7 @@ def described(file: str, **fields: Any) -> dict[str, Any]:
 
 
 class Form:
-    """The fields of a form by name, and its file. ``path`` is set once the file has been read."""
+    """A received form: its fields by name, and its file. ``path`` is the temporary file, None if the form had no file."""
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}
@@ -34,9 +35,12 @@ class Form:
         self.filename = ""
 
     def file(self, name: str) -> Path:
-        """Return the path of the form's file. Raise Problem if the form has no file."""
+        """Return the path of the form's file; ``name`` names the field in the error. Raise ApiProblem if there is no
+        file."""
         if self.path is None:
-            raise ApiProblem(400, f"{name}: the form has no such file", param=name)
+            raise ApiProblem(
+                400, f"{name}: the form has no file; send one in this field", param=name
+            )
         return self.path
 
     def required(self, name: str) -> str:
@@ -47,10 +51,11 @@ class Form:
 
 @asynccontextmanager
 async def received(request: Request, folder: Path) -> AsyncIterator[Form]:
-    """Receive the form of a request. Its file is removed at the end unless the caller moved it.
+    """Receive the form of a request, and write its file to ``folder``. When the context ends, the file is removed
+    unless the caller has moved it.
 
     Raises:
-        Problem: The body is not a form with one file.
+        ApiProblem: The body is not a form with one file.
     """
     from python_multipart import create_form_parser
     from python_multipart.exceptions import FormParserError
@@ -59,7 +64,9 @@ async def received(request: Request, folder: Path) -> AsyncIterator[Form]:
 
     def keep(file: Any) -> None:
         if form.path is not None:
-            raise ApiProblem(400, "the form has several files, and one is expected", param="file")
+            raise ApiProblem(
+                400, "the form has several files; send one file per request", param="file"
+            )
         if file.in_memory:
             file.flush_to_disk()
         file.close()

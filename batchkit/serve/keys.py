@@ -1,4 +1,4 @@
-"""The API keys of a server. The key file has one line per key: the key's hash (not the key), its name, its
+"""The API keys of a server. Each line of the key file has the hash of a key (not the key itself), its name and its
 limits."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LINE = re.compile(
 
 
 class KeyLimits(NamedTuple):
-    """The limits of a key: ``batches`` not yet ended, ``rows`` per batch, ``bytes`` of stored files."""
+    """The limits of an API key: number of open ``batches``, ``rows`` per batch, and ``bytes`` of stored files."""
 
     batches: float = float("inf")
     rows: float = float("inf")
@@ -34,8 +34,8 @@ class Key(NamedTuple):
 
 
 def new_key(path: Path, name: str) -> str:
-    """Add a key to the file and return it. The file has only its hash; a key has 256 random bits, so it can't be
-    guessed.
+    """Make a key of 256 random bits, add its hash to the file, and return the key. It can't be read from the file
+    later.
 
     Raises:
         JobError: The name is taken or invalid, or the file can't be read or written.
@@ -55,7 +55,7 @@ def new_key(path: Path, name: str) -> str:
 
 
 def read_keys(path: Path) -> Mapping[str, Key]:
-    """Return the keys by hash.
+    """Return the keys in the file, keyed by their hash.
 
     Raises:
         JobError: The file can't be read, or a line is not a valid key.

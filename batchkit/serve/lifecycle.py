@@ -1,4 +1,4 @@
-"""Moves batches between states: checks their files, ends them, and removes expired data."""
+"""The life of batches: checks their input files, ends them, and removes expired files and runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ DRAIN_S = 25.0  # less than the 30 s that Kubernetes waits before it kills
 
 
 class Lifecycle:
-    """A thread that watches all unfinished batches. Two other threads run the checks and the exports."""
+    """A thread that moves unfinished batches to their next state. Two more threads check input files and write results;
+    the runners of ``runner.py`` run the batches."""
 
     def __init__(self, settings: Settings, store: Store, say: Say) -> None:
         self._settings, self._store, self._say = settings, store, say
@@ -48,8 +49,8 @@ class Lifecycle:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the service. Running requests get ``DRAIN_S`` to finish; the next start resumes the unfinished
-        batches."""
+        """Stop the service. Running requests get ``DRAIN_S`` seconds to finish; the next start of the server resumes
+        unfinished batches."""
         self._closing.set()
         self._store.changed.set()
         self._thread.join()
@@ -78,6 +79,7 @@ class Lifecycle:
             self._remove_expired()
 
     def _further(self, stored: Stored) -> None:
+        """Move a batch to its next state, if its deadline, its run or a cancellation requires it."""
         batch, now = stored.doc, wall_s()
         name, status = batch["id"], batch["status"]
         is_running = any(runner.is_running(name) for runner in self._runners)
@@ -98,7 +100,7 @@ class Lifecycle:
             runner.stop(name, 0)
 
     def _once(self, stored: Stored, do: Callable[[Stored], None]) -> None:
-        """Submit ``do`` to another thread, unless it is already running for this batch."""
+        """Call ``do`` for the batch in another thread, unless such a call for this batch is still running."""
         self._doing = {name: doing for name, doing in self._doing.items() if not doing.done()}
         if (name := stored.doc["id"]) not in self._doing:
             self._doing[name] = self._pool.submit(self._do, stored, do)
@@ -115,7 +117,8 @@ class Lifecycle:
             self._wait_after(error, f"{batch['id']}: {batch['status']}: ")
 
     def _wait_after(self, error: Exception, what: str) -> None:
-        """Report an error (a full disk or a bug), wait, and continue: one error must not stop the service."""
+        """Report an error, such as a full disk or a bug, and wait before the next try. One error must not stop the
+        service."""
         if not isinstance(error, BatchkitError | OSError):
             traceback.print_exc()
         self._say(f"{what}{error}; retrying in {_AGAIN_S:.0f} s")
@@ -142,7 +145,7 @@ class Lifecycle:
         self._end(stored.doc["id"], finish(stored.doc, self._settings))
 
     def _end(self, name: str, ended: Finished) -> None:
-        """Write the final state, the files' entries and the webhook event in one transaction."""
+        """Write the batch's final state, its file objects and its webhook event in one transaction."""
         now, status = wall_s(), ended.status
         events = (ended_event(name, status, now),) if self._settings.webhook else ()
         self._store.change(
@@ -161,7 +164,7 @@ class Lifecycle:
             self._remove_runs(now - self._settings.retention_days * DAY_S)
 
     def _remove_runs(self, before: float) -> None:
-        """Remove the run folders of ended batches created before ``before``."""
+        """Remove the run folders of ended batches that were created earlier than ``before``."""
         for stored in self._store.all("batch"):
             folder, batch = self._settings.runs / stored.doc["id"], stored.doc
             if (

@@ -1,4 +1,4 @@
-"""Decides which models are loaded at the same time and which take turns."""
+"""The decision which models are loaded at the same time, and which take turns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from batchkit.serve.settings import ServedModel, Settings
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """A slot for one loaded model; ``models`` take turns in it.
+    """A slot for one loaded model. If it has several ``models``, they take turns in it.
 
-    ``elsewhere`` has the names of models in other places. ``name`` is part of the log's file name. ``environment``
-    is passed to the engine processes.
+    ``name`` is part of the log's file name, "" for the first place. ``elsewhere`` has the names of models in other
+    places. ``environment`` has variables for the engine's processes, for example its GPUs.
     """
 
     name: str
@@ -29,17 +29,18 @@ class ModelPlace:
         return any(model.job.run.workers is not None for model in self.models)
 
     def is_for(self, name: str) -> bool:
-        """Return whether batches of this model run here. Models that the server no longer has belong to the first
-        place."""
+        """Return True if batches of the model called ``name`` run in this place. The first place also has batches of
+        models that the server no longer offers."""
         is_here = any(name == model.name for model in self.models)
         return is_here or (not self.name and name not in self.elsewhere)
 
 
 def places_of(settings: Settings, say: Say) -> list[ModelPlace]:
-    """Assign models to places.
+    """Assign the server's models to places.
 
-    A model on a remote server has a separate place. So does each local model if the GPUs have room for all of them:
-    the visible GPUs, or ``run.worker_gpus`` if all jobs set it (0 means no GPU).
+    A model on a remote server has a place of its own. So has each local model if the GPUs have room for all of them:
+    the visible GPUs, or ``run.worker_gpus`` if all jobs set it (0 means no GPU). Otherwise, all local models share
+    one place.
     """
     models = {model.name: model for model in settings.models.values()}
     here = {name: model for name, model in models.items() if is_loaded_here(model.job.engine)}

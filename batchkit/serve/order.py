@@ -1,8 +1,10 @@
 """The order in which batches run: by priority first, then batches close to their deadline.
 
-Keys whose batches have the same rank get equal shares of the engine at any time (``execution/shared_engines.py``). Among the
-batches of one key, the one with the fewest rows left runs first, so a short batch never waits for a long one. Of
-several models, one is loaded at a time. It stays until no batch needs it or a batch of a better rank needs another.
+Within the same rank, all keys get equal shares of the engine (``execution/shared_engines.py``). Among the batches of
+one key, the one with the fewest rows left runs first, so a short batch never waits for a long one.
+
+Of several models, one is loaded at a time. It is replaced when no batch needs it, or when a batch of a better rank
+needs another model.
 """
 
 from __future__ import annotations
@@ -15,38 +17,38 @@ from batchkit.serve.batch import rows_left
 from batchkit.serve.store import Object, Stored
 
 MOST = 32
-"""Maximum number of batches running at the same time. Other batches wait for one to end or to have more rows
-left."""
+"""Maximum number of batches that run at the same time."""
 _SPARE = 1.5  # a deadline is close if the rows left would take two thirds of the time until then
 _LOAD_S = 300.0  # time subtracted from each deadline if another model may have to be loaded first
 _HALF_S = 60.0  # half-life of the measured rate
 
 
 class BatchTurn(NamedTuple):
-    """A batch that should run. The lowest ``rank`` runs first."""
+    """A batch that should run now. ``rank``: its negative priority, then 0 if its deadline is close; the lowest runs
+    first."""
 
     rank: tuple[int, int]
     stored: Stored
 
 
 class Order:
-    """The scheduler of batches. Tracks the rate of answered rows and the loaded model. Used under the runner's
-    lock."""
+    """The scheduler of one place's batches. It knows the loaded model, and measures how fast rows are answered to see
+    which deadlines are close. Call it only under the runner's lock."""
 
     def __init__(self) -> None:
         self._rows = self._seconds = 0.0
         self._model = ""
 
     def note(self, rows: int, seconds: float) -> None:
-        """Record that the engine answered ``rows`` rows in ``seconds``."""
+        """Record that the engine answered ``rows`` rows in ``seconds``; older measurements count less and less."""
         kept = 0.5 ** (seconds / _HALF_S)
         self._rows, self._seconds = kept * self._rows + rows, kept * self._seconds + seconds
 
     def chosen(
         self, waiting: Sequence[Stored], left: Mapping[str, int], now: float, most: int
     ) -> list[BatchTurn]:
-        """Return the batches that should run now, at most ``most``. ``left`` has the rows left of batches already
-        running."""
+        """Return the batches that should run now, at most ``most``. ``left`` has the number of rows left in batches
+        that are already running, by batch id."""
         has_several = len({stored.doc["model"] for stored in waiting}) > 1
         by = now + _LOAD_S if has_several else now
         turns = self._of_one_model(
@@ -65,7 +67,8 @@ class Order:
         return found
 
     def _of_one_model(self, turns: list[BatchTurn]) -> list[BatchTurn]:
-        """Return the batches of the loaded model. Switch models if another model has a batch of a better rank."""
+        """Return the batches of the loaded model. Before that, switch to another model if it has a batch of a better
+        rank."""
         if turns:
             first = min(turns, key=_place)
             ranks = (turn.rank for turn in turns if turn.stored.doc["model"] == self._model)

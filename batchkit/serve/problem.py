@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's shape."""
+"""Error responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiProblem(Exception):
-    """An exception that ends a request with ``status``. ``param`` names the wrong parameter, ``code`` the kind of
+    """An error that ends a request with the HTTP ``status``. ``param``: name of the wrong parameter; ``code``: kind of
     problem."""
 
     def __init__(
@@ -30,5 +30,6 @@ class ApiProblem(Exception):
 
 
 def missing(kind: str, name: str) -> ApiProblem:
-    """Return a 404. Objects of other keys give the same answer, so a key can't probe for them."""
+    """Return a 404 error for an object that does not exist. Objects of other API keys get the same error, so that a
+    user can't find out whether they exist."""
     return ApiProblem(404, f"No such {kind} object: {name}", param="id", code="not_found")

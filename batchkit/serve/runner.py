@@ -1,8 +1,8 @@
-"""Runs the batches of one place at the same time, on one engine that stays loaded.
+"""The runner of one place's batches: runs them at the same time, on one engine that stays loaded.
 
-Batches use the engine in the order of their claims (``execution/shared_engines.py``). A batch that is preempted stops as an
-interrupted run does: its running requests finish, and it resumes later. After the engine process has died, the
-batches run one at a time for a while, to find the one that caused it.
+The engine takes requests by the rank of their batch (``execution/shared_engines.py``). A batch that must give way is
+stopped like an interrupted run: its running requests finish, and it resumes later. After the engine process has
+died, the batches run one at a time for a while, to find the one that caused it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Running(NamedTuple):
 
 
 class Runner:
-    """A pool of threads that run batches; ``look`` starts and stops them.
+    """A pool of threads that run batches. The lifecycle calls ``look`` regularly to start and stop them.
 
     The threads live as long as the engine, because the kernel kills an engine process when the thread that started
     it ends.
@@ -76,13 +76,13 @@ class Runner:
             return name in self._running
 
     def stop(self, name: str, drain_s: float) -> None:
-        """Stop the run of that batch if it is running. Its requests get ``drain_s`` seconds to finish."""
+        """Stop the run of the batch called ``name``, if it is running. Its requests get ``drain_s`` seconds to finish."""
         with self._lock:
             if (running := self._running.get(name)) is not None:
                 running.stop.ask(signal.SIGTERM, drain_s=drain_s)
 
     def look(self) -> None:
-        """Start the batches that should run now and stop the others."""
+        """Compare the running batches with those that should run now: start the missing ones, and stop the others."""
         with self._lock:
             self._note_rate()
             wanted = {} if self._closing.is_set() else self._wanted()
@@ -103,7 +103,7 @@ class Runner:
                 self._begin(turn)
 
     def stop_all(self, drain_s: float) -> None:
-        """Stop all runs permanently; ``look`` starts no more runs."""
+        """Stop all runs permanently: later calls of ``look`` start no runs. Requests get ``drain_s`` seconds to finish."""
         self._closing.set()
         for name in [*self._running]:
             self.stop(name, drain_s)
@@ -147,7 +147,7 @@ class Runner:
         self._looked_at, self._answered = now, answered
 
     def _on_death(self) -> None:
-        """Make the batches run one at a time, to find the one that crashed the engine."""
+        """After the engine died, let the batches run one at a time, to find the one that crashed it."""
         with self._lock:
             for name, running in self._running.items():
                 self._alone[name] = _FOREVER
@@ -199,7 +199,7 @@ class Runner:
             self._store.change(batch["id"], charged)
 
     def _note(self, batch: Object, summary: RunSummary | None, error: BatchkitError | None) -> None:
-        """Record how the run stopped. A batch cancelled meanwhile stays ``cancelling``."""
+        """Store how a batch's run stopped. A batch that was cancelled meanwhile keeps the state ``cancelling``."""
         now, name = wall_s(), batch["id"]
         if isinstance(error, StoreError):
             self._rest(

@@ -1,4 +1,4 @@
-"""The ``batchkit serve`` process from start to end."""
+"""The process of ``batchkit serve``, from start to end."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _OWN = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(settings: Settings, *, ready: Callable[[str], None], say: Say) -> None:
-    """Serve until a signal arrives. ``ready`` receives the address. SIGINT and SIGTERM let running requests
-    finish.
+    """Serve until SIGINT or SIGTERM, then let running requests finish. ``ready`` is called with the server's address.
 
     Raises:
         JobError: The job, the keys, the webhook or the address can't be used, or a package is missing.

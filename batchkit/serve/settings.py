@@ -17,7 +17,7 @@ DAY_S = 86_400
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that the server offers. ``job`` sets the engine and options; each batch adds its input and its
+    """A model that the server offers. ``job`` sets the engine and its options; a batch's run adds its own input and
     name."""
 
     job: JobConfig
@@ -34,12 +34,12 @@ class ServedModel:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs the engine uses; 0 for a remote server."""
+        """The number of GPUs that the engine uses; 0 for a remote server."""
         return 0 if self.job.engine.base_url is not None else self.job.engine_gpus
 
 
 def by_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
-    """Return the models by name. Raise JobError if two models share a name."""
+    """Return the models, keyed by each of their names. Raise JobError if two models share a name."""
     found: dict[str, ServedModel] = {}
     for model in models:
         if taken := found.keys() & model.names:
@@ -54,8 +54,10 @@ def by_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
 class Settings:
     """The settings of ``batchkit serve``.
 
-    ``models`` has each model under all of its names. ``keys`` are the keys in ``key_file``. ``webhook`` is the URL
-    that receives an event for each ended batch. ``retention_days`` is the time that files are kept; 0 means forever.
+    - ``models``: each model under all of its names.
+    - ``keys``: the keys in ``key_file``; None if the server needs no keys.
+    - ``webhook``: URL that receives an event for each ended batch.
+    - ``retention_days``: time that files and runs are kept; 0 means forever.
     """
 
     models: Mapping[str, ServedModel]
@@ -74,21 +76,22 @@ class Settings:
 
     @property
     def files(self) -> Path:
-        """The folder of file contents, named by id."""
+        """The folder of stored contents; each file is named by its file id."""
         return self.folder / "files"
 
     @property
     def owners(self) -> list[str]:
-        """The names of the keys; [""] if the server has no keys."""
+        """The names of the API keys; [""] if the server has no keys."""
         return [""] if self.keys is None else [key.name for key in self.keys.values()]
 
     def limits_of(self, owner: str) -> KeyLimits:
-        """Return the limits of the key with that name."""
+        """Return the limits of the API key called ``owner``."""
         keys = (self.keys or {}).values()
         return next((key.limits for key in keys if key.name == owner), KeyLimits())
 
     def media_of(self, owner: str) -> Path:
-        """Return the folder of links, named by id, to the files that this key's request lines may open."""
+        """Return the folder of links to the files that request lines of this key may open. A link is named by the file
+        id."""
         return self.media / (owner or "-")  # a key can't have this name
 
     @property
@@ -106,22 +109,25 @@ class Settings:
         return self.folder / "batches"
 
     def model_of(self, batch: Object) -> ServedModel:
-        """Return the batch's model. Raise JobError if this server does not have it."""
+        """Return the model of a batch. Raise JobError if this server does not offer it."""
         if (model := self.models.get(batch["model"])) is None:
-            raise JobError(f"this server was started without the model {batch['model']}")
+            raise JobError(
+                f"this server was started without the model {batch['model']}; restart it with this model"
+            )
         return model
 
     def expiry(self, now: int | None = None) -> int | None:
-        """Return when a file created at ``now`` expires."""
+        """Return the time at which a file created at ``now`` (by default the current time) expires, or None for never."""
         made = wall_s() if now is None else now
         return round(made + self.retention_days * DAY_S) if self.retention_days else None
 
     def job_of(self, stored: Stored) -> JobConfig:
-        """Return the job of the batch's run. Its lines may open only files uploaded with the same key, unless the
-        job file sets ``media.root``.
+        """Return the job of a batch's run: the model's job with the batch's input file, name and folder.
+
+        The request lines may open only files uploaded with the same key, unless the model's job sets ``media.root``.
 
         Raises:
-            JobError: This server does not have the batch's model.
+            JobError: This server does not offer the batch's model.
         """
         job = self.model_of(stored.doc).job
         path, media = self.files / stored.doc["input_file_id"], job.media

@@ -1,4 +1,4 @@
-"""The database of a server: files, uploads and batches, as the API shows them."""
+"""The database of a server: the file, upload and batch objects of the API, and webhook events that are not sent yet."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CREATE INDEX by_status ON objects (kind, status);
 
 
 class Stored(NamedTuple):
-    """An object and the name of the key that owns it ("" if the server has no keys)."""
+    """An object of the API, and the name of the key that owns it ("" if the server has no keys)."""
 
     owner: str
     doc: Object
@@ -45,7 +45,7 @@ class ListPage(NamedTuple):
     has_more: bool
 
     def to_json(self) -> Object:
-        """Return the page in the shape of OpenAI's lists."""
+        """Return the page in the format of OpenAI's lists."""
         ends = (self.docs[0]["id"], self.docs[-1]["id"]) if self.docs else (None, None)
         return {
             "object": "list",
@@ -57,10 +57,10 @@ class ListPage(NamedTuple):
 
 
 class Store:
-    """Objects in one SQLite file, each stored as the JSON of its API response, in order of creation.
+    """A SQLite file of API objects, each stored as JSON, in order of creation.
 
-    The server's threads share one connection. A thread that holds ``lock`` can read and then write without others in
-    between. Written data is on disk when a call returns.
+    The server's threads share one connection. A thread that holds ``lock`` can read and then write without a write
+    of another thread in between. When a call returns, its data is on disk.
 
     Raises:
         StoreError: The file is damaged or from another version of batchkit.
@@ -82,7 +82,8 @@ class Store:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, _VERSION):
             raise StoreError(
-                f"{path}: has schema {version}, and this batchkit knows {_VERSION}; install the one that made it"
+                f"{path}: is from another version of batchkit (schema {version}, expected {_VERSION}); install the"
+                " version that created it"
             )
         if version == 0:
             self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
@@ -103,10 +104,11 @@ class Store:
         *,
         adding: tuple[Object, ...] = (),
     ) -> Object | None:
-        """Replace an object with the result of ``change`` and add ``adding`` (files and events) in the same
-        transaction.
+        """Replace the object called ``name`` with ``change(object)``, and add the objects ``adding`` (files and events)
+        in the same transaction.
 
-        Return None and write nothing if ``change`` returns None or the object does not exist.
+        Return the new object. If ``change`` returns None or the object does not exist, return None and write
+        nothing.
         """
         with self._transaction() as db:
             found = db.execute("SELECT owner, doc FROM objects WHERE id = ?", (name,)).fetchone()
@@ -123,7 +125,7 @@ class Store:
             db.executemany("DELETE FROM objects WHERE id = ?", [(name,) for name in names])
 
     def get(self, kind: Kind, name: str, owner: str | None = None) -> Object | None:
-        """Return the object, or None if it does not exist or has another owner than ``owner``."""
+        """Return the object, or None if it does not exist. With ``owner``, objects of other owners count as missing."""
         query = "SELECT owner, doc FROM objects WHERE kind = ? AND id = ?"
         found = self._read(query, kind, name)
         if not found or owner not in (None, found[0][0]):
@@ -132,7 +134,7 @@ class Store:
         return doc
 
     def found(self, kind: Kind, name: str, owner: str) -> Object:
-        """Return the object. Raise Problem if this owner has no such object."""
+        """Return the object. Raise ApiProblem (404) if this owner has no such object."""
         if (doc := self.get(kind, name, owner)) is None:
             raise missing(kind.capitalize(), name)
         return doc
@@ -147,7 +149,8 @@ class Store:
         ascending: bool = False,
         purpose: str | None = None,
     ) -> ListPage:
-        """Return the objects after ``after``, newest first unless ``ascending``."""
+        """Return at most ``limit`` objects of the owner that follow the object ``after``, newest first unless
+        ``ascending``."""
         order, follows = ("ASC", ">") if ascending else ("DESC", "<")
         where, values = "kind = ? AND owner = ?", [kind, owner]
         if after is not None:
@@ -161,7 +164,8 @@ class Store:
         return ListPage(docs[:limit], len(docs) > limit)
 
     def all(self, kind: Kind, *statuses: str, owner: str | None = None) -> list[Stored]:
-        """Return all objects of a kind, oldest first; ``statuses``, if given, selects by status."""
+        """Return all objects of a kind, oldest first. With ``statuses``, return only objects with one of these
+        statuses."""
         where, values = "kind = ?", [kind, *statuses]
         if statuses:
             where += f" AND status IN ({', '.join('?' * len(statuses))})"
@@ -175,24 +179,24 @@ class Store:
         return {name for (name,) in self._read(query, kind, owner)}
 
     def expired(self, now: float) -> list[Stored]:
-        """Return expired files and uploads."""
+        """Return the files and uploads whose time of expiry is not after ``now``."""
         query = (
             "SELECT owner, doc FROM objects WHERE kind IN ('file', 'upload') AND expires_at <= ?"
         )
         return [Stored(owner, orjson.loads(text)) for owner, text in self._read(query, now)]
 
     def counts(self, owner: str | None) -> dict[tuple[str, str], int]:
-        """Return the number of objects by kind and status; ``owner`` None counts all owners."""
+        """Return the number of objects by kind and status. ``owner`` None counts the objects of all owners."""
         query = "SELECT kind, status, count(*) FROM objects WHERE owner = coalesce(?, owner) GROUP BY 1, 2"
         return {(kind, status or ""): n for kind, status, n in self._read(query, owner)}
 
     def bytes_of(self, owner: str) -> int:
-        """Return the total bytes of this owner's files."""
+        """Return the total size of this owner's files and upload parts, in bytes."""
         query = "SELECT coalesce(sum(json_extract(doc, '$.bytes')), 0) FROM objects WHERE kind IN ('file', 'part') AND owner = ?"
         return int(self._read(query, owner)[0][0])
 
     def problems(self) -> str:
-        """Return SQLite's integrity problems, or "" without problems."""
+        """Return the damage that SQLite's integrity check finds in the file, or "" if there is none."""
         found = self._read("PRAGMA integrity_check")[0][0]
         return "" if found == "ok" else str(found)
 
@@ -220,7 +224,7 @@ class Store:
 
 
 def _put(db: sqlite3.Connection, kind: Kind, owner: str, doc: Object) -> None:
-    """Add an object, or replace the object with the same id. A replaced object keeps its position."""
+    """Add an object, or replace the object with the same id. A replaced object keeps its place in the order."""
     db.execute(
         "INSERT INTO objects (id, kind, owner, doc) VALUES (?, ?, ?, ?)"
         " ON CONFLICT (id) DO UPDATE SET doc = excluded.doc",

@@ -1,5 +1,5 @@
-"""Sends an event for each ended batch to a URL, in the format of OpenAI's webhooks, signed as
-https://www.standardwebhooks.com specifies."""
+"""Webhooks: an HTTP POST for each ended batch, in OpenAI's format, signed as https://www.standardwebhooks.com
+specifies."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ def ended_event(batch: str, status: str, now: float) -> Object:
 
 
 def key_of(secret: str) -> bytes:
-    """Return the signing key in ``secret``. Raise ValueError if it is not valid base64."""
+    """Return the signing key in ``secret``: the base64 text after ``whsec_``, or the whole secret without this prefix.
+    Raise ValueError if the text is not valid base64."""
     text = secret.removeprefix("whsec_")
     return text.encode() if text == secret else base64.b64decode(text, validate=True)
 
 
 def signed(event: Object, body: bytes, key: bytes, now: float) -> dict[str, str]:
-    """Return the headers of a signed request with ``body``."""
+    """Return the HTTP headers for the event's request, with the signature of ``body`` at time ``now``."""
     at = int(now)
     digest = hmac.digest(key, f"{event['id']}.{at}.".encode() + body, "sha256")
     return {
@@ -58,9 +59,10 @@ def signed(event: Object, body: bytes, key: bytes, now: float) -> dict[str, str]
 
 
 class Webhooks:
-    """A thread that sends the database's events and removes an event once the receiver has accepted it.
+    """A thread that sends the events in the database to ``url``. It removes an event when the receiver has accepted it,
+    or after the last of several retries.
 
-    An event may be sent twice. Unsent events are sent after a restart.
+    An event may be sent twice. After a restart, the server continues with unsent events.
 
     Raises:
         JobError: The URL or the secret can't be used.
@@ -112,6 +114,8 @@ class Webhooks:
                 due = time.monotonic() + _WAITS_S[n_failures]
                 self._failed[name] = n_failures + 1, due
                 return
-            self._say(f"webhooks: {event['type']} of {event['data']['id']} was dropped: {error}")
+            self._say(
+                f"webhooks: gave up sending {event['type']} of {event['data']['id']}: {error}"
+            )
         self._store.remove(name)
         self._failed.pop(name, None)
