@@ -185,7 +185,7 @@ def run(
     else:
         raise click.UsageError(
             "give a job file (`batchkit init` writes one), or --model and --input: batchkit run"
-            " --model MODEL --input rows.jsonl --prompt 'Summarise: {{ text }}'"
+            " --model MODEL --input rows.jsonl --prompt 'Summarize: {{ text }}'"
         )
     if shard is not None:
         loaded = loaded.of_shard(asked_for(shard, os.environ))

@@ -25,7 +25,7 @@ _LONG_PAUSE = 0.1  # the share of pauses that are long
 
 
 class Heard(NamedTuple):
-    """A digit, with its start and end in seconds."""
+    """A digit in a recording, with its start and end in seconds."""
 
     digit: str
     start: float
@@ -38,11 +38,11 @@ class DigitRecording(NamedTuple):
 
 
 def build_demo_digits(folder: Path, *, count: int = 40, minutes: float = 10, seed: int = 0) -> None:
-    """Fill ``folder`` with ``count`` short recordings, a recording of ``minutes``, and ``recordings.jsonl`` with their texts
-    and times.
+    """Write ``count`` short recordings and one of ``minutes`` minutes to ``folder``, with their texts and times in
+    ``recordings.jsonl``.
 
     Raises:
-        JobError: ``folder`` is not empty, or cannot be written.
+        JobError: ``folder`` is not empty, or can't be written.
     """
     with filling(folder):
         random = Random(f"test {seed}")
@@ -61,7 +61,7 @@ def build_demo_digits(folder: Path, *, count: int = 40, minutes: float = 10, see
 
 
 def make_recording(random: Random, seconds: float) -> DigitRecording:
-    """Return a recording of ``seconds``: digits with pauses, over noise."""
+    """Return a recording of ``seconds`` seconds: random digits with pauses between them, over noise."""
     noise = np.random.default_rng(random.getrandbits(64))
     samples = noise.standard_normal(round(seconds * SAMPLE_RATE), np.float32)
     samples *= 10 ** random.uniform(-4, -2.3)

@@ -1,8 +1,8 @@
-"""A tiny real model: Qwen3-VL's architecture with random weights.
+"""A tiny model with random weights and Qwen3-VL's architecture, for tests and first steps.
 
-The folder is laid out as on the Hugging Face hub, so vLLM and transformers load it like any other.
-Its answers are words without meaning, but they depend on every prompt and image, are never empty,
-and under greedy decoding are always the same.
+The folder is laid out as on the Hugging Face hub, so vLLM and transformers load it like any other. Its answers are
+words without meaning, but they are never empty and depend on every prompt and image. With greedy decoding they are
+always the same.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ SAMPLE_TEXT = """
 
 
 def build_demo_model(path: Path, *, text_only: bool = False) -> None:
-    """Write the model to the folder ``path``: Qwen3-VL, or Qwen2 when ``text_only``.
+    """Write the model to the folder ``path``: Qwen3-VL, or with ``text_only`` Qwen2.
 
-    It is the same to the byte each time. The folder appears only when it is complete; an
-    older demo model there is replaced.
+    The files are identical each time. The folder appears only when it is complete; an older demo model there is
+    replaced.
 
     Raises:
         JobError: ``path`` holds something else, can't be written, or a package is missing.
@@ -79,8 +79,7 @@ def _refuse_foreign(path: Path) -> None:
         return
     if path.exists():
         raise JobError(
-            f"{path}: is there already and is not a demo model; name a new or empty folder,"
-            " or remove it yourself"
+            f"{path}: exists already and is not a demo model; give a new or empty folder, or remove this one yourself"
         )
 
 
@@ -99,7 +98,7 @@ def _write_files(folder: Path, text_only: bool) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
     weights = _weights(config, json.loads(texts["tokenizer.json"]))
-    # Not save_file or save_pretrained: a full disk must raise OSError, and anybody may read the file.
+    # Not save_file or save_pretrained: a full disk must raise OSError, and other users must be able to read the file.
     (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
 
 
@@ -119,7 +118,8 @@ GAINS = {
 
 
 def _weights(config: dict[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return uniform random numbers: simple arithmetic on the generator's bits, which is equal on all machines."""
+    """Return random weights by name. They are made by simple arithmetic from the generator's bits, so that all machines
+    get the same numbers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -136,14 +136,15 @@ def _weights(config: dict[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, 
 
 
 def _order(name: str) -> tuple[int, int, int]:
-    """Return a sort key for the order in which weights are drawn; another order would give other weights."""
+    """Return a sort key for the weight ``name``. Weights are drawn in this order, because another order gives other
+    numbers."""
     layer = re.search(r"\.layers\.(\d+)\.", name)
     rank = 0 if "layernorm" in name else 2 if name.endswith(("_norm.weight", ".bias")) else 1
     return (1, 0, 0) if "visual" in name else (0, int(layer[1]) + 1 if layer else 0, rank)
 
 
 def _distribution(name: str, tensor: Tensor) -> tuple[float, float]:
-    """Return the standard deviation and the mean of a weight."""
+    """Return the standard deviation and the mean of the distribution from which a weight is drawn."""
     if name.endswith("bias"):
         return 0.0 if "norm" in name else 0.1, 0.0
     if "norm" in name:
@@ -153,10 +154,10 @@ def _distribution(name: str, tensor: Tensor) -> tuple[float, float]:
 
 
 def _word_gains(tokenizer: Mapping[str, Any], vocab_size: int) -> list[float]:
-    """Return a factor for the output weights of each token; words get the largest.
+    """Return the factor for each token's output weights. It decides which tokens the model says: mostly words.
 
-    Other ASCII pieces get less, because a grammar may allow nothing else. Special tokens and single bytes of longer
-    characters get 0, so that no answer is empty or undecodable.
+    Other ASCII tokens get a smaller factor, because a grammar may allow nothing else. Special tokens and single
+    bytes of longer characters get 0, so that no answer is empty or undecodable.
     """
     gains = [0.0] * vocab_size
     words = {f"Ġ{word}" for word in re.findall("[a-z]+", SAMPLE_TEXT)} | {",", "."}

@@ -1,7 +1,7 @@
-"""Pictures of tables for the demo model, and questions with their answers.
+"""Pictures of tables for the demo model, with questions and answers.
 
-All words and numbers are generated. Test tables differ from the model's training: they combine rows and columns that
-training never combines, and all their numbers and some of their sizes are new. Users get tables of this kind.
+All words and numbers are generated. Tables for tests (and for users) differ from those of the model's training: they
+combine rows and columns that training never combines, and all their numbers and some of their sizes are new.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class DrawnTable:
 
 
 class Cells(NamedTuple):
-    """Cells that answer a question, numbered line by line from the picture's first cell."""
+    """The cells of the picture that a question is about, as positions: line by line, from 0 for the top left cell."""
 
-    named: int | None = None  # by the question's last word, and a column
-    other: int | None = None  # named before
-    best: int | None = None
+    named: int | None = None  # the cell of the column and of the row that is named last
+    other: int | None = None  # the cell of the row that is named before it, in a comparison
+    best: int | None = None  # the largest or smallest cell
 
 
 class Question(NamedTuple):
@@ -79,10 +79,10 @@ class Question(NamedTuple):
 
 
 def build_demo_tables(folder: Path, *, count: int = 40, seed: int = 0) -> None:
-    """Fill ``folder`` as `write_demo_tables` does.
+    """Write ``count`` pictures and ``questions.jsonl`` to ``folder`` (see ``write_demo_tables``).
 
     Raises:
-        JobError: ``folder`` is not empty, or cannot be written.
+        JobError: ``folder`` is not empty, or can't be written.
     """
     with filling(folder):
         write_demo_tables(folder, count, str(seed))
@@ -90,10 +90,11 @@ def build_demo_tables(folder: Path, *, count: int = 40, seed: int = 0) -> None:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[None]:
-    """Raise JobError if ``folder`` is not empty, or cannot be written."""
+    """Check that ``folder`` is empty or missing, then let the caller fill it. Raise JobError if it is not empty or
+    writing fails."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise JobError(f"{folder}: is there already; name a new or empty folder")
+            raise JobError(f"{folder}: exists already and is not empty; give a new or empty folder")
         yield
     except OSError as error:
         raise JobError(f"{folder}: can't be written: {error}") from error
@@ -130,7 +131,8 @@ def is_test_number(number: int) -> bool:
 
 
 def make_table(random: Random, size: tuple[int, int], *, test: bool = False) -> DrawnTable:
-    """Return numbers of one to four digits, equally often, without repeats in a column."""
+    """Return a random table of ``size`` (rows, columns). Its numbers have one to four digits, equally often, and don't
+    repeat within a column. With ``test``, it differs from all tables of the training."""
     n_rows, n_columns = size
     while True:
         theme = random.choice(THEMES)
@@ -155,10 +157,11 @@ def _numbers(random: Random, count: int, test: bool) -> list[int]:
 
 
 def questions(random: Random, table: DrawnTable, *, test: bool = False) -> Iterator[Question]:
-    """Yield look-ups in random order without end, with a question of another kind after every second one.
+    """Yield questions about ``table`` without end: look-ups of a cell in random order, and on average one question of
+    another kind after two of them.
 
-    In a test, the other question follows every look-up, and look-ups use only cells whose row and column training never
-    combines.
+    With ``test``, a question of another kind follows every look-up, and look-ups use only cells whose row and column
+    training never combines.
     """
     cells = [
         (y, x)
@@ -198,7 +201,7 @@ def _other_question(random: Random, table: DrawnTable) -> Question:
 
 
 def texts(table: DrawnTable) -> list[list[str]]:
-    """Return the cells line by line: first the theme and the columns, then each row with its name."""
+    """Return the table's cells line by line: first the theme and the column names, then each row's name and values."""
     lines = [[table.theme, *table.columns]]
     lines += [
         [row, *map(str, values)] for row, values in zip(table.rows, table.values, strict=True)
@@ -207,7 +210,7 @@ def texts(table: DrawnTable) -> list[list[str]]:
 
 
 def draw(table: DrawnTable) -> Image.Image:
-    """Return a gray picture with a line around each cell and shaded names."""
+    """Return a gray picture of the table, with a line around each cell and shaded headers."""
     lines = texts(table)
     size = len(lines[0]) * CELL_WIDTH, len(lines) * CELL_HEIGHT
     picture = Image.new("L", size)

@@ -25,20 +25,21 @@ FORECAST = "forecast.json"
 
 
 def write_forecast(folder: Path, forecast: Mapping[str, Any]) -> None:
-    """Write the forecast. Raise StoreError if writing fails."""
+    """Write ``forecast`` to ``forecast.json`` in the run folder. Raise StoreError if writing fails."""
     with disk_errors(folder / FORECAST):
         write_atomically(folder / FORECAST, orjson.dumps(forecast, option=orjson.OPT_INDENT_2))
 
 
 def hash_of_job(job: JobConfig) -> str:
-    """Return a hash that is equal for jobs with the same rows, prompts, engine and speed. Prices may differ."""
+    """Return a hash of all settings that a forecast depends on: rows, prompts, engine and speed. Prices don't change
+    it."""
     tables = job.model_dump(mode="json", exclude={"name", "run", "output", "scoring"})
     run = job.run.model_dump(include={"sample", "seed", "workers", "max_in_flight"})
     return hash_of([masked(tables), run])
 
 
 def read_forecast(folder: Path, job: JobConfig) -> dict[str, Any] | None:
-    """Return the forecast of the run in ``folder``, or None without a forecast of this job."""
+    """Return the forecast of the run in ``folder``, or None if there is none, or if it was made for another run or job."""
     try:
         found: dict[str, Any] = orjson.loads(read_bytes(folder / FORECAST))
         is_current = found["run"] == read_manifest(folder).created_at
@@ -48,7 +49,8 @@ def read_forecast(folder: Path, job: JobConfig) -> dict[str, Any] | None:
 
 
 def announced(job: JobConfig) -> str | None:
-    """Return the expected time and price of this start, or None without a forecast or remaining rows."""
+    """Return the forecast for the remaining rows as text, to print when a run starts. Return None if there is no
+    forecast or no row is left."""
     found = read_forecast(job.folder, job)
     if found is None:
         return None
@@ -65,8 +67,8 @@ def announced(job: JobConfig) -> str | None:
 
 
 def turned_out(job: JobConfig, summary: RunSummary) -> str | None:
-    """Return the time and price of a finished run next to its forecast, or None without a forecast or if rows are
-    left."""
+    """Return the actual time, tokens and price of a finished run next to the forecast, as text. Return None if there is
+    no forecast, or rows are left."""
     found = read_forecast(job.folder, job)
     if found is None:
         return None
@@ -85,7 +87,7 @@ def turned_out(job: JobConfig, summary: RunSummary) -> str | None:
 
 
 def shown(interval: Mapping[str, float], how: Callable[[float], str]) -> str:
-    """Format an interval like ``12 min [10 min to 15 min]``."""
+    """Format an interval like ``12 min [10 min to 15 min]``; ``how`` formats each number."""
     low, expected, high = (how(interval[name]) for name in ("low", "expected", "high"))
     return expected if low == high else f"{expected} [{low} to {high}]"
 

@@ -30,13 +30,12 @@ def prompts_of(texts: Sequence[str], file: Path | None) -> list[str]:
             raise JobError(str(row.error))
         prompts.append(row.fields["prompt"])
     if not prompts:
-        raise JobError('no prompt: give "…" "…" or --prompts-file FILE')
+        raise JobError('no prompt: give prompts as arguments ("…" "…"), or --prompts-file FILE')
     return prompts
 
 
 def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) -> RunSummary:
-    """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises the same exceptions as
-    ``run_job``."""
+    """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises the same exceptions as ``start_run``."""
     job = make_job({"name": "generate", "engine": {"model": model}}, "generate", overrides)
     with StopRequest().installed() as stop:
         source = from_python(list(prompts), job.input)
@@ -45,7 +44,7 @@ def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) 
 
 
 def in_words(prompt: str, record: Mapping[str, Any]) -> str:
-    """Return a prompt and its answer or error as text."""
+    """Return a prompt and its record's answer or error as text to print."""
     error = record["error"]
     reply = answers_in_words(record)[0] if error is None else f"({error['message']})"
     return f"> {prompt}\n{reply}\n"

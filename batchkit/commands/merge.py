@@ -1,4 +1,5 @@
-"""The ``merge`` command: combines several runs of one job (shards, or a base run and later ones) into one run."""
+"""The ``merge`` command: combines several runs of one job into one run. They may be shards, or a run and later runs of
+missing rows."""
 
 from __future__ import annotations
 
@@ -44,10 +45,11 @@ _SHOWN = 3  # runs of another job whose differences are shown
 
 @dataclass(slots=True)
 class Merged:
-    """The result of a merge. All numbers except ``runs`` count rows of the job's input.
+    """The result of a merge. All numbers count rows of the job's input.
 
-    ``double``: rows that several runs answered with the same text. ``conflicting``: rows with differing texts; the
-    newest was taken. ``folder`` is None if nothing was written.
+    - ``double``: rows for which several runs have the same answer.
+    - ``conflicting``: rows for which runs have different answers; the newest is used.
+    - ``folder``: the new run folder; None if nothing was written.
     """
 
     runs: list[str]
@@ -95,9 +97,9 @@ class Merged:
 
 
 class _MergedRun(NamedTuple):
-    """One of the runs, locked by this process. ``job`` is the job as resolved when the run began.
+    """One of the runs to merge, locked by this process. ``job`` is the run's own job, with all paths resolved.
 
-    ``picked``: the rows whose record is taken from this run.
+    ``picked`` collects the indexes of the rows whose record is taken from this run.
     """
 
     folder: Path
@@ -108,10 +110,9 @@ class _MergedRun(NamedTuple):
 
 
 class NewestRecord(NamedTuple):
-    """The record chosen for a row, as the line ``raw`` of ``part``.
+    """The record chosen for a row. ``raw`` is its line in the log of the run ``part``.
 
-    ``answers``: how many runs have an answer for the row. ``agree``: whether their texts, labels and scores are
-    equal.
+    ``answers``: how many runs have an answer for the row. ``agree``: whether all these answers are equal.
     """
 
     part: _MergedRun
@@ -124,8 +125,8 @@ class NewestRecord(NamedTuple):
 def _newest_records(parts: Sequence[_MergedRun]) -> Iterator[NewestRecord]:
     """Yield the chosen record of each row, in input order.
 
-    Each log contributes its newest record of the row. The answer with the latest ``finished_at`` is chosen; a
-    failure is chosen only if no log has an answer.
+    Each run offers its newest record of the row. The answer with the latest ``finished_at`` is chosen; a failure is
+    chosen only if no run has an answer.
 
     Raises:
         StoreError: A record is damaged.
@@ -151,7 +152,8 @@ def _newest_records(parts: Sequence[_MergedRun]) -> Iterator[NewestRecord]:
 
 
 def _answer(record: dict[str, Any]) -> bytes:
-    """Return the part that must be equal in two answers. Ids of tool calls are random and left out."""
+    """Return the parts of a record that tell whether two answers are equal, as JSON. Ids of tool calls are left out,
+    because they are random."""
     parts = [
         (choice.get("text"), [call["function"] for call in choice.get("tool_calls") or ()])
         for choice in record.get("choices") or [record]
@@ -160,10 +162,11 @@ def _answer(record: dict[str, Any]) -> bytes:
 
 
 def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
-    """Merge ``runs`` into the new run folder ``into``, which appears complete or not at all.
+    """Merge ``runs`` into the new run folder ``into``, which appears only when it is complete. The merged runs are not
+    changed.
 
-    The newest answer of a row is used; a failure only if no run has an answer. If a row of the input has no record
-    in any run, nothing is written unless ``partial``. The runs are kept.
+    A row's newest answer is used; a failure is used only if no run has an answer. If a row of the input has no
+    record in any run, nothing is written unless ``partial``.
 
     Raises:
         JobError: ``into`` exists or is one of the runs, or the rows can't be distinguished.
@@ -204,7 +207,7 @@ def _check_places(runs: Sequence[Path], into: Path) -> None:
         raise JobError(f"--into {into}: is one of the runs; name a new folder")
     for folder, place in zip(runs, places, strict=True):
         if places.count(place) > 1:
-            raise JobError(f"{folder}: is named twice")
+            raise JobError(f"{folder}: is named twice; name each run once")
     if os.path.lexists(into):
         raise JobError(
             f"--into {into}: exists already and is not changed; move it away, or name a new"
@@ -213,7 +216,8 @@ def _check_places(runs: Sequence[Path], into: Path) -> None:
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise the limit of open files as far as allowed. A job array may have a thousand tasks."""
+    """Raise this process's limit of open files to ``count``, or as far as allowed: a job array may have a thousand
+    shards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -221,12 +225,13 @@ def _allow_open_files(count: int) -> None:
 
 
 def _check_same_job(parts: Sequence[_MergedRun]) -> None:
-    """Compare the jobs as a resume does, except that shards and limits may differ."""
+    """Raise ChangedError if the runs have different jobs or inputs. The comparison is that of a resume, except that
+    shards and limits may differ."""
     first, known = parts[0], _answers(parts[0].manifest)
     if first.job.input.path is None and not first.manifest.input:
         raise JobError(
-            f"{first.folder}: its rows came from an iterator, so they can't be compared with the rows of"
-            " another run"
+            f"{first.folder}: can't be merged, because its rows came from a Python iterator and can't be compared"
+            " with those of another run"
         )
     changed = []
     for part in parts:  # include the first run: its settings may have changed while it ran
@@ -245,9 +250,10 @@ def _check_same_job(parts: Sequence[_MergedRun]) -> None:
 
 
 def _check_same_vectors(parts: Sequence[_MergedRun]) -> None:
-    """Check that all vectors have the same type: the same name may refer to another model, above all on a server.
+    """Raise ChangedError if the vectors of two runs differ in number format or length. Then their models differ
+    although their names are equal; on a server, a name may come to mean another model.
 
-    Vectors of several lengths within one run were requested and are allowed.
+    A run whose job requests vectors of several lengths is not checked.
     """
     found = [(part.folder, kind) for part in parts if (kind := vector_type(part.folder, part.job))]
     uniform = [(folder, kind) for folder, kind in found if kind.dimensions is not None]
@@ -255,18 +261,19 @@ def _check_same_vectors(parts: Sequence[_MergedRun]) -> None:
         first, known = uniform[0]
         if kind != known:
             raise ChangedError(
-                f"{folder}: its vectors are {kind}, and those of {first} are {known}: they are not of one"
-                " model, and can't be compared. Leave one of the runs out, and run its rows again"
+                f"{folder}: has vectors with {kind}, but {first} has vectors with {known}. They come from different"
+                " models and can't be compared; leave one of these runs out, and answer its rows again"
             )
 
 
 def _answers(manifest: Manifest) -> dict[str, Any]:
-    """Return the part of the manifest's identity that decides the answers, without the shard."""
+    """Return the settings that decide the run's answers (the manifest's identity), without the shard."""
     return {key: value for key, value in manifest.identity.items() if key != "input.shard"}
 
 
 def _missing(parts: Sequence[_MergedRun], there: IndexSet) -> Iterator[str]:
-    """Yield the ids of rows that the runs should have answered and that are not in ``there``."""
+    """Yield the ids of the rows that the runs should have answered but that have no record. ``there``: indexes of all
+    rows with a record."""
     job, files = _whole(parts[0].job, parts), parts[0].manifest.input
     if job.input.path is None:
         yield from (str(index) for index in range(files[0].size) if index not in there)
@@ -275,14 +282,14 @@ def _missing(parts: Sequence[_MergedRun], there: IndexSet) -> Iterator[str]:
     if changes := input_changes(files, source.files or []):
         listed = "\n".join(f"  {change}" for change in changes)
         raise ChangedError(
-            f"the input changed since these runs began, so it is unknown which rows are missing\n"
-            f"{listed}\nUndo the change, then merge"
+            f"the input changed since these runs began, so it is unknown which rows are missing:\n"
+            f"{listed}\nUndo the change, then merge again"
         )
     yield from (row.id for row in source.read(there.__contains__))
 
 
 def _whole(job: JobConfig, parts: Sequence[_MergedRun]) -> JobConfig:
-    """Return ``job`` over all rows that ``parts`` should have answered."""
+    """Return ``job`` for all rows of all ``parts``: without a shard, and with the largest of their limits."""
     limits = [part.job.input.limit for part in parts]
     known = [limit for limit in limits if limit is not None]
     limit = max(known) if len(known) == len(limits) else None
@@ -324,7 +331,8 @@ def _records(parts: Sequence[_MergedRun], merged: Merged) -> Iterator[RecordLine
 
 
 def _generations(parts: Sequence[_MergedRun], settled: IndexSet) -> Iterator[GenerationLine]:
-    """Yield each row's generations from the run whose record was picked, or from the first run that has some."""
+    """Yield each row's generations from one run: the one whose record was chosen or, for rows without a record (not in
+    ``settled``), the first run that has generations of the row."""
     taken = IndexSet()
     for part in parts:
         begun = IndexSet()
@@ -343,9 +351,9 @@ def _generations(parts: Sequence[_MergedRun], settled: IndexSet) -> Iterator[Gen
 def _manifest(
     folder: Path, newest: _MergedRun, parts: Sequence[_MergedRun], job: JobConfig, merged: Merged
 ) -> Manifest:
-    """Return the newest run's manifest with the starts of all runs and one for the merge.
+    """Return the manifest of the merged run: that of the newest run, with the starts of all runs and one for the merge.
 
-    The versions of the last start come from the newest run, which produced the answers.
+    The merge's start has the package versions of the newest start, because these packages made the answers.
     """
     starts = [
         start.model_copy(update={"run": str(part.folder)})

@@ -19,12 +19,13 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
     """Return the job with the ``given`` keys and the ``KEY=VALUE`` overrides.
 
-    Its name is derived from the input and the model, so the same command resumes the same run: ``reviews-Qwen3-4B``
-    for ``data/reviews.csv`` and ``Qwen/Qwen3-4B``. Images are looked up in the working directory, or in the input's
-    folder if the input is outside it. A field ``id`` names the rows.
+    Its name is derived from the input and the model, so that the same command resumes the same run:
+    ``reviews-Qwen3-4B`` for ``data/reviews.csv`` and ``Qwen/Qwen3-4B``. Images are looked up in the working
+    directory, or in the input's folder if the input is outside it. If the rows have a field ``id``, it becomes
+    ``input.id``.
 
     Raises:
-        JobError: As ``make_job``.
+        JobError: A key is wrong, or a file is missing (see ``make_job``).
         InputError: The input can't be read.
     """
     path, model = given["input.path"], given.get("engine.model") or ""
@@ -46,14 +47,15 @@ def run_name(path: str, model: str) -> str:
 
 
 def _media_root(path: str) -> str:
-    """Return the folder for images. It never contains a glob pattern."""
+    """Return the folder in which images are looked up: the working directory, or the input's folder if the input is
+    outside it."""
     here, beside = Path.cwd(), Path(_MAGIC.split(path)[0] + "x").resolve().parent
     return str(here if beside.is_relative_to(here) else beside)
 
 
 def _stem(path: str) -> str:
-    """Return ``reviews`` for ``data/reviews.jsonl.gz``, ``part`` for ``part-*.csv``, ``photos`` for
-    ``photos/*.jpg``."""
+    """Return the input's name without folder and suffixes: ``reviews`` for ``data/reviews.jsonl.gz``, ``part`` for
+    ``part-*.csv``, ``photos`` for ``photos/*.jpg``."""
     named = PurePosixPath(name_of(path).rstrip("/"))
     if named.suffix.lower() in COMPRESSIONS:
         named = named.with_suffix("")
@@ -63,5 +65,5 @@ def _stem(path: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return ``name`` with only the characters allowed in a run's name."""
+    """Return ``name`` with each character that a run's name can't have replaced by ``-``."""
     return _NOT_IN_NAMES.sub("-", name).lstrip(".-_").rstrip("-_")

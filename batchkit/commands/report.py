@@ -67,12 +67,12 @@ def report(
 ) -> Report:
     """Write the page of a run to ``path``, or to ``report.html`` in its folder.
 
-    The page is one file without links to other files. The model's texts are embedded as data and shown only as text.
-    It has all rows up to 20,000 and a sample beyond that; tables and charts cover all rows. ``images=False`` omits
+    The page is one file that loads nothing else. The model's texts are embedded as data and shown only as text. It
+    has all rows up to 20,000 and a sample beyond that; tables and charts cover all rows. ``images=False`` omits
     thumbnails. ``media``: folders whose inputs and images may be read (``Reach``).
 
     Raises:
-        InputError: The table needs fields that the run did not keep, and the input changed.
+        InputError: The score table needs fields that the run did not keep, and the input changed.
         StoreError: The folder is not a run folder, no row has finished, the log is damaged, or the file can't be
             written.
     """
@@ -89,7 +89,9 @@ def report(
     if not figures.n_rows:
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
     if is_mixed(folder):
-        say(f"{folder}: its rows are scored in more than one way; `batchkit score` fixes that")
+        say(
+            f"{folder}: its rows were scored with different settings; `batchkit score` scores all of them again"
+        )
     rows = _read_rows(folder, figures, sample.rows(), reach, images=images)
     scores = RunScores.of(table, folder)
     found = overview(look, figures, table, problem=None, indexed=1.0)
@@ -115,7 +117,7 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
 
 
 class _Shown(NamedTuple):
-    """The rows for the page. ``notes`` explain what the page leaves out, and why."""
+    """The rows and images of the page, and ``notes`` for its reader about what the page leaves out."""
 
     rows: list[dict[str, Any]]
     pictures: list[dict[str, Any]]
@@ -161,7 +163,7 @@ class _Sample:
 def _read_rows(
     folder: Path, figures: Figures, chosen: Sequence[int], reach: Reach, *, images: bool
 ) -> _Shown:
-    """Read the records of the chosen rows again, together with the input if it still exists."""
+    """Read the records of the chosen rows and, if the input still exists, render their prompts again."""
     limit = min(max(_MAX_TEXT_BYTES // len(chosen), _LEAST_CHARACTERS), _MOST_CHARACTERS)
     scoring, problem = _scoring(reach)
     inputs, labels = InputRows(reach.job, {*chosen}, reach), labels_of(reach)
@@ -189,7 +191,7 @@ def _read_rows(
 
 
 def _cut_to(limit: int, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with only the keys that the page needs, and its texts cut to ``limit`` characters."""
+    """Return ``row`` with only the keys that the page needs, and with texts cut to ``limit`` characters."""
     record, steps = row["record"], row["steps"]
     of_field = max(120, limit // _FIELD_SHARE)
     kept = steps if record.get("steps") is not None else steps[:_MOST_GENERATIONS]
@@ -207,7 +209,7 @@ def _cut_to(limit: int, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut(value: Any, limit: int) -> Any:
-    """Return ``value`` with long texts cut in the middle and null values removed."""
+    """Return ``value`` with long texts cut in the middle and without null values."""
     if isinstance(value, str):
         return cut_in_the_middle(value, limit)
     if isinstance(value, Mapping):
@@ -216,7 +218,8 @@ def _cut(value: Any, limit: int) -> Any:
 
 
 def _scoring(reach: Reach) -> tuple[Scoring | None, list[str]]:
-    """Return the scoring that finds the rows' references, and a note if it is unavailable."""
+    """Return the scoring that finds each row's reference answer. If it is unavailable, return None and a note with the
+    reason."""
     job = reach.job
     if not job.scoring.is_on:
         return None, []
@@ -241,7 +244,7 @@ def _sample_notes(figures: Figures, n_listed: int, n_failed: int) -> Iterator[st
 def _input_notes(job: JobConfig, problem: str | None) -> Iterator[str]:
     if problem:
         left = "only the kept fields are shown" if kept_fields(job) else "no fields are shown"
-        yield f"Where the input can't be read as it was, {left}: {masked_text(problem)}"
+        yield f"For rows whose input can't be read or has changed, {left}: {masked_text(problem)}"
 
 
 def _picture_notes(pictures: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -31,9 +31,10 @@ _LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
 
 
 class Retry(NamedTuple):
-    """The result of ``retry-failed``: ``recovered`` of the ``rows`` succeeded.
+    """The result of ``retry-failed``: of the ``rows`` retried, ``recovered`` now have an answer.
 
-    ``kinds``: the failure kinds to retry; empty means all. ``summary`` is None if no row had failed.
+    ``kinds``: the failure kinds that were retried; empty means all. ``summary`` is None if there was nothing to
+    retry.
     """
 
     kinds: Sequence[str]
@@ -68,12 +69,13 @@ def retry_failed(
     trust: bool = False,
     say: Say = print,
 ) -> Retry:
-    """Retry rows whose newest record failed, or succeeded with a blank answer.
+    """Retry rows whose newest record is a failure, or an answer without text (failure kind ``empty``).
 
-    ``kinds`` limits the retry to these failure kinds; a blank ok record has kind ``empty``. ``overrides`` apply to
-    this start only and are recorded in the manifest. The run's ``job.toml`` has no secrets: they come from
-    ``job_file``, else from ``overrides`` or the environment. Other settings of ``job_file`` are ignored; ``say``
-    reports differences. ``vouched`` decides whether the job may execute code, import functions or send keys.
+    - ``kinds``: retry only these failure kinds.
+    - ``overrides``: settings for this start only; the manifest records them.
+    - ``job_file``: the user's job file. Only its secrets are used, because the run's ``job.toml`` has none; ``say``
+    reports other differences. Without it, secrets come from ``overrides`` or the environment.
+    - ``trust``: allow the job to execute code, import functions and send keys (see ``vouched``).
     """
     _check_overrides(overrides, folder)
     then = read_manifest(folder).identity
@@ -84,9 +86,8 @@ def retry_failed(
     given = None if job_file is None else load_job(job_file)
     if given is not None and (changes := differences(then, identity(given, constant_files(given)))):
         say(
-            f"{job_file} has changed since the run began, and a retry keeps to the run's own job:"
-            f" {'; '.join(changes)}. To use the change, give it with --set, or `batchkit run"
-            f" {job_file} --on-change requeue`"
+            f"{job_file} has changed since the run began: {'; '.join(changes)}. The retry ignores the change. To use"
+            f" it, give it with --set, or start `batchkit run {job_file} --on-change requeue`"
         )
     begun = job_of_run(folder)
     job = job_of_run(folder, overrides)
@@ -110,7 +111,8 @@ def retry_failed(
 
 
 class _Due(NamedTuple):
-    """The rows to retry: their last attempt number by index, and the rows that killed an engine."""
+    """The rows to retry. ``attempts``: number of the last attempt, by row index. ``quarantined``: rows that killed an
+    engine and must run alone."""
 
     attempts: dict[int, int]
     quarantined: set[int]
@@ -135,18 +137,18 @@ def _check_overrides(overrides: Sequence[str], folder: Path) -> None:
         key, setting = override.partition("=")[0].strip(), masked_override(override)
         if key.partition(".")[0] == "scoring":
             raise JobError(
-                f"--set {setting}: a run is scored in one way; `batchkit score {folder} --set"
-                f" {setting}` scores all of it again"
+                f"--set {setting}: a retry can't change the scoring, because all rows of a run are scored alike;"
+                f" `batchkit score {folder} --set {setting}` scores all rows again"
             )
         if key.startswith("input") and key != "input.path":
             raise JobError(
-                f"--set {setting}: a retry finds the rows of the run as the run did;"
-                " only input.path may differ, for an input that was moved"
+                f"--set {setting}: a retry can't change which rows the run has; of [input], only path can be set,"
+                " for an input that was moved"
             )
 
 
 def _check_answerable(job: JobConfig, begun: JobConfig, folder: Path) -> None:
-    """Raise JobError if ``job`` can't answer rows of the run started with job ``begun``."""
+    """Raise JobError if ``job`` must not answer rows of the run that was started with the job ``begun``."""
     if job.engine.kind == "dry-run" != begun.engine.kind:
         raise JobError(
             "--set engine.kind=dry-run: the dry-run engine has no model, and its text would be mixed with the"
@@ -155,24 +157,25 @@ def _check_answerable(job: JobConfig, begun: JobConfig, folder: Path) -> None:
         )
     if job.input.path is None:
         raise JobError(
-            f"{folder}: its rows came from Python, and only a program has them: run them again there, with"
-            f" processor.retry({{index: attempt}}, rows=rows); `batchkit show --failed {folder}` lists them"
+            f"{folder}: its rows came from Python, so only the program that has them can retry them, with"
+            f" processor.retry({{index: attempt}}, rows=rows); `batchkit show --failed {folder}` lists the failed rows"
         )
 
 
 def _with_secrets(job: JobConfig, given: JobConfig | None, say: Say) -> JobConfig:
-    """Return ``job``, read from its ``job.toml``, with all available secrets filled in."""
+    """Return ``job`` with all available secrets filled in, and without keys whose secrets are unavailable. ``say``
+    reports these."""
     job = _filled(job, given)
     known = without_masked(job)
     gone = sorted({*masked_keys(job.model_dump())} - {*masked_keys(known.model_dump())})
     if gone:
         say(
-            f"not set, because run folders store no secrets: {', '.join(gone)}; if needed, name"
-            " the job file instead of the run folder, or give it with --set"
+            f"{', '.join(gone)}: this retry runs without the value, which is a secret that the run folder does not"
+            " store; if the job needs it, give the job file instead of the run folder, or --set KEY=VALUE"
         )
     return known
 
 
 def _filled(job: JobConfig, given: JobConfig | None) -> JobConfig:
-    """Return ``job`` with the secrets of ``given``, if any."""
+    """Return ``job`` with the secrets of the user's job file ``given``, if there is one."""
     return job if given is None else with_secrets_of(job, given)

@@ -36,8 +36,8 @@ def run_job(
 ) -> Outcome:
     """Run ``job`` or resume it. SIGINT and SIGTERM stop it cleanly.
 
-    ``say`` receives scoring results, including the table at the end. When every row has a record, the run is
-    exported to ``output`` and as ``[output]`` specifies, and sent to ``output.upload``.
+    ``say`` receives messages about scoring, exports and the forecast. When every row has a record, the run is
+    scored, exported to ``output`` and as ``[output]`` specifies, and sent to ``output.upload``.
 
     Raises:
         BatchkitError: The run could not begin. Later errors are in the outcome; its ``exit_code`` tells whether the
@@ -58,9 +58,10 @@ def run_job(
 def started(
     job: JobConfig, options: StartOptions, end: AtEnd, say: Say, *, scored_as: JobConfig
 ) -> Outcome:
-    """Start ``job``. When all rows have finished, score them with ``scored_as`` and write and send the exports.
+    """Run ``job`` with ``options``. When all rows have finished, score them with the job ``scored_as``, and write and
+    send the exports of ``end``.
 
-    ``run.on_end`` is notified of the result. Raises the same exceptions as ``run_job``.
+    The command ``run.on_end`` gets the result. Raises the same exceptions as ``run_job``.
     """
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
@@ -73,7 +74,8 @@ def started(
 
 
 def _with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -> Outcome:
-    """Compute the deferred scores if all rows have finished."""
+    """If all rows have finished, compute the scores that are still missing, and return the outcome with the resulting
+    exit code."""
     summary = outcome.summary
     if outcome.error is not None or summary.exit not in (0, 3):
         return outcome
@@ -91,14 +93,14 @@ def _with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) 
 
 
 class WantedExport(NamedTuple):
-    """An export to write; without a path it goes to the run folder."""
+    """An export to write: its format, and its file. Without a path, the file is in the run folder."""
 
     format: str
     path: Path | None = None
 
     @property
     def flag(self) -> str:
-        """The option of ``batchkit export`` that writes this export."""
+        """The option of ``batchkit export`` that writes this export, for example ``--csv answers.csv``."""
         return shlex.join([f"--{self.format}", *([] if self.path is None else [str(self.path)])])
 
 
@@ -110,21 +112,22 @@ class AtEnd(NamedTuple):
 
 
 def planned(job: JobConfig, output: Path | None = None, skip_from: Path | None = None) -> AtEnd:
-    """Return the exports of a run. Raise JobError before the run begins if one is impossible."""
+    """Return the exports to write when ``job`` has run. Raise JobError if one of them is impossible, before any row is
+    answered."""
     exports = [WantedExport(name) for name in dict.fromkeys(job.output.export)]
     if output is not None:
         exports.append(WantedExport(format_for(output, job), output))
     if exports and skip_from is not None:
         key = f"--output {output}" if output is not None else "output.export"
         raise JobError(
-            f"{key}: the rows that {skip_from} has would be missing there; leave it out, and"
-            " `batchkit export` both runs"
+            f"{key}: the export would lack the rows that {skip_from} has; leave it out, and export both runs with"
+            " `batchkit export`"
         )
     if job.output.upload is None or job.is_trial:  # a trial's answers do not come from a model
         return AtEnd(exports, None)
     if not exports:
         raise JobError(
-            f'{UPLOAD}: nothing is written that could be sent; name what, as output.export = ["parquet"], or give'
+            f'{UPLOAD}: there is no export to send; set output.export, for example to ["parquet"], or give'
             " --output FILE"
         )
     if job.input.shard is not None:
@@ -136,7 +139,8 @@ def planned(job: JobConfig, output: Path | None = None, skip_from: Path | None =
 
 
 def _with_exports(outcome: Outcome, end: AtEnd, say: Say) -> Outcome:
-    """Write and send the exports if all rows have finished. A failed upload does not change the run's exit code."""
+    """Write and send the exports of ``end`` if all rows have finished. A failed upload does not change the run's exit
+    code."""
     if not end.exports:
         return outcome
     folder = Path(outcome.summary.folder)

@@ -27,10 +27,12 @@ _MOST_SHOWN = 4_000  # characters of a prompt or an answer; --json prints all of
 
 
 class ShownRow(NamedTuple):
-    """A row to print. ``prompt`` is None if the row can't be rendered again; then its ``fields`` are shown.
+    """A row to print.
 
-    ``images``: {name, width, height} as the model receives them, or {name, problem}. ``steps``: the answer of each
-    generation if the row has several. ``clips``: the kind and the name of each.
+    - ``prompt``: None if the prompt can't be rendered again; the row's ``fields`` are printed instead.
+    - ``images``: {name, width, height} as the model receives them, or {name, problem}.
+    - ``steps``: the answer of each generation, if the row has several.
+    - ``clips``: kind and name of each sound and video.
     """
 
     record: Mapping[str, Any]
@@ -78,7 +80,7 @@ class ShownRow(NamedTuple):
         yield f"({', '.join(self._facts())})"
 
     def _step_lines(self) -> Iterator[str]:
-        """Yield the answer of each generation of a row that has several."""
+        """Yield a line for the answer or error of each generation, if the row has several."""
         for step in self.steps:
             name = call_in_words(step)
             if step.get("skipped"):
@@ -116,14 +118,14 @@ class ShownRow(NamedTuple):
 
 
 def _reasoning_line(answer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the beginning of the reasoning, which may be far longer than the answer."""
+    """Yield the beginning of an answer's reasoning, which may be far longer than the answer."""
     if thought := " ".join((answer.get("reasoning") or "").split()):
         more = "…" if len(thought) > _MOST_THOUGHT else ""
         yield f"(thought: {thought[:_MOST_THOUGHT]}{more})"
 
 
 class ShownRows(NamedTuple):
-    """The rows to print. ``problem`` explains why prompts are missing, if any are."""
+    """The rows to print. ``problem``: why prompts can't be rendered again; None if all can."""
 
     rows: Sequence[ShownRow]
     problem: str | None
@@ -140,10 +142,11 @@ def show_rows(
     most: int | None,
     media: Sequence[Path] = (),
 ) -> ShownRows:
-    """Return the first ``most`` rows in input order: only rows that ``failed``, or rows with ``ids``.
+    """Return the first ``most`` rows of the run in input order. ``failed`` selects failed rows, ``ids`` selects rows by
+    id.
 
-    With ``input.cross``, the id of a row selects all of its values. ``most`` None means five rows, or all rows with
-    ``ids``. Prompts are rendered again from the input, as far as ``Reach`` allows.
+    ``most`` None means five rows, or all rows with ``ids``. With ``input.cross``, the id of an input row selects all
+    its combinations. Prompts are rendered again from the input, if ``Reach`` allows reading it.
 
     Raises:
         JobError: No record has one of the ids.

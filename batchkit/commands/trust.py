@@ -1,7 +1,7 @@
-"""The check of jobs from other people: batchkit reports what a job executes, imports or sends.
+"""Protection against jobs of other people. batchkit prints what a job executes, imports or sends.
 
-A run folder may come from anyone. Anything that its ``job.toml`` would execute, import or send a key to is allowed
-only if the user's job file or the command line sets the same, or with ``--trust``.
+A run folder may come from anyone. If its ``job.toml`` would execute or import code or send a key, this is allowed
+only if the user's own job file or the command line sets the same, or with ``--trust``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ def vouched(
     named: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> JobConfig:
-    """Return ``job`` after ``say`` has received what it executes, imports and sends, for keys that start with one
-    of ``of``.
+    """Return ``job`` if its side effects are allowed, after ``say`` has received a line for each of them.
 
-    For the job of a run folder, ``named`` is the user's job file (by default the one in the manifest). ``OPTIONAL``
-    keys that are missing in it are dropped. ``fresh``: a new run begins.
+    - ``of``: consider only side effects whose key starts with one of these prefixes.
+    - ``trust``: allow all of them.
+    - ``fresh``: a new run begins, so no earlier host is known.
+    - ``named``: for the job of a run folder, the user's job file; by default the one in the manifest. Keys of ``OPTIONAL``
+    that it does not set are left out.
+    - ``overrides``: the settings of the command line.
 
     Raises:
-        JobError: The job file differs, or a key would be sent to another host than the run's.
+        JobError: The user's job file sets something else, or a key would be sent to another host than before.
     """
     due = doings(job, of)
     if due and not trust and (not job.made_in or is_of_run(Path(job.made_in))):
@@ -67,25 +70,26 @@ def _as_in_job_file(
     known = {*said, *(doing._replace(what=masked(doing.what)) for doing in said)}
     given = {override.partition("=")[0].strip() for override in overrides}
     foreign = [doing for doing in due if doing not in known and not given.issuperset(doing.keys)]
-    why = f"only {folder / JOB} says so" if theirs is None else f"{file} says otherwise"
+    why = f"only {folder / JOB} sets it" if theirs is None else f"{file} sets it differently"
     if refused := [doing.line for doing in foreign if doing.keys[0] not in OPTIONAL]:
         lines = "\n".join(f"  {line}" for line in refused)
         raise JobError(
-            f"{why}, and nothing that a run folder holds is executed, imported or sent a key:\n{lines}\nName"
-            " the job file that says it, or give --trust to do it"
+            f"{why}, and batchkit does not trust a run folder with the following:\n{lines}\nGive the job file that"
+            " sets it, or allow it with --trust"
         )
     for doing in foreign:
         (key,) = doing.keys
-        say(f"{key} is left out, for {why} (--trust {OPTIONAL[key]} it): {doing.line}")
+        say(f"{key} is ignored, because {why} (--trust {OPTIONAL[key]} it): {doing.line}")
     return _with_optional(job, job if theirs is None else theirs, given, foreign)
 
 
 def _with_optional(
     job: JobConfig, theirs: JobConfig, given: Collection[str], foreign: Sequence[Doing]
 ) -> JobConfig:
-    """Return ``job`` with the user's values for the ``OPTIONAL`` keys, and without the ``foreign`` ones.
+    """Return ``job`` with the user's values for the ``OPTIONAL`` keys, and without those in ``foreign``, which only the
+    run folder sets.
 
-    The values come from the command line if ``given``, else from ``theirs``.
+    A value comes from the command line if its key is in ``given``, otherwise from ``theirs``, the user's job file.
     """
     left_out = {doing.keys[0] for doing in foreign}
     on_end = (job if ON_END in given else theirs).run.on_end
@@ -102,5 +106,5 @@ def _check_hosts(folder: Path, due: Sequence[Doing]) -> None:
         host = recorded.get(doing.keys[0].removesuffix(".base_url"), doing.host)
         if host != doing.host:
             raise JobError(
-                f"{doing.line}, and its run asked {host} so far; if this is intended, add --trust"
+                f"{doing.line}, but the run used {host} so far; if the change is intended, add --trust"
             )

@@ -1,4 +1,4 @@
-"""The ``validate`` command and ``run --dry-run``: prepare rows as for the engine, without loading the model."""
+"""The ``validate`` command and ``run --dry-run``: prepare rows as for the engine, without loading a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST_SHOWN = 2000  # characters of a row
 
 @dataclass(frozen=True, order=True, slots=True)
 class Problem:
-    """A row that would fail, and the reason."""
+    """A row that would fail, with the kind and the message of its error."""
 
     index: int
     id: str
@@ -44,10 +44,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The result of ``validate``. ``problems`` has the first of the ``failed`` rows. Token counts are exact or
-    missing.
+    """The result of ``validate``.
 
-    ``hints`` are likely mistakes that fail no row. ``not_checked`` lists what only a run can check.
+    - ``problems``: the first 20 of the ``failed`` rows.
+    - ``prompt_tokens``: exact minimum, median, 99th percentile, maximum and sum; empty if they can't be counted.
+    - ``hints``: likely mistakes that make no row fail.
+    - ``not_checked``: parts of the job that only a run can check.
     """
 
     rows: int
@@ -132,9 +134,10 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
 
 
 class CheckedRows(NamedTuple):
-    """A row as the engine would receive it.
+    """A row with the request and the prompt that the engine would receive.
 
-    ``prompt`` is None if the row would fail with ``error``, or if only the row's function knows its requests.
+    ``prompt`` is None if the row would fail with ``error``, or if the job has a ``[rollout]``, whose function makes
+    the requests.
     """
 
     row: Row
@@ -144,7 +147,7 @@ class CheckedRows(NamedTuple):
 
 
 def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[CheckedRows]:
-    """Yield ``rows``, rendered and checked, in any order.
+    """Render and check ``rows``, and yield them in any order.
 
     Raises:
         JobError: The job itself is invalid.
@@ -176,9 +179,9 @@ def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[CheckedRows]:
 
 
 def preview(job: JobConfig, rows: int) -> Iterator[str]:
-    """Yield the first ``rows`` rows as text, as the engine would receive them, or with their error.
+    """Yield the first ``rows`` rows as text: what the engine would receive, or the row's error.
 
-    For a job with steps, each row is shown with its first step that is not skipped.
+    For a job with steps, this is the prompt of the first step that is not skipped.
 
     Raises:
         JobError: The job itself is invalid.
@@ -214,7 +217,7 @@ def _shown(job: JobConfig, request: Request, prompt: RenderedPrompt) -> str:
 
 
 def not_checked(job: JobConfig) -> Iterator[str]:
-    """Yield a line for each aspect that can only be checked by running the job."""
+    """Yield a line for each part of the job that only a run can check."""
     for place, its in job.of_each_step():
         more = sorted(its.sampling.model_extra or {})
         if more and its.engine.kind == "dry-run":
@@ -233,7 +236,8 @@ def not_checked(job: JobConfig) -> Iterator[str]:
 
 
 def _opened_preflights(job: JobConfig) -> dict[str, Preflight]:
-    """Return a preflight by step name ("" without steps) after checking each step's parameters.
+    """Check each step's parameters, and return its preflight, which renders and measures prompts. The keys are step
+    names; "" for a job without steps.
 
     Raises:
         JobError: The parameters are invalid, or the job's function can't be found.
@@ -257,7 +261,7 @@ def _opened_preflights(job: JobConfig) -> dict[str, Preflight]:
 def _fitted(
     request: Request, renderer: Renderer, preflights: Mapping[str, Preflight]
 ) -> tuple[Request, RenderedPrompt]:
-    """Return the request and its prompt, shortened if it is too long and the job allows that."""
+    """Return the request with its rendered prompt. A prompt that is too long is shortened if the job allows it."""
     preflight = preflights[request.step]
     while True:
         try:
@@ -270,7 +274,7 @@ def _fitted(
 
 
 def _read_only(row: Row) -> Request | Completion:
-    """Return a request without a prompt, for rows whose function creates the requests."""
+    """Return a request without a prompt, for jobs with a ``[rollout]``: only its function knows the prompts."""
     request = Request(row, None, None, {}, input_hash="")
     return request if row.error is None else Completion(request, error=row.error)
 
@@ -285,8 +289,8 @@ def _of_repeats(repeats: Mapping[int, tuple[int, str]]) -> Iterator[str]:
 
 
 def _noting_repeats(rows: Iterator[Row], repeats: dict[int, tuple[int, str]]) -> Iterator[Row]:
-    """Pass rows through and add each row with a repeated id to ``repeats``: row -> (first row with that id, the
-    id)."""
+    """Yield ``rows`` unchanged, and note each row whose id an earlier row has in ``repeats``: row index -> (index of
+    the first row with this id, the id)."""
     first_of: dict[str, int] = {}
     for row in rows:
         if row.error is None and first_of.setdefault(row.id, row.index) != row.index:

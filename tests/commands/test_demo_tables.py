@@ -81,7 +81,7 @@ def test_more_pictures_than_there_are_sizes_and_a_seed_of_ones_own(tmp_path: Pat
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(JobError, match="name a new or empty folder"):
+    with pytest.raises(JobError, match="give a new or empty folder"):
         demo.build_demo_tables(tmp_path)
     with pytest.raises(JobError, match="can't be written"):
         demo.build_demo_tables(tmp_path / "mine" / "tables")

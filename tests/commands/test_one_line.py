@@ -170,7 +170,7 @@ def test_output_without_the_rows_of_another_run_is_refused(folder: Path) -> None
     assert run(*PROMPT, "--limit", "2", "--set", "name=first").exit_code == 0
     result = run(*PROMPT, "--skip-from", "output/first", "--output", "a.csv")
     assert result.exit_code == 2
-    assert "the rows that output/first has would be missing there" in result.stderr
+    assert "the export would lack the rows that output/first has" in result.stderr
     assert not (folder / "output/rows-Small").exists()
 
 

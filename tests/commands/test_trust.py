@@ -122,9 +122,11 @@ def test_what_only_a_run_folder_says_is_refused(
     for command in commands:
         found = batchkit(*command)
         assert found.exit_code == 2
-        assert "job.toml says otherwise, and nothing that a run folder holds is" in found.stderr
+        assert (
+            "job.toml sets it differently, and batchkit does not trust a run folder" in found.stderr
+        )
         assert f"\n  {line}" in found.stderr
-        assert "give --trust" in found.stderr
+        assert "allow it with --trust" in found.stderr
         assert not Path("ended").exists() | Path("imported").exists()
 
 
@@ -135,13 +137,13 @@ def test_retry_executes_what_the_job_file_still_says() -> None:
     gone("ended")
     changed_job(run={"on_end": "touch stolen"})
     found = batchkit("retry-failed", str(RUN))
-    assert "run.on_end is left out, for " in found.stderr
+    assert "run.on_end is ignored, because " in found.stderr
     assert "(--trust runs it): runs: touch stolen" in found.stderr
     assert not Path("stolen").exists() | Path("ended").exists()
     Path("job.toml").unlink()
     found = batchkit("retry-failed", str(RUN))
     assert found.exit_code == 2
-    assert f"/{RUN}/job.toml says so, and nothing that a run folder holds is" in found.stderr
+    assert f"/{RUN}/job.toml sets it, and batchkit does not trust a run folder" in found.stderr
     found = batchkit("retry-failed", str(RUN), "--trust")
     assert found.exit_code == 3
     assert Path("stolen").exists()
@@ -177,7 +179,7 @@ def test_key_goes_to_another_host_only_with_trust() -> None:
             setting = ["--set", f"engine.base_url={other['base_url']}"]
             found = batchkit(command, "job.toml", *setting * (command == "retry-failed"))
             assert found.exit_code == 2
-            assert "sends $MY_KEY to localhost, and its run asked 127.0.0.1 so far" in found.stderr
+            assert "sends $MY_KEY to localhost, but the run used 127.0.0.1 so far" in found.stderr
         assert batchkit("run", "job.toml", "--trust").exit_code == 3
         assert batchkit("run", "job.toml").exit_code == 3
 

@@ -300,10 +300,10 @@ def test_an_address_is_taken_from_the_users_job_file_only(store: str) -> None:
     there = "http://localhost" + store.removeprefix("http://127.0.0.1")
     found = _foreign(store, there)
     assert found.exit_code == 0
-    assert "output.upload is left out, for " in found.stderr
-    assert "job.toml says otherwise (--trust sends it): sends exports to localhost" in found.stderr
+    assert "output.upload is ignored, because " in found.stderr
+    assert "job.toml sets it differently (--trust sends it): sends exports to" in found.stderr
     Path("job.toml").unlink()
-    assert "output.upload is left out, for only " in _foreign("", "").stderr
+    assert "output.upload is ignored, because only " in _foreign("", "").stderr
     trusted = batchkit("export", RUN, "--parquet", "--trust")
     assert trusted.exit_code == 2
     assert "the secret parts of this address are missing" in trusted.stderr

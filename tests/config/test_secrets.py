@@ -276,7 +276,7 @@ def test_masked_secret_is_asked_for_and_never_used() -> None:
     assert "vars.home: a secret" in found.stderr
     found = batchkit("retry-failed", str(RUN), "--set", "vars.nowhere=x")
     assert found.exit_code == 0
-    assert "not set, because run folders store no secrets: vars.home" in found.stderr
+    assert "vars.home: this retry runs without the value, which is a secret" in found.stderr
 
 
 def test_retry_by_the_job_file_has_its_secrets() -> None:

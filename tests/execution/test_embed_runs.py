@@ -186,7 +186,7 @@ def test_merge_of_vectors_of_two_models_is_refused() -> None:
     done = merge(*shards)
     assert done.exit_code == 2
     assert (
-        f"{shard(1, 2)}: its vectors are float32 of 5 dimensions, and those of {shard(0, 2)} are float32"
+        f"{shard(1, 2)}: has vectors with float32 of 5 dimensions, but {shard(0, 2)} has vectors with float32"
         " of 8 dimensions"
     ) in done.stderr
     assert not MERGED.exists()
