@@ -201,7 +201,7 @@ RUNS = [
     ),
     Mistake(
         "score scored.toml --predictions made.csv",
-        ("made.csv row 1: another answer for id 'r1', which has one; leave one of them",),
+        ("made.csv row 1: a second, different answer for id 'r1'; remove one of them",),
         files={"made.csv": "id,prediction\nr1,5\nr1,3\n", "scored.toml": SCORED},
     ),
     Mistake(
@@ -395,13 +395,17 @@ KEYS = [
     *(
         Mistake(command, (said,), exit_code, {"mine.csv": REVIEWS, "mine.jsonl": '{"a": 1}\n'})
         for command, said, exit_code in (
-            ("run job.toml\nexport --csv mine.csv", "mine.csv: exists, and is no export", 2),
+            (
+                "run job.toml\nexport --csv mine.csv",
+                "mine.csv: exists, and was not written by batchkit",
+                2,
+            ),
             ("run job.toml\nexport --jsonl mine.jsonl", "or replace it with --force", 2),
             ("run job.toml\nexport --csv mine.csv --force", "mine.csv: 3 rows", 0),
             ("run job.toml\nexport --csv a.csv\nexport --csv a.csv", "a.csv: 3 rows", 0),
             ("run job.toml\nexport --jsonl a.jsonl\nexport --jsonl a.jsonl", "3 rows", 0),
             ("run job.toml\nexport --parquet a.parquet\nexport --parquet a.parquet", "3 rows", 0),
-            ("run job.toml --output mine.csv", "exists, and is no export of batchkit", 2),
+            ("run job.toml --output mine.csv", "exists, and was not written by batchkit", 2),
             ("run job.toml --output a.csv\nrun job.toml --output a.csv", "a.csv: 3 rows", 0),
         )
     ),

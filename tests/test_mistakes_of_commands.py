@@ -54,10 +54,10 @@ COMMANDS = [
     *(
         Mistake(f"run job.toml\nexport output/mood {given}", (said,))
         for given, said in {
-            "--csv ans.parquet": "ans.parquet: --csv writes .csv; name the file so, or give --parquet",
-            "--jsonl ans.json": "ans.json: --jsonl writes .jsonl; name the file so",
-            "--csv ans.csv.gz": "ans.csv.gz: --csv writes .csv; name the file so",
-            "--parquet ans.xlsx": "ans.xlsx: --parquet writes .parquet; name the file so",
+            "--csv ans.parquet": "ans.parquet: --csv writes .csv files; give a file name with this suffix, or give --parquet",
+            "--jsonl ans.json": "ans.json: --jsonl writes .jsonl files; give a file name with this suffix",
+            "--csv ans.csv.gz": "ans.csv.gz: --csv writes .csv files; give a file name with this suffix",
+            "--parquet ans.xlsx": "ans.xlsx: --parquet writes .parquet files; give a file name with this suffix",
         }.items()
     ),
     # A template for max_tokens is no secret, so the job in the run folder can be run.

@@ -188,7 +188,7 @@ ROWS = [
             (f"{ONE_LINE} --prompt 'M\\n{{{{ review }}}}'", r"contains \n as two characters", 0),
             (
                 "run job.toml\nexport output/mood --csv output",
-                "output: is a folder; name a file in it",
+                "output: is a folder; give a file in it",
                 2,
             ),
         ]

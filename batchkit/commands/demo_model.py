@@ -154,11 +154,9 @@ def _distribution(name: str, tensor: Tensor) -> tuple[float, float]:
 
 
 def _word_gains(tokenizer: Mapping[str, Any], vocab_size: int) -> list[float]:
-    """Return the factor for each token's output weights. It decides which tokens the model says: mostly words.
-
-    Other ASCII tokens get a smaller factor, because a grammar may allow nothing else. Special tokens and single
-    bytes of longer characters get 0, so that no answer is empty or undecodable.
-    """
+    """Return the factor for each token's output weights. It decides which tokens the model says: mostly words. Other
+    ASCII tokens get a smaller factor, because a grammar may allow nothing else. Special tokens and single bytes of
+    longer characters get 0, so that no answer is empty or undecodable."""
     gains = [0.0] * vocab_size
     words = {f"Ġ{word}" for word in re.findall("[a-z]+", SAMPLE_TEXT)} | {",", "."}
     for token, number in tokenizer["model"]["vocab"].items():

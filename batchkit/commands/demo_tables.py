@@ -158,11 +158,8 @@ def _numbers(random: Random, count: int, test: bool) -> list[int]:
 
 def questions(random: Random, table: DrawnTable, *, test: bool = False) -> Iterator[Question]:
     """Yield questions about ``table`` without end: look-ups of a cell in random order, and on average one question of
-    another kind after two of them.
-
-    With ``test``, a question of another kind follows every look-up, and look-ups use only cells whose row and column
-    training never combines.
-    """
+    another kind after two of them. With ``test``, a question of another kind follows every look-up, and look-ups use
+    only cells whose row and column training never combines."""
     cells = [
         (y, x)
         for y, row in enumerate(table.rows)

@@ -35,7 +35,8 @@ def prompts_of(texts: Sequence[str], file: Path | None) -> list[str]:
 
 
 def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) -> RunSummary:
-    """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises the same exceptions as ``start_run``."""
+    """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises the same exceptions as
+    ``start_run``."""
     job = make_job({"name": "generate", "engine": {"model": model}}, "generate", overrides)
     with StopRequest().installed() as stop:
         source = from_python(list(prompts), job.input)

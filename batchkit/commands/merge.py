@@ -98,9 +98,7 @@ class Merged:
 
 class _MergedRun(NamedTuple):
     """One of the runs to merge, locked by this process. ``job`` is the run's own job, with all paths resolved.
-
-    ``picked`` collects the indexes of the rows whose record is taken from this run.
-    """
+    ``picked`` collects the indexes of the rows whose record is taken from this run."""
 
     folder: Path
     manifest: Manifest
@@ -110,10 +108,8 @@ class _MergedRun(NamedTuple):
 
 
 class NewestRecord(NamedTuple):
-    """The record chosen for a row. ``raw`` is its line in the log of the run ``part``.
-
-    ``answers``: how many runs have an answer for the row. ``agree``: whether all these answers are equal.
-    """
+    """The record chosen for a row. ``raw`` is its line in the log of the run ``part``. ``answers``: how many runs have
+    an answer for the row. ``agree``: whether all these answers are equal."""
 
     part: _MergedRun
     raw: bytes
@@ -251,10 +247,8 @@ def _check_same_job(parts: Sequence[_MergedRun]) -> None:
 
 def _check_same_vectors(parts: Sequence[_MergedRun]) -> None:
     """Raise ChangedError if the vectors of two runs differ in number format or length. Then their models differ
-    although their names are equal; on a server, a name may come to mean another model.
-
-    A run whose job requests vectors of several lengths is not checked.
-    """
+    although their names are equal; on a server, a name may come to mean another model. A run whose job requests vectors
+    of several lengths is not checked."""
     found = [(part.folder, kind) for part in parts if (kind := vector_type(part.folder, part.job))]
     uniform = [(folder, kind) for folder, kind in found if kind.dimensions is not None]
     for folder, kind in uniform:
@@ -352,9 +346,7 @@ def _manifest(
     folder: Path, newest: _MergedRun, parts: Sequence[_MergedRun], job: JobConfig, merged: Merged
 ) -> Manifest:
     """Return the manifest of the merged run: that of the newest run, with the starts of all runs and one for the merge.
-
-    The merge's start has the package versions of the newest start, because these packages made the answers.
-    """
+    The merge's start has the package versions of the newest start, because these packages made the answers."""
     starts = [
         start.model_copy(update={"run": str(part.folder)})
         for part in parts

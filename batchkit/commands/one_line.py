@@ -41,7 +41,8 @@ def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job
 
 
 def run_name(path: str, model: str) -> str:
-    """Return a name made of the input's file or folder name and the last part of the model's name."""
+    """Return the name of a run made from the command line: the input's file or folder name, then the last part of the
+    model's name."""
     names = [_stem(path), PurePosixPath(model.rstrip("/")).name.removesuffix(".gguf")]
     return "-".join(filter(None, map(_plain, names))) or "batch"
 
@@ -49,6 +50,7 @@ def run_name(path: str, model: str) -> str:
 def _media_root(path: str) -> str:
     """Return the folder in which images are looked up: the working directory, or the input's folder if the input is
     outside it."""
+    # "x": "data/" before a glob must give the folder data, not its parent.
     here, beside = Path.cwd(), Path(_MAGIC.split(path)[0] + "x").resolve().parent
     return str(here if beside.is_relative_to(here) else beside)
 

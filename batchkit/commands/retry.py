@@ -31,11 +31,8 @@ _LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
 
 
 class Retry(NamedTuple):
-    """The result of ``retry-failed``: of the ``rows`` retried, ``recovered`` now have an answer.
-
-    ``kinds``: the failure kinds that were retried; empty means all. ``summary`` is None if there was nothing to
-    retry.
-    """
+    """The result of ``retry-failed``: of the ``rows`` retried, ``recovered`` now have an answer. ``kinds``: the failure
+    kinds that were retried; empty means all. ``summary`` is None if there was nothing to retry."""
 
     kinds: Sequence[str]
     rows: int = 0
@@ -74,7 +71,7 @@ def retry_failed(
     - ``kinds``: retry only these failure kinds.
     - ``overrides``: settings for this start only; the manifest records them.
     - ``job_file``: the user's job file. Only its secrets are used, because the run's ``job.toml`` has none; ``say``
-    reports other differences. Without it, secrets come from ``overrides`` or the environment.
+      reports other differences. Without it, secrets come from ``overrides`` or the environment.
     - ``trust``: allow the job to execute code, import functions and send keys (see ``vouched``).
     """
     _check_overrides(overrides, folder)

@@ -59,10 +59,8 @@ def started(
     job: JobConfig, options: StartOptions, end: AtEnd, say: Say, *, scored_as: JobConfig
 ) -> Outcome:
     """Run ``job`` with ``options``. When all rows have finished, score them with the job ``scored_as``, and write and
-    send the exports of ``end``.
-
-    The command ``run.on_end`` gets the result. Raises the same exceptions as ``run_job``.
-    """
+    send the exports of ``end``. The command ``run.on_end`` gets the result. Raises the same exceptions as
+    ``run_job``."""
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
             outcome = start_run(job, options=options, stop=stop)

@@ -34,8 +34,8 @@ def vouched(
     - ``of``: consider only side effects whose key starts with one of these prefixes.
     - ``trust``: allow all of them.
     - ``fresh``: a new run begins, so no earlier host is known.
-    - ``named``: for the job of a run folder, the user's job file; by default the one in the manifest. Keys of ``OPTIONAL``
-    that it does not set are left out.
+    - ``named``: for the job of a run folder, the user's job file; by default the one in the manifest. Keys of
+      ``OPTIONAL`` that it does not set are left out.
     - ``overrides``: the settings of the command line.
 
     Raises:
@@ -67,6 +67,7 @@ def _as_in_job_file(
     except JobError:  # the file is gone or no longer a job
         theirs = None
     said = [] if theirs is None else doings(theirs)
+    # With secrets masked, too: this is how the run folder's job.toml has them.
     known = {*said, *(doing._replace(what=masked(doing.what)) for doing in said)}
     given = {override.partition("=")[0].strip() for override in overrides}
     foreign = [doing for doing in due if doing not in known and not given.issuperset(doing.keys)]
@@ -87,10 +88,8 @@ def _with_optional(
     job: JobConfig, theirs: JobConfig, given: Collection[str], foreign: Sequence[Doing]
 ) -> JobConfig:
     """Return ``job`` with the user's values for the ``OPTIONAL`` keys, and without those in ``foreign``, which only the
-    run folder sets.
-
-    A value comes from the command line if its key is in ``given``, otherwise from ``theirs``, the user's job file.
-    """
+    run folder sets. A value comes from the command line if its key is in ``given``, otherwise from ``theirs``, the
+    user's job file."""
     left_out = {doing.keys[0] for doing in foreign}
     on_end = (job if ON_END in given else theirs).run.on_end
     upload = (job if UPLOAD in given else theirs).output.upload

@@ -134,11 +134,8 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
 
 
 class CheckedRows(NamedTuple):
-    """A row with the request and the prompt that the engine would receive.
-
-    ``prompt`` is None if the row would fail with ``error``, or if the job has a ``[rollout]``, whose function makes
-    the requests.
-    """
+    """A row with the request and the prompt that the engine would receive. ``prompt`` is None if the row would fail
+    with ``error``, or if the job has a ``[rollout]``, whose function makes the requests."""
 
     row: Row
     request: Request

@@ -115,7 +115,7 @@ def test_what_the_hub_refuses_leaves_the_table_here(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--parquet", "--hub", "answers"], "as --hub OWNER/NAME"),
+        (["--parquet", "--hub", "answers"], "dataset: --hub OWNER/NAME"),
         (["--parquet", "--hub", "a/b/c"], "--hub a/b/c: "),
         (["--csv", "--hub", "me/answers"], "give --parquet, too"),
     ],
@@ -134,4 +134,4 @@ def test_without_a_token_the_remedy_is_said() -> None:
     with hub() as server:
         ended = push(server, HF_TOKEN="")
     assert ended.returncode == 2
-    assert "no token for the hub; set HF_TOKEN" in ended.stderr
+    assert "no token for the Hugging Face hub; set HF_TOKEN" in ended.stderr

@@ -162,12 +162,12 @@ def test_output_of_a_run_may_be_a_matrix_if_it_has_vectors() -> None:
     Path("job.toml").write_text(Path("job.toml").read_text().replace('task = "embed"\n', ""))
     done = run("--fresh", "--output", "vectors.npy")
     assert done.exit_code == 2
-    assert 'there are vectors only with task = "embed"' in done.stderr
+    assert '.npy is for task = "embed"' in done.stderr
     assert run("--fresh").exit_code == 0
     done = batchkit("export", "--npy")
     assert done.exit_code == 2
     assert '--npy is for task = "embed", "token_embed" or' in done.stderr
-    assert 'and its task is "generate"' in done.stderr
+    assert 'but the task of this run is "generate"' in done.stderr
 
 
 def test_run_without_an_answer_has_an_empty_column_and_no_matrix() -> None:
@@ -191,7 +191,7 @@ def test_vectors_of_several_lengths_are_lists() -> None:
     assert [len(vector) for vector in column.to_pylist()] == [8, 3, 8]
     done = batchkit("export", "--npy")
     assert done.exit_code == 2
-    assert "vectors of several lengths; a matrix needs one" in done.stderr
+    assert "vectors of several lengths, but a matrix needs one" in done.stderr
 
 
 def test_older_records_do_not_matter() -> None:

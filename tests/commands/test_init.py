@@ -83,7 +83,7 @@ def test_kinds_are_listed_with_what_they_are_for() -> None:
     [
         (["txt"], "known kinds are text, images"),
         (["txt"], "did you mean 'text'?"),
-        (["text"], "text.toml: exists already; name another file"),
+        (["text"], "text.toml: exists already; give another file"),
         (["text", "no/such/folder.toml"], "no/such/folder.toml: can't be written: No such file"),
     ],
 )

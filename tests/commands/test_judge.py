@@ -144,7 +144,7 @@ def test_a_judge_has_the_budget_of_tokens_for_itself_and_no_price(tmp_path: Path
         made = judged_job(tmp_path, server, run={"max_completion_tokens": 19, **tables})
         stopped = run_job(made, say=quiet)
         assert (stopped.summary.ok, stopped.summary.exit) == (3, 1)
-        assert "the judge was stopped by run.max_completion_tokens = 19" in str(stopped.error)
+        assert "run.max_completion_tokens = 19 stopped the judge" in str(stopped.error)
         assert judge.asked.total() == 1
         run(judged_job(tmp_path, server, run={"max_completion_tokens": 99, **tables}))
     assert judge.asked == {"q0": 1, "q1": 1, "q2": 1}
@@ -350,7 +350,7 @@ def test_without_a_judge_its_rows_are_unscored_and_that_is_said(tmp_path: Path) 
     said: list[str] = []
     scoring = {**NUMBER, "scorers": ["em", "judge"]}
     run_job(job(tmp_path, counted(2), scoring=scoring), say=said.append).checked()
-    assert "2 answers are not judged: [scoring.judge] names no model" in said
+    assert "2 answers are not judged: set a model or a step in [scoring.judge]" in said
     assert "| 100.00 |" in said[-1]
 
 
@@ -367,7 +367,7 @@ def test_charts_are_run_only_where_that_is_allowed_and_one_that_can_t_be_spares_
         run_job(made, say=said.append).checked()
     none = {"ecr": None, "pass": None}
     assert [scores for _, scores in scored(made.folder).values()] == [none, none]
-    assert "2 charts are unscored: scoring.allow_code = true runs their code" in said
+    assert "2 charts are unscored: set scoring.allow_code = true to run their code" in said
     allowed = made.scoring.model_copy(update={"allow_code": True})
     score_run(made.folder, made.model_copy(update={"scoring": allowed}), say=said.append)
     assert [scores for _, scores in scored(made.folder).values()] == [{"ecr": 1, "pass": 1}, none]

@@ -143,10 +143,10 @@ def test_input_of_the_line_is_the_one_here_and_not_the_one_beside_the_job(folder
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        ("a.xlsx", "its suffix names no format; known are .parquet, .jsonl, .csv"),
-        ("answers", "its suffix names no format"),
+        ("a.xlsx", "unknown suffix; use .parquet, .jsonl, .csv"),
+        ("answers", "unknown suffix; use "),
         ("rows.jsonl", "is the input"),
-        ("output/x.csv/a.csv", "is no folder that can be written to"),
+        ("output/x.csv/a.csv", "is not a folder, or can't be written to"),
         ("folder.csv", "is a folder"),
     ],
 )

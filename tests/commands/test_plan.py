@@ -126,7 +126,7 @@ def test_rows_that_would_fail_are_counted_and_not_sampled() -> None:
     assert set(settled().values()) == {"ok"}
     assert found["failing"]["rows"] == 25
     assert found["completion_tokens"]["expected"] == 75 * TOKENS
-    assert "about 25 rows would fail: `batchkit validate` says which" in plan().stdout
+    assert "about 25 rows would fail: `batchkit validate` lists them" in plan().stdout
     assert run().exit_code == 3
 
 

@@ -170,7 +170,7 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
     done = batchkit(*args, "--job", "job.toml", "--json", cwd=tmp_path)
     found = json.loads(done.stdout)
     assert (found["total"], found["overall"]["em"], found["missing"]) == (1, 100, 4)
-    assert "1 predictions have no row in the input, as id '?'" in done.stderr
+    assert "1 predictions have no row in the input, for example id '?'" in done.stderr
     assert not (tmp_path / "output").exists()
     done = batchkit(*args, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -183,19 +183,23 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"id": "q1", "text": "x"}\n{"id": "q2"', "a.jsonl line 2: not valid JSON"),
-        ("a.jsonl", '{"text": "x"}', "a.jsonl row 0: no id; one of id"),
+        ("a.jsonl", '{"text": "x"}', "a.jsonl row 0: has no row id; it needs one of id"),
         (
             "a.jsonl",
             '{"id": "q1", "answr": 1}',
-            "row 0: neither a prediction nor a text; it has id",
+            "row 0: has neither a prediction nor a text, only id",
         ),
         ("a.jsonl", '\n["q1"]\n{}', "a.jsonl line 2: expected a JSON object, found ['q1']"),
         ("a.json", '{\n  "results": [\n    {"id": 1},\n', "a.json: not JSON: "),
         ("a.jsonl", '{"id": "q1", "text": ' + "[" * 100_000, "a.jsonl line 1: nested more than"),
         ("a.json", '{"results": ' + "[" * 100_000, "a.json: not JSON: nested"),
         ("a.json", "[3]", "a.json entry 0: found '3'"),
-        ("a.json", "[]", "a.json: holds no prediction"),
-        ("a.jsonl", '{"id": "77", "text": "x"}', "(first there: '77', here: 'q1'); set input.id"),
+        ("a.json", "[]", "a.json: has no predictions"),
+        (
+            "a.jsonl",
+            '{"id": "77", "text": "x"}',
+            "(the first ids are '77' here and 'q1' in the input)",
+        ),
         (None, "", "none.jsonl: no such file"),
     ],
 )
@@ -218,7 +222,7 @@ def test_predictions_in_a_pipe_are_refused_at_once(tmp_path: Path) -> None:
 
 def test_an_id_that_names_two_rows_takes_no_prediction(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "made.jsonl", [{"id": "q1", "text": "x"}])
-    with pytest.raises(JobError, match="id 'q1' names rows 0 and 5"):
+    with pytest.raises(JobError, match="rows 0 and 5 have the same id 'q1'"):
         score_predictions(job(tmp_path, [*ROWS, ROWS[0]]), tmp_path / "made.jsonl", quiet)
 
 

@@ -267,7 +267,7 @@ def test_of_options_that_change_answers_the_changed_ones_are_counted(
     assert 0 < tuned.differ < 1, "random weights round otherwise now and then"
     assert f"{tuned.differ:.0%} of the answers differ" in tuned.to_text()
     embedded = load_job(Path("job.toml")).model_copy(update={"task": "embed"})
-    with pytest.raises(JobError, match="counted only for one generated text"):
+    with pytest.raises(JobError, match="counted only for one generated text per row"):
         searched(trial, job=embedded, allow_changes=True)
 
 

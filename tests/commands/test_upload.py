@@ -101,7 +101,7 @@ def test_a_run_sends_its_export_and_no_file_has_the_signature(store: str) -> Non
     assert pq.read_table(table).num_rows == 3
     assert "batchkit: sends exports to 127.0.0.1" in found.stderr
     assert (
-        f"sends {table.resolve()} ({size:,} bytes) to {store}/a/answers.parquet?…" in found.stderr
+        f"sending {table.resolve()} ({size:,} bytes) to {store}/a/answers.parquet?…" in found.stderr
     )
     assert is_masked(found.stdout, found.stderr)
     assert f"{store}/a/answers.parquet?X-Amz-Algorithm=***&" in (RUN / "job.toml").read_text()
@@ -271,7 +271,8 @@ def test_an_export_sends_only_what_the_job_asks_for(store: str) -> None:
     found = batchkit("export", RUN, "--csv")
     assert found.exit_code == 0
     assert (
-        "csv: not sent, for output.export has parquet; --upload ADDRESS sends any" in found.stderr
+        "csv: not sent, because output.export has only parquet; --upload ADDRESS sends any"
+        in found.stderr
     )
     assert len(Store.taken) == 1
 

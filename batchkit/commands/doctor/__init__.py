@@ -1,6 +1,7 @@
-"""The ``doctor`` command: finds problems of this machine that would prevent a run, and how to fix them.
+"""The ``doctor`` command: finds problems of this machine that would prevent a run, and says how to fix them.
 
-``machine.look`` gathers the facts. The checks are pure functions of these facts, so every finding can be tested.
+``machine.look`` gathers facts about the machine. The checks are pure functions of these facts, so that tests can
+cover every finding.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")  # broader than for a job: har
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. ``remedy`` is empty if the check passed or was not made (``checked`` is False)."""
+    """The result of one check. ``found``: what was found. ``remedy``: how to fix the problem; empty if there is none.
+    ``checked`` is False if the check could not be made."""
 
     name: str
     found: str
@@ -44,7 +46,7 @@ class Finding:
 
 
 class Diagnosis(NamedTuple):
-    """One finding for each check, in a fixed order."""
+    """The results of all checks, in a fixed order."""
 
     findings: Sequence[Finding]
 
@@ -56,7 +58,7 @@ class Diagnosis(NamedTuple):
         return [asdict(finding) | {"ok": finding.ok} for finding in self.findings]
 
     def to_text(self) -> str:
-        """Return one line per finding, followed by its remedy if there is one."""
+        """Return a line for each finding. A problem is followed by its remedy."""
         width = max(len(finding.name) for finding in self.findings)
         lines: list[str] = []
         for finding in self.findings:
@@ -68,7 +70,8 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(facts: Facts | None = None, say: Say = lambda text: None) -> Diagnosis:
-    """Check everything that a run needs. Gathering the facts takes about twenty seconds."""
+    """Check everything on this machine that a run needs. Without ``facts``, gather them; this takes about twenty
+    seconds."""
     facts = facts or look(say)
     return Diagnosis([check(facts) for check in CHECKS])
 
@@ -90,7 +93,7 @@ def _vllm(facts: Facts) -> Finding:
             works += ' and engine.kind = "transformers"'
         return Finding("vllm", f"not installed (what works: {works})", remedy)
     if len(installed) == 2:
-        remedy = f"they overwrite each other's files; {how_to_reinstall()}"
+        remedy = f"the two packages overwrite each other's files; {how_to_reinstall()}"
         return Finding("vllm", f"both {found}", remedy)
     low, high = VLLM_RANGE
     number = re.match(r"(\d+)\.(\d+)", facts.versions[installed[0]])
@@ -151,7 +154,7 @@ def _gpus(facts: Facts) -> Finding:
         return Finding("gpu", f"{found}; torch is a CPU build and can't use it", remedy)
     if "torch" in facts.probes and facts.probes["torch"].result.get("gpus") == 0:
         remedy = "unset CUDA_VISIBLE_DEVICES, or update the NVIDIA driver for torch's CUDA version"
-        return Finding("gpu", f"{found}; torch sees none of it", remedy)
+        return Finding("gpu", f"{found}; torch finds none of them", remedy)
     if any((gpu.free_gib or 0) < MIN_GPU_FREE * (gpu.total_gib or 0) for gpu in facts.visible_gpus):
         remedy = (
             "end the process that holds the memory (nvidia-smi names it), or lower"
@@ -176,8 +179,8 @@ def _memory(facts: Facts) -> Finding:
     remedy = ""
     if facts.available_gib < MIN_MEMORY_GIB:
         remedy = (
-            f"a run wants {MIN_MEMORY_GIB} GiB and the model's size: end other programs, raise the"
-            " container's limit; on the CPU also export VLLM_CPU_KVCACHE_SPACE=1"
+            f"a run needs {MIN_MEMORY_GIB} GiB in addition to the model's size: end other programs, or raise the"
+            " container's memory limit; on the CPU also export VLLM_CPU_KVCACHE_SPACE=1"
         )
     return Finding("memory", found, remedy)
 
@@ -194,7 +197,7 @@ def _caches(facts: Facts) -> Finding:
     found = ", ".join(f"{name} {folder.path}" for name, folder in facts.caches.items())
     closed = [name for name, folder in facts.caches.items() if not folder.writable]
     if closed:
-        remedy = f"make it writable, or export {closed[0]}=FOLDER that is"
+        remedy = f"make the folder writable, or export {closed[0]}=FOLDER with a writable folder"
         return Finding("caches", f"{found}; not writable: {', '.join(closed)}", remedy)
     return Finding("caches", found)
 

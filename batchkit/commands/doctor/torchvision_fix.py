@@ -37,7 +37,8 @@ def install_hook() -> None:
 class _TorchvisionFinder:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return torchvision's spec with a loader that first declares the missing operators."""
+        """Return torchvision's spec with a loader that declares the missing operators before the import. Other modules:
+        None."""
         if name != "torchvision":
             return None
         spec = PathFinder.find_spec(name)
@@ -54,7 +55,7 @@ class _FixingLoader(SourceFileLoader):
 
 
 def _ops_load(package_file: str) -> bool:
-    """Return whether one of torchvision's ``_C*.so`` loads into this torch. Once loaded, it stays loaded."""
+    """Load torchvision's compiled ops (``_C*.so``) into torch. Return False if no file fits this torch."""
     from pathlib import Path
 
     import torch

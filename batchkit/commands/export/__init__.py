@@ -1,6 +1,6 @@
 """Exports: the newest record of each row, in input order, in other file formats.
 
-Each writer streams. The file appears under its name only when it is complete.
+Every format is written as a stream, to a temporary file that gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ EXPORTS = {
     "srt": "batchkit.commands.export.subtitles:write_srt",
     "vtt": "batchkit.commands.export.subtitles:write_vtt",
 }
-"""Functions of the run folder and the path. Each writes the file and returns the number of rows in each written
-file."""
+"""The function that writes each format. It gets the run folder and the path, and returns the number of rows in each
+written file."""
 _SAYING = ("parquet", "jsonl", "csv", "safe-csv")
 _NAMES = {  # other formats use results.NAME
     "jsonl": "results.newest.jsonl",
@@ -63,7 +63,7 @@ _NAMES = {  # other formats use results.NAME
 
 
 class Exported(NamedTuple):
-    """A written file. ``source_bytes`` is the size of ``results.jsonl``."""
+    """A file that an export has written. ``source_bytes`` is the size of ``results.jsonl``, for comparison."""
 
     path: Path
     format: str
@@ -107,12 +107,12 @@ def export(
     - ``realhit``: the two files of RealHiTBench's harness, in the folder ``path`` or as the file ``path``.
     - ``srt``, ``vtt``: a file for each transcript in the folder ``path``.
 
-    ``force`` replaces an existing file that no export has written. ``say`` reports rows without an answer, and cells
-    of ``csv`` that a spreadsheet would execute. ``lacks`` (default ``say``) reports that the input was removed or
-    changed. If a callback raises, no file is written.
+    ``force`` also replaces an existing file that batchkit did not write. ``say`` reports rows without an answer, and
+    cells of ``csv`` that a spreadsheet would execute. ``lacks`` (default ``say``) reports that the input was removed
+    or changed. If a callback raises, no file is written.
 
     Raises:
-        JobError: ``path`` is a file that no export has written; ``npy``, but the run has no vectors or they differ
+        JobError: ``path`` is a file that batchkit did not write; ``npy``, but the run has no vectors or they differ
             in length; ``only_finished``, but rows have no record yet.
         StoreError: The folder is not a run folder, its log is damaged, or the file can't be written.
     """
@@ -125,7 +125,7 @@ def export(
     _check_suffix(path, format_name, own.suffix)
     if not force and is_foreign(path):
         raise JobError(
-            f"{path}: exists, and is no export of batchkit; name another file, or replace it with --force"
+            f"{path}: exists, and was not written by batchkit; give another file, or replace it with --force"
         )
     if found.pending:
         done = f"{found.ok + found.failed:,} of {found.total:,} rows; {found.pending:,} have no answer yet"
@@ -146,21 +146,23 @@ def export(
 
 
 def _check_suffix(path: Path, format_name: str, usual: str) -> None:
-    """Raise JobError if the suffix of ``path`` belongs to another format than ``usual``."""
+    """Raise JobError if ``path`` has the suffix of another format. ``usual``: this format's suffix; "" for a folder."""
     suffix = path.suffix.lower()
     if usual and path.is_dir():
-        raise JobError(f"{path}: is a folder; name a file in it")
+        raise JobError(f"{path}: is a folder; give a file in it")
     is_known = format_name in EXPORTS and (format_with(suffix) or suffix in COMPRESSIONS)
     if not usual or suffix in (usual, "") or not is_known:
         return
     other = f", or give --{suffix[1:]}" * (suffix[1:] in EXPORTS)
-    raise JobError(f"{path}: --{format_name} writes {usual}; name the file so{other}")
+    raise JobError(
+        f"{path}: --{format_name} writes {usual} files; give a file name with this suffix{other}"
+    )
 
 
 def write_parquet(
     folder: Path, path: Path, say: Say = print, lacks: Say = print
 ) -> dict[Path, int]:
-    """Write Parquet. The job fixes the schema, so a column may be null in every row."""
+    """Write Parquet. The job fixes the schema; a column is there even if it is null in every row."""
     import pyarrow.parquet as pq
 
     from batchkit.runs.table import read_batches, schema_of
@@ -188,7 +190,7 @@ def write_parquet(
 
 
 def _about(folder: Path) -> dict[str, str]:
-    """Return metadata for the file: its run, and whether that run has ended."""
+    """Return metadata for the Parquet file: the run's name, its number of rows, and how many have no answer."""
     found = status(folder)
     about = {"run": found.name, "rows": found.total, "rows_without_answer": found.pending}
     if job_of_run(folder).is_dry:
@@ -203,7 +205,8 @@ def _say_what_lacks(inputs: InputColumns, path: Path, say: Say, lacks: Say) -> N
 
 
 def write_jsonl(folder: Path, path: Path, say: Say = print, lacks: Say = print) -> dict[Path, int]:
-    """Write JSONL. Vectors are written as numbers, because their files are in the run folder."""
+    """Write JSONL. A vector is written as numbers, because the record's reference to a vector file is only valid in the
+    run folder."""
     vectors, inputs, rows = Vectors(folder), InputColumns(folder), 0
     with exporting(path, folder) as temporary, temporary.open("wb") as file:
         for record in read_scored(folder):
@@ -219,16 +222,14 @@ def write_jsonl(folder: Path, path: Path, say: Say = print, lacks: Say = print) 
 def write_csv(
     folder: Path, path: Path, say: Say = print, lacks: Say = print, *, is_safe: bool = False
 ) -> dict[Path, int]:
-    """Write CSV. With ``is_safe``, text that starts like a formula is prefixed with ``'``; numbers are unchanged.
-
-    See OWASP: https://owasp.org/www-community/attacks/CSV_Injection
-    """
+    """Write CSV. With ``is_safe``, ``'`` is put before a text that a spreadsheet would run as a formula; numbers are
+    unchanged. See OWASP: https://owasp.org/www-community/attacks/CSV_Injection"""
     from batchkit.runs.table import read_batches
 
     formulas = 0
 
     def cell(value: Any) -> Any:
-        """Return the value of a cell. Lists of parsed answers become JSON."""
+        """Return the value to write in a cell; a list becomes JSON. Count texts that look like formulas."""
         nonlocal formulas
         if _is_formula(value):
             formulas += 1
@@ -264,10 +265,10 @@ def _is_formula(value: Any) -> bool:
 
 
 def write_npy(folder: Path, path: Path) -> dict[Path, int]:
-    """Write the vectors as one matrix that numpy can map, and the ids of its rows as a JSON list.
+    """Write the vectors as one matrix that numpy can map into memory, and the ids of its rows as a JSON list.
 
-    Failed rows are left out of both. For tasks with a vector for each token, row n has the lines from ``offsets[n]``
-    to ``offsets[n + 1]``.
+    Failed rows are left out of both. For tasks with a vector for each token, row ``n`` of the run has the matrix
+    rows from ``offsets[n]`` up to ``offsets[n + 1]``.
 
     Raises:
         JobError: There are no vectors, or they differ in length.
@@ -278,12 +279,12 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
     kind = vector_type(folder, job)
     if kind is None:
         raise JobError(
-            f'{folder}: --npy is for {FOR_VECTORS}, and its task is "{job.task}"; export its answers with --parquet'
+            f'{folder}: --npy is for {FOR_VECTORS}, but the task of this run is "{job.task}"; use --parquet'
         )
     if kind.dimensions is None:
         raise JobError(
-            f"{folder}: has no vectors yet, or vectors of several lengths; a matrix needs one length;"
-            " --parquet has them as lists"
+            f"{folder}: has no vectors yet, or vectors of several lengths, but a matrix needs one length; use"
+            " --parquet, which writes them as lists"
         )
     ids_path, ends = path.with_name(f"{path.stem}.ids.json"), [0]
     rows, is_ragged = 0, job.task in OF_TOKENS
@@ -321,8 +322,8 @@ def _write_offsets(folder: Path, path: Path, ends: Sequence[int]) -> Path:
 
 
 def _write_head(file: BinaryIO, rows: int, kind: VectorType) -> None:
-    """Write the header. Its length does not depend on the number of rows, because numpy reserves space for the
-    digits."""
+    """Write the header of the ``.npy`` file. It is written again when ``rows`` is known. Its length stays the same,
+    because numpy reserves space for the digits."""
     head = {
         "descr": np.dtype(kind.dtype).str,
         "fortran_order": False,

@@ -1,4 +1,4 @@
-"""``export --parquet --hub``: pushes the table as a data set with a card to the Hugging Face hub."""
+"""``export --parquet --hub``: pushes the Parquet file as a dataset, with a dataset card, to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FOLDERS = re.compile(
 
 
 class Pushed(NamedTuple):
-    """A table on the hub."""
+    """The result of a push: the dataset's URL and the commit."""
 
     url: str
     commit: str
@@ -41,24 +41,28 @@ class Pushed(NamedTuple):
 
 
 def check_hub(repo: str) -> None:
-    """Check before writing that the package is installed, the name is valid, and a token is set.
+    """Check before the export that the package is installed, the name ``repo`` is valid, and a token is set.
 
     Raises:
         JobError: One of these is missing or invalid.
     """
     require(("huggingface_hub",), user="--hub", extra="hub")
     if _NAME.fullmatch(repo) is None:
-        raise JobError(f"--hub {repo}: name the owner and the data set, as --hub OWNER/NAME")
+        raise JobError(
+            f"--hub {repo}: give the owner and the name of the dataset: --hub OWNER/NAME"
+        )
     from huggingface_hub import get_token
 
     if get_token() is None:
-        raise JobError(f"--hub {repo}: no token for the hub; set HF_TOKEN, or run `hf auth login`")
+        raise JobError(
+            f"--hub {repo}: there is no token for the Hugging Face hub; set HF_TOKEN, or run `hf auth login`"
+        )
 
 
 def push(folder: Path, table: Path, repo: str, *, public: bool) -> Pushed:
-    """Push ``table``, the Parquet file of the run in ``folder``, and its card to the data set ``repo``.
+    """Push ``table``, the Parquet file of the run in ``folder``, and its dataset card to the dataset ``repo``.
 
-    One commit replaces an earlier table of that run. A new data set is private unless ``public``.
+    One commit replaces an earlier push of this run. A new dataset is private unless ``public``.
 
     Raises:
         StoreError: The hub refuses the push, or can't be reached.
@@ -85,7 +89,7 @@ def push(folder: Path, table: Path, repo: str, *, public: bool) -> Pushed:
 
 
 def card_of(job: JobConfig, manifest: Manifest, counts: Status, file: str) -> str:
-    """Return the data set's README.md, without secrets and without folders of this machine."""
+    """Return the dataset card (README.md), without secrets and without folders of this machine."""
     versions = {**(manifest.last_start.versions or {}), **manifest.last_start.engine}
     with_version = [f"{name} {found}" for name, found in sorted(versions.items()) if found]
     facts = {
@@ -103,6 +107,7 @@ def card_of(job: JobConfig, manifest: Manifest, counts: Status, file: str) -> st
         "made with": ", ".join(with_version),
     }
     as_toml = _FOLDERS.sub("", toml_of(job, change=_for_others, only_set=True).strip())
+    # The fence of the code block must be longer than any run of backticks in the job file.
     fence = "`" * max(3, *(len(found) + 1 for found in re.findall("`+", as_toml)), 3)
     lines = [
         "---",
@@ -133,7 +138,7 @@ def card_of(job: JobConfig, manifest: Manifest, counts: Status, file: str) -> st
 
 
 def _for_others(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a job's tables without settings that apply only to this machine."""
+    """Remove settings from a job's tables that apply only to this machine, and return the tables."""
     for name, key in _ON_THIS_MACHINE:
         table.get(name, {}).pop(key, None)
     for engine in table.get("engines", {}).values():

@@ -1,7 +1,8 @@
-"""OpenAI's batch output: https://platform.openai.com/docs/guides/batch.
+"""Output files of OpenAI's Batch API: https://platform.openai.com/docs/guides/batch.
 
-A generated row has a ``chat.completion`` body as the ``openai`` package reads it, or the response of its line's
-endpoint. Embeddings have OpenAI's shape; other pooling tasks have the shapes of ``vllm run-batch``.
+The body of a generated answer is a ``chat.completion`` as the ``openai`` package reads it, or the response of the
+endpoint that the row's batch line names. Embeddings have OpenAI's format; other pooling tasks have the formats of
+``vllm run-batch``.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
 class BatchResponse(NamedTuple):
-    """The task-specific part of a body. The body's id begins with ``kind``."""
+    """The part of a response body that depends on the task. ``kind`` is the prefix of the body's id, for example
+    ``chatcmpl``."""
 
     kind: str
     parts: Mapping[str, Any]
 
 
 def write_openai(folder: Path, path: Path) -> dict[Path, int]:
-    """Write a file of answers and a file of errors.
+    """Write a file of answers to ``path``, and a file of errors beside it.
 
     Raises:
-        InputError: The scores come from a batch file whose lines decide the shape, and that file is gone.
+        InputError: Answers of ``/v1/rerank`` repeat the documents of their batch lines, but the input file is gone.
         StoreError: A vector is missing or damaged.
     """
     job, vectors = job_of_run(folder), Vectors(folder)
@@ -76,7 +78,8 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
 
 
 def _needs_lines(folder: Path, job: JobConfig) -> bool:
-    """Return whether answers repeat documents of their lines."""
+    """Return True if some answers must repeat documents of their batch lines (``/v1/rerank``), so that the input is
+    needed."""
     if job.task == "generate" or not job.may_have_lines:
         return False
     return any(record.get("endpoint") == "rerank" for record in read_newest(folder / RESULTS))
@@ -85,14 +88,19 @@ def _needs_lines(folder: Path, job: JobConfig) -> bool:
 def _answer_of(
     record: Mapping[str, Any], line: Mapping[str, Any], vectors: Vectors
 ) -> BatchResponse:
-    """Return the answer in the shape of its task. ``line`` is the row's line of a batch file, or empty."""
+    """Return a record's answer in the format of its task and endpoint. ``line`` has the ``body`` of the row's batch
+    line if ``_needs_lines``; otherwise it is empty."""
     if (place := record.get("embedding")) is not None:
         return _vector(record, vectors) if place.get("tokens") is None else _matrix(record, vectors)
     if record.get("probabilities") is not None:
         return _classes(record)
     if record.get("score") is not None:
         return _ranked(record, line) if record.get("endpoint") == "rerank" else _scores(record)
-    of_endpoint = {"responses": _response, "completions": _text, "audio/transcriptions": _heard}
+    of_endpoint = {
+        "responses": _response,
+        "completions": _text,
+        "audio/transcriptions": _transcription,
+    }
     return of_endpoint.get(record.get("endpoint") or "", _chat)(record)
 
 
@@ -130,7 +138,7 @@ def _chat(record: Mapping[str, Any]) -> BatchResponse:
 
 
 def _text(record: Mapping[str, Any]) -> BatchResponse:
-    """Return a ``/v1/completions`` answer."""
+    """Return the response of ``/v1/completions``."""
     choices = [
         {
             "index": number,
@@ -145,7 +153,7 @@ def _text(record: Mapping[str, Any]) -> BatchResponse:
 
 
 def _choices_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the selected choice if there is one, else all choices."""
+    """Return the choice that ``[select]`` picked or, without a selection, all choices."""
     kept, selected = record.get("choices") or [record], record.get("selected")
     return [kept[selected]] if selected is not None and len(kept) > 1 else kept
 
@@ -154,8 +162,8 @@ def _response(record: Mapping[str, Any]) -> BatchResponse:
     return BatchResponse("resp", response_of(record, _choices_in(record)[0]))
 
 
-def _heard(record: Mapping[str, Any]) -> BatchResponse:
-    """Return a transcript as OpenAI's ``json``, plus the known fields of its ``verbose_json``."""
+def _transcription(record: Mapping[str, Any]) -> BatchResponse:
+    """Return a transcript in OpenAI's ``json`` format, with the fields of ``verbose_json`` that are known."""
     segments = [{"id": n, **segment} for n, segment in enumerate(record.get("segments") or ())]
     seconds = record["seconds"]
     usage = {"type": "duration", "seconds": seconds}
@@ -189,7 +197,7 @@ def _finish(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
-    """Return the tokens in the shape of ``/v1/completions``."""
+    """Return logprobs in the format of ``/v1/completions``: one list per field, with an item for each token."""
     if tokens is None:
         return None
     made = [_token(token) for token in tokens]
@@ -203,8 +211,8 @@ def _columns(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | Non
 
 
 def _message(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in the shape of vLLM's server: a ``reasoning`` key, and null content next to tool calls
-    alone."""
+    """Return a choice as a message in the format of vLLM's server. Reasoning is in the key ``reasoning``; content is
+    null if there are tool calls and no text."""
     text, calls = choice.get("text"), choice.get("tool_calls")
     message = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
     if calls:  # OpenAI's clients reject a call without an id, and some servers send none
@@ -217,11 +225,13 @@ def _message(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token(token: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_one(token), "top_logprobs": [_one(other) for other in token.get("top_logprobs", ())]}
+    others = [_token_logprob(other) for other in token.get("top_logprobs", ())]
+    return {**_token_logprob(token), "top_logprobs": others}
 
 
-def _one(token: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one token. In the log, null means a logprob of -inf, or a token without text."""
+def _token_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a token of the logprobs in OpenAI's format. In the log, a null logprob means -inf, which JSON can't
+    store."""
     logprob = token["logprob"]
     return {
         "token": token["token"] or "",
@@ -248,7 +258,7 @@ def _vector(record: Mapping[str, Any], vectors: Vectors) -> BatchResponse:
 
 
 def _matrix(record: Mapping[str, Any], vectors: Vectors) -> BatchResponse:
-    """Return an answer in the shape of ``/pooling`` of `vllm serve`."""
+    """Return one vector per token in the format of ``/pooling`` of ``vllm serve``."""
     found = {"index": 0, "object": "pooling", "data": vectors.of(record)}
     return _listed("pool", record, [found])
 
@@ -300,6 +310,7 @@ def _listed(kind: str, record: Mapping[str, Any], data: list[dict[str, Any]]) ->
 
 
 def _pooled_usage(record: Mapping[str, Any]) -> dict[str, int]:
-    """Return the token usage. OpenAI's clients reject an embedding without it."""
+    """Return the token usage of a pooling task. It is always present, because OpenAI's clients reject an embedding
+    without it."""
     tokens = (record.get("usage") or {}).get("prompt_tokens", 0)
     return {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -1,4 +1,5 @@
-"""Choice of the export files and how they are written. Files of a run are never overwritten."""
+"""Rules for export files: which format a path means, and which files an export may replace. Files of a run and its
+input are never overwritten."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "n
 
 
 def format_for(path: Path, job: JobConfig) -> str:
-    """Return the format for ``run --output``, by the suffix of ``path``.
+    """Return the format of ``run --output``, from the suffix of ``path``.
 
     For an OpenAI batch file as input, ``.jsonl`` means OpenAI's format.
 
     Raises:
-        JobError: ``path`` can't be written once ``job`` has run.
+        JobError: ``path`` can't be written when ``job`` has run.
     """
     if job.input.shard is not None:
         raise JobError(
@@ -42,23 +43,24 @@ def format_for(path: Path, job: JobConfig) -> str:
     name = _SUFFIXES.get(path.suffix.lower())
     if name is None:
         raise JobError(
-            f"--output {path}: its suffix names no format; known are {', '.join(_SUFFIXES)}"
-            " (`batchkit export` has more)"
+            f"--output {path}: unknown suffix; use {', '.join(_SUFFIXES)} (`batchkit export` has more formats)"
         )
     if name == "npy" and job.task not in WITH_VECTORS:
         raise JobError(
-            f"--output {path}: there are vectors only with {FOR_VECTORS}; name a .parquet"
+            f'--output {path}: .npy is for {FOR_VECTORS}, but the task of this job is "{job.task}"; use .parquet'
         )
     if path.is_dir():
-        raise JobError(f"--output {path}: is a folder; name a file in it")
+        raise JobError(f"--output {path}: is a folder; give a file in it")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise JobError(f"--output {path}: {folder} is no folder that can be written to")
+        raise JobError(f"--output {path}: {folder} is not a folder, or can't be written to")
     files = input_files(job.input)
     if path.exists() and any(Path(file).exists() and path.samefile(file) for file in files):
         raise JobError(f"--output {path}: is the input; write to another file")
     if is_foreign(path):
-        raise JobError(f"--output {path}: exists, and is no export of batchkit; name another file")
+        raise JobError(
+            f"--output {path}: exists, and was not written by batchkit; give another file"
+        )
     is_batch = name == "jsonl" and {format_of(file, job.input) for file in files} == {
         "openai-batch"
     }
@@ -66,7 +68,7 @@ def format_for(path: Path, job: JobConfig) -> str:
 
 
 def refuse_url(path: Path) -> None:
-    """Raise JobError if ``path`` is a URL. Its scheme would become a folder name."""
+    """Raise JobError if ``path`` is a URL, because its scheme would become the name of a local folder."""
     if path.parts and path.parts[0].endswith(":"):
         raise JobError(
             f"{path}: is a URL, but exports are local files; output.upload sends them to a web address"
@@ -74,7 +76,8 @@ def refuse_url(path: Path) -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether ``path`` is a non-empty table not written by an export, judged by its first bytes."""
+    """Return True if ``path`` is a table that batchkit did not write, judged by its first bytes. Empty files are not
+    foreign."""
     if not path.is_file() or not path.stat().st_size:
         return False
     match path.suffix.lower():
@@ -103,11 +106,10 @@ def _beginning(path: Path) -> bytes:
 
 @contextmanager
 def exporting(path: Path, folder: Path) -> Iterator[Path]:
-    """Yield a temporary file that replaces ``path`` on success.
+    """Yield a temporary file that replaces ``path`` if the block succeeds.
 
     Raises:
-        StoreError: ``path`` is a file of a run (of any run, or by hard link of the run in ``folder``), or the input
-            of the run in ``folder``.
+        StoreError: ``path`` is a file of a run, or the input of the run in ``folder``.
     """
     refuse_own_file(path, folder)
     with replacing(path) as temporary:

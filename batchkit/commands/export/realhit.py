@@ -1,8 +1,8 @@
-"""The results file of RealHiTBench's harness, so that scripts written for it keep working.
+"""The result files of RealHiTBench's harness, so that scripts written for them can read a run.
 
 ``results_<time>.json`` has ``config``, ``aggregate_metrics`` by question type, and ``results``. ``checkpoint.json``
 in the same folder has ``processed_ids``. As in the harness, F1 is a percentage, and ECR and Pass are fractions of
-all rows of the type. Failed rows are in neither file.
+all rows of a question type. Failed rows are in neither file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _YES_OR_NO = ("ECR", "Pass")
 
 
 def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
-    """Write both files of a run. ``path`` is the results file if it ends in .json, else a folder.
+    """Write both files of the harness. ``path`` is the results file if it ends in .json, otherwise a folder.
 
     Raises:
         InputError: Required fields were not kept and are no longer in the input.
-        StoreError: The checkpoint would replace a run's checkpoint.
+        StoreError: ``checkpoint.json`` would replace a run's own checkpoint.
     """
     if path.suffix != ".json":
         path.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
     checkpoint = path.with_name("checkpoint.json")
     if is_run(path.parent):
         raise StoreError(
-            f"{checkpoint}: belongs to a run, and the harness's file has the same name; export to another"
+            f"{checkpoint}: is the checkpoint of a run, and the harness's file has the same name; export to another"
             " folder"
         )
     results, finished = [], []
@@ -78,13 +78,13 @@ def _result(record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _id(text: str) -> int | str:
-    """Return a number if the text is a plain number, as the harness does."""
+    """Return the row id as the harness writes it: a plain number as an integer, otherwise the text."""
     is_number = text.isascii() and text.isdigit() and len(text) < 20 and str(int(text)) == text
     return int(text) if is_number else text
 
 
 def _metrics(scores: Mapping[str, float | None]) -> dict[str, Any]:
-    """Return the metrics, without unscored ones."""
+    """Return a row's scores under the harness's names and in its scales. Unscored metrics are left out."""
     metrics: dict[str, Any] = {}
     for name, score in scores.items():
         called = "Pass" if name == "pass" else head(name)
@@ -111,10 +111,8 @@ def _aggregate(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _config(folder: Path, finished: Sequence[str]) -> dict[str, Any]:
-    """Return the config. ``duration_seconds`` and ``throughput`` cover all starts that recorded their time.
-
-    ``finished``: the time at which each row finished.
-    """
+    """Return the harness's ``config``. ``duration_seconds`` and ``throughput`` cover all starts that recorded their
+    time. ``finished``: the time at which each row finished."""
     manifest, job = read_manifest(folder), job_of_run(folder)
     starts, total = manifest.starts, len(finished)
     seconds = sum(start.seconds or 0.0 for start in starts)

@@ -1,4 +1,4 @@
-"""An answer in the shape of OpenAI's Responses API: https://platform.openai.com/docs/api-reference/responses/object."""
+"""Answers in the format of OpenAI's Responses API: https://platform.openai.com/docs/api-reference/responses/object."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ _CUT_OFF = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 def response_of(record: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body without its id, time and model. ``choice`` is the chosen answer.
-
-    The request's parameters are in the input line and not repeated.
-    """
+    """Return the response body for ``choice``, the record's selected answer. It has no id, time and model; the caller
+    adds them. The parameters of the request are in the input line and are not repeated."""
     cut_off = _CUT_OFF.get(str(choice.get("finish_reason")))
     status = "completed" if cut_off is None else "incomplete"
     return {

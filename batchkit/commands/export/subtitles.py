@@ -20,13 +20,15 @@ _LONGEST_NAME = 100
 
 
 def _write(kind: str, folder: Path, path: Path) -> dict[Path, int]:
-    """Write ``ID.srt`` (or ``.vtt``) to the folder ``path`` for each row with a transcript.
+    """Write a file ``ID.srt`` (or ``.vtt``) to the folder ``path`` for each row with a transcript.
 
     Raises:
         JobError: The run's task is not ``transcribe``, or ``path`` is a file.
     """
     if (task := job_of_run(folder).task) != "transcribe":
-        raise JobError(f'{folder}: --{kind} is for task = "transcribe", and its task is "{task}"')
+        raise JobError(
+            f'{folder}: --{kind} is for task = "transcribe", but the task of this run is "{task}"'
+        )
     if path.exists() and not path.is_dir():
         raise JobError(f"{path}: is a file; name a folder, which gets a file for each recording")
     path.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,8 @@ write_srt, write_vtt = partial(_write, "srt"), partial(_write, "vtt")
 
 
 def _name_of(record: Mapping[str, Any], taken: set[str]) -> str:
-    """Return a safe, unused file name for the row's id, which may contain any character."""
+    """Return a file name for the row: its id, with unsafe characters replaced. Add the row's index if the name is in
+    ``taken``."""
     name = _UNSAFE.sub("_", record["id"]).strip(".")[:_LONGEST_NAME] or "row"
     if name.casefold() in taken:
         name = f"{name}.{record['index']}"

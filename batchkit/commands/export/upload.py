@@ -30,7 +30,7 @@ _AZURE = {"x-ms-blob-type": "BlockBlob"}  # Azure's store rejects a PUT without 
 
 
 class Sent(NamedTuple):
-    """A file that a server has accepted. ``url`` has no query."""
+    """A file that a server has accepted. ``url`` is its address without the query, which may be secret."""
 
     file: Path
     url: str
@@ -44,17 +44,18 @@ class Sent(NamedTuple):
 
 
 class ToSend(NamedTuple):
-    """The formats to send, and the address."""
+    """The formats to send, and their address; the address is None if nothing is sent."""
 
     address: str | None
     formats: Sequence[str]
 
 
 def address_for(text: str, formats: Sequence[str]) -> str:
-    """Return the address in ``text``, before any file is written.
+    """Check and return the address in ``text``, with environment variables replaced. Call it before any file is
+    written.
 
     Raises:
-        JobError: The address is invalid, or has no placeholder for the names of several files.
+        JobError: The address is invalid, or has no ``{name}`` although ``formats`` give several files.
     """
     address = address_of(text)
     if PLACE not in address and (len(formats) > 1 or {*formats} & {*_SEVERAL}):
@@ -71,13 +72,13 @@ def to_send(
     trust: bool,
     say: Say,
 ) -> ToSend:
-    """Return which of ``formats`` are sent, and where.
+    """Return which of the exported ``formats`` are sent, and to which address.
 
-    All go to ``given``. Without it, the formats in ``output.export`` go to the job's address, which ``vouched``
-    takes from the user's job file.
+    With ``given`` (``--upload``), all are sent there. Otherwise, the formats in ``output.export`` are sent to the
+    job's ``output.upload``, if ``vouched`` trusts it.
 
     Raises:
-        JobError: They can't be sent there.
+        JobError: The files can't be sent to this address.
     """
     if given is not None:
         return ToSend(address_for(_checked(given), formats), formats)
@@ -89,8 +90,8 @@ def to_send(
     due = [name for name in formats if name in (job.output.export or formats)]
     if others := [name for name in formats if name not in due]:
         say(
-            f"{', '.join(others)}: not sent, for output.export has {', '.join(job.output.export)}; --upload ADDRESS"
-            " sends any format"
+            f"{', '.join(others)}: not sent, because output.export has only {', '.join(job.output.export)}; --upload"
+            " ADDRESS sends any format"
         )
     if job.output.upload is None or not due:
         return ToSend(None, ())
@@ -107,10 +108,10 @@ def _checked(address: str) -> str:
 def send(
     files: Sequence[Path], address: str, say: Say, *, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[Sent]:
-    """Send each of ``files``. ``say`` receives a line before each file and before each retry.
+    """Send each of ``files`` with a PUT request. ``say`` receives a line before each file and before each retry.
 
     Raises:
-        JobError: ``address`` has no placeholder for several names.
+        JobError: ``address`` has no ``{name}``, but there are several files.
         UploadError: A server rejects a file or can't be reached. Earlier files were sent.
     """
     names = [file.name for file in files]
@@ -118,7 +119,8 @@ def send(
         raise _needs_place(address, ", ".join(names))
     if len({*names}) < len(names):
         raise JobError(
-            f"{UPLOAD}: two of {', '.join(names)} would go to the same address; give each a different name"
+            f"{UPLOAD}: two of the files {', '.join(names)} have the same name and would be sent to the same address;"
+            " give them different names"
         )
     for file in files:
         yield _sent(file, url_for(address, file.name), say, sleep)
@@ -126,8 +128,8 @@ def send(
 
 def _needs_place(address: str, what: str) -> JobError:
     return JobError(
-        f"{UPLOAD}: {shown(address)}: is one address for several files ({what}); write {PLACE} where the name of"
-        " each belongs"
+        f"{UPLOAD}: {shown(address)}: is one address for several files ({what}); write {PLACE} in the address, which"
+        " becomes the name of each file"
     )
 
 
@@ -135,7 +137,7 @@ def _sent(file: Path, url: str, say: Say, sleep: Callable[[float], None]) -> Sen
     where = shown(url)
     try:
         size = file.stat().st_size
-        say(f"sends {file} ({size:,} bytes) to {where}")
+        say(f"sending {file} ({size:,} bytes) to {where}")
         for tried in range(1, TRIES + 1):
             answer = _put(file, url)
             if answer.status in range(200, 300):
@@ -152,11 +154,9 @@ def _sent(file: Path, url: str, say: Say, sleep: Callable[[float], None]) -> Sen
 
 
 def _pause_s(tried: int, asked_for_s: float) -> float:
-    """Return the pause in seconds after ``tried`` attempts.
-
-    It doubles each time, with jitter so that runs that failed together don't retry together. A longer pause
-    requested by the server is used, up to a limit.
-    """
+    """Return the seconds to wait after ``tried`` failed attempts. The pause doubles each time, with jitter so that runs
+    that failed together don't retry together. A longer pause requested by the server (``asked_for_s``) is used, up to a
+    limit."""
     return min(
         max(_FIRST_PAUSE_S * 2.0 ** (tried - 1) * random.uniform(0.5, 1.0), asked_for_s),
         _LONGEST_PAUSE_S,
@@ -164,7 +164,8 @@ def _pause_s(tried: int, asked_for_s: float) -> float:
 
 
 class _UploadAnswer(NamedTuple):
-    """The result of one attempt. ``status`` is 0 if there was no response."""
+    """The result of one attempt to send a file. ``status``: HTTP status, or 0 without a response; ``reason``: text for
+    the user."""
 
     status: int
     reason: str
@@ -172,12 +173,12 @@ class _UploadAnswer(NamedTuple):
 
     @property
     def may_pass(self) -> bool:
-        """Return whether another attempt may succeed."""
+        """True if another attempt may succeed."""
         return self.status == 0 or self.status == 429 or self.status >= 500
 
 
 def _put(file: Path, url: str) -> _UploadAnswer:
-    """Send the file with PUT. httpx reads the length from the open file and streams the content."""
+    """Send the file with one PUT request, as a stream. httpx reads the length from the open file."""
     import httpx
 
     headers = {"User-Agent": "batchkit", "Accept-Encoding": "identity"}
@@ -187,7 +188,7 @@ def _put(file: Path, url: str) -> _UploadAnswer:
     except httpx.InvalidURL as error:
         raise UploadError(f"{file}: not sent to {shown(url)}: {masked_text(str(error))}") from error
     timeout = httpx.Timeout(_CONNECT_S, read=_ANSWER_S)
-    trusts = not is_local(url)
+    trusts = not is_local(url)  # a proxy of the environment can't reach a server on this machine
     try:
         with file.open("rb") as content:
             return _read(
@@ -195,7 +196,7 @@ def _put(file: Path, url: str) -> _UploadAnswer:
             )
     except (ValueError, ImportError) as error:
         raise UploadError(
-            f"{file}: not sent: the proxy that the environment names can't be used: {masked_text(str(error))}"
+            f"{file}: not sent: the proxy set in the environment can't be used: {masked_text(str(error))}"
         ) from error
     except httpx.HTTPError as error:
         kind = type(error).__name__

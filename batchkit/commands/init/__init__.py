@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Written(NamedTuple):
-    """A new job file of ``kind``."""
+    """A job file that ``init`` has written, and its kind."""
 
     path: Path
     kind: str
@@ -38,7 +38,7 @@ class Written(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """The purpose of each kind."""
+    """The list of kinds of job files. ``purposes``: one line of text for each kind."""
 
     purposes: dict[str, str]
 
@@ -74,7 +74,7 @@ def init(kind: str, path: Path | None = None) -> Written:
             file.write(text)
     except FileExistsError:
         raise JobError(
-            f"{path}: exists already; name another file: batchkit init {kind} FILE"
+            f"{path}: exists already; give another file: batchkit init {kind} FILE"
         ) from None
     except OSError as error:
         raise JobError(f"{path}: can't be written: {error.strerror}") from error

@@ -1,6 +1,6 @@
-"""The ``parity`` command: runs the same rows greedily on two engines and compares the records.
+"""The ``parity`` command: answers the same rows greedily on two engines and compares the answers.
 
-Use it for a model that was quantised or is new to an engine, before a long run.
+Use it before a long run, for a model that was quantized or is new to an engine.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ def parity(
     settings: tuple[Sequence[str], Sequence[str]] = ((), ()),
     say: Say = lambda text: None,
 ) -> ParityResult:
-    """Run the first ``rows`` rows on both ``engines`` (``vllm,transformers``), one after the other.
+    """Run the first ``rows`` rows on both ``engines`` (``vllm,transformers``), one after the other, and compare the
+    answers.
 
-    ``settings``: ``engine.…=VALUE`` overrides for each side. A difference with a gap below ``tie`` is a tie. Nothing
-    is written to the run folder.
+    ``settings``: overrides of ``engine.…`` for each of the two sides. A difference with a gap below ``tie`` is a
+    tie. Nothing is written to the run folder.
 
     Raises:
         JobError: The engines, their settings or the job are invalid. The message names the side.
-        InputError: The rows can't be read, there are none, or the sides read different ones.
-        EngineError: A side could not start, or died. The message names the side and the engine's log.
+        InputError: The rows can't be read, there are none, or the two sides read different rows.
+        EngineError: An engine could not start, or died. The message names its side and its log.
     """
     if job.task != "generate":
         raise JobError(
@@ -47,8 +48,8 @@ def parity(
     if job.has_several:
         table = "[rollout]" if job.steps == [] else "[[steps]]"
         raise JobError(
-            f"{table}: parity compares two answers to one prompt; with several prompts, everything after the first"
-            " difference differs too. Use a job with the [prompt] of one of them"
+            f"{table}: parity compares two answers to one prompt; with several prompts per row, all prompts after the"
+            " first difference would differ, too. Use a job with one prompt, in [prompt]"
         )
     limit = rows if job.input.limit is None else min(rows, job.input.limit)
     job = job.model_copy(update={"input": job.input.model_copy(update={"limit": limit})})
@@ -60,8 +61,8 @@ def parity(
         two = _ask(second, stop, say)
     if one.inputs != two.inputs:
         raise InputError(
-            f"{job.input.path}: changed after {first} had read it, so {second} answered other rows;"
-            " don't change it, and run the same command again"
+            f"{job.input.path}: changed after {first} had read it, so {second} answered other rows; run the same"
+            " command again without changing the input"
         )
     return _findings(one, two, tie)
 
@@ -85,7 +86,7 @@ def _ask(side: EngineSide, stop: StopRequest, say: Say) -> Answers:
     except EngineError as error:
         message, log = str(error), side.job.folder / LOG
         if log.exists() and str(log) not in message:
-            message += f"; what it printed is in {log}"
+            message += f"; its log is {log}"
         raise EngineError(f"{side}: {message}") from error
     records = {record["index"]: record for record in summary.records()}
     say(f"{side}: {len(records):,} rows in {summary.seconds:.1f} s")

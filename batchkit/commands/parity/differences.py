@@ -1,8 +1,8 @@
-"""The first difference of two answers, and how certain each engine was of its token.
+"""The first difference between two engines' answers, and how certain each engine was of its token.
 
-Greedy decoding takes the likeliest token. If two tokens are about equally likely, the order of a sum decides, and
-that differs between kernels, batches and machines. This is a tie and says nothing about the model. If an engine was
-far from taking the other's token, the two engines compute different results.
+Greedy decoding takes the likeliest token. If two tokens are about equally likely, the order of additions decides,
+and that differs between kernels, batches and machines. Such a tie says nothing about the model. If an engine was far
+from taking the other's token, the two engines compute different results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _PIECE = "\N{REPLACEMENT CHARACTER}"  # part of a character that takes several t
 
 
 class Token(NamedTuple):
-    """A token. ``logprob`` is None if the engine gives none; ``top``: the likeliest tokens, by text."""
+    """A token of an answer. ``logprob``: None if the engine gives none. ``top``: logprobs of the likeliest tokens, by
+    text."""
 
     text: str
     logprob: float | None = None
@@ -30,8 +31,8 @@ class Token(NamedTuple):
 
 
 class SideAnswer(NamedTuple):
-    """One side's answer to a row. ``text`` includes reasoning and tool calls; ``tokens`` is None if the engine
-    gives none."""
+    """An engine's answer to a row. ``text`` includes reasoning and tool calls. ``tokens``: None if the engine gives
+    none."""
 
     text: str
     finish_reason: str | None
@@ -50,8 +51,8 @@ class SideAnswer(NamedTuple):
 
 
 def _token(found: Mapping[str, Any]) -> Token:
-    """Return a token. If two likely tokens have the same text, keep the likelier. Tokens forbidden by a grammar
-    are dropped."""
+    """Return a token of the record's logprobs. Of two likely tokens with the same text, the likelier one is kept;
+    tokens that a grammar forbids are left out."""
     top = {t["token"]: t["logprob"] for t in reversed(found["top_logprobs"])}
     known = {text: logprob for text, logprob in top.items() if logprob is not None}
     return Token(found["token"], found["logprob"], known)
@@ -59,11 +60,9 @@ def _token(found: Mapping[str, Any]) -> Token:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One side of a difference. ``token`` is None if the answer ended before it.
-
-    ``logprob`` belongs to that token, ``other_logprob`` to the other side's token, both as reported by this side;
-    None if it reports none. ``begins``: the position in ``text``, in characters, at which the answers differ.
-    """
+    """One engine's side of a difference. ``token``: its token at the first difference; None if its answer ended before.
+    ``logprob`` belongs to this token, ``other_logprob`` to the other engine's token, both as this engine reports them;
+    None if it does not. ``begins``: the position in ``text``, in characters, at which the answers differ."""
 
     text: str
     begins: int
@@ -76,11 +75,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A row whose answers differ from ``position`` on, counted from 0 in ``unit``.
-
-    ``gap``: how much the more certain side preferred its token, as a difference of logprobs; None if unknown on both
-    sides. ``gap_is_least``: the gap is a lower bound, because a token is not among the likeliest.
-    """
+    """A row whose answers differ from ``position`` on, counted from 0 in tokens or words (``unit``). ``gap``: by how
+    much the more certain engine preferred its own token, as a difference of logprobs; None if unknown for both.
+    ``gap_is_least``: the gap is a lower bound, because a token is not among the other engine's likeliest."""
 
     index: int
     id: str
@@ -96,18 +93,18 @@ class Difference:
 
     @property
     def has_other_prompt(self) -> bool:
-        """Return whether the prompts differ in length, so that the engines received different prompts."""
+        """True if the two prompts differ in length, which shows that the engines received different prompts."""
         counts = self.a.prompt_tokens, self.b.prompt_tokens
         return None not in counts and counts[0] != counts[1]
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """Return a sort key: the largest gap first, unknown gaps last."""
+        """A sort key that puts the largest gap first and unknown gaps last."""
         return self.gap is None, -(self.gap or 0.0), self.index
 
 
 def difference(index: int, row_id: str, a: SideAnswer, b: SideAnswer) -> Difference | None:
-    """Return the first difference, or None if text and finish_reason are equal."""
+    """Return the first difference between two answers, or None if their texts and finish reasons are equal."""
     if (a.text, a.finish_reason) == (b.text, b.finish_reason):
         return None
     has_tokens = a.tokens is not None and b.tokens is not None
@@ -156,16 +153,17 @@ def _part(answer: SideAnswer, begins: int, own: Token | None, other: Token | Non
 
 
 def _alike(a: Sequence[T], b: Sequence[T], are_alike: Callable[[T, T], bool]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two sequences; ``are_alike`` compares their members."""
     pairs = zip(a, b, strict=False)
     return sum(1 for _ in takewhile(lambda pair: are_alike(*pair), pairs))
 
 
 def _look_alike(a: Token, b: Token) -> bool:
-    """Compare tokens. Engines show a part of a character in different ways, so it equals any token."""
+    """Return True if two tokens have the same text. A token that is part of a character counts as equal to any token,
+    because engines show such parts in different ways."""
     return a.text == b.text or not a.text or not b.text or _PIECE in a.text or _PIECE in b.text
 
 
 def _words(text: str) -> list[Token]:
-    """Return the words, each with the white space before it."""
+    """Return the words of a text as tokens, each with the white space before it, for engines without logprobs."""
     return [Token(word) for word in _WORDS.findall(text)]

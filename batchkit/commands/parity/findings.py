@@ -1,4 +1,4 @@
-"""The result of a comparison, as a table with sentences and as JSON."""
+"""The result of ``parity``, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEFORE, _SHOWN_CHARACTERS = 20, 72
 
 
 class Answers(NamedTuple):
-    """The records of one side, by row index. ``seconds`` excludes loading the model."""
+    """One engine's records, by row index. ``seconds``: time for all rows, without loading the model."""
 
     side: EngineSide
     records: Mapping[int, Mapping[str, Any]]
@@ -26,7 +26,8 @@ class Answers(NamedTuple):
     seconds: float
 
     def has_failed(self, index: int) -> bool:
-        """Return whether the row failed. Empty answers are compared, although a run counts them as failed."""
+        """Return True if the row has no answer to compare. An empty answer is compared, although a run counts it as
+        failed."""
         error = self.records[index]["error"]
         return error is not None and error["kind"] != EmptyTextError.kind
 
@@ -36,7 +37,7 @@ class Answers(NamedTuple):
 
     @property
     def inputs(self) -> dict[int, tuple[str, str]]:
-        """The id and the hash of each row."""
+        """The id and the input hash of each row, by index."""
         return {index: (r["id"], r["input_hash"]) for index, r in self.records.items()}
 
     @property
@@ -45,14 +46,14 @@ class Answers(NamedTuple):
 
     @property
     def left_out(self) -> list[str]:
-        """The keys of the job that this side does not use."""
+        """The keys of the job that have no effect on this side."""
         sampling = [f"sampling.{name}" for name in sorted(self.side.greedy.left_out)]
         return [*self.side.left_out, *sampling]
 
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """A row that failed on one side and was answered on the other."""
+    """A row that failed on one engine and was answered by the other."""
 
     index: int
     id: str
@@ -63,8 +64,8 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class ParityResult:
-    """The result of a comparison. ``differences``: the largest gap first. ``failures``: rows that failed on one
-    side only."""
+    """The result of ``parity``. ``differences``: the largest gap first. ``failures``: rows that failed on one engine
+    only."""
 
     sides: tuple[Answers, Answers]
     rows: int
@@ -76,7 +77,7 @@ class ParityResult:
 
     @property
     def answered(self) -> int:
-        """The number of rows with an answer on both sides."""
+        """The number of rows that both engines answered."""
         return self.equal + len(self.differences)
 
     @property
@@ -85,7 +86,7 @@ class ParityResult:
 
     @property
     def exit_code(self) -> int:
-        """The exit code: 3 if the sides differ, or if no row was answered on both sides."""
+        """The exit code: 3 if the answers differ by more than ties, or if no row was answered by both engines."""
         is_sound = self.answered and self.ties == len(self.differences) and not self.failures
         return 0 if is_sound else 3
 
@@ -186,7 +187,8 @@ def _row(found: Difference | RowFailure) -> str:
 
 
 def _chosen(part: Part) -> str:
-    """Return the token and its logprob, and the logprob of the other side's token."""
+    """Return an engine's token at the difference with its logprob, and the logprob it gave to the other engine's
+    token."""
     if part.logprob is None:
         return ""
     other = "not among its likeliest" if part.other_logprob is None else f"{part.other_logprob:.4f}"
@@ -194,7 +196,7 @@ def _chosen(part: Part) -> str:
 
 
 def _continuation(part: Part) -> str:
-    """Return one line of the text, starting shortly before the difference."""
+    """Return the answer's text around the difference, as one line."""
     start = max(0, part.begins - _BEFORE)
     line = " ".join(part.text[start : start + _SHOWN_CHARACTERS].split())
     before = "…" if start else ""

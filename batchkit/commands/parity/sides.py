@@ -1,4 +1,4 @@
-"""Derives two jobs from one: the same rows and prompts, with greedy decoding, for two engines."""
+"""The two sides of ``parity``: two jobs with the same rows, prompts and greedy decoding, but different engines."""
 
 from __future__ import annotations
 
@@ -48,11 +48,9 @@ _CHOSEN = ("temperature", "n", "seed", "top_p", "top_k", "min_p", "logprobs")
 
 
 class Greedy:
-    """A callable that makes a row's sampling greedy and drops parameters that one of the ``kinds`` does not
-    support.
-
-    ``left_out``: the dropped names. Threads that render rows add to it; no other thread reads it meanwhile.
-    """
+    """A function that makes a row's sampling parameters greedy, and leaves out those that one of the engine ``kinds``
+    does not support. ``left_out``: names of the parameters left out. Threads that render rows add to it; nobody reads
+    it meanwhile."""
 
     def __init__(self, kinds: Iterable[str]) -> None:
         self._kinds = tuple(kinds)
@@ -71,10 +69,8 @@ class Greedy:
 
 
 class EngineSide(NamedTuple):
-    """One side of the comparison. ``name``: a or b. ``left_out``: keys of the job that this engine does not use.
-
-    Both sides share ``greedy``.
-    """
+    """One side of the comparison. ``name``: a or b. ``left_out``: keys of the job that have no effect on this engine.
+    Both sides share one ``greedy``."""
 
     name: str
     job: JobConfig
@@ -95,7 +91,7 @@ def sides_of(
     settings: tuple[Sequence[str], Sequence[str]],
     folder: Path,
 ) -> tuple[EngineSide, EngineSide]:
-    """Return the job for each engine. Their output goes below ``folder``.
+    """Return both sides, with a job for each engine. Their run folders are below ``folder``.
 
     Raises:
         JobError: Not two ``engines``, an unknown engine, or a setting that can't be used.
@@ -150,7 +146,8 @@ def _problem_with(setting: str) -> str:
 
 
 def _table_for(kind: str, engine: EngineTable) -> tuple[dict[str, Any], list[str]]:
-    """Return the job's engine table without keys that ``kind`` does not have, and these keys."""
+    """Return the table ``[engine]`` for an engine of ``kind``, and the keys that were left out because this kind does
+    not have them."""
     given = engine.model_dump(exclude_unset=True)
     known = given.keys() - {*_NOT_OF_SERVER} if kind == "openai-server" else {*_KEYS}
     table: dict[str, Any] = {key: given[key] for key in given if key in known} | {"kind": kind}

@@ -1,4 +1,4 @@
-"""The ``plan`` command: forecasts a job from a sample of its rows, which it answers first."""
+"""The ``plan`` command: answers a sample of a job's rows, and forecasts the others from it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ _HOUR_S = 3600.0
 
 
 class Plan(NamedTuple):
-    """A forecast, as in ``forecast.json``.
+    """A forecast. ``figures`` is the content of ``forecast.json``:
 
-    Tokens, GPU hours and price are for the whole run, including finished rows; ``seconds`` are for the next start
-    with the engine loaded. ``left`` rows have no record yet. ``price`` is None if the job sets no price;
-    ``gpu_hours`` is None without a local GPU, or if it is unknown which GPUs will answer. ``run``: when the run
-    began. ``starts``: its number of starts until then. ``of``: a hash of the job.
+    - tokens, ``gpu_hours`` and ``price``: for the whole run, including finished rows. ``price`` is None if the job sets
+      no price; ``gpu_hours`` is None without a local GPU, or if it is unknown which GPUs will answer.
+    - ``seconds``: for the next start, without ``load_seconds`` for loading the engine.
+    - ``left``: rows without a record.
+    - ``run``: the time at which the run began; ``starts``: its number of starts until then.
+    - ``of``: a hash of the job, to recognize whether the forecast is for it.
     """
 
     figures: Mapping[str, Any]
@@ -68,19 +70,19 @@ class Plan(NamedTuple):
     def _failures(self) -> Iterator[str]:
         failing = self.figures["failing"]
         if failing["rows"]:
-            yield f"about {failing['rows']:,} rows would fail: `batchkit validate` says which"
+            yield f"about {failing['rows']:,} rows would fail: `batchkit validate` lists them"
         if failing["sampled"]:
             folder = self.figures["folder"]
             yield f"{failing['sampled']:,} rows of the sample failed: batchkit show --failed {folder}"
 
 
 def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> Plan:
-    """Answer ``rows`` random rows (64 if None) and forecast the others.
+    """Answer ``rows`` random rows (64 if None) in the job's run, and forecast the remaining rows.
 
-    The answers are records of the job's run. The prompts of at most ``lengths`` rows are counted.
+    The prompts of at most ``lengths`` rows are counted.
 
     Raises:
-        BatchkitError: As in a run, or the sample can't be answered, or all of it failed.
+        BatchkitError: The run can't start or stopped, or all rows of the sample failed.
     """
     source = from_job(job)
     found = count_lengths(job, source, lengths, say)
@@ -89,13 +91,13 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
     if len(chosen) * _SHARE > found.left:
         say(
             f"the forecast answers {len(chosen):,} of {found.left:,} rows, more than a sixth of the run, and loads the"
-            " model once more; they stay answered"
+            " model once more; the run keeps these answers"
         )
     sample = answer_sample(job, source, chosen, say) if chosen else Sample()
     if sample.failed == len(sample.rows) > 0:
         raise TooManyFailuresError(
-            f"all {sample.failed:,} rows of the sample failed, so there is no forecast; show each"
-            f" with its message: batchkit show --failed {job.folder}"
+            f"all {sample.failed:,} rows of the sample failed, so there is no forecast; to see why: batchkit show"
+            f" --failed {job.folder}"
         )
     made = Plan(_figures(job, found, sample, starts_before))
     if is_run(job.folder):
@@ -104,7 +106,8 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
 
 
 def _chosen(lengths: Lengths, rows: int | None, seed: int) -> list[int]:
-    """Return the rows of the sample, in random order."""
+    """Return the indexes of the sampled rows, in random order. ``rows`` None means 64, but at most a quarter of the
+    rows left."""
     n_rows = rows or min(SAMPLED, max(2, lengths.left // 4))
     chosen: list[int] = np.random.default_rng(seed).permutation(lengths.indexes)[:n_rows].tolist()
     return chosen

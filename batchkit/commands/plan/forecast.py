@@ -4,9 +4,10 @@ Answer lengths have a heavy tail: a few rows in a thousand may have most of the 
 one of them. The plain bootstrap is therefore overconfident: its 90 % intervals contained the true value in 72 % to
 89 % of cases (``benchmarks/LOG.md``).
 
-Here, a replicate weights the sampled rows at random, like the Bayesian bootstrap but more unequally. In most
-replicates some rows also have answers longer than any in the sample. Their share equals one more sampled row.
-Their length comes from a Pareto tail up to ``max_tokens``, with Hill's index of the longest sampled answers.
+So the forecast is made many times with random assumptions (replicates). Each replicate weights the sampled rows at
+random, like the Bayesian bootstrap but more unequally. In most replicates, some rows also have answers longer than
+any in the sample: about as many rows as one sampled row stands for. Their lengths come from a Pareto distribution up
+to ``max_tokens``; Hill's estimator finds its index from the longest sampled answers.
 """
 
 from __future__ import annotations
@@ -40,10 +41,8 @@ _QUANTILES = (np.arange(64) + 0.5) / 64
 
 
 class Tail(NamedTuple):
-    """Answers longer than the sample's: a ``share`` of all rows, Pareto distributed.
-
-    ``heaviness`` is 1/α; lengths range from ``longest`` to ``most``.
-    """
+    """The assumption that a ``share`` of all rows has answers longer than the sample's, with Pareto distributed
+    lengths. ``heaviness`` is 1/α of the distribution; lengths range from ``longest`` to ``most``."""
 
     share: float
     heaviness: float
@@ -51,7 +50,7 @@ class Tail(NamedTuple):
     most: float
 
     def at(self, uniform: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the lengths for uniform numbers between 0 and 1."""
+        """Return the lengths at these quantiles, given from the longest (0) to the shortest (1)."""
         lengths: NDArray[np.float64] = np.minimum(
             self.most, self.longest * uniform**-self.heaviness
         )
@@ -59,8 +58,8 @@ class Tail(NamedTuple):
 
 
 class Replicate(NamedTuple):
-    """A random estimate of all rows. Rows outside ``tail`` have length ``lengths[i]`` with probability
-    ``weights[i]``."""
+    """A random assumption about the answers of all rows. A row outside ``tail`` has length ``lengths[i]`` with
+    probability ``weights[i]``."""
 
     lengths: NDArray[np.float64]
     weights: NDArray[np.float64]
@@ -75,7 +74,7 @@ class Replicate(NamedTuple):
         return self._moment(2) - self.mean**2
 
     def draw(self, n: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        """Return random lengths of ``n`` rows."""
+        """Return random answer lengths for ``n`` rows."""
         drawn: NDArray[np.float64] = rng.choice(self.lengths, n, p=self.weights)
         in_tail = rng.random(n) < self.tail.share
         drawn[in_tail] = self.tail.at(1 - rng.random(int(in_tail.sum())))
@@ -90,7 +89,8 @@ class Replicate(NamedTuple):
 def replicates(
     lengths: NDArray[np.float64], most: float | None, rng: np.random.Generator
 ) -> Iterator[Replicate]:
-    """Yield replicates. ``lengths`` are the sampled answers'; ``most`` is the maximum length of an answer."""
+    """Yield ``REPLICATES`` replicates. ``lengths``: lengths of the sampled answers; ``most``: maximum length of an
+    answer."""
     n = len(lengths)
     shape = max(_LEAST_SHAPE, (n - 2) / n / _UNEQUAL)
     longest = float(lengths.max())
@@ -104,7 +104,7 @@ def replicates(
 
 
 def _tail_index(lengths: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
-    """Return Hill's estimate of 1/α, the heaviness of the tail, from the largest values."""
+    """Return Hill's estimate of 1/α, the heaviness of the tail, from the largest ``lengths``."""
     n_top = min(_OF_TAIL, len(lengths) // 4)
     if n_top == 0:
         return 0.5
@@ -129,7 +129,7 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 
 class Interval(NamedTuple):
-    """A 90 % interval: 90 % of such intervals contain the true value. ``expected`` is the median."""
+    """A 90 % interval: it contains the true value in 90 % of forecasts. ``expected`` is the median."""
 
     low: float
     expected: float
@@ -146,7 +146,7 @@ NOTHING = Interval(0.0, 0.0, 0.0)
 
 
 class Rest(NamedTuple):
-    """The forecast for the remaining rows, over all engines. ``seconds`` excludes loading."""
+    """The forecast for the rows without a record, over all engines. ``seconds`` excludes loading."""
 
     prompt_tokens: Interval = NOTHING
     completion_tokens: Interval = NOTHING
@@ -155,10 +155,8 @@ class Rest(NamedTuple):
 
 
 class EngineCount(NamedTuple):
-    """The engines of the job: ``workers`` engines with ``running`` requests each.
-
-    ``in_batches``: an engine finishes one batch before it starts the next.
-    """
+    """The engines of the job: ``workers`` engines, each with ``running`` concurrent requests. ``in_batches``: the
+    engine finishes one batch before it starts the next (transformers)."""
 
     workers: int
     running: int
@@ -176,7 +174,7 @@ class Prices(NamedTuple):
 def rest_of(
     lengths: Lengths, sample: Sample, engines: EngineCount, prices: Prices, seed: int
 ) -> Rest:
-    """Forecast the rest of the job after ``sample`` has been answered."""
+    """Forecast the remaining rows of the job from the answered ``sample``."""
     places = {index: place for place, index in enumerate(lengths.indexes.tolist())}
     sampled = [row for row in sample.rows if row.index in places]
     at = [places[row.index] for row in sampled]
@@ -228,10 +226,8 @@ def _expected_s(wave: Wave, steps: StepTime, engines: EngineCount) -> float:
 
 
 def _spread(steps: StepTime, sample: Sample, engines: EngineCount) -> float:
-    """Return the relative uncertainty of a run's time, given its ``steps``.
-
-    It is the error over the sampled waves, and more if the job's batch is larger than theirs.
-    """
+    """Return the relative uncertainty of a run's time that is computed from ``steps``. It is the error of the computed
+    times of the sampled waves. It grows if the job's batch is larger than theirs."""
     errors = [
         math.log(max(wave.seconds, _LEAST_S) / max(_expected_s(wave, steps, engines), _LEAST_S))
         for wave in sample.measured
@@ -244,9 +240,13 @@ def _spread(steps: StepTime, sample: Sample, engines: EngineCount) -> float:
 
 
 class _Rest(NamedTuple):
-    """The remaining rows. ``sizes``: prompt sizes of the counted rows. ``start_s``: warm-up time of a new engine.
+    """The remaining rows, with everything needed to draw a random forecast for them.
 
-    ``spread``: relative variation of the time from one run to the next.
+    - ``sizes``: prompt sizes of the remaining rows that were counted; ``sampled_sizes``: the same for the sampled rows.
+    - ``prompt_tokens``: the engine's counts for the sampled rows.
+    - ``sequences``: answers per request.
+    - ``row_s``: seconds to render a row; ``start_s``: seconds until a new engine is warm.
+    - ``spread``: relative variation of the time from one run to the next.
     """
 
     n_rows: int
@@ -266,7 +266,7 @@ class _Rest(NamedTuple):
         steps: StepTime,
         rng: np.random.Generator,
     ) -> tuple[float, float, float, float]:
-        """Return random prompt tokens, completion tokens, seconds and price."""
+        """Return random values for the remaining rows: prompt tokens, completion tokens, seconds and price."""
         workers, running = self.engines.workers, self.engines.running
         prompt_tokens = self._prompt_tokens(replicate.weights, rng)
         n_drawn = min(self.n_rows, max(_DRAWN, 8 * running * workers))
@@ -294,8 +294,8 @@ class _Rest(NamedTuple):
         return *found, sum(map(mul, found, self.prices))
 
     def _prompt_tokens(self, weights: NDArray[np.float64], rng: np.random.Generator) -> float:
-        """Return the prompt tokens of the remaining rows: counted sizes, scaled by the engine's counts in the
-        sample."""
+        """Return the prompt tokens of the remaining rows: the counted sizes, scaled as the sample's engine counts
+        exceed its sizes."""
         per_size = 1.0
         if (self.prompt_tokens != self.sampled_sizes).any():
             counted = float(weights @ self.sampled_sizes)

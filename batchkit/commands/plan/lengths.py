@@ -26,13 +26,13 @@ _UNTIMED = 64  # the first rows include time for imports and thread start
 
 
 class Lengths(NamedTuple):
-    """The lengths of prompts.
+    """The lengths of a job's prompts.
 
     - ``rows``: rows of the job; ``left``: rows without a record.
-    - ``counted``: how many of these were rendered, chosen at random if not all were.
-    - ``indexes``: counted rows that would reach the engine; ``sizes``: their prompt sizes, in ``unit`` (tokens or
-      characters), or in seconds for recordings.
-    - ``is_exact``: the sizes are all prompt tokens.
+    - ``counted``: number of these rows that were rendered, chosen at random if not all were.
+    - ``indexes``: counted rows that would reach the engine; ``sizes``: their prompt sizes, in ``unit``: tokens or
+      characters, or seconds for recordings.
+    - ``is_exact``: True if all sizes are prompt tokens.
     - ``most_tokens``: maximum length of an answer; None if unknown.
     - ``row_s``: seconds to render and count one row, a lower limit for the run; 0 if unknown.
     """
@@ -54,7 +54,7 @@ class Lengths(NamedTuple):
 
 
 def count_lengths(job: JobConfig, source: Input, most: int | None, say: Say) -> Lengths:
-    """Render and count at most ``most`` rows of ``source`` that have no record.
+    """Render at most ``most`` rows of ``source`` without a record, and return the lengths of their prompts.
 
     Raises:
         JobError: The job itself is invalid.
@@ -114,5 +114,5 @@ def _counted(
 
 
 def _most_tokens(sampling: Any) -> float:
-    """Return the maximum tokens of a request's answer, over all its choices."""
+    """Return the maximum number of tokens that a request may generate, over all its choices."""
     return float((sampling.get("max_tokens") or 0) * (sampling.get("n") or 1))

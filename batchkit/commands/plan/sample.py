@@ -1,7 +1,8 @@
-"""Answers a sample of a job's rows in the job's run, so these rows need not run again.
+"""The sample of ``plan``: rows that are answered in the job's run, so that they need not run again.
 
-They run in waves of different sizes on one engine: a few rows to warm it up, some at a small window, the rest at the
-largest window they fill. With ``run.workers`` there is one wave on one worker.
+They run on one engine in waves of different concurrency, from which ``throughput.py`` learns how concurrency changes
+speed: a few rows to warm it up, some rows in a small window, and the others in the largest window that they fill.
+With ``run.workers`` there is one wave on one worker.
 """
 
 from __future__ import annotations
@@ -34,10 +35,8 @@ _LEAST_USAGE = 0.02  # minimum KV cache usage to estimate how many requests fill
 
 
 class Sample(NamedTuple):
-    """The sampled rows, answered in ``waves``. The first wave warmed up the engine.
-
-    ``running``: how many requests one engine of the job runs concurrently.
-    """
+    """The sampled rows, answered in ``waves``. The first wave warmed up the engine. ``running``: number of concurrent
+    requests of one engine of the job."""
 
     waves: Sequence[Wave] = ()
     load_s: float = 0.0
@@ -45,7 +44,7 @@ class Sample(NamedTuple):
 
     @property
     def measured(self) -> Sequence[Wave]:
-        """The waves without the warm-up, unless there is only one."""
+        """The waves without the warm-up wave, unless it is the only one."""
         return self.waves[1:] or self.waves
 
     @property
@@ -54,15 +53,16 @@ class Sample(NamedTuple):
 
     @property
     def failed(self) -> int:
-        """The number of failed rows."""
+        """The number of sampled rows that failed."""
         return sum(bool(row.kind) for row in self.rows)
 
 
 def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) -> Sample:
-    """Answer ``rows`` of ``source``, which are in random order.
+    """Answer ``rows``, row indexes of ``source`` in random order, and return the answers with their times.
 
     Raises:
-        BatchkitError: As ``start_run``, or a budget is used up. Finished answers are kept.
+        BatchkitError: The run can't start or stopped (see ``start_run``), or a budget is used up. Finished answers are
+            kept.
     """
     with scratch_folder("plan") as folder, closing(KeptEngine(folder / LOG)) as kept:
         if job.run.workers is not None:
@@ -71,6 +71,7 @@ def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) 
             return Sample([wave], ended.load_seconds, running)
         waves, load_s, running = list[Wave](), 0.0, 1
         for n_th in range(3):
+            # Computed again for each wave: the engine's concurrency is known after the first one.
             start, end, window = waves_of(len(rows), running)[n_th]
             if start == end:
                 continue
@@ -83,7 +84,7 @@ def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) 
 
 
 def waves_of(rows: int, running: int) -> list[tuple[int, int, int]]:
-    """Return (first row, end row, concurrency) for each wave: warm-up, small window, the rest."""
+    """Return (first row, end row, concurrency) of each wave: warm-up, small window, large window."""
     warm = max(1, rows // _WARM_UP)
     small = warm + (rows - warm) // _SMALL
     return [
@@ -94,10 +95,8 @@ def waves_of(rows: int, running: int) -> list[tuple[int, int, int]]:
 
 
 def rows_in_kv_cache(folder: Path, starts_before: int) -> int | None:
-    """Return how many of these requests fill the KV cache, or None if unknown.
-
-    Only starts after the first ``starts_before`` are used.
-    """
+    """Return how many of the run's requests fill the KV cache, or None if unknown. Only the starts after the first
+    ``starts_before`` are considered."""
     full = [
         line.running / line.kv_cache_usage
         for line in read_metrics(folder)
@@ -107,7 +106,7 @@ def rows_in_kv_cache(folder: Path, starts_before: int) -> int | None:
 
 
 def _running(job: JobConfig, kept: KeptEngine) -> int:
-    """Return how many requests one engine of the job runs concurrently."""
+    """Return the number of concurrent requests of one engine of the job."""
     given = job.engine.options.get("max_num_seqs")
     if kept.idle:  # with several engines, use the smallest value
         seqs = min(loaded.engine.max_num_seqs for loaded in kept.idle.values())
@@ -132,7 +131,7 @@ def _answered(
         key = summary.stopped_by.partition(" ")[0]
         raise BudgetError(
             f"{summary.stopped_by} stopped the sample before its {len(rows):,} rows were answered. The"
-            f" finished answers are kept; raise it (--set {key}=…), or sample fewer rows (--rows)"
+            f" finished answers are kept; raise the limit (--set {key}=…), or sample fewer rows (--rows)"
         )
     answers = [answer for answer, _ in answers_in(log, before)]
     parts = None

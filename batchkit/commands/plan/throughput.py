@@ -28,10 +28,8 @@ _REFITS = 3
 
 
 class Wave(NamedTuple):
-    """Rows answered together, at most ``window`` at a time, by a start that took ``took_s``.
-
-    ``sequences``: answers per request. ``parts``: the generations of recordings.
-    """
+    """Rows that were answered together, at most ``window`` at a time, in a start that took ``took_s`` seconds.
+    ``sequences``: answers per request. ``parts``: the generations of recordings; None for other tasks."""
 
     window: int
     rows: Sequence[TimedAnswer]
@@ -41,12 +39,12 @@ class Wave(NamedTuple):
 
     @property
     def requests(self) -> Sequence[TimedAnswer]:
-        """The requests sent to the engine."""
+        """The requests that the engine received: the generations of recordings, or the rows."""
         return self.rows if self.parts is None else self.parts
 
     @property
     def seconds(self) -> float:
-        """The time from the first request's begin to the last request's end."""
+        """The time from the begin of the first request to the end of the last one."""
         if not self.requests:
             return 0.0
         ended = max(request.ended for request in self.requests)
@@ -54,12 +52,12 @@ class Wave(NamedTuple):
 
     @property
     def lengths(self) -> list[float]:
-        """The tokens of one answer to each request."""
+        """The number of tokens in one answer to each request."""
         return [max(1.0, request.last_tokens / self.sequences) for request in self.requests]
 
 
 class StepTime(NamedTuple):
-    """The coefficients of the model, in seconds. See the module docstring."""
+    """The coefficients of the speed model, in seconds. The module's docstring has the formula."""
 
     row_s: float
     step_s: float
@@ -69,7 +67,8 @@ class StepTime(NamedTuple):
     def seconds(
         self, steps: float, tokens: float, prompt_tokens: float, rows: float, running: float
     ) -> float:
-        """Return the time of ``rows`` rows with these totals, with ``running`` rows at a time."""
+        """Return the time of ``rows`` rows, ``running`` at a time, that need this number of steps and tokens in
+        total."""
         return (
             self.row_s * (rows / running + 1)
             + self.step_s * steps
@@ -79,18 +78,17 @@ class StepTime(NamedTuple):
 
 
 class Points(NamedTuple):
-    """Measurements: ``parts @ StepTime`` should equal ``seconds``."""
+    """The equations to fit: ``parts``, with a row of factors for each measurement, times the coefficients of
+    ``StepTime`` should equal ``seconds``."""
 
     parts: NDArray[np.float64]
     seconds: NDArray[np.float64]
 
 
 def points_of(waves: Sequence[Wave]) -> Points:
-    """Return one point for each row of ``waves``. These rows never waited in the engine's queue.
-
-    The concurrency of a row is an average over its steps, and the steps at a given time depend on the step time. So
-    the fit is repeated several times.
-    """
+    """Return one equation for each row of ``waves``. These rows never waited in the engine's queue. A row's concurrency
+    is an average over its steps, and the number of steps in a period depends on the step time that is to be found. So
+    the fit is repeated a few times."""
     points = _points(waves, StepTime(0.0, 1.0, 0.0, 0.0))
     for _ in range(_REFITS):
         points = _points(waves, fit(points))
@@ -117,7 +115,7 @@ def _points(waves: Sequence[Wave], steps: StepTime) -> Points:
 
 
 def points_of_batches(waves: Sequence[Wave]) -> Points:
-    """Return one point for each wave, for an engine whose batches end before the next begins."""
+    """Return one equation for each wave, for an engine that finishes a batch before it begins the next."""
     steps = [steps_of(wave.lengths, wave.window, in_batches=True) for wave in waves]
     parts = [[0.0, n, sum(wave.lengths), 0.0] for n, wave in zip(steps, waves, strict=True)]
     seconds = np.array([max(wave.seconds, _LEAST_S) for wave in waves])
@@ -125,11 +123,12 @@ def points_of_batches(waves: Sequence[Wave]) -> Points:
 
 
 def fit(points: Points) -> StepTime:
-    """Fit by least squares of relative errors, with no negative time."""
+    """Return the coefficients with the least sum of squared relative errors. None of them is negative."""
     parts = points.parts / points.seconds[:, None]
     products, aims = parts.T @ parts, parts.sum(axis=0)
     n_parts = len(aims)
     best, least = np.zeros(n_parts), math.inf
+    # Non-negative least squares: there are only four coefficients, so every subset of them can be tried.
     for n in range(1, n_parts + 1):
         for columns in combinations(range(n_parts), n):
             own = list(columns)
@@ -144,10 +143,8 @@ def fit(points: Points) -> StepTime:
 
 
 def steps_of(lengths: Sequence[float], running: int, *, in_batches: bool = False) -> float:
-    """Return the steps until all answers of ``lengths`` have ended, ``running`` of them at a time.
-
-    A slot is given to the next row when its answer ends or, with ``in_batches``, when all answers have ended.
-    """
+    """Return the number of engine steps until answers of these ``lengths`` have ended, with ``running`` at a time. A
+    slot gets the next row when its answer ends or, with ``in_batches``, when all answers of the batch have ended."""
     if in_batches:
         return sum(max(lengths[n : n + running]) for n in range(0, len(lengths), running))
     ends = [0.0] * min(running, len(lengths))

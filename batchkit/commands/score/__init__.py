@@ -1,8 +1,8 @@
-"""Scores the answers of a run again.
+"""Scoring of a run's answers again, without the model.
 
-A run's scores are in ``results.jsonl``, computed as the rows finished. Scores computed here replace them
-(``storage/score_store.py``). Charts (which need a sandbox) and judgements (which need a second model) are scored
-only here.
+Scores in ``results.jsonl`` were computed as the rows finished. Scores computed here replace them
+(``storage/score_store.py``). Charts (which need a sandbox) and judgements (which need a second model) are only
+scored here.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from batchkit.storage.score_store import (
 
 
 def score_run(folder: Path, job: JobConfig | None = None, *, say: Say = print) -> ScoreTable:
-    """Score every answer of a run again with ``job.scoring``, and store the scores.
+    """Score every answer of a run again with ``job.scoring`` (by default the run's own), and store the scores.
 
-    ``job`` defaults to the run's job. Existing judgements are not requested again.
+    The judge is asked only for judgements that are not stored yet.
 
     Raises:
         JobError: The job defines no scoring, or rows needed for it are missing.
@@ -58,7 +58,8 @@ def score_run(folder: Path, job: JobConfig | None = None, *, say: Say = print) -
 def finish_scoring(
     folder: Path, job: JobConfig, *, stop: StopRequest, say: Say
 ) -> ScoreTable | None:
-    """Compute the scores still missing when a run has ended. Return its table, or None without scoring."""
+    """Compute the scores that are still missing when a run has ended. Return its score table, or None if the job has no
+    scoring."""
     if not job.scoring.is_on:
         return None
     if not is_scored(folder, job):
@@ -68,7 +69,8 @@ def finish_scoring(
 
 
 def is_scored(folder: Path, job: JobConfig) -> bool:
-    """Return whether the run has every score that ``job.scoring`` defines."""
+    """Return True if the run has all scores of ``job.scoring``, computed with these settings and from the current
+    files."""
     if _is_other(folder, job):
         return False
     now = scored_from(folder, job)
@@ -76,10 +78,9 @@ def is_scored(folder: Path, job: JobConfig) -> bool:
 
 
 def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
-    """Return the size and time of each file that deferred scores depend on.
-
-    They are compared for equality only: modification times can't be ordered if a clock was set.
-    """
+    """Return size and modification time of each file that the deferred scores and references come from. Scores are out
+    of date if these values change. They are compared for equality only, because modification times can't be ordered if
+    a clock was set."""
     made_from = [folder / RESULTS] if is_deferred(scorers_of(job.scoring)) else []
     if job.scoring.reference_run is not None:  # the reference run may be running at the same time
         reference = Path(job.scoring.reference_run)
@@ -133,10 +134,10 @@ def _score_run(
 
 
 def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
-    """Return the fields of the input's first row, or None if it can no longer be read.
+    """Return the fields of the input's first row, or None if the input can no longer be read.
 
     Raises:
-        JobError: The first rows all lack a field that the job names.
+        JobError: All of the first rows lack a field that the job names.
     """
     if job.input.path is None:
         return None
@@ -151,7 +152,8 @@ def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
 def _answers(
     folder: Path, job: JobConfig, names: set[str]
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield the newest ok record of each row with the row's fields (see ``with_fields``)."""
+    """Yield each row's newest record, if it is an answer, with those of its fields that are in ``names`` (see
+    ``with_fields``)."""
     ok = (record for record in read_newest(folder / RESULTS) if record["status"] == "ok")
     return with_fields(ok, job, names)
 
@@ -168,12 +170,13 @@ def _text_of(record: Mapping[str, Any]) -> str:
 
 
 def _is_other(folder: Path, job: JobConfig) -> bool:
-    """Return whether rows of the run may have been scored with settings other than ``job``'s."""
+    """Return True if rows of the run may have been scored with other settings than those of ``job``."""
     return read_manifest(folder).scoring != scoring_of(job)
 
 
 def _forget(folder: Path, job: JobConfig) -> None:
-    """Mark the run's scoring as mixed before replacing scores, in case this process is killed meanwhile."""
+    """Mark the run as scored with mixed settings, before its scores are replaced: this process may be killed
+    meanwhile."""
     if _is_other(folder, job):
         manifest = read_manifest(folder)
         manifest.scoring = None
@@ -197,17 +200,17 @@ def check_scoring(job: JobConfig) -> None:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise JobError if an override sets anything except scoring or the run's name and folder."""
+    """Raise JobError if an override sets something other than scoring or the run's name and folder."""
     for override in overrides:
         if not override.startswith(("scoring.", "name=", "output.dir=")):
             raise JobError(
-                f"--set {override}: the rows are answered already; `score` takes only scoring.…, and"
-                " name or output.dir to name the run"
+                f"--set {override}: has no effect, because the rows are answered already; `score` accepts scoring.…,"
+                " and name or output.dir to select the run"
             )
 
 
 def job_to_score(folder: Path, named: Path | None, overrides: Sequence[str]) -> JobConfig:
-    """Return the job of the run in ``folder``, with the scoring of the job file ``named`` if given.
+    """Return the job of the run in ``folder``. If the job file ``named`` is given, its scoring is used.
 
     Raises:
         JobError: The scoring does not fit the run's job.
@@ -215,13 +218,14 @@ def job_to_score(folder: Path, named: Path | None, overrides: Sequence[str]) -> 
     if named is None:
         return job_of_run(folder, [o for o in overrides if o.startswith("scoring.")])
     job = job_of_run(folder).model_copy(update={"scoring": load_job(named, overrides).scoring})
-    origin = f"{folder}, scored as {named} says"
+    origin = f"{folder}, with the scoring of {named}"
     JobConfig.model_validate(job.model_dump(), context={"origin": origin})
     return job
 
 
 def job_of_rows(named: Path | None, folder: Path | None, overrides: Sequence[str]) -> JobConfig:
-    """Return the job whose input has the rows of the predictions: from a job file or a run.
+    """Return the job whose input has the rows of the predictions: from the job file ``named``, or of the run in
+    ``folder``.
 
     Raises:
         JobError: Neither is given.
@@ -230,6 +234,6 @@ def job_of_rows(named: Path | None, folder: Path | None, overrides: Sequence[str
         return load_job(named, overrides, if_missing={"engine": {"kind": "dry-run"}})
     if folder is None:
         raise JobError(
-            "--predictions needs a job, for its rows and its scoring; name JOB (or a RUN)"
+            "--predictions needs the rows and the scoring of a job; give --job JOB (or a RUN)"
         )
     return job_of_run(folder, overrides)

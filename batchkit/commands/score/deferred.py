@@ -1,4 +1,4 @@
-"""Scores that need more than a record: charts, run in a sandbox, and judgements of a second model."""
+"""Deferred scores: those that need more than a record. Charts run in a sandbox, and a second model gives judgements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def deferred_scores(
     stop: StopRequest,
     say: Say,
 ) -> dict[int, dict[str, float | None]]:
-    """Return the deferred scores by row index. ``judgements`` is the folder that stores judgements."""
+    """Return the deferred scores of ``answers``, by row index and scorer. ``judgements`` is the folder that stores
+    judgements."""
     found: dict[int, dict[str, float | None]] = {}
     charts: list[Answered] = []
     judged: list[Answered] = []
@@ -36,12 +37,12 @@ def deferred_scores(
         charts += [answered] if "chart" in scorers else []
         judged += [answered] if "judge" in scorers else []
     if charts and not job.scoring.allow_code:
-        say(f"{len(charts):,} charts are unscored: scoring.allow_code = true runs their code")
+        say(f"{len(charts):,} charts are unscored: set scoring.allow_code = true to run their code")
     elif charts:
         say(f"running the code of {len(charts):,} charts")
         found.update(_charts(job, scoring, charts, say))
     if judged and job.scoring.judge is None:
-        say(f"{len(judged):,} answers are not judged: [scoring.judge] names no model")
+        say(f"{len(judged):,} answers are not judged: set a model or a step in [scoring.judge]")
     elif judged and job.scoring.judge is not None:
         if job.scoring.judge.step is None:
             scores = judge(job, scoring, job.scoring.judge, judged, judgements, stop, say)
@@ -83,17 +84,15 @@ def _charts(
 
 
 def _below_root(job: JobConfig, path: str) -> Path | None:
-    """Return the file at ``path`` if it exists and is under ``media.root``."""
+    """Return the file at ``path`` below ``media.root``. Return None if it does not exist or is outside the root."""
     root = Path(job.media.root).resolve()
     found = (root / path).resolve()
     return found if found.is_file() and found.is_relative_to(root) else None
 
 
 def names_of_deferred(job: JobConfig, scoring: Scoring) -> set[str]:
-    """Return the names used by the templates for charts and the judge.
-
-    They are fields of the row, or names in ``[vars]`` where the row has no such field.
-    """
+    """Return the names that the templates for charts and for the judge use. They are fields of the row, or names in
+    ``[vars]`` if the row has no such field."""
     templates: list[str] = []
     if "chart" in scoring.scorers and job.scoring.allow_code:
         templates += [job.scoring.chart_type, job.scoring.table or ""]

@@ -1,9 +1,11 @@
-"""GPT_EVAL: a second model gives each answer a score.
+"""The scorer ``judge`` (GPT_EVAL): a second model gives each answer a score.
 
-Judging is an ordinary run that can be resumed and retried. Its rows are questions: the text that the judge sees of
-an answer, identified by a hash. So a finished judgement is found again even if the answer's row changes. Each judge
-(its model, prompt, and other settings that decide its answers) has a separate run folder, so trying another judge
-does not affect the first.
+Judging is an ordinary run that can be resumed and retried. Each of its rows is a question to the judge: the texts
+that the judge's prompt needs for one answer. A hash of these texts is the row's id, so a stored judgement is found
+again even if the answer's row changes.
+
+Each judge (its model, prompt, and other settings that decide its answers) has a separate run folder, so trying
+another judge does not affect the first.
 """
 
 from __future__ import annotations
@@ -47,10 +49,8 @@ _NOTE = "Answer with one line in this format alone: [Score]: xx/100"
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer, the fields of its row, and the scores already computed.
-
-    ``steps``: the answer of each of the row's ``[[steps]]``, as in its record.
-    """
+    """An answer to score: its text, the fields of its row, and the scores already computed (``known``). ``steps``: the
+    answer of each of the row's ``[[steps]]``, as in its record."""
 
     index: int
     id: str
@@ -69,9 +69,9 @@ def judge(
     stop: StopRequest,
     say: Say,
 ) -> dict[int, float | None]:
-    """Return each answer's score from 0 to 1 by row index; None if the judge gave none.
+    """Return the judge's score of each answer, from 0 to 1, by row index; None if the judge gave none.
 
-    ``folder`` stores the judgements. Only missing or failed ones are requested.
+    ``folder`` stores the judgements. The judge is asked only for missing and failed ones.
 
     Raises:
         BatchkitError, Interrupted: The judge's run stopped. The next call resumes it.
@@ -102,7 +102,8 @@ def judge(
 
 
 def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: StopRequest) -> None:
-    """Request the judgements that are missing. Each question keeps the index of its first request."""
+    """Ask the judge the questions that have no judgement yet, or a failed one. A question keeps its row index in the
+    judge's run."""
     known = _records(judging)
     new = count(1 + max((record["index"] for record in known.values()), default=-1))
     rows, attempts = list[Row](), dict[int, int]()
@@ -124,14 +125,13 @@ def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: S
     summary = tried(judging, source, options, stop=stop)
     if summary.stopped_by:
         raise BudgetError(
-            f"{judging.folder}: the judge was stopped by {summary.stopped_by}; all rows are answered, and"
-            " every finished judgement is kept. `batchkit score` continues; if the budget covers all"
-            " starts, increase it first"
+            f"{judging.folder}: {summary.stopped_by} stopped the judge. All rows are answered, and finished"
+            " judgements are kept; `batchkit score` continues, but a budget of tokens or money must be increased first"
         )
 
 
 def _records(judging: JobConfig) -> dict[str, dict[str, Any]]:
-    """Return the newest record of every question so far."""
+    """Return the newest record of every question that the judge was asked, by question id."""
     if not is_run(judging.folder):
         return {}
     check_log(judging.folder)
@@ -139,20 +139,16 @@ def _records(judging: JobConfig) -> dict[str, dict[str, Any]]:
 
 
 def names_read(job: JobConfig, table: JudgeTable) -> set[str]:
-    """Return the names used by the judge's prompt.
-
-    They are fields of the row, some of ``NAMES``, or names in ``[vars]`` where the row has no such field.
-    """
+    """Return the names that the judge's prompt uses. They are fields of the row, some of ``NAMES``, or names in
+    ``[vars]`` if the row has no such field."""
     column = table.sampling.sampling_column
     names = names_in(job.model_copy(update={"vars": {}}), table.prompt, ())
     return names | (set() if column is None else {column})
 
 
 def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
-    """Return the judge's job, named after its model and a hash of all settings that decide its answers.
-
-    It contains only the vars that its prompt reads, so that other vars don't change the judge.
-    """
+    """Return the job of the judge's run. Its name has the model and a hash of all settings that decide the judgements.
+    It contains only those ``[vars]`` that its prompt uses, so that other variables don't change the hash."""
     job = resolve_paths(job, Path.cwd())
     read = names_read(job, table)
     made = JobConfig.model_validate(
@@ -182,10 +178,8 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
 def _shown(
     answer: Answered, reference: str | None, names: set[str], known: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values that the judge sees of this answer, without values shared by all rows (``known``).
-
-    Equal values give an equal judgement, so they identify it.
-    """
+    """Return the values that the judge's prompt uses for this answer: those of its ``names`` that differ from row to
+    row. Equal values get an equal judgement, so the values identify it. ``known``: the job's ``[vars]``."""
     own = {
         "prediction": answer.known.prediction or "",
         "reference": reference or "",
@@ -202,11 +196,9 @@ def _shown(
 def judged_by_step(
     job: JobConfig, table: JudgeTable, answers: Sequence[Answered], say: Say
 ) -> dict[int, float | None]:
-    """Return the scores of ``judge`` from the answers of step ``table.step``.
-
-    If the step has an extractor, the score is the first number in its prediction. Otherwise the score is read as in
-    a judge's text.
-    """
+    """Return the score of each answer from the step ``table.step`` of its row, by row index. If the step has an
+    extractor, the score is the first number in its prediction. Otherwise it is read from the step's text, like a
+    judge's score."""
     found: dict[int, float | None] = {}
     name, reading = table.step or "", Scoring(ScoringTable(**_READ), say=say)
     extracts = {step.extract for step in job.steps if step.name == name} - {None, "text"}
@@ -228,7 +220,8 @@ def judged_by_step(
 
 
 def _unless_cut(found: str | None, answer: Mapping[str, Any]) -> str | None:
-    """Return ``found``, or None if the answer was cut off right after it: the number may have had more digits."""
+    """Return the score ``found``, or None if the answer was cut off right after it, because the number may have had
+    more digits."""
     if found is None or answer.get("finish_reason") != "length":
         return found
     return None if (answer.get("text") or "").removesuffix(".").endswith(found) else found

@@ -1,4 +1,4 @@
-"""Scores predictions made by other tools against the rows of a job's input.
+"""Scoring of predictions that other tools made for the rows of a job's input.
 
 Formats: a JSONL file, a table (CSV, Parquet, Excel), OpenAI's batch output, or the results file of RealHiTBench's
 harness.
@@ -37,7 +37,7 @@ _NO_ANSWER = "[ERROR]"  # the harness stores this if the model gave no answer
 
 
 class PredictionScores(NamedTuple):
-    """The score table of predictions. ``missing`` counts input rows without a prediction."""
+    """The score table of predictions. ``missing``: number of input rows without a prediction."""
 
     table: ScoreTable
     missing: int
@@ -53,9 +53,9 @@ class PredictionScores(NamedTuple):
 
 
 def score_predictions(job: JobConfig, path: Path, say: Say = print) -> PredictionScores:
-    """Score the predictions in ``path`` against the rows of ``job``'s input, matched by id.
+    """Score the predictions in the file ``path`` against the rows of the job's input, matched by id.
 
-    Judgements are stored next to ``path``, in the folder ``<its name>.judge``.
+    Judgements are stored beside the file, in the folder ``<file name>.judge``.
 
     Raises:
         JobError: The job defines no scoring, the file can't be read, or none of its ids is in the input.
@@ -67,11 +67,13 @@ def score_predictions(job: JobConfig, path: Path, say: Say = print) -> Predictio
     if not rows.keys() & made.keys():
         raise JobError(
             f"{path}: none of its {len(made):,} ids is an id of the job's input"
-            f" (first there: {next(iter(made), None)!r}, here: {next(iter(rows), None)!r});"
-            " set input.id to the field that names a row"
+            f" (the first ids are {next(iter(made), None)!r} here and {next(iter(rows), None)!r} in the input);"
+            " set input.id to the field that identifies a row"
         )
     if strangers := made.keys() - rows.keys():
-        say(f"{len(strangers):,} predictions have no row in the input, as id {min(strangers)!r}")
+        say(
+            f"{len(strangers):,} predictions have no row in the input, for example id {min(strangers)!r}"
+        )
     check_columns(iter(rows.values()), job)
     for hint in scoring_hints(job.scoring, next(iter(rows.values())).fields):
         say(hint)
@@ -105,8 +107,8 @@ def _rows_by_id(job: JobConfig) -> dict[str, Row]:
             continue
         if (other := rows.setdefault(row.id, row)) is not row:
             raise JobError(
-                f"{job.input.path}: id {row.id!r} names rows {other.index} and {row.index}, so a"
-                " prediction may be for either; set input.id to a field that names one row"
+                f"{job.input.path}: rows {other.index} and {row.index} have the same id {row.id!r}, so a prediction"
+                " may be for either; set input.id to a field that is different in each row"
             )
     return rows
 
@@ -126,13 +128,14 @@ class Prediction(NamedTuple):
 
 
 def read_predictions(path: Path) -> dict[str, Prediction]:
-    """Return predictions by row id.
+    """Return the predictions in a file, by row id.
 
     An entry is a line, a table row, or a member of the list (or of ``results``) in a ``.json`` file. It has an
-    ``id`` and a ``prediction`` or a ``text``, or is a line of OpenAI's batch output. These are failures, not
-    answers: entries marked as failed, null, a blank text, and the harness's ``[ERROR] …``. A blank prediction
-    without a text is an answer, because the harness's metrics score it 0. If several entries have one id, the last
-    one is used: earlier ones may have failed.
+    ``id`` and a ``prediction`` or a ``text``, or it is a line of OpenAI's batch output.
+
+    - Failures: entries marked as failed, null, a blank text, and the harness's ``[ERROR] …``.
+    - A blank prediction without a text is an answer, because the harness's metrics score it 0.
+    - If several entries have the same id, the last one is used, because earlier ones may have failed.
 
     Raises:
         JobError: The file is missing or not JSON, a line lacks an id or both other keys, or two different answers
@@ -143,20 +146,20 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
         entry = _of_batch(given) if _is_batch(given) else given
         row_id = _first(entry, _IDS)
         if row_id is None:
-            raise JobError(f"{where}: no id; one of {', '.join(_IDS)} must name the row")
+            raise JobError(f"{where}: has no row id; it needs one of {', '.join(_IDS)}")
         made, known = _prediction(entry, where), found.get(str(row_id))
         if known not in (None, made) and not (known.failed or made.failed):
             raise JobError(
-                f"{where}: another answer for id {row_id!r}, which has one; leave one of them"
+                f"{where}: a second, different answer for id {row_id!r}; remove one of them"
             )
         found[str(row_id)] = made
     if not found:
-        raise JobError(f"{path}: holds no prediction")
+        raise JobError(f"{path}: has no predictions")
     return found
 
 
 def _is_batch(entry: Mapping[str, Any]) -> bool:
-    """Return whether the entry is a line of OpenAI's batch output or error file."""
+    """Return True if the entry is a line of OpenAI's batch output or error file."""
     response = entry.get("response")
     return "custom_id" in entry and (
         isinstance(response, Mapping) or (response is None and "error" in entry)
@@ -164,7 +167,8 @@ def _is_batch(entry: Mapping[str, Any]) -> bool:
 
 
 def _of_batch(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry with the first choice as its answer. The line's own ``id`` is not a row id."""
+    """Convert a line of OpenAI's batch output to an entry with ``id`` and ``text``: the ``custom_id`` and the first
+    choice. The line's own ``id`` is not a row id."""
     failed = {"id": entry["custom_id"], "status": "failed"}
     response = entry.get("response") or {}
     if entry.get("error") or response.get("status_code", 200) != 200:
@@ -183,7 +187,7 @@ def _of_batch(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_response(body: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the text of a Responses API body, and whether it is an answer."""
+    """Return the text in a body of the Responses API, and whether the body is a complete answer."""
     parts = [
         part for item in body["output"] if item["type"] == "message" for part in item["content"]
     ]
@@ -198,8 +202,7 @@ def _prediction(entry: Mapping[str, Any], where: str) -> Prediction:
     if not any(name in entry for name in known):
         names = ", ".join(map(str, entry))
         raise JobError(
-            f"{where}: neither a prediction nor a text; it has {names}. One of {', '.join(known)}"
-            " must hold it"
+            f"{where}: has neither a prediction nor a text, only {names}; it needs one of {', '.join(known)}"
         )
     prediction, text = _text(_first(entry, _PREDICTIONS)), _text(_first(entry, _TEXTS))
     answer = text if prediction is None else prediction
@@ -216,7 +219,7 @@ def _text(value: Any) -> str | None:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each entry with its position for error messages."""
+    """Yield each entry of the file, with its position for error messages."""
     if not path.exists():
         raise JobError(f"--predictions {path}: no such file")
     if path.suffix == ".json":
@@ -230,7 +233,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _members(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the entries of a JSON file. The harness writes NaN, which the row readers reject."""
+    """Yield the entries of a ``.json`` file. The harness writes NaN, which the row readers reject."""
     try:
         with open_regular(path) as file:
             whole = parsed(file.readall().removeprefix(BOM_UTF8))

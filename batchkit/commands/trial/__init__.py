@@ -1,7 +1,7 @@
-"""Trials: real runs of a job with other settings, in a scratch folder, measured from their output files.
+"""Trials: short runs of a job with other settings, in a temporary folder, measured from their output files.
 
-``find-bs``, ``bench`` and ``tune`` measure settings with ``Trials``. ``plan``, ``parity`` and the judge read the
-records of a run that they start with ``tried``.
+``find-bs``, ``bench`` and ``tune`` measure settings with ``Trials``. ``plan``, ``parity`` and the judge start a run
+with ``tried`` and read its records.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def tried(
     kept: KeptEngine | None = None,
     stop: StopRequest | None = None,
 ) -> RunSummary:
-    """Run ``job`` like ``start_run``, and raise if it did not end normally.
+    """Run ``job`` like ``start_run``, but raise an exception if the run did not end normally.
 
     Raises:
         BatchkitError: The run stopped, or could not begin.
-        Interrupted: A signal ended it.
+        Interrupted: A signal ended the run.
     """
     summary = start_run(job, source, options, kept=kept, stop=stop).checked()
     if summary.exit >= 128:
@@ -75,7 +75,7 @@ def tried(
 
 @contextmanager
 def scratch_folder(kind: str) -> Iterator[Path]:
-    """Yield a new folder and remove it at the end, unless an EngineError that names a file in it ends the block."""
+    """Yield a new temporary folder, and remove it at the end. It is kept if an EngineError names a file in it."""
     own, is_kept = OwnFolder(kind), False
     try:
         yield own.path
@@ -87,7 +87,7 @@ def scratch_folder(kind: str) -> Iterator[Path]:
 
 
 class Memory(NamedTuple):
-    """Memory in units of 2**30 bytes, as in nvidia-smi and ``run.max_host_gb``."""
+    """Peak memory use of a trial, in units of 2**30 bytes as in nvidia-smi, on the GPU or in the host's processes."""
 
     gb: float
     of: Literal["gpu", "host"]
@@ -95,11 +95,14 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result of one trial. ``status``: ``ok``, ``OOM``, or ``error: …``; ``reason``: why an engine died.
+    """The result of one trial.
 
-    ``figures`` is None unless the status is ok. ``seconds``: the whole trial, including ``load_s`` for loading the
-    engine. ``failed``: rows by kind of error. ``memory``: the peak; None if unknown. ``is_short``: time ran out
-    before the engine was full.
+    - ``status``: ``ok``, ``OOM``, or ``error: …``; ``reason``: why an engine died.
+    - ``figures``: None unless the status is ok.
+    - ``seconds``: the whole trial, including ``load_s`` for loading the engine.
+    - ``failed``: number of failed rows by kind of error.
+    - ``memory``: None if unknown.
+    - ``is_short``: time ran out before the engine was full.
     """
 
     status: str
@@ -116,9 +119,9 @@ class Trial:
 
 @contextmanager
 def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
-    """Prepare trials over the first ``rows`` rows of ``job``, in a folder that is removed at the end.
+    """Yield a ``Trials`` for the first ``rows`` rows of ``job``, with a temporary folder.
 
-    A signal ends the ``with`` block early; it is then in ``signum`` of the trials.
+    A signal ends the ``with`` block early and is stored in ``Trials.signum``.
 
     Raises:
         JobError: The job itself is invalid, has several engines, or its engine answers without delay.
@@ -144,10 +147,8 @@ def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
 
 
 class Trials:
-    """Trials of the settings of one job, run one after the other, each with a new engine.
-
-    ``total``: rows of the job; the trials use the first ``rows`` of them.
-    """
+    """A series of trials of one job, each with a new engine, one after the other. ``total``: number of rows of the job;
+    the trials use the first ``rows`` of them."""
 
     def __init__(
         self, job: JobConfig, rows: int | None, folder: Path, kept: KeptEngine, stop: StopRequest
@@ -164,10 +165,11 @@ class Trials:
         self._number = 0
 
     def run(self, job: JobConfig, at_once: int, seconds: float, least: float = 0.0) -> Trial:
-        """Measure ``job``, the trials' job with other settings, which runs ``at_once`` requests concurrently.
+        """Measure ``job``: the job of this series with other settings, so that it runs ``at_once`` requests
+        concurrently.
 
-        The measurement takes at most ``seconds``, after as many seconds to fill the engine. It ends early once the
-        rate is clearly below ``least`` rows per second.
+        The measurement takes at most ``seconds`` seconds, after as many seconds to fill the engine. It ends early
+        when the rate is clearly below ``least`` rows per second.
 
         Raises:
             JobError: The first trial finds the job invalid, or its rows can't be read.
@@ -212,7 +214,7 @@ class Trials:
         return Measurement(at_once, seconds, total=self.rows, first=first, least=least)
 
     def _start(self, job: JobConfig, watch: _Watch) -> None:
-        """Run the job. Raises the same exceptions as ``tried``, except when ``watch`` stopped the run."""
+        """Run the trial's job. Raises the same exceptions as ``tried``, unless ``watch`` stopped the run on purpose."""
         try:
             options = StartOptions(command="trial", quiet=True)
             tried(job, self._source, options, kept=self._kept, stop=watch.stop)
@@ -228,7 +230,7 @@ class Trials:
 
 
 def _of_trial(job: JobConfig, folder: Path) -> JobConfig:
-    """Return the job for a trial. It ends when the engine dies, but continues when rows fail."""
+    """Return the job for one trial. Its run stops when the engine dies, but continues when rows fail."""
     run = job.run.of_part(max_seconds=None, max_completion_tokens=None, max_host_gb=None)
     return job.model_copy(
         update={
@@ -241,11 +243,9 @@ def _of_trial(job: JobConfig, folder: Path) -> JobConfig:
 
 
 class _Watch:
-    """A watcher that reads the output of ``job``'s run, stops it once it is measured, and samples memory.
-
-    Memory covers this process and all its children, if the engine holds a model. The watcher has one thread; the
-    trial's thread reads the results after ``close``. ``StopRequest.ask`` may be called from any thread.
-    """
+    """A thread that follows a trial: it reads the finished rows from the log, samples memory, and stops the run when
+    the measurement is complete. Memory is that of this process and all its children, if the engine holds a model. Read
+    the results only after ``close``."""
 
     def __init__(self, job: JobConfig, measurement: Measurement) -> None:
         self._folder, self._measurement = job.folder, measurement
@@ -298,10 +298,8 @@ class _Watch:
 
 
 def _failure(error: EngineError | JobError) -> tuple[str, str]:
-    """Return the status of a trial and the reason in one line.
-
-    The reason leaves out the log, which is removed with the trial's folder.
-    """
+    """Return the status of a trial whose engine failed, and the reason in one line. The reason does not name the log,
+    because it is removed with the trial's folder."""
     match error:
         case StartFailed():
             text = error.message

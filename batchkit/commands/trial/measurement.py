@@ -1,14 +1,14 @@
 """Measurements of a trial: rates and latencies while the engine was full.
 
-A new engine answers short rows first, and an engine that runs out of rows is half empty. A job with many rows has
-little of either. So the measured period begins when nine in ten of the first rows (the ones that fill the engine)
-have been answered. It ends when fewer rows are left than run concurrently. If that period is too short (few rows or
+A new engine answers short rows first, and an engine that runs out of rows is half empty; in a long job, both phases
+hardly matter. So the measured period begins when nine in ten of the first rows (those that fill the engine) have
+been answered. It ends when fewer rows are left than run concurrently. If this period is too short (few rows or
 little time), or if the trial has answered every row of the job, the whole trial is measured.
 
-Why nine in ten of the first rows: if the period began after the same number of answers from any rows, with lengths from 6 to 96
-tokens and 64 concurrent requests, the rate was 0.7 of the tokens per second of a long run. Waiting for the last of a
-thousand lognormal answers takes three to six times as long as for nine in ten, whose rate is within 3 % of a long
-run's (simulated).
+Why nine in ten of the first rows, instead of the same number of any rows: with lengths from 6 to 96 tokens and 64
+concurrent requests, the latter gave 0.7 of the tokens per second of a long run. Waiting for the last of a thousand
+lognormal answers takes three to six times as long as for nine in ten, whose rate is within 3 % of a long run's
+(simulated).
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ _CLOCK_S = 0.001  # resolution of the times in records
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """A row or one of its generations, answered or failed with an error of ``kind``.
-
-    ``began`` and ``ended`` are seconds since the epoch; ``began`` is the entry into the engine's queue. Tokens cover
-    all attempts; ``last_tokens`` are the tokens of the last attempt's answers.
-    """
+    """The times and tokens of a row or of one of its generations. ``kind``: its kind of failure; "" for an answer.
+    ``began`` (when the request entered the engine's queue) and ``ended`` are seconds since 1970. Tokens cover all
+    attempts, except ``last_tokens``, which counts the last attempt's answers."""
 
     index: int
     began: float
@@ -59,8 +57,8 @@ class TimedAnswer:
 
 
 def answers_in(log: Path, offset: int = 0) -> Iterator[tuple[TimedAnswer, int]]:
-    """Yield the rows whose records start after ``offset``, and the end of each record. Incomplete records are
-    skipped."""
+    """Yield each record of the log after the byte ``offset`` as a TimedAnswer, with the byte at which the record ends.
+    A record that is not complete yet is left out."""
     for line in read_lines(log, offset):
         if line.record is not None:
             yield answer_of(line.record), line.end
@@ -80,17 +78,15 @@ def answer_of(record: Record | Generation) -> TimedAnswer:
 
 
 def seconds_at(time: str) -> float:
-    """Return a time of a record or of the metrics in seconds since the epoch."""
+    """Convert a time in a record or in the metrics to seconds since 1970."""
     return datetime.fromisoformat(time).timestamp()
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The numbers of one period.
-
-    ``interval``: 90 % interval of the rate, from the rates of windows (Student's t). ``is_typical``: the engine was
-    always full, as in the whole job; or this was the whole job.
-    """
+    """The numbers of a measured period. ``interval``: 90 % interval of the rate in rows per second, from the rates in
+    ten windows (Student's t). ``is_typical``: the numbers hold for the whole job, because the engine was always full,
+    or because this was the whole job."""
 
     seconds: float
     rows: int
@@ -129,11 +125,14 @@ class Figures:
 
 
 class Measurement:
-    """The measurement of a running trial, with ``at_once`` concurrent rows of ``total``.
+    """The measurement of a running trial, which has ``at_once`` concurrent rows of ``total``.
 
-    It takes at most ``seconds`` with the engine full, and as long before that. ``first``: the rows submitted first.
-    It ends earlier once the engine was full for 5 s and answered 32 rows and 4 per concurrent row. It also ends
-    after one second and half as many rows if even the upper end of the rate's interval is below ``least``.
+    It takes at most ``seconds`` seconds to fill the engine, and as long with the engine full. It ends earlier when
+
+    - the engine was full for 5 s and answered 32 rows and 4 per concurrent row, or
+    - after one second and half as many rows, even the upper end of the rate's interval is below ``least``.
+
+    ``first``: the rows that are submitted first.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class Measurement:
         self.first_error = ""
 
     def add(self, answer: TimedAnswer) -> None:
-        """Add the next finished row."""
+        """Add a finished row. Rows are added in the order in which they finished."""
         self._left -= 1
         self._first.discard(answer.index)
         if answer.kind:
@@ -176,7 +175,7 @@ class Measurement:
         return self.full[-1].ended - self.full[0].ended if self.full else 0.0
 
     def is_over(self, began: float, now: float) -> bool:
-        """Return whether the trial, whose engine loaded at ``began``, may stop ``now``."""
+        """Return True if the trial may stop at the time ``now``. ``began``: the time at which its engine was loaded."""
         if not self.full:
             return now >= began + self.seconds
         enough = max(ENOUGH_ROWS, ENOUGH_WAVES * self.at_once)
@@ -190,10 +189,9 @@ class Measurement:
         return _interval([answer.ended for answer in self.full[1:]], seconds)[1] < self._least
 
     def figures(self, ended: float, *, is_sample: bool) -> Figures | None:
-        """Return the numbers of a trial that ended at ``ended``; None if no row was answered.
-
-        ``is_sample``: the job has more rows, so the rate over all rows of the trial is not the job's rate.
-        """
+        """Return the numbers of a trial that ended at the time ``ended``, or None if no row was answered.
+        ``is_sample``: the job has more rows than the trial, so the rate over all rows of the trial is not that of the
+        job."""
         answers = self.answers
         if not answers:
             return None
@@ -208,18 +206,17 @@ class Measurement:
 def was_short(
     measurement: Measurement, figures: Figures | None, metrics: Sequence[Metrics]
 ) -> bool:
-    """Return whether time ran out before the engine was full; if no row was answered, whether it generated
-    tokens."""
+    """Return True if time ran out before the engine was full. If no row was answered, return True if the engine
+    generated tokens."""
     if figures is None:
         return not measurement.failed and any(_generated(line) for line in metrics)
     return measurement.has_more and not figures.is_typical
 
 
 def hung_s(measurement: Measurement, metrics: Sequence[Metrics]) -> float:
-    """Return for how many seconds the engine had generated nothing when the trial ended.
-
-    0 unless that is half of the trial's time and twice as long as the slowest answer.
-    """
+    """Return the seconds for which the engine had generated nothing when the trial ended, if that is long enough to say
+    that it hung. Otherwise return 0. Long enough means more than half of the trial's time and more than twice the
+    slowest answer."""
     if not measurement.answers or not metrics or not metrics[-1].in_flight:
         return 0.0
     last = metrics[-1]
@@ -234,11 +231,9 @@ def _generated(line: Metrics) -> int:
 
 
 class Idle(NamedTuple):
-    """Shares from 0 to 1 while the engine was full. ``running`` is the average number of concurrent requests.
-
-    ``rendering``: share of slots empty because no rendered row was ready. ``preparing``: share of slots empty while
-    rows were being tokenised or their images preprocessed. ``kv_cache``: share of time with a full KV cache.
-    """
+    """Why the engine was not busier while it was full. ``running``: average number of concurrent requests. The others
+    are shares from 0 to 1. ``rendering``: slots empty because no rendered row was ready. ``preparing``: slots empty
+    while rows were tokenized or their images preprocessed. ``kv_cache``: time with a full KV cache."""
 
     rendering: float
     preparing: float
@@ -248,7 +243,7 @@ class Idle(NamedTuple):
 
 
 def idle_of(measurement: Measurement, metrics: Sequence[Metrics]) -> Idle | None:
-    """Return why slots of the engine were empty; None if it was full for too short a time to judge."""
+    """Return why slots of the engine were empty, or None if it was full for too short a time to judge."""
     full, places = measurement.full, measurement.at_once
     if measurement.full_s < _LEAST_STEADY_S:
         return None
@@ -270,7 +265,8 @@ def idle_of(measurement: Measurement, metrics: Sequence[Metrics]) -> Idle | None
 
 
 def _interval(ended: Sequence[float], seconds: float) -> tuple[float, float]:
-    """Return the interval of the rate at which rows ``ended``. It is unbounded if there are too few windows."""
+    """Return the 90 % interval of the rate, in rows per second, of rows that finished at the times ``ended``.
+    ``seconds``: the length of the period."""
     rate, last = len(ended) / seconds, max(ended)
     counts = Counter(min(_WINDOWS - 1, int((last - end) / seconds * _WINDOWS)) for end in ended)
     rates = [counts[n] * _WINDOWS / seconds for n in range(_WINDOWS)]
@@ -279,5 +275,5 @@ def _interval(ended: Sequence[float], seconds: float) -> tuple[float, float]:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the percentile by nearest rank."""
+    """Return the percentile ``share`` (0 to 1) of the sorted values, by nearest rank."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -1,5 +1,5 @@
 """The ``find-bs``, ``bench`` and ``tune`` commands: find the fastest settings for a job, using its rows.
 
-All measure with trials (``commands/trial/``). ``find.py`` searches for a batch size, ``table.py`` repeats given
-sizes, and ``tune.py`` searches engine options.
+All three measure with trials (``commands/trial/``): short real runs. ``find.py`` searches for a batch size,
+``table.py`` measures given sizes several times, and ``tune.py`` searches engine options.
 """

@@ -1,4 +1,4 @@
-"""The ``find-bs`` command: finds the largest batch size that fits and the one with the best throughput."""
+"""The ``find-bs`` command: finds the largest batch size that fits, and the one with the best throughput."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEAST_GROWTH = 1.5  # minimum ratio of two batch sizes to estimate the gain of 
 
 
 class Bottleneck(NamedTuple):
-    """The resource that limits throughput. ``reason`` is one sentence with the numbers."""
+    """The resource that limits throughput, and a sentence with the numbers that show it."""
 
     resource: Literal["rendering", "preprocessing", "kv-cache", "decode", "prefill", "unknown"]
     reason: str
@@ -37,10 +37,9 @@ class Bottleneck(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result so far. ``rows``: rows of the whole job. ``high``: the largest size that could be tried.
-
-    ``written``: the job file that received the best size.
-    """
+    """The result of a search, which a signal may have ended early. ``rows``: rows of the whole job. ``high``: the
+    largest size that could be tried. ``has_flattened``: a larger size gained too little, so the search stopped.
+    ``written``: the job file that received the best size, if any."""
 
     table: SizeTable
     rows: int
@@ -51,7 +50,7 @@ class SearchResult:
 
     @property
     def estimate_s(self) -> float | None:
-        """Return the seconds for the whole job at the best size, including the engine's load time."""
+        """The estimated seconds for the whole job at the best size, including the engine's load time."""
         best = self.table.best
         if best is None:
             return None
@@ -120,7 +119,8 @@ def find_batch_size(
     write_to: Path | None = None,
     say: Say = lambda text: None,
 ) -> SearchResult:
-    """Search from ``low`` to ``high`` with at most ``rows`` rows and ``seconds`` s of answers per trial.
+    """Search batch sizes from ``low`` to ``high``. Each trial uses at most ``rows`` rows and measures at most
+    ``seconds`` seconds.
 
     A signal ends the search with the results so far. The best size is written only to the job file ``write_to``, and
     only if the search was complete.
@@ -154,11 +154,12 @@ def find_batch_size(
 
 
 def search(low: int, high: int, try_size: Callable[[int], Figures | None]) -> bool:
-    """Try sizes from ``low`` by doubling, then halve the gap between the largest that fits and the smallest that
-    does not.
+    """Double the size from ``low`` until it does not fit, then search between the largest size that fits and the
+    smallest that does not.
 
     ``try_size`` returns None if a size does not fit. No size is tried twice. Return True if a doubling gained less
-    than 3 %: larger sizes may fit too. Otherwise the largest size up to ``high`` that fits was tried, if any fits.
+    than 3 %; larger sizes may then fit, too. Otherwise the largest size up to ``high`` that fits was tried, if any
+    fits.
     """
     fits, size, best = 0, low, 0.0
     while (found := try_size(size)) is not None:
@@ -178,7 +179,7 @@ def search(low: int, high: int, try_size: Callable[[int], Figures | None]) -> bo
 
 
 def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bottleneck:
-    """Return the bottleneck at the ``best`` size. ``lines`` are all sizes tried."""
+    """Return the bottleneck at the ``best`` size. ``lines`` has the measurements of all sizes."""
     if best["waits"] is None and not best["typical"]:
         return Bottleneck("unknown", "the engine was not full for long enough to show it")
     waits = best["waits"] or dict.fromkeys(("rendering", "preparing", "kv_cache"), 0.0)
@@ -190,7 +191,7 @@ def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bo
             " slowly",
         )
     if waits["preparing"] > _MOSTLY:
-        what = "tokenised, and images preprocessed," if with_images else "tokenised"
+        what = "tokenized, and images preprocessed," if with_images else "tokenized"
         return Bottleneck(
             "preprocessing",
             f"{waits['preparing']:.0%} of the engine's slots were empty although rows were waiting: prompts are"
@@ -208,11 +209,11 @@ def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bo
 
 
 def _compute(lines: Sequence[Line], best: Line) -> Bottleneck:
-    """Return whether steps, prompts or answers take most of the compute time.
+    """Return the bottleneck of an engine that is busy computing: the steps themselves, the prompts or the answers.
 
-    A row's time is ``a + b / batch``: ``b`` is for steps, which the rows of a batch share, and ``a`` is for its
-    tokens at any batch size. The share of ``b`` shows whether steps dominate. Pooling tasks have no output tokens:
-    all their steps are prefill.
+    A row takes ``a + b / batch``. ``a`` is the time for its tokens, at any batch size; ``b`` is the time for steps,
+    which all rows of a batch share. If ``b / batch`` is at least half, a larger batch helps. Pooling tasks have no
+    output tokens: all their steps are prefill.
     """
     prompt, output = best["prompt_tokens_per_s"], best["completion_tokens_per_s"]
     if not prompt or output is None:
@@ -231,8 +232,8 @@ def _compute(lines: Sequence[Line], best: Line) -> Bottleneck:
 
 
 def _shared_by_batch(lines: Sequence[Line], best: Line) -> float:
-    """Return the share of step time, from ``best`` and the largest clearly smaller size; 0 if there is no such
-    size."""
+    """Return the share of a row's time that is for steps, from the rates at ``best`` and at the next clearly smaller
+    size. Return 0 if there is no such size."""
     size, best_s = best["batch_size"], 1 / best["rows_per_s"]
     smaller = [
         line for line in lines if line["rows_per_s"] and size >= _LEAST_GROWTH * line["batch_size"]

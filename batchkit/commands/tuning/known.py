@@ -1,4 +1,4 @@
-"""Results of ``tune`` trials, kept next to the run folder: ``<name>.tune.jsonl`` and a chart."""
+"""The results of ``tune`` trials, stored beside the run folder: ``<name>.tune.jsonl``, and a chart of them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One trial, as in ``tune.jsonl`` and the JSON output.
+    """The result of one trial, as in ``tune.jsonl`` and the JSON output.
 
-    ``options``: engine options added to the job's; empty for the default. ``low`` to ``high``: 90 % interval of
-    ``rows_per_s`` over windows of the measured time; None if the trial failed. ``waits_for``: the bottleneck
-    resource; ``limit``: the same in words with numbers. ``running``: average concurrent requests per engine.
-    ``is_short``: time ran out before the engine was full, so the rate covers only short answers.
+    - ``options``: engine options added to the job's; empty for the default.
+    - ``low`` to ``high``: 90 % interval of ``rows_per_s``; None if the trial failed.
+    - ``waits_for``: the bottleneck resource; ``limit``: a sentence about it.
+    - ``running``: average number of concurrent requests per engine.
+    - ``is_short``: time ran out before the engine was full, so the rate covers only short answers.
     """
 
     options: dict[str, Any]
@@ -48,11 +49,8 @@ class Tried:
 
 
 class Known:
-    """Results of earlier trials of the same job, packages and GPUs.
-
-    ``gain``: the options that beat the default in the last comparison, and the speedup; empty options if the default
-    stays.
-    """
+    """The stored results of earlier trials with the same job, package versions and GPUs. ``gain``: the options that
+    beat the default in the last comparison, and the speedup; None if no options did."""
 
     def __init__(self, job: JobConfig) -> None:
         self._path = _path(job)
@@ -94,7 +92,7 @@ class Known:
 
 
 def advised(job: JobConfig) -> str | None:
-    """Return advice to use options that ``tune`` found for ``job``, or None."""
+    """Return advice to use the options that ``tune`` found for ``job``, or None if it found none."""
     if not _path(job).exists() or (gain := Known(job).gain) is None:
         return None
     options, ratio = gain
@@ -116,8 +114,8 @@ _LONGEST = 72  # characters of a label
 
 
 def draw(job: JobConfig, trials: Sequence[Tried], best: Mapping[str, Any]) -> Path:
-    """Draw one line per trial in order: a dot for the rate and a bar for its interval. ``best`` is in full
-    colour.
+    """Write a chart of the trials as an HTML file, and return its path: for each trial a dot for its rate and a bar for
+    the interval, in order. The options ``best`` are highlighted.
 
     Raises:
         StoreError: The file can't be written.

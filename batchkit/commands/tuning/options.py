@@ -1,4 +1,4 @@
-"""The options that trials set, the options that ``tune`` may try, and the editing of the job file.
+"""The options that trials change: adding them to a job, choosing which to try next, and writing them to the job file.
 
 A name without a dot is an engine option (``engine.options``). A name with a dot is a key of the job file.
 """
@@ -25,10 +25,8 @@ KEY = f"{_TABLE}.{SIZE}"
 
 
 def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
-    """Return the job with these options added, and without workers unless ``options`` set them.
-
-    The engine must not shrink its batch when memory runs out, because the trial measures this size.
-    """
+    """Return the job with these options added, and without ``run.workers`` unless ``options`` set it. The engine must
+    not shrink its batch when memory runs out, because a trial measures one fixed size."""
     of_run = {"workers": None} | {
         name.partition(".")[2]: value for name, value in options.items() if "." in name
     }
@@ -44,7 +42,7 @@ def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
 
 
 def most_of(job: JobConfig, rows: int) -> tuple[int, str]:
-    """Return the largest size that a trial with ``rows`` rows can fill, and the reason."""
+    """Return the largest batch size that a trial with ``rows`` rows can fill, and what limits it."""
     window = job.run.max_in_flight
     if window != "auto" and window < rows:
         return window, f"run.max_in_flight = {window} limits the requests in the engine (remove it)"
@@ -52,7 +50,7 @@ def most_of(job: JobConfig, rows: int) -> tuple[int, str]:
 
 
 def patch(options: Mapping[str, Any]) -> str:
-    """Return the lines of TOML that set the options."""
+    """Return the options as lines of TOML, to copy into a job file."""
     tables = dict[str, dict[str, Any]]()
     for name, value in options.items():
         table, _, key = _key(name).rpartition(".")
@@ -65,14 +63,14 @@ def _key(name: str) -> str:
 
 
 def check_patch(path: Path) -> None:
-    """Check that ``write_patch`` would work, before the trials, which take long."""
+    """Raise JobError if ``write_patch`` can't change the job file. Called before the trials, which take long."""
     _edited(path, {SIZE: 1})
     if not os.access(path.resolve().parent, os.W_OK):
         raise JobError(f"{path}: can't be changed: no permission to write in its folder")
 
 
 def write_patch(path: Path, options: Mapping[str, Any]) -> None:
-    """Set the options in the job file at ``path``, atomically. The rest is unchanged.
+    """Set the options in the job file at ``path``, atomically. Other keys, comments and formatting are unchanged.
 
     Raises:
         JobError: The file can't be read or written, or these keys can't be changed alone.
@@ -141,12 +139,9 @@ _FIRST_FOR: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class OptionChoice:
-    """An option to search: a number to ``walk`` from (its current value), or ``others``, sets of options to try
-    as a whole.
-
-    A None in a set resets the option to the job's value. ``helps``: the bottleneck it addresses
-    (``Bottleneck.resource``). ``is_only``: it addresses no other bottleneck.
-    """
+    """An option that ``tune`` tries: a number whose current value is ``walk``, or ``others``, a list of settings to
+    try. In ``others``, None resets an option to the job's value. ``helps``: the bottleneck that the option addresses
+    (``Bottleneck.resource``). ``is_only``: it is tried only at this bottleneck."""
 
     name: str
     walk: int | None = None
@@ -156,22 +151,21 @@ class OptionChoice:
 
     @property
     def is_first(self) -> bool:
-        """Return whether more concurrent requests would hide its gain, so it must be tried first."""
+        """True if more concurrent requests would hide the option's gain, so that it must be tried before them."""
         return self.is_only and self.helps in ("rendering", "preprocessing", "kv-cache")
 
 
 def choices(job: JobConfig, options: Mapping[str, Any]) -> list[OptionChoice]:
-    """Return the options to try: the engine's ``options`` and batchkit's options."""
+    """Return the options to try: use of the GPUs, the engine's ``options``, and batchkit's own."""
     found = (_choice(name, value) for name, value in options.items())
     ours = (_choice(f"run.{name}", getattr(job.run, name)) for name in _OF_RUN)
     return [*_of_gpus(job), *found, *ours]
 
 
 def next_of(left: list[OptionChoice], waits_for: str) -> OptionChoice | None:
-    """Remove and return the next option to try, given the bottleneck ``waits_for`` of the fastest options.
-
-    The order is: use of the GPUs (which decides how many requests fit), concurrency, then the rest.
-    """
+    """Remove and return the next option to try from ``left``; None if no option helps. ``waits_for``: the bottleneck of
+    the fastest options so far. The order is: use of the GPUs (which decides how many requests fit), concurrency, then
+    the others."""
     may = [choice for choice in left if not choice.is_only or choice.helps == waits_for]
     if not may:
         return None
@@ -195,7 +189,7 @@ def _choice(name: str, value: Any) -> OptionChoice:
 
 
 def _of_gpus(job: JobConfig) -> Iterator[OptionChoice]:
-    """Yield ways to use the GPUs: one engine per GPU, or per group of 2, 4, … GPUs that share the model."""
+    """Yield ways to use several GPUs: one engine per GPU, or per group of 2, 4, … GPUs that share the model."""
     n_gpus = visible_gpus() if job.engine.kind == "vllm" else 0
     across = job.engine.options.get("tensor_parallel_size", 1)
     across *= job.engine.options.get("pipeline_parallel_size", 1)

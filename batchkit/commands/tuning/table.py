@@ -1,4 +1,4 @@
-"""The table of batch sizes, as text and as JSON."""
+"""The ``bench`` command, and the table of measured batch sizes as text and as JSON."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _RATES = ("rows_per_s", "prompt_tokens_per_s", "completion_tokens_per_s", "p50_m
 
 
 def line_of(batch_size: int, trials: Sequence[Trial]) -> Line:
-    """Return the medians of ``trials``; numbers are None if one of them failed.
+    """Return the JSON of one batch size: medians over its ``trials``. Numbers are None if a trial failed.
 
-    ``spread``: half the difference between the slowest and the fastest round, as a share of the median. ``typical``:
-    the engine was as busy as in the whole job. ``reason``: why an engine died.
+    - ``spread``: half the difference between the slowest and the fastest round, as a share of the median.
+    - ``typical``: the engine was as busy as in the whole job.
+    - ``reason``: why an engine died.
     """
     status = next((trial.status for trial in trials if trial.status != OK), OK)
     rounds = [t.figures for t in trials if t.figures is not None and status == OK]
@@ -74,7 +75,7 @@ def _spread(rates: Sequence[float]) -> float:
 
 
 def in_words(line: Line) -> str:
-    """Return the result as one line of text."""
+    """Return the result of a batch size as one line of text."""
     found = line["status"]
     if found == OOM:
         found = f"{OOM}: {line['reason']}"
@@ -85,7 +86,7 @@ def in_words(line: Line) -> str:
 
 
 def _cells(line: Line) -> list[str]:
-    """Return the table's cells. The column for the status is narrow, so its reason is shown below the table."""
+    """Return the cells of a table row. The status is cut to its first word; the reason is printed below the table."""
     memory, spread = line["memory_gb"], line["spread"]
     return [
         f"{line['batch_size']:,}",
@@ -99,7 +100,8 @@ def _cells(line: Line) -> list[str]:
 
 
 class SizeTable:
-    """The batch sizes of ``job`` tried so far. ``signum``: the signal that ended the trials early, if any."""
+    """The batch sizes of ``job`` measured so far, with their trials. ``signum``: the signal that ended the trials
+    early."""
 
     def __init__(self, job: JobConfig, say: Say) -> None:
         self._job, self._say = job, say
@@ -108,7 +110,7 @@ class SizeTable:
         say(f"{KEY}: how many requests the engine runs at once")
 
     def run(self, trials: Trials, size: int, seconds: float) -> Trial:
-        """Run one more trial of ``size``.
+        """Run one more trial with the batch size ``size``, and print its result.
 
         Raises:
             JobError: The first trial finds the job invalid, or its rows can't be read.
@@ -126,12 +128,12 @@ class SizeTable:
 
     @property
     def ok(self) -> Sequence[Line]:
-        """The sizes that fit."""
+        """The lines of the sizes that fit."""
         return [line for line in self.lines if line["status"] == OK]
 
     @property
     def best(self) -> Line | None:
-        """The size with the most rows per second."""
+        """The line of the size with the most rows per second; None if no size fits."""
         return max(self.ok, key=lambda line: line["rows_per_s"], default=None)
 
     @property
@@ -186,10 +188,10 @@ def bench(
     seconds: float,
     say: Say = lambda text: None,
 ) -> SizeTable:
-    """Measure each of ``batch_sizes`` for ``rounds`` rounds of at most ``seconds`` s.
+    """Measure each of ``batch_sizes`` in ``rounds`` rounds of at most ``seconds`` seconds.
 
-    Each round starts a new engine, and the sizes take turns, so that a disturbance of the machine affects all of
-    them. A size that failed is not tried again.
+    Each trial starts a new engine. A round tries all sizes, so that a disturbance of the machine affects all of them
+    alike. A size that failed is not tried again.
 
     Raises:
         JobError: The job itself is invalid, or its input has no rows.

@@ -45,7 +45,8 @@ _ROWS_OF_PARITY = 50
 
 @dataclass(frozen=True, slots=True)
 class DefaultComparison:
-    """The speedup of the best options over the default, measured in turn: median, slowest and fastest round."""
+    """The speedup of the best options over the default, measured in turn: the median, lowest and highest of the
+    rounds."""
 
     ratio: float
     low: float
@@ -54,11 +55,12 @@ class DefaultComparison:
 
 @dataclass(slots=True)
 class Tuned:
-    """The result of the search.
+    """The result of ``tune``.
 
-    ``gained``: the rate without one of the best options, as a share of the rate with all. ``differ``: the share of
-    rows whose answers the best options change; None if they can't change answers. ``written``: the job file that
-    received the best options.
+    - ``compared``: the final comparison with the default; None if there was none.
+    - ``gained``: for each of the best options, the rate without it as a share of the rate with all.
+    - ``differ``: the share of rows whose answers the best options change; None if they can't change answers.
+    - ``written``: the job file that received the best options.
     """
 
     job: JobConfig
@@ -73,12 +75,12 @@ class Tuned:
 
     @property
     def limit(self) -> str:
-        """The bottleneck of the default, in words."""
+        """The bottleneck with the default options, in words."""
         return next((tried.limit for tried in self.trials if not tried.options), "")
 
     @property
     def is_gain(self) -> bool:
-        """Return whether the best options were faster in every round."""
+        """True if the best options were faster than the default in every round."""
         return self.compared is not None and self.compared.low > 1
 
     @property
@@ -160,19 +162,22 @@ def tune(
     write_to: Path | None = None,
     say: Say = lambda text: None,
 ) -> Tuned:
-    """Search for about ``minutes``. Each trial starts a new engine and measures at most ``seconds`` s of answers.
+    """Search for about ``minutes`` minutes. Each trial starts a new engine and measures at most ``seconds`` seconds.
 
-    Trials are stored in ``<name>.tune.jsonl`` next to the run folder, and the next call reuses them.
+    Trials are stored in ``<name>.tune.jsonl`` beside the run folder, and the next call reuses them.
     ``allow_changes``: also try options that change answers, and count the changed answers. A signal ends the search
-    with the results so far. The best options are written only to ``write_to``, and only if they beat the default in
-    each of three rounds in which both were measured in turn.
+    with the results so far.
+
+    The best options are written only to ``write_to``, and only if they beat the default in each of three rounds in
+    which both were measured in turn.
 
     Raises:
         JobError: The job itself is invalid, its input has no rows, or the job file can't be written.
     """
     if allow_changes and (job.task != "generate" or job.has_several):
         raise JobError(
-            "--allow-changes: changed answers are counted only for one generated text a row"
+            "--allow-changes: changed answers are counted only for one generated text per row; leave it out for this"
+            " job"
         )
     if write_to is not None:
         check_patch(write_to)
@@ -194,11 +199,9 @@ def tune(
 
 
 class _Search:
-    """A greedy search that changes one option at a time, starting from the fastest options so far.
-
-    A number is multiplied or divided as long as that gains; other values are tried. Options that address another
-    bottleneck than the current one are skipped.
-    """
+    """A greedy search: changes one option at a time, starting from the fastest options so far. A number is multiplied
+    or divided as long as that makes the job faster; other values are each tried once. Options for another than the
+    current bottleneck are skipped."""
 
     def __init__(
         self,
@@ -240,12 +243,9 @@ class _Search:
         return self._tried[words(self._found.best)]
 
     def _walks(self, name: str, value: int, most: int | None) -> None:
-        """Change a number in large steps, then in small ones: a small step far from the optimum may gain too
-        little to notice.
-
-        If the KV cache is full, first try as many requests as it held, and never more. If prompts take the time,
-        never reduce the tokens per step.
-        """
+        """Change a number in large steps, then in small ones: far from the optimum, a small step may gain too little to
+        notice. If the KV cache is full, first try as many requests as it held, and never more. If prompts take most of
+        the time, never reduce the number of tokens per step."""
         if name == SIZE and self._best.waits_for == "kv-cache" and (held := self._best.running):
             self._takes({name: held})
             self._walk(name, self._found.best.get(name, value), 1 / 2, None)
@@ -259,10 +259,8 @@ class _Search:
     def _walk(
         self, name: str, value: int, factor: float, most: int | None, against: str = ""
     ) -> bool:
-        """Multiply the number by ``factor`` as long as that gains and the bottleneck stays ``against``.
-
-        Return whether the first step gained.
-        """
+        """Multiply the option's ``value`` by ``factor`` as long as that gains, up to ``most``. With ``against``, stop
+        when this is no longer the bottleneck. Return True if the first step gained."""
         steps = 0
         while (after := int(value * factor)) >= 1 and (most is None or after <= most):
             if against not in ("", self._best.waits_for) or not self._takes({name: after}):
@@ -271,7 +269,8 @@ class _Search:
         return steps > 0
 
     def _takes(self, change: Options, least: float = LEAST_GAIN) -> bool:
-        """Try the best options with ``change``. If they gain more than ``least``, they become the best."""
+        """Try the best options with ``change``. If that gains more than ``least``, make them the best options and
+        return True."""
         if not self._is_time():
             return False
         options = {n: v for n, v in {**self._found.best, **change}.items() if v is not None}
@@ -283,17 +282,16 @@ class _Search:
         return gain > least
 
     def _is_time(self) -> bool:
-        """Return whether there is time for another trial and the final comparison, judged by earlier trials."""
+        """Return True if there is time for another trial and the final comparison, judged by the length of earlier
+        trials."""
         if len(self._tried) >= _MOST_TRIALS:
             return False
         took = statistics.mean([tried.seconds for tried in self._found.trials] or [self._seconds])
         return time.monotonic() + took * (1 + 2 * _ROUNDS) < self._until
 
     def _try(self, options: Options) -> float:
-        """Return the rate in rows per second, or 0 if the trial failed. Known options are not measured again.
-
-        The measurement stops early once it is clearly slower than the best.
-        """
+        """Return the rate with ``options`` in rows per second, or 0 if the trial failed. Stored results are not
+        measured again. A trial stops early when it is clearly slower than the best options."""
         key = words(options)
         if key not in self._tried:
             best = self._tried.get(words(self._found.best))
@@ -320,7 +318,7 @@ class _Search:
         return tried
 
     def _compare(self) -> None:
-        """Measure default and best in turn, then the best without each of its options."""
+        """Measure the default and the best options in turn, then the best options without each one of them."""
         best, ratios, rates = self._found.best, list[float](), list[float]()
         for _ in range(_ROUNDS):
             pair = [self._measured(options) for options in ({}, best)]

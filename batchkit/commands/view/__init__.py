@@ -33,10 +33,10 @@ def view(
     media: Sequence[Path] = (),
     ready: Callable[[str], None],
 ) -> None:
-    """Serve the page of a run (a folder or a job file), or of the runs below a folder (default ``output``).
+    """Serve the web page of a run (``target``: a run folder or job file), or of all runs below a folder (default
+    ``output``), until a signal stops the process.
 
-    ``media``: folders whose inputs and images may be read (``Reach``). ``ready`` receives the address. Returns when
-    a signal stops the process.
+    ``media``: folders whose inputs and images may be read (``Reach``). ``ready`` is called with the address.
 
     Raises:
         JobError: There is nothing to show, the port is taken, or a package is missing.
@@ -69,11 +69,8 @@ def _runs(target: str | None, media: tuple[Path, ...]) -> Runs:
 def quiet_server(
     app: ASGIApp, *, ends_in_s: int, head_timeout_s: float = 10.0, **options: Any
 ) -> uvicorn.Server:
-    """Return a server that logs nothing. When it stops, running responses may take ``ends_in_s`` seconds to
-    finish.
-
-    Request heads are limited in size and number of headers, and must arrive within ``head_timeout_s``.
-    """
+    """Return a uvicorn server that logs nothing. When it stops, running responses get ``ends_in_s`` seconds to finish.
+    Request heads are limited in size and number of headers, and must arrive within ``head_timeout_s`` seconds."""
     import uvicorn
 
     from batchkit.commands.view import connections
@@ -97,7 +94,8 @@ def quiet_server(
 
 
 def bound(host: str, port: int | None) -> socket.socket:
-    """Return a listening socket. Raise JobError if the address can't be used."""
+    """Return a socket that listens on this address. ``port`` None means 8484, or any free port if it is taken. Raise
+    JobError if the address can't be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if port is None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The responses below ``/api/``; ``server.py`` documents each address."""
+"""The handlers of the addresses below ``/api/``; ``server.py`` documents each address."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ Asked = TypeVar("Asked", bound=BaseModel)
 
 
 class Mean(NamedTuple):
-    """The mean ``score`` of a run, or None if it has none. ``stamps`` identify the files it was computed from."""
+    """The mean of a run's first scorer, or None if the run has no scores. ``stamps`` identify the files it was computed
+    from, to notice changes."""
 
     stamps: tuple[Any, ...]
     score: dict[str, Any] | None
 
 
 class Api:
-    """The request handlers. Starlette calls them in threads."""
+    """The handlers of ``/api/`` requests. Starlette calls them in several threads."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -162,7 +163,7 @@ class Api:
             ) from None
 
     def _entries(self, request: Request) -> tuple[Index, Table]:
-        """Return the entries of one row, the newest last."""
+        """Return the run's index, and the entries of all records of the requested row, the newest last."""
         row = request.path_params["row"]
         index, snapshot = self._grown(self._folder(request))
         entries = snapshot.entries[snapshot.entries["row"] == row]
@@ -171,7 +172,8 @@ class Api:
         return index, entries
 
     def _mean(self, folder: Path, until: float) -> dict[str, Any] | None:
-        """Return the mean of the run's first score, or the previous value if the time ``until`` is over."""
+        """Return the mean of the run's first score. If the time ``until`` is over, or the log is not indexed yet,
+        return the previous value."""
         stamps = tuple(stamp_of(folder / name) for name in (RESULTS, SCORES))
         known = self._means.get(folder, Mean((), None))
         if known.stamps == stamps or time.monotonic() > until:
@@ -213,7 +215,7 @@ def _json(value: Any) -> Response:
 
 
 def _asked(kind: type[Asked], request: Request) -> Asked:
-    """Return the parameters of a request. Empty ones are ignored."""
+    """Return the query parameters of a request as a ``kind``. Empty parameters count as not given."""
     try:
         return kind.model_validate({k: v for k, v in request.query_params.items() if v})
     except ValidationError as error:

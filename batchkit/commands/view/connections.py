@@ -1,4 +1,4 @@
-"""HTTP connections of ``view`` and ``serve``, with limits on the memory and time a client can use before it is
+"""HTTP connections of ``view`` and ``serve``: limits on the memory and time that a client can use before its request is
 checked."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BoundedConnection(H11Protocol):
         self._time_head()
 
     def _time_head(self) -> None:
-        """Run the timer while the connection waits for a request head."""
+        """Start the timer when the connection waits for a request head, and stop it while a request is processed."""
         is_busy = self.cycle is not None and not self.cycle.response_complete
         if is_busy and self._timer is not None:
             self._timer.cancel()
@@ -50,8 +50,8 @@ class BoundedConnection(H11Protocol):
 
 
 def with_bounded_heads(app: ASGIApp) -> ASGIApp:
-    """Return ``app`` behind a check that answers large heads with 431. h11 limits heads only while they are
-    incomplete."""
+    """Return ``app`` behind a check that answers large request heads with 431. The check is needed because h11 limits a
+    head only while it is incomplete."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         headers, target = scope["headers"], (scope["raw_path"], scope["query_string"])

@@ -1,4 +1,4 @@
-"""The details of one row: its records, and its prompt and images as the current input has them."""
+"""The details of one row: its records, and its prompt and images, rendered again from the current input."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _LIST_S = 1.0  # seconds after which a list receives a partial response
 
 
 def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> dict[str, Any]:
-    """Return all details of the row with these entries (the newest last).
+    """Return all details of one row. ``entries``: the index entries of its records, the newest last.
 
-    Images are at ``url``/images/0 and so on, clips at ``url``/clips/0.
+    The URLs of its images are ``url``/images/0 and so on, those of its clips ``url``/clips/0.
 
     Raises:
         StoreError: The log was changed.
@@ -63,11 +63,9 @@ def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> d
 def beside_answers(
     index: Index, entries: Table, media: tuple[Path, ...]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield, by row index, the question, the reference and the first image (a data: URI) shown next to an answer
-    in a list.
-
-    The rows are in input order. After ``_LIST_S`` seconds it stops, even if rows are missing.
-    """
+    """Yield a row index and the texts shown beside its answer in the list: the question, the reference and the first
+    image (as a data: URI). The rows are in input order. After ``_LIST_S`` seconds it stops, even if rows are missing;
+    the page requests them again."""
     reach, until = Reach.of(index.folder, media), time.monotonic() + _LIST_S
     inputs = InputRows(reach.job, {*entries["row"].tolist()}, reach)
     labels, scoring = labels_of(reach), _scoring(reach)
@@ -84,7 +82,8 @@ def beside_answers(
 
 
 def _thumb(prompt: Prompt, reach: Reach) -> Webp:
-    """Return a thumbnail of the first image or video. Raise MediaError, or IndexError without either."""
+    """Return a thumbnail of the prompt's first image, or of its first video. Raise MediaError if it can't be read, and
+    IndexError if the prompt has neither."""
     if prompt.sources:
         return as_webp(prompt.sources[0], reach, THUMB)
     videos = [source for kind, source in prompt.clips if kind == "video"]
@@ -92,13 +91,13 @@ def _thumb(prompt: Prompt, reach: Reach) -> Webp:
 
 
 def _scoring(reach: Reach) -> Scoring | None:
-    """Return the scoring that finds references in the rows, or None."""
+    """Return the scoring that finds a row's reference, or None if the reference is not in the row itself."""
     of = reach.job.scoring
     return Scoring(of, None) if of.is_on and of.reference_run is None else None
 
 
 class RowMedia(NamedTuple):
-    """The images and clips of a row's prompt. Each method raises MediaError if the file is missing or must not be
+    """The images and clips of a row's prompt. The methods raise MediaError if a file is missing or must not be
     opened."""
 
     prompt: Prompt
@@ -109,7 +108,7 @@ class RowMedia(NamedTuple):
         return cls(_prompt(index, *_place(entry), media), Reach.of(index.folder, media))
 
     def image(self, n: int) -> bytes:
-        """Return an image as WebP."""
+        """Return image number ``n`` of the prompt as WebP."""
         return as_webp(_nth(self.prompt.sources, n), self.reach, LARGE).content
 
     def clip(self, n: int) -> PlayableClip:
@@ -117,13 +116,15 @@ class RowMedia(NamedTuple):
         return clip_of(kind, source, self.reach)
 
     def poster(self, n: int) -> bytes:
-        """Return a frame of a video as WebP."""
+        """Return a frame of the video that is clip number ``n``, as WebP."""
         return still_as_webp(_nth(self.prompt.clips, n)[1], self.reach, SMALL).content
 
 
 def _nth(sources: Sequence[Any], n: int) -> Any:
     if n >= len(sources):
-        raise MediaError(f"the row has {len(sources)} of these, and none at {n}")
+        raise MediaError(
+            f"there is no number {n}: the row's prompt has {len(sources)}, counted from 0"
+        )
     return sources[n]
 
 
@@ -135,11 +136,9 @@ def shown(
     labels: Labels,
     scoring: Scoring | None,
 ) -> dict[str, Any]:
-    """Return the row as the page shows it.
-
-    ``records``: its records, the newest last. ``steps``: its generations. ``images``: sources or URLs of the
-    prompt's images. ``scoring`` finds its reference.
-    """
+    """Return the row's details as the page's script expects them. ``records``: the row's records, the newest last.
+    ``steps``: its generations. ``images``: sources or URLs of the prompt's images. ``scoring``: finds the row's
+    reference."""
     *older, newest = records
     fields = {**(newest.get("fields") or {}), **prompt.fields}
     found, words = labels.of(newest, fields), _prompt_in_words(newest, prompt)
@@ -186,7 +185,7 @@ def _prompt_in_words(record: Mapping[str, Any], prompt: Prompt) -> dict[str, Any
 
 
 def _first_line(prompt: Mapping[str, Any]) -> str | None:
-    """Return the first line of the last user message, without images."""
+    """Return the first line of the last user message, without images; None if there is no text."""
     said = [part["content"] for part in prompt.get("messages", ()) if part["role"] == "user"]
     text = said[-1] if said else prompt.get("text", "")
     lines = text.replace(_IMAGE, "").strip().splitlines()

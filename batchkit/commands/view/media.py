@@ -1,4 +1,4 @@
-"""Images and clips for a page: images become small WebP files; a report stores each image once."""
+"""Images and clips for the web page. Images become small WebP files; a report stores each image once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 class PlayableClip(NamedTuple):
-    """A clip's ``content`` and its media type, which is always a type of audio or video."""
+    """An encoded clip that browsers can play. ``type``: its media type, always one of audio or video."""
 
     content: bytes
     type: str
@@ -33,10 +33,8 @@ class PlayableClip(NamedTuple):
         return f"data:{self.type};base64,{base64.b64encode(self.content).decode()}"
 
     def answer(self, asked: str | None) -> tuple[int, bytes, dict[str, str]]:
-        """Return status, content and headers for a request with the Range header ``asked``.
-
-        Several ranges, or an invalid one, give the whole content (RFC 9110, 14.2).
-        """
+        """Return status, content and headers of the response. ``asked``: the request's Range header, or None. Several
+        ranges, or an invalid one, give the whole content (RFC 9110, section 14.2)."""
         headers, size = {"accept-ranges": "bytes"}, len(self.content)
         if (found := _RANGE.fullmatch(asked or "")) is None or found[0] == "bytes=-":
             return 200, self.content, headers
@@ -50,10 +48,10 @@ class PlayableClip(NamedTuple):
 
 
 def clip_of(kind: str, source: Any, reach: Reach) -> PlayableClip:
-    """Return the clip at ``source`` without decoding it. Only sources that the run allowed are opened.
+    """Return the clip at ``source`` without decoding it. Only files that ``reach`` allows are opened.
 
     Raises:
-        MediaError: It can't be read, a reader may not open it, or browsers can't play it.
+        MediaError: The clip can't be read, must not be opened, or browsers can't play it.
     """
     content = reach.clip(source)
     if (name := media_type(kind, content)) is None:
@@ -73,14 +71,14 @@ _QUALITIES = (
 
 
 class MediaLimits(NamedTuple):
-    """The limits of one image: longer side, pixels, and bytes as WebP."""
+    """The limits of an image on the page: its longer side, its pixels, and its bytes as WebP."""
 
     side: int
     pixels: int
     max_bytes: int
 
     def of(self, media: MediaTable) -> MediaTable:
-        """Return ``media`` limited to images of this size."""
+        """Return a copy of ``media`` that limits images to this number of pixels when they are decoded."""
         pixels = min(media.max_pixels, self.pixels)
         return media.model_copy(update={"max_pixels": pixels, "min_pixels": 0})
 
@@ -91,7 +89,7 @@ LARGE = MediaLimits(side=3_000, pixels=3_000_000, max_bytes=4 << 20)
 
 
 class Webp(NamedTuple):
-    """An encoded image and its size."""
+    """An image encoded as WebP, with its size in pixels."""
 
     content: bytes
     width: int
@@ -103,10 +101,10 @@ class Webp(NamedTuple):
 
 
 def as_webp(source: Any, reach: Reach, limits: MediaLimits) -> Webp:
-    """Return the image at ``source``. Only sources that the run allowed are opened.
+    """Return the image at ``source``, made small enough for ``limits``. Only files that ``reach`` allows are opened.
 
     Raises:
-        MediaError: There is no image, it can't be opened, or a reader may not open it.
+        MediaError: There is no image, it can't be opened, or it must not be opened.
     """
     image = reach.image(source, limits.of(reach.job.media))
     image.thumbnail((limits.side, limits.side))
@@ -117,7 +115,7 @@ def as_webp(source: Any, reach: Reach, limits: MediaLimits) -> Webp:
 
 
 def still_as_webp(source: Any, reach: Reach, limits: MediaLimits) -> Webp:
-    """Return a frame near the middle of the video at ``source``. Raises the same exceptions as ``as_webp``."""
+    """Return a frame from near the middle of the video at ``source``. Raises the same exceptions as ``as_webp``."""
     return _encoded(reach.still(source, limits.side), limits.max_bytes)
 
 
@@ -132,8 +130,7 @@ def _encoded(image: Image.Image, max_bytes: int) -> Webp:
 
 
 class Pictures:
-    """The images of a report. ``found`` has {name, src, w, h} with a data: URI, or {name, problem}, for each
-    image."""
+    """The images of a report. ``found``: for each image {name, src, w, h}, with a data: URI, or {name, problem}."""
 
     def __init__(self, reach: Reach) -> None:
         self.found: list[dict[str, Any]] = []
@@ -142,7 +139,7 @@ class Pictures:
         self._room = MAX_TOTAL_BYTES
 
     def add(self, source: Any) -> int:
-        """Return the number of the image. Equal sources have the same number."""
+        """Add the image at ``source`` unless it is there already. Return its number in ``found``."""
         key = hashlib.sha256(repr(source).encode(errors="replace")).hexdigest()
         if key not in self._numbers:
             self._numbers[key] = len(self.found)
@@ -151,10 +148,8 @@ class Pictures:
         return self._numbers[key]
 
     def clip(self, kind: str, source: Any) -> Mapping[str, Any]:
-        """Return {kind, name, src}, with a "poster" frame for a video. ``src`` and ``poster`` are data: URIs.
-
-        A clip that is too long for a page, or for the remaining space, has a "problem" instead.
-        """
+        """Return {kind, name, src} for a clip; a video also has a "poster" frame. ``src`` and ``poster`` are data:
+        URIs. A clip that is too long for the page, or for its remaining space, has a "problem" instead."""
         name, found = shown(source, kind), dict[str, str]()
         try:
             made = clip_of(kind, source, self._reach)

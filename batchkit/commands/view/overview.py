@@ -1,4 +1,4 @@
-"""The summary of a run for the page, and the numbers for its charts."""
+"""The summary of a run on the web page, and the numbers of its charts."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def overview(
 
 
 def about(folder: Path, reach: Reach) -> dict[str, Any]:
-    """Return the origin of the answers: names and values, the prompt, the job file, and the generations of each
-    step."""
+    """Return where the answers come from: a list of names and values, the prompt, the job file, and token totals of
+    each step."""
     manifest, job = read_manifest(folder), job_of_run(folder)
     toml = read_bytes(folder / JOB).decode(errors="replace")
     return {
@@ -83,7 +83,8 @@ def about(folder: Path, reach: Reach) -> dict[str, Any]:
 
 
 def _prompt(job: JobConfig, reach: Reach) -> Iterator[tuple[str, str]]:
-    """Yield the parts of each step's prompt. A file is replaced by its text if a reader may open it."""
+    """Yield the keys of each step's prompt with their texts. A prompt file is followed by its text, if it may be
+    opened."""
     for place, of_step in job.of_each_step():
         for table, given in (("prompt", of_step.prompt), ("pair", of_step.pair)):
             for name, value in given.model_dump(exclude_defaults=True).items():
@@ -115,7 +116,7 @@ def _notes(look: Look, figures: Figures, table: ScoreTable, *, is_on: bool) -> I
 
 
 def _origin(manifest: Manifest, job: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield names and values. Empty values are omitted."""
+    """Yield names and values that describe how the answers were made. The caller leaves out empty values."""
     starts, model = manifest.starts, manifest.model
     versions = (starts[-1].versions if starts else None) or {}
     files = [file.path for file in manifest.input]
@@ -149,10 +150,8 @@ _RATES: dict[str, Callable[[Metrics], int]] = {
 
 
 def timeline(lines: Sequence[Metrics]) -> dict[str, list[Any]]:
-    """Return a column for each metric.
-
-    Rates cover the time since the previous line and are null at the first line of a start.
-    """
+    """Return the metrics as columns: a list of values for each metric. A rate covers the time since the line before; it
+    is null for the first line of a start."""
     found: dict[str, list[Any]] = {name: [getattr(line, name) for line in lines] for name in _PLAIN}
     for name, total in _RATES.items():
         found[name] = [None] * bool(lines)
@@ -171,6 +170,6 @@ def timeline(lines: Sequence[Metrics]) -> dict[str, list[Any]]:
 
 
 def newest_point(lines: Sequence[Metrics]) -> dict[str, Any] | None:
-    """Return the last value of each column, or None if there are no lines."""
+    """Return the last value of each column of ``timeline``, or None if there are no lines."""
     found = timeline(lines[-2:])
     return {name: column[-1] for name, column in found.items()} if lines else None

@@ -1,4 +1,4 @@
-"""The web page, as served by ``view`` or as one file that contains its data."""
+"""The web page of ``view`` and ``report``. A report is one file that contains the page's script, style and data."""
 
 from __future__ import annotations
 
@@ -45,15 +45,17 @@ ASSETS: dict[str, tuple[Callable[[], str], str]] = {
 
 
 def check_page(path: Path) -> None:
-    """Raise StoreError if ``path`` does not have the suffix of a web page: it might be a log."""
+    """Raise StoreError if ``path`` does not have the suffix of a web page, because it might be a log."""
     if path.suffix not in (".html", ".htm"):
-        raise StoreError(f"{path}: a report is a web page; name it …{path.stem}.html")
+        raise StoreError(
+            f"{path}: a report is a web page; give a file name that ends in .html, such as {path.stem}.html"
+        )
 
 
 def write_page(path: Path, title: str, data: dict[str, Any]) -> Path:
-    """Write the page as one file that loads nothing else.
+    """Write the page to ``path`` as one file that loads nothing else, and return the path.
 
-    It contains the script, the style and ``data`` (the responses of the API). It appears only when it is complete.
+    The file contains the script, the style and ``data`` (responses of the API). It appears only when it is complete.
 
     Raises:
         StoreError: The file can't be written, or its suffix is not .html or .htm.
@@ -86,7 +88,7 @@ def write_html(path: Path, page: Iterable[bytes]) -> Path:
 
 
 def policy(style: str, script: str = "") -> str:
-    """Return a policy that allows only the page's script and style, identified by their hashes."""
+    """Return a content security policy that allows only this script and style, identified by their hashes."""
     rules = (
         f"default-src 'none'; img-src data:; media-src data:; script-src {_hash(script)}; style-src {_hash(style)};"
         " base-uri 'none'; form-action 'none'"

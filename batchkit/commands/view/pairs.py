@@ -1,4 +1,4 @@
-"""Two runs compared row by row: the same rows in both, matched by id."""
+"""The comparison of two runs row by row. Rows are matched by id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchkit.runs.paired import flipped, paired
 
 
 class PairsQuery(Page):
-    """A query for paired rows of the runs ``a`` and ``b``."""
+    """A query for rows of the runs ``a`` and ``b`` side by side. ``only`` selects pairs by what changed."""
 
     a: str = ""
     b: str = ""
@@ -21,17 +21,16 @@ class PairsQuery(Page):
 
 
 class Pairs(NamedTuple):
-    """The positions of the newest entries of the same rows in both runs, in the first run's order.
-
-    -1 means that the run lacks the row. ``masks`` has the selection for each value of ``only``.
-    """
+    """The rows of two runs, matched. ``before`` and ``after`` have the position of each row's newest entry in the first
+    and the second run's index; -1 if the run lacks the row. The order is that of the first run. ``masks``: the selected
+    pairs for each value of ``PairsQuery.only``."""
 
     before: Table
     after: Table
     masks: Mapping[str, Table]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of rows for each value of ``only``."""
+        """Return the number of pairs for each value of ``only``, and the numbers of rows that only one run has."""
         found = {name: int(mask.sum()) for name, mask in self.masks.items()}
         return {
             **found,
@@ -41,10 +40,11 @@ class Pairs(NamedTuple):
 
 
 def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
-    """Pair the rows by id. Rows that share an id are paired by index if ``by_place``, else by order.
+    """Match the rows of two runs by id. Rows that share an id are matched by index if ``by_place``, otherwise in order.
 
-    "fixed": a failure became an answer, or a score improved as ``report`` counts it. "broken": the reverse.
-    "changed": both of these, and rows with another answer or kind of failure.
+    - "fixed": a failure became an answer, or a score improved as ``report`` counts it.
+    - "broken": the reverse.
+    - "changed": both of these, and rows with another answer or kind of failure.
     """
     before, after = paired(a, b, by_place=by_place)
     old, new = a.entries[before], b.entries[after]
@@ -75,7 +75,7 @@ def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
 def page_of(
     pairs: Pairs, query: PairsQuery, a: ComparedRun, b: ComparedRun
 ) -> list[dict[str, Any]]:
-    """Return the rows of a page. A side without the row is None."""
+    """Return the requested part of the matched rows. ``a`` or ``b`` is None if that run lacks the row."""
     places, found = np.flatnonzero(pairs.masks[query.only]), []
     for place in places[query.offset : query.offset + query.limit].tolist():
         numbers = (pairs.before[place], a), (pairs.after[place], b)

@@ -1,4 +1,4 @@
-"""The list of a run's rows: queries, pages, and the text shown for each row."""
+"""The list of a run's rows: queries, pages of results, and the text shown for each row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _AS_WRITTEN = re.compile(r"[ !#-\[\]-~]+")  # ASCII that JSON writers never esca
 
 
 class Page(BaseModel):
-    """The part of a list that is requested."""
+    """The part of a list that a request asks for."""
 
     model_config = ConfigDict(frozen=True)
     offset: int = Field(0, ge=0, lt=2**32)
@@ -40,7 +40,7 @@ class Page(BaseModel):
 
 
 class Rows(BaseModel):
-    """Row indexes, given as ``3,5,8``."""
+    """A list of row indexes in a request, written ``3,5,8``."""
 
     rows: str = Field(pattern=r"^\d{1,10}(,\d{1,10}){0,99}$")
 
@@ -50,8 +50,8 @@ class Rows(BaseModel):
 
 
 class Query(Page):
-    """A query for rows and their order. ``min`` and ``max`` limit the score of ``scorer``; unscored rows are then
-    left out."""
+    """A query for rows of a run, with their order. ``min`` and ``max`` limit the score of ``scorer``; they leave
+    unscored rows out."""
 
     status: Literal["", "ok", "failed", "unscored", "cut"] = ""
     kind: str = ""
@@ -67,11 +67,11 @@ class Query(Page):
     def _has_scorer(self) -> Query:
         by_score = self.min is not None or self.max is not None or self.sort == "score"
         if by_score and not self.scorer:
-            raise ValueError("scorer is missing: min, max and sort=score are about one")
+            raise ValueError("scorer is missing: min, max and sort=score need the name of a scorer")
         return self
 
     def rows(self, index: Index, snapshot: Snapshot) -> Table:
-        """Return the positions of the rows' newest entries, in order."""
+        """Return the matching rows in order, as positions of their newest entries in the snapshot."""
         chosen = snapshot.newest
         entries = snapshot.entries
         if self.status:
@@ -93,7 +93,7 @@ class Query(Page):
         return self._sorted(snapshot, chosen)
 
     def _sorted(self, snapshot: Snapshot, chosen: Table) -> Table:
-        """Sort the rows. Equal rows keep input order; rows without a score come last."""
+        """Return ``chosen`` in the requested order. Equal rows keep input order; rows without a score come last."""
         is_descending = self.order == "desc"
         if self.sort == "index":
             return chosen[::-1] if is_descending else chosen
@@ -106,11 +106,9 @@ class Query(Page):
 
 
 class Labels(NamedTuple):
-    """The texts that identify a row in the list: its group, its question, and its error.
-
-    ``asked_in``: the fields that the prompt reads; None means any field may be the question. ``has_images``: the
-    prompt may contain images.
-    """
+    """The rules for the texts that describe a row in the list: its group, its question, and its kind of failure.
+    ``asked_in``: the fields that the prompt uses, in which the question is searched; None means all fields.
+    ``has_images``: the prompt may contain images."""
 
     group_by: str | None
     asked_in: set[str] | None
@@ -122,10 +120,8 @@ class Labels(NamedTuple):
         return {"kind": failure_kind(record), "group": group, "asked": asked and asked[:MOST_TEXT]}
 
     def _question(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the longest text that the prompt reads and that is short enough for a question, or None.
-
-        Single words and paths don't count. A text with a question mark is preferred.
-        """
+        """Return the field that looks most like a question, or None: the longest text that is not too long for one.
+        Single words and paths don't count. A text that ends in a question mark is preferred."""
         texts = [
             value
             for name, value in fields.items()
@@ -146,7 +142,7 @@ def labels_of(reach: Reach) -> Labels:
 
 
 def _read_by(prompt: PromptTable, reach: Reach) -> set[str]:
-    """Return the names of the fields that the user's template reads."""
+    """Return the names of the fields that the template of the user message uses."""
     try:
         if prompt.user_file is None:
             return fields_read(prompt.user or "")
@@ -156,21 +152,22 @@ def _read_by(prompt: PromptTable, reach: Reach) -> set[str]:
 
 
 def template_in(path: str, key: str, reach: Reach) -> str:
-    """Return the text of the file at ``key`` in the job. Raise InputError if it must not be opened."""
+    """Return the text of the template file ``path``, set at ``key`` in the job. Raise InputError if it must not be
+    opened."""
     reach.check(key, path)
     return read_text(path)
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run as a list of rows."""
+    """A run with its index, the snapshot of it to show, and its labels."""
 
     index: Index
     snapshot: Snapshot
     labels: Labels
 
     def row(self, number: int) -> dict[str, Any]:
-        """Return a row for the list. ``number`` is the position of its newest entry."""
+        """Return a row as the list shows it. ``number``: the position of its newest entry in the snapshot."""
         record = self.index.record(self.snapshot.entries[number])
         answer = answers_in_words(record)[0] or (record.get("error") or {}).get("message") or ""
         return {
@@ -182,10 +179,8 @@ class ComparedRun:
 
 @lru_cache(_SEARCHES)
 def _has_words(index: Index, snapshot: Snapshot, words: str) -> Table:
-    """Return a mask of entries whose rows contain ``words``, ignoring case.
-
-    It searches the id, the answer, its reasoning, the prediction, the error message and kept fields.
-    """
+    """Return a mask of the snapshot's entries: True if the record contains ``words``, which are in lower case. It
+    searches the id, the answer, its reasoning, the prediction, the error message and kept fields, ignoring case."""
     # Lines without this part are not parsed. It looks the same in the log's bytes, apart from case.
     plain = max(_AS_WRITTEN.findall(words), key=len, default="").encode()
     found = np.zeros(len(snapshot.entries), bool)
@@ -214,7 +209,7 @@ def _texts(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _has_outcome(snapshot: Snapshot, name: str) -> Table:
-    """Return a mask of the entries with this outcome."""
+    """Return a mask of the snapshot's entries: True for records with the outcome ``name`` (``Query.status``)."""
     is_ok: Table = snapshot.entries["is_ok"]
     masks: dict[str, Table] = {
         "ok": is_ok,

@@ -9,17 +9,17 @@ All requests are GET. Errors are 404 (not found), 409 (can't be read) and 400 (i
     [{run, folder, score, …}] as ``Look.summary``, the newest first; ``error`` instead of the counts if a run can't be
     read. ``score``: {name, head, mean} of the first scorer, null if it is unknown or missing.
 ``/api/runs/{run}``
-    ``overview.overview``: the dict of ``batchkit status --json`` and the rest of the run's summary;
-    and ``newest``, the last of each column of the metrics.
+    ``overview.overview``: the dict of ``batchkit status --json``, failures, scores and histograms of the run, and
+    ``newest``, the last value of each column of the metrics.
 ``/api/runs/{run}/about``
     ``overview.about``: the origin of the answers.
 ``/api/runs/{run}/metrics``
-    ``charts.timeline``: columns of equal length. ``seconds``: working time over all starts.
+    ``overview.timeline``: columns of equal length. ``seconds``: working time over all starts.
 ``/api/runs/{run}/values``
     ``Comparison.to_json`` of the values of ``input.cross`` in the run; null if there are fewer than two, or no scores.
 ``/api/runs/{run}/rows?offset=0&limit=50&…`` (``rows.Query``)
-    {total, offset, rows, indexed, next, has_images}; rows as ``rows.Side.row``. ``indexed``: the share of the log that the
-    response covers; request again if it is below 1. ``next``: the offset of the next page, or null.
+    {total, offset, rows, indexed, next, has_images}; rows as ``rows.ComparedRun.row``. ``indexed``: the share of the log
+    that the response covers; request again if it is below 1. ``next``: the offset of the next page, or null.
 ``/api/runs/{run}/prompts?rows=3,5,8``
     {index: {asked, reference, image}} as ``detail.beside_answers``; if it lacks some rows, request these again.
 ``/api/runs/{run}/rows/{index}``
@@ -70,7 +70,8 @@ _HEADERS = {
 
 
 def make_app(runs: Runs, host: str | None) -> ASGIApp:
-    """Build the application. ``host`` is the name or address it listens on; None allows any host name."""
+    """Return the application: the page and its API for ``runs``. ``host``: the name or address that the server listens
+    on; None allows requests to any host name."""
     from batchkit.commands.view.api import Api
 
     pages, api = _Pages(runs), Api(runs)
@@ -105,7 +106,7 @@ def make_app(runs: Runs, host: str | None) -> ASGIApp:
 
 
 class _Pages:
-    """The handlers of the page (the same at each address) and of its files."""
+    """The handlers of the web page, which is the same at each address, and of its files."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -142,10 +143,8 @@ def _on_problem(request: Request, error: Exception, status: int = 409) -> Respon
 
 
 def _guarded(app: ASGIApp, host: str | None) -> ASGIApp:
-    """Return ``app`` with security headers, only for requests that use one of this server's names.
-
-    Another web page could point its own host name at this address (DNS rebinding).
-    """
+    """Return ``app`` with security headers. Requests that use another host name than this server's are refused.
+    Otherwise, a web page could point its own host name at this address and read the runs (DNS rebinding)."""
 
     async def guarded(request: Request, answered: RequestResponseEndpoint) -> Response:
         named = request.headers.get("host", "")
@@ -158,10 +157,8 @@ def _guarded(app: ASGIApp, host: str | None) -> ASGIApp:
 
 
 def refusal_of(named: str, host: str) -> str:
-    """Return why a request to the host ``named`` is refused, or "" if it is allowed.
-
-    IP addresses are allowed, because they can't be pointed elsewhere; host names can.
-    """
+    """Return why a request to the host name ``named`` is refused, or "" if it is allowed. IP addresses are allowed,
+    because they always mean the same machine; host names can be pointed anywhere."""
     name = named.rsplit(":", 1)[0] if not named.endswith("]") else named
     name = name.strip("[]").lower().rstrip(".")
     try:
@@ -169,7 +166,7 @@ def refusal_of(named: str, host: str) -> str:
             ipaddress.ip_address(name)
     except ValueError:
         return (
-            f"Host {named!r} is refused: open this server by its address or as localhost, or start it with"
-            " --host and that name"
+            f"Host {named!r} is refused: open this server by its IP address or as localhost, or start it with"
+            " --host set to that name"
         )
     return ""
