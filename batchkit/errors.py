@@ -227,7 +227,7 @@ class RolloutError(RowError):
 
 
 class ReplayError(RolloutError):
-    """When an interrupted row is resumed, its rollout function makes a request that differs from the logged one."""
+    """The function of a resumed rollout row made another request than the logged one."""
 
 
 def limit_reached(error: RecursionError | MemoryError) -> str:

@@ -143,7 +143,7 @@ class Video:
         return f"video of {self.duration_s:.1f} s, {n_frames} frames of {wide}x{high}"
 
     def halved(self) -> Video:
-        """Return the video with every other of these frames."""
+        """Return the video with every second frame."""
         indexes, times_s = self.indexes[::2], self.times_s[::2]
         length = self.fps, self.duration_s, self.total_frames
         return Video(self.frames[::2], *length, indexes, times_s)
@@ -191,7 +191,8 @@ class Speech(NamedTuple):
 
 
 class Segment(TypedDict):
-    """About one sentence of a recording; ``start`` and ``end`` in seconds from its beginning."""
+    """A piece of a transcript, about one sentence. ``start`` and ``end``: seconds from the beginning of the
+    recording."""
 
     start: float
     end: float
@@ -199,7 +200,8 @@ class Segment(TypedDict):
 
 
 class Coverage(TypedDict):
-    """Sound of a recording without text: total ``missing_s``, and ``gaps`` as pairs of start and end, in seconds."""
+    """Parts of a recording that have sound but no text: their total ``missing_s``, and ``gaps`` as [start, end], in
+    seconds."""
 
     missing_s: float
     gaps: list[list[float]]
@@ -427,7 +429,7 @@ class ToolCall(TypedDict):
 
 
 class ChoiceLine(TypedDict):
-    """A choice in a line of the logs."""
+    """A choice as it is written in a line of the logs."""
 
     text: NotRequired[str | None]
     reasoning: NotRequired[str]
@@ -438,9 +440,7 @@ class ChoiceLine(TypedDict):
 
 class VectorPlace(Struct, frozen=True, omit_defaults=True):
     """The position of a record's vector in the run folder: the number of its segment file, and the first row in it.
-
-    ``tokens``: the number of rows, for a matrix with one vector per token.
-    """
+    ``tokens``: the number of rows, for a matrix with one vector per token."""
 
     segment: Count
     row: Count

@@ -344,11 +344,9 @@ def export(
     as_json: bool,
     **formats: str | None,
 ) -> None:
-    """Export the newest record of each row of RUN.
-
-    Rows are in input order, and have their newest scores. The default of PATH is a file in the run folder (a folder
-    for --realhit, --srt and --vtt). Exits with 1 if the files were written but could not be sent.
-    """
+    """Export the newest record of each row of RUN. Rows are in input order, and have their newest scores. The default
+    of PATH is a file in the run folder (a folder for --realhit, --srt and --vtt). Exits with 1 if the files were
+    written but could not be sent."""
     from batchkit.commands.export import export as write
     from batchkit.commands.export.hub import check_hub, push
     from batchkit.commands.export.upload import send, to_send

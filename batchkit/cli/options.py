@@ -29,13 +29,15 @@ def seconds(text: str, default: float) -> Callable[[Any], Any]:
 
 
 def of_key(key: str, flag: str, text: str, **attributes: Any) -> Callable[[Any], Any]:
-    """Return a click option that sets ``key`` of the job. ``given_keys`` turns the parsed arguments back into job keys."""
+    """Return a click option that sets ``key`` of the job. ``given_keys`` turns the parsed arguments back into job
+    keys."""
     text += f" ({key})." + " May be repeated." * attributes.get("multiple", False)
     return click.option(flag, key.replace(".", "__"), help=text, **attributes)
 
 
 def given_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the job keys that the user set on the command line, from the ``arguments`` of options made by ``of_key``."""
+    """Return the job keys that the user set on the command line, from the ``arguments`` of options made by
+    ``of_key``."""
     return {
         name.replace("__", "."): [*value] if isinstance(value, tuple) else value
         for name, value in arguments.items()
@@ -152,10 +154,8 @@ def load(
     of: tuple[str, ...] = ("rollout", "engine"),
     trust: bool = False,
 ) -> JobConfig:
-    """Return the job in a file, and print what the job will execute, import and send.
-
-    ``of`` limits the printed side effects to keys that begin with one of these prefixes.
-    """
+    """Return the job in a file, and print what the job will execute, import and send. ``of`` limits the printed side
+    effects to keys that begin with one of these prefixes."""
     from batchkit.commands.trust import vouched
     from batchkit.config.loading import load_job
 

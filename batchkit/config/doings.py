@@ -33,7 +33,7 @@ class Doing(NamedTuple):
 
     @property
     def host(self) -> str | None:
-        """The host that receives an API key, if any."""
+        """The host that receives an API key; None for other side effects."""
         return self.what.rpartition(" ")[2] if self.what.startswith("sends ") else None
 
 
@@ -50,7 +50,8 @@ def lines_of(due: Iterable[Doing]) -> list[str]:
 
 
 def hosts_of(job: JobConfig) -> dict[str, str]:
-    """Return the host of each engine with a ``base_url``, keyed by the engine's table (``engine`` or ``engines.NAME``)."""
+    """Return the host of each engine with a ``base_url``, keyed by the engine's table (``engine`` or
+    ``engines.NAME``)."""
     return {key: _host(engine) for key, engine in _engines(job) if engine.base_url is not None}
 
 

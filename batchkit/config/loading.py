@@ -67,7 +67,8 @@ def load_job(
 
 
 def check_not_moved(path: Path, job: JobConfig, overrides: Sequence[str]) -> None:
-    """Raise JobError if ``path`` is in a moved run folder and ``overrides`` do not say where to run ``job``."""
+    """Raise JobError if ``path`` is in a run folder that was moved, because ``job`` would then run in the old folder.
+    ``overrides`` may name the folder to use."""
     if any(override.startswith(("name=", "output.dir=")) for override in overrides):
         return
     here = path.resolve().parent
@@ -148,6 +149,7 @@ def make_job(
 ) -> JobConfig:
     """Make a job from a table, like ``load_job`` from a file. Relative paths are looked up in ``base``, then in the
     working directory."""
+    # Before any override is applied: another one may set an option of the dry-run engine.
     made_dry = [_leave_out_engine(table, override) for override in overrides]
     for override in overrides:
         _override(table, override)
@@ -238,11 +240,8 @@ def _override(table: dict[str, Any], override: str) -> None:
 
 def _leave_out_engine(table: Any, override: str) -> bool:
     """If ``override`` is ``engine.kind=dry-run``, remove the other engine keys except ``model``, so that any job can be
-    tried.
-
-    The same applies to ``engines.NAME.kind`` and ``scoring.judge.engine.kind``. Return True if an engine that
-    answers rows is now ``dry-run``; a judge only scores them.
-    """
+    tried. The same applies to ``engines.NAME.kind`` and ``scoring.judge.engine.kind``. Return True if an engine that
+    answers rows is now ``dry-run``; a judge only scores them."""
     key, _, kind = override.partition("=")
     *parts, last = key.strip().split(".")
     is_engine = parts[-1:] == ["engine"] or (parts[:1] == ["engines"] and len(parts) == 2)
@@ -277,7 +276,7 @@ def _put(table: Any, parts: list[str], value: Any, origin: str) -> None:
 
 
 def _one_of(tables: list[dict[str, Any]], part: str, key: str, origin: str) -> dict[str, Any]:
-    """Return the table in the list ``tables`` (at ``key``) whose name or index is ``part``."""
+    """Return the table called ``part`` (or with this index) in ``tables``, the list of tables at ``key`` of the job."""
     by_name = {str(number): table for number, table in enumerate(tables)}
     by_name |= {str(table["name"]): table for table in tables if "name" in table}
     if part in by_name:
@@ -437,10 +436,8 @@ def _find(path: str, base: Path, key: str) -> Path:
 
 def _find_input(path: str, base: Path) -> str:
     """Find an input like ``_find``. A URL is not changed, except that ``zip://*.jsonl::rows.zip`` gets the archive's
-    path.
-
-    The folder before a glob pattern is escaped: in a folder ``a[1]`` the pattern must not match files of ``a1``.
-    """
+    path. The folder before a glob pattern is escaped: in a folder ``a[1]`` the pattern must not match files of
+    ``a1``."""
     if path == "-":
         raise JobError(
             "input.path: -: a resumed run can't read standard input again; save it as a file first"

@@ -114,7 +114,7 @@ def is_secret(name: str, value: Any = 0) -> bool:
 
 @lru_cache(4096)  # each start asks for every key of the job and the environment many times
 def _said_by(name: str) -> tuple[bool, bool]:
-    """Return whether ``name`` may be a token count, and whether it names a secret."""
+    """Return two booleans: whether ``name`` may be a token count, and whether it names a secret."""
     plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").replace(" ", "_").lower()
     return _COUNT.search(plain) is not None, _NAME.search(plain) is not None
 
@@ -139,17 +139,16 @@ def home_of(key: str) -> str:
 def masked(
     value: Any, key: str = "", mask: Mask = lambda _: MASK, mask_part: Mask = lambda _: MASK
 ) -> Any:
-    """Return ``value``, found at the dotted ``key`` of a job, with its secrets masked.
-
-    ``mask`` returns the replacement of a whole value whose key names a secret. In a URL, a header or ``NAME=value``,
-    only the secret part is replaced: by ``mask_part``, or by ``mask`` if the part merely looks like a secret.
-    """
+    """Return ``value``, found at the dotted ``key`` of a job, with its secrets masked. ``mask`` returns the replacement
+    of a whole value whose key names a secret. In a URL, a header or ``NAME=value``, only the secret part is replaced:
+    by ``mask_part``, or by ``mask`` if the part merely looks like a secret."""
     is_own = any(is_secret(name, value) for name in home_of(key).split("."))
     return _masked(value, key, is_own, mask, mask_part)
 
 
 def secrets_in(value: Any, key: str = "") -> list[str]:
-    """Return all texts in ``value`` that ``masked`` would mask. A secret that is masked already is listed as ``***``."""
+    """Return all texts in ``value`` that ``masked`` would mask. A secret that is masked already is listed as
+    ``***``."""
     found: list[str] = []
 
     def note(secret: str) -> str:
@@ -170,7 +169,8 @@ def masked_keys(value: Any, key: str = "") -> Iterator[str]:
 
 
 def without_masked(value: Any, key: str) -> Any:
-    """Return ``value`` without the entries of tables and lists that contain masked secrets."""
+    """Return ``value`` without those entries of tables and lists whose secrets are masked, because a masked value is
+    useless."""
     if isinstance(value, Mapping):
         below = {name: (part, f"{key}.{name}") for name, part in value.items()}
         return {n: without_masked(*part) for n, part in below.items() if not _is_masked(*part)}
@@ -184,7 +184,8 @@ def _is_masked(value: Any, key: str) -> bool:
 
 
 def learn(*tables: Mapping[str, Any]) -> None:
-    """Make ``masked_text`` mask the secrets in these tables (the environment or a job) in this process."""
+    """Collect the secrets in these tables (the environment, or a job), so that ``masked_text`` masks them in this
+    process."""
     for table in tables:
         for secret in secrets_in(table):
             if not secret.isalpha() and not ("/" in secret and exists(secret)):
@@ -198,7 +199,8 @@ def learn_secret(secret: str) -> None:
 
 
 def masked_text(text: str) -> str:
-    """Return a message or log line, shortened, with everything masked that is or looks like a secret."""
+    """Return a message or log line with all known secrets masked, and all texts that look like secrets. Long text is
+    shortened."""
     return bounded(_without_secrets(text))  # mask before cutting: half a secret is not recognized
 
 

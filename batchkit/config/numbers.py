@@ -6,7 +6,8 @@ from datetime import datetime
 
 
 def number(value: float | None) -> str:
-    """Format a number: three significant digits below 100, thousands separators from 100 on. None gives an empty text."""
+    """Format a number: three significant digits below 100, thousands separators from 100 on. None gives an empty
+    text."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -54,7 +54,8 @@ def annotation_of(job: Model, parts: Iterable[Any]) -> Any:
 
 
 def homes_of(job: Model, key: str) -> list[str]:
-    """Return the dotted keys of top-level tables whose last part is ``key``, to suggest where a misplaced key belongs."""
+    """Return the dotted keys of top-level tables whose last part is ``key``, to suggest where a misplaced key
+    belongs."""
     tables = {name: _table_in(field.annotation) for name, field in job.model_fields.items()}
     return [
         f"{name}.{key}" for name, table in tables.items() if table and key in table.model_fields
@@ -144,7 +145,8 @@ def _entry(annotation: Any) -> Any:
 
 
 def _with_name_of_step(location: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
-    """Replace the index of a step in ``location`` with the step's name, if its name is valid. Users know steps by name."""
+    """Replace the index of a step in ``location`` with the step's name, if its name is valid. Users know steps by
+    name."""
     match location:
         case ("steps", int(number), *rest) if isinstance(step := values["steps"][number], Mapping):
             if isinstance(name := step.get("name"), str) and name.isidentifier():

@@ -1,4 +1,5 @@
-"""The command that starts a server. It is checked when the job is read and filled in when the server starts."""
+"""Commands that start a server (``[engine.server]``): checked when the job is read, filled in when the server
+starts."""
 
 from __future__ import annotations
 
@@ -98,11 +99,8 @@ def words_of(command: str, *, port: int) -> list[str]:
 def llama_server(
     model: str, *, max_model_len: int, max_num_seqs: int, task: str = "generate"
 ) -> str:
-    """Return the ``llama-server`` command that serves a ``.gguf`` file.
-
-    All ``-np`` slots share the context length ``-c``. Texts to embed or score must fit into one physical batch
-    (``-ub``).
-    """
+    """Return the ``llama-server`` command that serves a ``.gguf`` file. All ``-np`` slots share the context length
+    ``-c``. Texts to embed or score must fit into one physical batch (``-ub``)."""
     batch = f"-b {max_model_len} -ub {max_model_len}"
     pooling = {"embed": f"--embedding {batch} ", "score": f"--reranking {batch} "}
     return (
@@ -119,9 +117,7 @@ def what_decides_answers(command: str) -> list[str]:
 
 def files_named(command: str) -> Iterator[str]:
     """Yield the files and folders in the command that affect the answers: models, adapters, chat templates, scripts.
-
-    The program itself is left out: a run may be resumed with another version of the server.
-    """
+    The program itself is left out: a run may be resumed with another version of the server."""
     option = ""
     for word in _words_within(command):
         value = word

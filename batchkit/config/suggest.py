@@ -60,10 +60,8 @@ ELSEWHERE = {key.rpartition(".")[2]: key for key in NAMES if "." in key} | {
 
 def called_here(name: str, table: str = "", kind: str = ".") -> str | None:
     """Return batchkit's name for a setting or command that another tool calls ``name``, or None if there is none.
-
-    ``kind``: text that the result must contain: ``.`` for a key of the job, ``--`` for an option, ``|`` for a
-    template filter, ``batchkit`` for a command. A key in ``table`` is returned without the table's name.
-    """
+    ``kind``: text that the result must contain: ``.`` for a key of the job, ``--`` for an option, ``|`` for a template
+    filter, ``batchkit`` for a command. A key in ``table`` is returned without the table's name."""
     below = f"{table}." if table else ""
     here = ELSEWHERE.get(f"{below}{name}") or ELSEWHERE.get(name) or ""
     return here.removeprefix(below) if kind in here and here != f"{below}{name}" else None

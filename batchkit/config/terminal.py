@@ -16,7 +16,8 @@ MAX_LINE, MAX_MESSAGE = (
 
 
 def bounded(message: str) -> str:
-    """Cut the middle out of each line that is too long, and out of the whole message if it is still too long."""
+    """Shorten a message: cut the middle out of each line that is too long, then out of the whole message if
+    necessary."""
     if len(message) > MAX_LINE:
         message = "\n".join(_cut(line, MAX_LINE) for line in message.split("\n"))
     return _cut(message, MAX_MESSAGE)

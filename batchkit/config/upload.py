@@ -52,7 +52,8 @@ def variables_in(text: str) -> list[str]:
 
 
 def host_of(text: str) -> str:
-    """Return the host of the address, with the environment variables of this process, or "" if the address is unusable."""
+    """Return the host of the address, with the environment variables of this process, or "" if the address is
+    unusable."""
     address = _VARIABLE.sub(lambda found: os.environ.get(found[1], "").strip(), text)
     return "" if _problem_of(address) is not None else urlsplit(address).hostname or ""
 

@@ -1,4 +1,4 @@
-"""Checks for every value of a job, whatever its key: batchkit must be able to write and compare it."""
+"""Checks that apply to every value of a job, whatever its key: batchkit must be able to write and compare it."""
 
 from __future__ import annotations
 

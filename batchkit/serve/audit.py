@@ -19,7 +19,7 @@ from batchkit.storage.runfolder import is_run
 
 @dataclass(frozen=True)
 class Audit:
-    """The result of the check. ``problems`` has one line per problem."""
+    """The result of ``serve --check``. ``problems`` has one line per problem."""
 
     folder: str
     files: int

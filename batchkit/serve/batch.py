@@ -97,7 +97,10 @@ def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -
     most = settings.limits_of(owner).batches
     with store.lock:
         if (n_open := len(store.all("batch", *UNFINISHED, owner=owner))) >= most:
-            text = f"{n_open} of your batches have not ended, and your key may have {most} open batches; wait for one or cancel one"
+            text = (
+                f"{n_open} of your batches have not ended, and your key may have {most} open batches; wait for one or"
+                " cancel one"
+            )
             raise ApiProblem(429, text, code="batch_limit_exceeded")
         store.add("batch", owner, batch)
     return batch

@@ -35,10 +35,7 @@ def check_file(
     path: Path, endpoint: str, models: Mapping[str, ServedModel], most_rows: float
 ) -> CheckedBatch:
     """Check an input file: every line is a request for ``endpoint`` with a unique id, and all lines name the same
-    model.
-
-    The file is read once. ``most_rows``: the limit of the user's key.
-    """
+    model. The file is read once. ``most_rows``: the limit of the user's key."""
     rows, seen, problems, asked = 0, set[int](), list[Object](), list[ServedModel]()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -127,7 +124,7 @@ def _problems_in_body(
         except ApiProblem as error:
             yield problem("mismatched_endpoint", error.message, param="url")
     elif model is not asked[0]:
-        text = f"body.model: found {name}, but earlier lines use {asked[0].name}; all lines of a batch must use one model"
+        text = f"body.model: found {name}, but earlier lines use {asked[0].name}; a batch can use only one model"
         yield problem("mismatched_model", text, param="body.model")
     if body.get("stream"):
         yield problem(

@@ -83,10 +83,7 @@ def room_for(
     name: str, n_bytes: int, owner: str, settings: Settings, store: Store
 ) -> Iterator[None]:
     """Check that ``n_bytes`` more fit into the owner's storage limit, and hold the store's lock while the caller
-    writes.
-
-    If they don't fit, or the caller raises ApiProblem, remove the content called ``name``.
-    """
+    writes. If they don't fit, or the caller raises ApiProblem, remove the content called ``name``."""
     most = settings.limits_of(owner).bytes
     try:
         with store.lock:

@@ -27,7 +27,8 @@ def described(file: str, **fields: Any) -> dict[str, Any]:
 
 
 class Form:
-    """A received form: its fields by name, and its file. ``path`` is the temporary file, None if the form had no file."""
+    """A received form: its fields by name, and its file. ``path`` is the temporary file, None if the form had no
+    file."""
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}
@@ -77,6 +78,7 @@ async def received(request: Request, folder: Path) -> AsyncIterator[Form]:
 
     if not content_type.lower().startswith("multipart/form-data"):
         raise ApiProblem(400, "expected a form with a file: content-type: multipart/form-data")
+    # In the server's folder, so that the caller can move the file into place by rename.
     with TemporaryDirectory(dir=folder) as own:
         config = {
             "UPLOAD_DIR": own,

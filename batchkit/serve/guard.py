@@ -81,7 +81,8 @@ class Guard:
         return known.name
 
     def _bounded(self, headers: Mapping[bytes, str], receive: Receive) -> Receive:
-        """Return ``receive`` with a limit on the size of the body: the file limit for a form, 1 MiB for other bodies."""
+        """Return ``receive`` with a limit on the size of the body: the file limit for a form, 1 MiB for other
+        bodies."""
         is_form = headers.get(b"content-type", "").lower().startswith("multipart/form-data")
         most = self._max_file_bytes + _FORM_BYTES if is_form else _MOST_JSON_BYTES
         said = headers.get(b"content-length", "0")

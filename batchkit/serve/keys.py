@@ -71,8 +71,8 @@ def read_keys(path: Path) -> Mapping[str, Key]:
     for number, line in enumerate(lines, start=1):
         if not (key := _LINE.fullmatch(line.strip())):
             raise JobError(
-                f"{path}: line {number} is not a key; expected a hash and a name, as --new-key writes them, optionally followed by"
-                " batches=N rows=N bytes=N"
+                f"{path}: line {number} is not a key; expected a hash and a name, as --new-key writes them, optionally"
+                " followed by batches=N rows=N bytes=N"
             )
         limits = dict(limit.split("=") for limit in key[3].split())
         found[key[1]] = Key(key[2], KeyLimits(**{name: int(n) for name, n in limits.items()}))

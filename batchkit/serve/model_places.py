@@ -13,11 +13,9 @@ from batchkit.serve.settings import ServedModel, Settings
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """A slot for one loaded model. If it has several ``models``, they take turns in it.
-
-    ``name`` is part of the log's file name, "" for the first place. ``elsewhere`` has the names of models in other
-    places. ``environment`` has variables for the engine's processes, for example its GPUs.
-    """
+    """A slot for one loaded model. If it has several ``models``, they take turns in it. ``name`` is part of the log's
+    file name, "" for the first place. ``elsewhere`` has the names of models in other places. ``environment`` has
+    variables for the engine's processes, for example its GPUs."""
 
     name: str
     models: Collection[ServedModel]
@@ -36,12 +34,9 @@ class ModelPlace:
 
 
 def places_of(settings: Settings, say: Say) -> list[ModelPlace]:
-    """Assign the server's models to places.
-
-    A model on a remote server has a place of its own. So has each local model if the GPUs have room for all of them:
-    the visible GPUs, or ``run.worker_gpus`` if all jobs set it (0 means no GPU). Otherwise, all local models share
-    one place.
-    """
+    """Assign the server's models to places. A model on a remote server has a place of its own. So has each local model
+    if the GPUs have room for all of them: the visible GPUs, or ``run.worker_gpus`` if all jobs set it (0 means no GPU).
+    Otherwise, all local models share one place."""
     models = {model.name: model for model in settings.models.values()}
     here = {name: model for name, model in models.items() if is_loaded_here(model.job.engine)}
     obstacle, environments = _side_by_side(here)

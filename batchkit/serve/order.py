@@ -78,6 +78,7 @@ class Order:
 
     def _rank(self, batch: Object, left: int | None, now: float) -> tuple[int, int]:
         rows, left_s = rows_left(batch) if left is None else left, batch["expires_at"] - now
+        # Is the time left shorter than _SPARE * rows / rate? Without a division, because the rate may be 0.
         is_close = left_s < 0 or left_s * self._rows < _SPARE * rows * self._seconds
         return -batch["priority"], 0 if is_close else 1
 

@@ -43,11 +43,8 @@ class Running(NamedTuple):
 
 
 class Runner:
-    """A pool of threads that run batches. The lifecycle calls ``look`` regularly to start and stop them.
-
-    The threads live as long as the engine, because the kernel kills an engine process when the thread that started
-    it ends.
-    """
+    """A pool of threads that run batches. The lifecycle calls ``look`` regularly to start and stop them. The threads
+    live as long as the engine, because the kernel kills an engine process when the thread that started it ends."""
 
     def __init__(
         self, settings: Settings, store: Store, say: Say, place: ModelPlace, media_holders: Holders
@@ -76,7 +73,8 @@ class Runner:
             return name in self._running
 
     def stop(self, name: str, drain_s: float) -> None:
-        """Stop the run of the batch called ``name``, if it is running. Its requests get ``drain_s`` seconds to finish."""
+        """Stop the run of the batch called ``name``, if it is running. Its requests get ``drain_s`` seconds to
+        finish."""
         with self._lock:
             if (running := self._running.get(name)) is not None:
                 running.stop.ask(signal.SIGTERM, drain_s=drain_s)
@@ -103,7 +101,8 @@ class Runner:
                 self._begin(turn)
 
     def stop_all(self, drain_s: float) -> None:
-        """Stop all runs permanently: later calls of ``look`` start no runs. Requests get ``drain_s`` seconds to finish."""
+        """Stop all runs permanently: later calls of ``look`` start no runs. Requests get ``drain_s`` seconds to
+        finish."""
         self._closing.set()
         for name in [*self._running]:
             self.stop(name, drain_s)

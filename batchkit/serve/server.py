@@ -60,8 +60,8 @@ def _keys(settings: Settings) -> Mapping[str, Key] | None:
         return read_keys(settings.key_file)
     if settings.host not in _OWN:
         raise JobError(
-            f"--host {settings.host}: other machines can reach this address, so API keys are required: --api-key-file FILE; create the first"
-            " key with --new-key NAME"
+            f"--host {settings.host}: other machines can reach this address, so API keys are required; give"
+            " --api-key-file FILE, and create the first key with --new-key NAME"
         )
     return None
 

@@ -117,7 +117,8 @@ class Settings:
         return model
 
     def expiry(self, now: int | None = None) -> int | None:
-        """Return the time at which a file created at ``now`` (by default the current time) expires, or None for never."""
+        """Return the time at which a file created at ``now`` (by default the current time) expires, or None for
+        never."""
         made = wall_s() if now is None else now
         return round(made + self.retention_days * DAY_S) if self.retention_days else None
 

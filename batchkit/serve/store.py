@@ -105,11 +105,8 @@ class Store:
         adding: tuple[Object, ...] = (),
     ) -> Object | None:
         """Replace the object called ``name`` with ``change(object)``, and add the objects ``adding`` (files and events)
-        in the same transaction.
-
-        Return the new object. If ``change`` returns None or the object does not exist, return None and write
-        nothing.
-        """
+        in the same transaction. Return the new object. If ``change`` returns None or the object does not exist, return
+        None and write nothing."""
         with self._transaction() as db:
             found = db.execute("SELECT owner, doc FROM objects WHERE id = ?", (name,)).fetchone()
             changed = None if found is None else change(orjson.loads(found[1]))

@@ -105,6 +105,7 @@ class Webhooks:
 
         name, body = event["id"], orjson.dumps(event)
         try:
+            # Not wall_s: receivers compare the time stamp with their own clocks.
             headers = signed(event, body, self._key, time.time())
             httpx.post(
                 self._url, content=body, headers=headers, timeout=_TIMEOUT_S

@@ -86,7 +86,8 @@ class JobConfig(Table):
 
     @property
     def made_in(self) -> str:
-        """Path of the job file. For a job made in Python: the working directory. For a job read from a run folder: ""."""
+        """Path of the job file. For a job made in Python: the working directory. For a job read from a run folder:
+        ""."""
         return self._made_in
 
     def as_made_in(self, place: str) -> JobConfig:

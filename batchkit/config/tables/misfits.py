@@ -38,11 +38,8 @@ _OF_PROMPT = (
 
 
 def misfits(job: JobConfig) -> list[str]:
-    """Return one message per key of ``job`` that contradicts other keys.
-
-    The rules run in order, and the first one that finds something ends the search: later rules rely on what earlier
-    rules have checked.
-    """
+    """Return one message per key of ``job`` that contradicts other keys. The rules run in order, and the first one that
+    finds something ends the search: later rules rely on what earlier rules have checked."""
     rules = (
         _misfits_of_task,
         _misfits_of_steps,
@@ -256,7 +253,8 @@ def _misfits_of_scorer(
 ) -> Iterator[str]:
     known = [scorer for scorer in scorers if scorer not in SCORERS.also]
     if name is None and len(scorers) != 1:
-        yield f"select.scorer: is missing; {place} has {len(scorers)} scorers, so set select.scorer to one of them"
+        remedy = "set select.scorer to one of them" if scorers else f"add one to {place}"
+        yield f"select.scorer: is missing; {place} has {len(scorers)} scorers: {remedy}"
     elif (chosen := name or scorers[0]) not in known:
         yield (
             f"select.scorer: found {chosen!r}, expected one of {place} that is computed as rows finish:"
