@@ -140,14 +140,14 @@ def _newest_records(parts: Sequence[_MergedRun]) -> Iterator[NewestRecord]:
         found = [read(*one) for one in same]
         answers = [one for one in found if failure_kind(one.record) is None]
         newest = max(answers or found, key=lambda one: str(one.record.get("finished_at")))
-        said = {_answer(one.record) for one in answers} if len(found) > 1 else ()
+        said = {_compared_parts(one.record) for one in answers} if len(found) > 1 else ()
         yield newest._replace(answers=len(answers), agree=len(said) < 2)
         if number % _RELEASE_EVERY == 0:
             for part in parts:
                 part.log.release()
 
 
-def _answer(record: dict[str, Any]) -> bytes:
+def _compared_parts(record: dict[str, Any]) -> bytes:
     """Return the parts of a record that tell whether two answers are equal, as JSON. Ids of tool calls are left out,
     because they are random."""
     parts = [
@@ -223,7 +223,7 @@ def _allow_open_files(count: int) -> None:
 def _check_same_job(parts: Sequence[_MergedRun]) -> None:
     """Raise ChangedError if the runs have different jobs or inputs. The comparison is that of a resume, except that
     shards and limits may differ."""
-    first, known = parts[0], _answers(parts[0].manifest)
+    first, known = parts[0], _identity_without_shard(parts[0].manifest)
     if first.job.input.path is None and not first.manifest.input:
         raise JobError(
             f"{first.folder}: can't be merged, because its rows came from a Python iterator and can't be compared"
@@ -231,7 +231,7 @@ def _check_same_job(parts: Sequence[_MergedRun]) -> None:
         )
     changed = []
     for part in parts:  # include the first run: its settings may have changed while it ran
-        answers = _answers(part.manifest)
+        answers = _identity_without_shard(part.manifest)
         changes = differences(known, answers)
         known = continued(known, answers)  # a part without rows did not resolve all values
         changes += input_changes(first.manifest.input, part.manifest.input)
@@ -260,7 +260,7 @@ def _check_same_vectors(parts: Sequence[_MergedRun]) -> None:
             )
 
 
-def _answers(manifest: Manifest) -> dict[str, Any]:
+def _identity_without_shard(manifest: Manifest) -> dict[str, Any]:
     """Return the settings that decide the run's answers (the manifest's identity), without the shard."""
     return {key: value for key, value in manifest.identity.items() if key != "input.shard"}
 
@@ -268,7 +268,7 @@ def _answers(manifest: Manifest) -> dict[str, Any]:
 def _missing(parts: Sequence[_MergedRun], there: IndexSet) -> Iterator[str]:
     """Yield the ids of the rows that the runs should have answered but that have no record. ``there``: indexes of all
     rows with a record."""
-    job, files = _whole(parts[0].job, parts), parts[0].manifest.input
+    job, files = _job_of_all_rows(parts[0].job, parts), parts[0].manifest.input
     if job.input.path is None:
         yield from (str(index) for index in range(files[0].size) if index not in there)
         return
@@ -282,7 +282,7 @@ def _missing(parts: Sequence[_MergedRun], there: IndexSet) -> Iterator[str]:
     yield from (row.id for row in source.read(there.__contains__))
 
 
-def _whole(job: JobConfig, parts: Sequence[_MergedRun]) -> JobConfig:
+def _job_of_all_rows(job: JobConfig, parts: Sequence[_MergedRun]) -> JobConfig:
     """Return ``job`` for all rows of all ``parts``: without a shard, and with the largest of their limits."""
     limits = [part.job.input.limit for part in parts]
     known = [limit for limit in limits if limit is not None]
@@ -296,7 +296,7 @@ def _write(into: Path, parts: Sequence[_MergedRun], there: IndexSet, merged: Mer
     newest = max(parts, key=_last_start)
     load_job(newest.folder / JOB, [f"name={into.name}"])  # refuses an invalid name
     update = {"dir": str(into.resolve().parent)}
-    job = _whole(newest.job, parts).model_copy(
+    job = _job_of_all_rows(newest.job, parts).model_copy(
         update={"name": into.name, "output": newest.job.output.model_copy(update=update)}
     )
     runs = [part.folder for part in parts]
@@ -359,7 +359,9 @@ def _manifest(
     starts.append(StartNote.now("merge").model_copy(update=last))
     ways = {part.manifest.scoring for part in parts}
     in_one_way = ways == {scoring_of(job)} and all(is_scored(part.folder, job) for part in parts)
-    oldest_first = (_answers(part.manifest) for part in sorted(parts, key=_last_start))
+    oldest_first = (
+        _identity_without_shard(part.manifest) for part in sorted(parts, key=_last_start)
+    )
     update = {
         "name": job.name,
         "created_at": utc_now(),

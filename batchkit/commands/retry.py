@@ -93,7 +93,7 @@ def retry_failed(
     options = StartOptions(
         attempts=due.attempts,
         quarantined=due.quarantined,
-        begun_with=_filled(begun, given),
+        begun_with=_with_secrets_of_job_file(begun, given),
         overrides=overrides,
         command="retry-failed",
     )
@@ -162,7 +162,7 @@ def _check_answerable(job: JobConfig, begun: JobConfig, folder: Path) -> None:
 def _with_secrets(job: JobConfig, given: JobConfig | None, say: Say) -> JobConfig:
     """Return ``job`` with all available secrets filled in, and without keys whose secrets are unavailable. ``say``
     reports these."""
-    job = _filled(job, given)
+    job = _with_secrets_of_job_file(job, given)
     known = without_masked(job)
     gone = sorted({*masked_keys(job.model_dump())} - {*masked_keys(known.model_dump())})
     if gone:
@@ -173,6 +173,6 @@ def _with_secrets(job: JobConfig, given: JobConfig | None, say: Say) -> JobConfi
     return known
 
 
-def _filled(job: JobConfig, given: JobConfig | None) -> JobConfig:
+def _with_secrets_of_job_file(job: JobConfig, given: JobConfig | None) -> JobConfig:
     """Return ``job`` with the secrets of the user's job file ``given``, if there is one."""
     return job if given is None else with_secrets_of(job, given)

@@ -104,7 +104,7 @@ _known: set[str] = set()
 def is_secret(name: str, value: Any = 0) -> bool:
     """Return True if ``name`` names a secret: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``. A name that ends
     in ``tokens`` usually is a count; it names a secret only if ``value`` is neither a number nor a template."""
-    is_count, is_named = _said_by(name)
+    is_count, is_named = _kinds_of_name(name)
     if is_count:
         texts = value if isinstance(value, list | tuple) else [value]
         texts = [text for text in texts if isinstance(text, str) and "{{" not in text]
@@ -113,7 +113,7 @@ def is_secret(name: str, value: Any = 0) -> bool:
 
 
 @lru_cache(4096)  # each start asks for every key of the job and the environment many times
-def _said_by(name: str) -> tuple[bool, bool]:
+def _kinds_of_name(name: str) -> tuple[bool, bool]:
     """Return two booleans: whether ``name`` may be a token count, and whether it names a secret."""
     plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").replace(" ", "_").lower()
     return _COUNT.search(plain) is not None, _NAME.search(plain) is not None

@@ -56,7 +56,7 @@ def finish(batch: Object, settings: Settings) -> Finished:
     if n_left:
         _append_unfinished(settings.files / ids.errors, source, ok | failed, status)
     n_errors = total - len(ok)
-    files = tuple(_kept(settings, batch, {ids.answers: len(ok), ids.errors: n_errors}))
+    files = tuple(_synced_files(settings, batch, {ids.answers: len(ok), ids.errors: n_errors}))
     sync_folder(settings.files)
     model = settings.models.get(batch["model"])
     named = [file["id"] for file in files]
@@ -111,7 +111,9 @@ def _append_unfinished(path: Path, source: Path, settled: Collection[int], statu
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _kept(settings: Settings, batch: Object, n_lines: Mapping[str, int]) -> Iterator[Object]:
+def _synced_files(
+    settings: Settings, batch: Object, n_lines: Mapping[str, int]
+) -> Iterator[Object]:
     """Sync each file that has lines to disk, and yield its file object. Remove files without lines."""
     for name, kind in zip(n_lines, ("output", "error"), strict=True):
         path = settings.files / name

@@ -71,14 +71,14 @@ class Lifecycle:
 
     def _look(self) -> None:
         for stored in self._store.all("batch", *UNFINISHED):
-            self._further(stored)
+            self._advance(stored)
         for runner in self._runners:
             runner.look()
         if time.monotonic() >= self._next_expiry:
             self._next_expiry = time.monotonic() + _EXPIRY_S
             self._remove_expired()
 
-    def _further(self, stored: Stored) -> None:
+    def _advance(self, stored: Stored) -> None:
         """Move a batch to its next state, if its deadline, its run or a cancellation requires it."""
         batch, now = stored.doc, wall_s()
         name, status = batch["id"], batch["status"]

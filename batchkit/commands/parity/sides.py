@@ -49,8 +49,8 @@ _CHOSEN = ("temperature", "n", "seed", "top_p", "top_k", "min_p", "logprobs")
 
 class Greedy:
     """A function that makes a row's sampling parameters greedy, and leaves out those that one of the engine ``kinds``
-    does not support. ``left_out``: names of the parameters left out. Threads that render rows add to it; nobody reads
-    it meanwhile."""
+    does not support. ``left_out``: their names. Threads that render rows add to it; it is read after they have
+    ended."""
 
     def __init__(self, kinds: Iterable[str]) -> None:
         self._kinds = tuple(kinds)

@@ -87,7 +87,7 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
     source = from_job(job)
     found = count_lengths(job, source, lengths, say)
     starts_before = len(read_manifest(job.folder).starts) if is_run(job.folder) else 0
-    chosen = _chosen(found, rows, job.run.seed)
+    chosen = _sampled_indexes(found, rows, job.run.seed)
     if len(chosen) * _SHARE > found.left:
         say(
             f"the forecast answers {len(chosen):,} of {found.left:,} rows, more than a sixth of the run, and loads the"
@@ -105,7 +105,7 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
     return made
 
 
-def _chosen(lengths: Lengths, rows: int | None, seed: int) -> list[int]:
+def _sampled_indexes(lengths: Lengths, rows: int | None, seed: int) -> list[int]:
     """Return the indexes of the sampled rows, in random order. ``rows`` None means 64, but at most a quarter of the
     rows left."""
     n_rows = rows or min(SAMPLED, max(2, lengths.left // 4))

@@ -71,7 +71,7 @@ def finish_scoring(
 def is_scored(folder: Path, job: JobConfig) -> bool:
     """Return True if the run has all scores of ``job.scoring``, computed with these settings and from the current
     files."""
-    if _is_other(folder, job):
+    if _may_differ(folder, job):
         return False
     now = scored_from(folder, job)
     return not now or read_manifest(folder).scored_from == now
@@ -125,11 +125,11 @@ def _score_run(
 
     def before() -> None:
         lock.check()  # a judge may have taken hours
-        _forget(folder, job)
+        _mark_as_mixed(folder, job)
 
     write_scores(folder, lines(), before=before)
     lock.check()
-    _remember(folder, job, made_from)
+    _store_scoring(folder, job, made_from)
     return table_of(folder, job)
 
 
@@ -169,21 +169,21 @@ def _text_of(record: Mapping[str, Any]) -> str:
     return str(record.get("label") or record["text"] or "")
 
 
-def _is_other(folder: Path, job: JobConfig) -> bool:
+def _may_differ(folder: Path, job: JobConfig) -> bool:
     """Return True if rows of the run may have been scored with other settings than those of ``job``."""
     return read_manifest(folder).scoring != scoring_of(job)
 
 
-def _forget(folder: Path, job: JobConfig) -> None:
+def _mark_as_mixed(folder: Path, job: JobConfig) -> None:
     """Mark the run as scored with mixed settings, before its scores are replaced: this process may be killed
     meanwhile."""
-    if _is_other(folder, job):
+    if _may_differ(folder, job):
         manifest = read_manifest(folder)
         manifest.scoring = None
         manifest.write(folder)
 
 
-def _remember(folder: Path, job: JobConfig, made_from: list[list[int]]) -> None:
+def _store_scoring(folder: Path, job: JobConfig, made_from: list[list[int]]) -> None:
     write_job(folder, job_of_run(folder).model_copy(update={"scoring": job.scoring}))
     manifest = read_manifest(folder)
     manifest.scoring, manifest.scored_from = scoring_of(job), made_from

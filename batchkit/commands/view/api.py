@@ -89,7 +89,7 @@ class Api:
         return _json(timeline(read_metrics(self._folder(request))))
 
     def rows(self, request: Request) -> Response:
-        query = _asked(Query, request)
+        query = _query_of(Query, request)
         side = self._side(self._folder(request))
         found = query.rows(side.index, side.snapshot)
         end = query.offset + query.limit
@@ -107,7 +107,7 @@ class Api:
     def prompts(self, request: Request) -> Response:
         index, snapshot = self._grown(self._folder(request))
         rows = snapshot.entries["row"][snapshot.newest]
-        chosen = snapshot.newest[np.isin(rows, _asked(Rows, request).indexes)]
+        chosen = snapshot.newest[np.isin(rows, _query_of(Rows, request).indexes)]
         return _json(dict(beside_answers(index, snapshot.entries[chosen], self._runs.media)))
 
     def row(self, request: Request) -> Response:
@@ -132,7 +132,7 @@ class Api:
         return RowMedia.of(index, entries[-1], self._runs.media)
 
     def compare(self, request: Request) -> Response:
-        query = _asked(PairsQuery, request)
+        query = _query_of(PairsQuery, request)
         a, b = (self._side(self._found(key)) for key in (query.a, query.b))
         by_place = have_same_input(*(read_manifest(side.index.folder) for side in (a, b)))
         pairs = self._pairs(a.snapshot, b.snapshot, by_place=by_place)
@@ -214,7 +214,7 @@ def _json(value: Any) -> Response:
     return Response(encoded(value), media_type="application/json")
 
 
-def _asked(kind: type[Asked], request: Request) -> Asked:
+def _query_of(kind: type[Asked], request: Request) -> Asked:
     """Return the query parameters of a request as a ``kind``. Empty parameters count as not given."""
     try:
         return kind.model_validate({k: v for k, v in request.query_params.items() if v})

@@ -67,7 +67,7 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
         return
     if job.engine.kind == "transformers":
         yield f'engine.kind: "transformers" does not support the task "{task}"; use "vllm" or a server'
-    for key, is_set in _of_generation(job):
+    for key, is_set in _generation_keys(job):
         if is_set:
             yield f'{key}: is for task = "generate", whose answer is text; task is "{task}", so leave it out'
     if task in OF_TOKENS and job.engine.kind == "openai-server":
@@ -87,7 +87,7 @@ def _misfits_of_speech(job: JobConfig) -> Iterator[str]:
         yield 'engine.kind: "transformers" does not support the task "transcribe"; use "vllm" or a server'
     if (found := len(job.prompt.audios)) > 1:
         yield f'prompt.audios: has {found} templates, but task = "transcribe" reads one recording per row'
-    for key, is_set in _of_generation(job):
+    for key, is_set in _generation_keys(job):
         if is_set and key not in ("[sampling]", "[scoring]", "retry.temperatures"):
             yield f'{key}: is for task = "generate"; task is "transcribe", so leave it out'
     for name in _OF_PROMPT:
@@ -99,7 +99,7 @@ def _misfits_of_speech(job: JobConfig) -> Iterator[str]:
         yield "speech.overlap_seconds: is more than a quarter of speech.part_seconds; lower it"
 
 
-def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:
+def _generation_keys(job: JobConfig) -> Iterator[tuple[str, bool]]:
     """Yield each key that only applies to tasks that generate text, and whether ``job`` sets it."""
     yield "[[steps]]", bool(job.steps)
     yield "[rollout]", job.rollout is not None
@@ -220,7 +220,7 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
     if select.by == "step":
         yield from _misfits_of_judge(job)
         return
-    for place, table in dict(_read_for_choice(job)).items():
+    for place, table in dict(_scoring_for_select(job)).items():
         if select.by == "majority" and not {"extract", "choices"} & table.model_fields_set:
             yield f'select.by: "majority" counts predictions: set {place}.extract or {place}.choices'
         if select.by == "scorer" and job.steps and table.reference == "steps":
@@ -229,7 +229,7 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
             yield from _misfits_of_scorer(select.scorer, table.scorers, f"{place}.scorers")
 
 
-def _read_for_choice(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
+def _scoring_for_select(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
     """Yield the scoring settings that ``[select]`` uses, for each generation with several answers, after the name of
     their table."""
     if not job.steps:
