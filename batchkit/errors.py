@@ -137,7 +137,7 @@ class TemplateError(RowError):
 
 
 class MediaError(RowError):
-    """An image is missing, refused, too large, or not an image."""
+    """An image, a sound or a video is missing, must not be opened, is too large, or can't be decoded."""
 
     kind = "media"
 
