@@ -55,7 +55,7 @@ def test_second_process_is_refused_and_the_holder_of_the_run_is_named(start: Any
 def test_a_run_at_work_has_a_checkpoint_and_its_status_counts_the_whole_job(start: Any) -> None:
     """Its last start was limited, this one is not."""
     often = {"max_in_flight": 4, "checkpoint_interval_s": 0.1}
-    prepare(24, engine={"options": {"latency_s": 0.5}}, run=often)
+    prepare(24, engine={"options": {"latency_s": 2.0}}, run=often)
     run("--limit", "4")
     start("run", "job.toml")
     until(lambda: (known := read_checkpoint(RUN)) is not None and 8 <= known.totals.ok < 24)
