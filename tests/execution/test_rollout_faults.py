@@ -44,7 +44,7 @@ FAULTS = {
     "cancels itself": (
         "asyncio.current_task().cancel(); await asyncio.sleep(9)",
         "rollout: ",
-        "own code cancelled its task",
+        "cancelled its own asyncio task",
     ),
     "awaits forever": ("await asyncio.Event().wait()", "timeout: ", "for 2 s"),
     "swallows its cancellation": (

@@ -60,7 +60,9 @@ class Rollout:
 
 
 def with_function(job: JobConfig, function: Any) -> JobConfig:
-    """Return ``job`` with ``function`` as its rollout. The name contains a hash of the source, for resumes.
+    """Return ``job`` with ``function`` as its rollout.
+
+    ``rollout.function`` then contains a hash of the function's source, so that a resume notices a change.
 
     Raises:
         JobError: it is not a coroutine function, or does not fit the job.
@@ -102,7 +104,9 @@ def loaded_function(name: str) -> Function:
             f" rollout={attribute})); run that program again"
         )
     try:
-        module = _of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -131,8 +135,8 @@ def loaded_function(name: str) -> Function:
     return function
 
 
-def _of_file(path: Path) -> Any:
-    """Return the module in ``path``, run again each time because the file may have changed.
+def _import_file(path: Path) -> Any:
+    """Import the module in ``path``. It is run again each time, because the file may have changed.
 
     Like a script, it may import modules from its own folder.
     """
@@ -181,7 +185,11 @@ def _answer(value: Any) -> tuple[str, Any]:
 
 
 def _row_error(error: BaseException) -> RowError:
-    """Return ``error`` itself if it is a RowError (or a group of only these); others with their traceback."""
+    """Return the error of a row whose function raised ``error``.
+
+    A RowError stays as it is; of a group of RowErrors, the first is returned. Any other exception becomes a
+    RolloutError with its traceback.
+    """
     if isinstance(error, BaseExceptionGroup):
         rest = error.subgroup(lambda one: not isinstance(one, RowError | BaseExceptionGroup))
         if rest is None:
@@ -227,7 +235,10 @@ class Generate:
         """
         self._check(step, engine)
         wanted = checked_tools(
-            _own("tools", tools), _own("tool_choice", tool_choice), "tools", "tool_choice"
+            _json_copy("tools", tools),
+            _json_copy("tool_choice", tool_choice),
+            "tools",
+            "tool_choice",
         )
         messages = _messages(prompt) if chat else None
         if messages is None and (wanted.tools or not isinstance(prompt, str)):
@@ -236,11 +247,11 @@ class Generate:
             self._row.row,
             messages,
             str(prompt) if messages is None else None,
-            self._sampling | {name: _own(name, value) for name, value in sampling.items()},
+            self._sampling | {name: _json_copy(name, value) for name, value in sampling.items()},
             input_hash="",
             tools=wanted.tools,
             tool_choice=wanted.tool_choice,
-            chat_template_kwargs=_own("chat_template_kwargs", chat_template_kwargs) or {},
+            chat_template_kwargs=_json_copy("chat_template_kwargs", chat_template_kwargs) or {},
         )
         has_parts = any(isinstance(one.get("content"), list) for one in messages or ())
         completion = await self._row.ask(
@@ -293,7 +304,9 @@ class Generate:
         assert isinstance(renderer, PromptRenderer), "steps and recordings have no function"
         messages = renderer.messages(request.messages)
         made = with_media_bytes(replace(request, messages=messages))
-        return made if made.media_bytes else replace(made, messages=_own("messages", messages))
+        if made.media_bytes:
+            return made
+        return replace(made, messages=_json_copy("messages", messages))
 
 
 def _messages(prompt: Any) -> list[Mapping[str, Any]]:
@@ -305,8 +318,8 @@ def _messages(prompt: Any) -> list[Mapping[str, Any]]:
     raise RequestError(f"generate: found {shown(prompt)}, expected a text or a list of messages")
 
 
-def _own(name: str, value: Any) -> Any:
-    """Return a copy in JSON's types, which the function can't change any more.
+def _json_copy(name: str, value: Any) -> Any:
+    """Return a copy of an argument in JSON's types, so that the function can't change the request later.
 
     Raises:
         RequestError: the value can't be converted to JSON.
@@ -317,5 +330,5 @@ def _own(name: str, value: Any) -> Any:
         return orjson.loads(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
     except (TypeError, RecursionError) as error:
         raise RequestError(
-            f"generate: {name} is {shown(value)}, expected what JSON can hold: {error}"
+            f"generate: {name} is {shown(value)}, which can't be converted to JSON: {error}"
         ) from None

@@ -1,4 +1,4 @@
-"""One row in progress: its requests, and their answers, new or recorded before a kill."""
+"""One row with several generations, in progress: its requests, and their answers from the engine or the ledger."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Asked(NamedTuple):
 
 
 class OpenRow:
-    """A row in progress. Only the event loop's thread uses it; ``Rollouts`` guards ``pending``, the open requests.
+    """A row in progress. Only the event loop's thread uses it, except ``pending``, which ``Rollouts`` guards.
 
-    ``since``: time of its last answer, or of its beginning.
+    ``pending``: requests without an answer. ``since``: time of the row's last answer, or of its beginning.
     """
 
     def __init__(self, task: Task, start: Start, rollouts: Rollouts) -> None:
@@ -58,7 +58,7 @@ class OpenRow:
 
     @property
     def has_begun(self) -> bool:
-        """True once it got an answer."""
+        """True once the row has received an answer."""
         return bool(self._answered)
 
     @property
@@ -66,26 +66,26 @@ class OpenRow:
         return self.task.row
 
     @property
-    def is_stirring(self) -> bool:
-        """True while it renders a request."""
+    def is_rendering(self) -> bool:
+        """True while a request of the row is being rendered."""
         return self._n_rendering > 0
 
     @property
     def fault(self) -> ReplayError | None:
-        """The error of a row that has ended and made other requests than before it was interrupted."""
+        """The error if the row made other requests than before it was interrupted. Valid once the row has ended."""
         return self._replay.fault
 
     def idle_s(self, now: float) -> float:
-        """Return the seconds since the row last waited for a generation or for rendering."""
+        """Return how long the row has waited for neither a generation nor rendering, in seconds; 0 if it waits now."""
         return 0.0 if self.pending or self._n_rendering else now - self.since
 
     async def ask(
         self, render: Render, step: str = "", engine: str = "", *, takes_long: bool = True
     ) -> Completion | None:
-        """Return the generation for the request that ``render`` makes; None if it makes none.
+        """Make a request with ``render``, and return its completion; None if ``render`` returns None (skipped step).
 
-        A failed generation has its error. The engine gets the request unless the ledger has its answer.
-        ``takes_long``: ``render`` opens files, or waits.
+        The completion comes from the ledger if it was recorded before, otherwise from the engine. It has ``error`` set
+        if the generation failed. ``takes_long``: call ``render`` in a thread, because it opens files or waits.
 
         Raises:
             RowError: raised by ``render``.
@@ -95,7 +95,7 @@ class OpenRow:
 
         def named() -> Request | None:
             request = render()
-            return None if request is None else self._named(request, call)
+            return None if request is None else self._with_call(request, call)
 
         request = await self._rendered(named) if takes_long else named()
         if request is None:
@@ -108,7 +108,7 @@ class OpenRow:
         return completion
 
     async def opened(self, render: Callable[[], Request]) -> Request:
-        """Return the request that ``render`` makes in a thread; its media count as held until ``close``."""
+        """Render a request in a thread, without sending it. Its media count as memory in use until ``close``."""
         request = await self._rendered(render)
         assert request is not None
         return request
@@ -120,7 +120,11 @@ class OpenRow:
         return replace(self.outcome(None, ()), error=error)
 
     def outcome(self, last: Completion | None, choices: Sequence[Choice]) -> Completion:
-        """Return the row's outcome with ``choices`` as its answer; prompt and parsed value come from ``last``."""
+        """Return the completion that settles the whole row, with ``choices`` as its answer.
+
+        Its usage and latency are sums over the row's generations. ``last``: the generation whose prompt and parsed
+        value the row's record gets, or None.
+        """
         row = self.task.row
         request = Request(row, None, None, {}, input_hash(row.fields), self.task.attempt)
         return Completion(
@@ -141,15 +145,15 @@ class OpenRow:
             self._n_rendering -= 1
             self.since = time.monotonic()
 
-    def _named(self, request: Request, call: Call) -> Request:
-        """Return ``request`` as this row's generation ``call``, at the row's attempt."""
+    def _with_call(self, request: Request, call: Call) -> Request:
+        """Return ``request`` as generation ``call`` of this row, with its hash and the row's attempt number."""
         attempt, asked = self.task.attempt, request_hash(request, self._start.job, call.engine)
         sampling = with_temperature(request.sampling, attempt, self._start.job.retry)
         call = call._replace(request_hash=asked)
         return replace(request, call=call, attempt=attempt, sampling=sampling, input_hash=asked)
 
     async def _completion(self, request: Request) -> Completion:
-        """Return the recorded completion, or wait for the engine's."""
+        """Return the recorded completion of ``request``; without one, send it to the engine and wait."""
         assert request.call is not None
         call, line = self._replay.find(request.call)
         if line is None:
@@ -160,7 +164,7 @@ class OpenRow:
 
 
 class Replay:
-    """The recorded generations of one row. Each answers one request.
+    """The recorded generations of one row, which answer its requests again after an interruption, one each.
 
     A request is found by a hash of its content, so concurrent calls may come in another order than before. Equal
     requests are counted (``_hash_of_equal``). A row that made a new request and left a recorded answer unused is at
@@ -183,9 +187,10 @@ class Replay:
         self._new: Call | None = None
 
     def find(self, call: Call) -> tuple[Call, Mapping[str, Any] | None]:
-        """Return the recorded generation for ``call``; or None, with the call under which the ledger will store it.
+        """Return ``call`` and its recorded generation.
 
-        That call has the row's next unused number.
+        Without a recorded one, return None instead, and ``call`` with the next unused number: the ledger will store
+        the new generation under it.
         """
         times = self._asked[call.step, call.request_hash]
         self._asked[call.step, call.request_hash] += 1
@@ -201,13 +206,13 @@ class Replay:
 
     @property
     def fault(self) -> ReplayError | None:
-        """The row's error, valid once the row has ended."""
+        """The error if the requests differ from the recorded ones, otherwise None. Valid once the row has ended."""
         if self._new is None or not (self._strict and self._left):
             return None
         return ReplayError(
-            f"{self._new.in_words} differs from the requests made before this row was interrupted, so its"
-            " function is not deterministic; let it depend only on the row and on answers (a seed"
-            ' for random numbers, no clock), or set output.replay = "fresh"'
+            f"{self._new.in_words} differs from the requests made before this row was interrupted, so the"
+            " rollout's function is not deterministic; let the function depend only on the row and on answers"
+            ' (a seed for random numbers, no clock), or set output.replay = "fresh"'
         )
 
 
@@ -238,7 +243,7 @@ def _model(engine: EngineTable) -> tuple[Any, ...]:
 
 
 def _hash_of_equal(request_hash: str, times: int) -> str:
-    """Return the hash of a request that the row has made ``times`` times before.
+    """Return the hash of a request that equals ``times`` earlier ones of its row; it differs from theirs.
 
     So several samples of one prompt keep their answers, even if some were in flight when the row was interrupted.
     """

@@ -1,4 +1,4 @@
-"""Rows in progress: coroutines on one event loop, whose generations lanes submit."""
+"""Rows with several generations: coroutines on one event loop, whose requests the lanes submit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _solver_of(start: Start) -> Steps | Rollout | Transcription:
 
 
 class Waiting(NamedTuple):
-    """Requests for one engine: first requests of rows, and ``further`` ones of rows that had an answer."""
+    """Requests that wait for one engine. ``further``: of rows that already had an answer; ``first``: of other rows."""
 
     further: deque[Asked]
     first: deque[Asked]
@@ -93,7 +93,8 @@ class Rollouts:
     def get(self, engine: str, timeout_s: float) -> Request | Completion | None:
         """Return the next request to submit, or a row's outcome; None after ``timeout_s``.
 
-        Once every row before has ended, raises an error of reading the rows, or an error that stopped the event loop.
+        If reading the rows failed, or an error stopped the event loop, raises that error once the rows that have begun
+        have ended.
         """
         waiting = self._waiting[engine]
         if len(self._waiting) > 1:  # other engines may have answers
@@ -127,7 +128,10 @@ class Rollouts:
         return None
 
     def ended(self) -> list[Completion]:
-        """Return the outcomes of rows, without requests; wait a moment for rows that were just answered."""
+        """Return the outcomes of rows that have ended. For a run that is stopping and submits no more requests.
+
+        Waits up to ``_DRAIN_S`` for rows that were just answered.
+        """
         with self._changed:
             drain_s = self._stirred_at + _DRAIN_S - time.monotonic()
             self._changed.wait_for(lambda: not self._n_busy, drain_s)
@@ -141,7 +145,7 @@ class Rollouts:
             return paused
 
     def answer(self, completions: Iterable[Completion]) -> None:
-        """Hand each completion to the row that requested it. It must be in the ledger before."""
+        """Hand each completion to the row that requested it. The ledger must have written it already."""
         answered: list[tuple[OpenRow, Asked, Completion]] = []
         with self._changed:
             for completion in completions:
@@ -180,7 +184,7 @@ class Rollouts:
         self.renders.close()
 
     async def generated(self, row: OpenRow, request: Request) -> Completion:
-        """Return the engine's answer to a row's request; cancelled if the row ends before."""
+        """Queue a row's request for its engine, and return the completion. Cancelled if the row ends first."""
         asked = Asked(request, asyncio.get_running_loop().create_future())
         self._queue(row, asked)
         try:
@@ -194,7 +198,7 @@ class Rollouts:
 
     def _queue(self, row: OpenRow, asked: Asked) -> None:
         with self._changed:
-            # Its code still runs after the row has ended.
+            # The row has ended (for example after a timeout), but its code still runs.
             if self._open.get(row.row.index) is not row:
                 asked.answer.cancel()
                 self.release(asked.request)
@@ -264,7 +268,8 @@ class Rollouts:
             outcome = await self._solve(row) if error is None else row.failed(error)
             self._end(row, outcome if row.fault is None else row.failed(row.fault))
         except asyncio.CancelledError:
-            self._end(row, row.failed(RolloutError("the function's own code cancelled its task")))
+            error_text = "the rollout's function cancelled its own asyncio task"
+            self._end(row, row.failed(RolloutError(error_text)))
             raise
         except BaseException as error:  # a bug of batchkit: get() raises it in its caller's thread
             self._fail(error)
@@ -289,12 +294,15 @@ class Rollouts:
             self._pause_soon(row)
 
     def _pause_soon(self, row: OpenRow) -> None:
-        """Pause the row soon if it is stuck; an answer that it just got may make it request another engine first."""
+        """Pause the row after a moment if it waits only for engines that are not loaded.
+
+        The delay lets code that has just received an answer make a request to a loaded engine first.
+        """
         if self._is_stuck(row):
             asyncio.get_running_loop().call_later(_STIR_S, self._pause, row)
 
     def _pause(self, row: OpenRow) -> None:
-        if row.is_stirring:
+        if row.is_rendering:
             self._pause_soon(row)
             return
         with self._changed:
@@ -344,11 +352,11 @@ class Rollouts:
         if row is not None:
             with self._changed:
                 if self._open.pop(row.row.index, None) is row:
-                    error = RowTimeoutError(f"its code {fault}. It was at\n{where}")
+                    error = RowTimeoutError(f"the row's code {fault}. The code was at\n{where}")
                     self._ended.append(row.failed(error))
         self._fail(
             BlockedError(
                 f"the rollout's code of {name} {fault}. That row has failed; the same command continues"
-                f" with the others. It was at\n{where}"
+                f" with the others. The code was at\n{where}"
             )
         )

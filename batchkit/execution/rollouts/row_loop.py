@@ -35,7 +35,8 @@ _ROW: ContextVar[OpenRow | None] = ContextVar("row", default=None)
 class RowLoop:
     """An event loop on its own thread, which runs the rows' code.
 
-    ``fail`` gets exceptions raised outside of a row's own code; ``look`` is called once a second.
+    ``fail`` gets exceptions raised outside of a row's own code. ``look`` is called once a second; it ends rows that
+    take too long.
 
     Threads: the loop's thread runs the rows' code, ``fail``, ``look`` and functions passed to ``soon``; another
     thread calls the methods, except ``start``.
@@ -76,7 +77,7 @@ class RowLoop:
     def check_blocked(self, limit_s: float) -> bool:
         """Return whether some code has run for ``limit_s`` without an ``await``.
 
-        It must be late in two looks, a second apart: after a pause of the whole process the loop needs time to run.
+        The loop must be late in two checks, a second apart: after a pause of the whole process it needs time to run.
         """
         now = time.monotonic()
         if now >= self._looked_at + _LOOK_S:
@@ -128,7 +129,7 @@ class RowLoop:
 
 
 class RowTask(asyncio.Task[Any]):
-    """A task, and the row whose code started it."""
+    """An asyncio task that knows the row whose code started it."""
 
     row: OpenRow | None = None
 
@@ -139,7 +140,8 @@ Render = Callable[[], Request | None]
 class RenderRoom:
     """Threads that render requests, limited by media memory.
 
-    No rendering begins while ``held`` is full. Used on the event loop's thread, except ``is_full``.
+    No rendering begins while ``held``, the count of decoded media in memory, is full. Used on the event loop's thread,
+    except ``is_full``.
     """
 
     def __init__(self, threads: int, held: HeldMedia) -> None:
@@ -177,8 +179,8 @@ class RenderRoom:
 class DaemonThreads(ThreadPoolExecutor):
     """A ThreadPoolExecutor (asyncio requires one) whose threads don't keep the process alive.
 
-    Their code may never end. At most ``most`` threads are started, with the first calls. A thread that has taken
-    work finishes it.
+    The user's code on them may never end. At most ``most`` threads are started, one with each of the first calls.
+    A thread that has taken work finishes it.
     """
 
     def __init__(self, most: int, name: str) -> None:

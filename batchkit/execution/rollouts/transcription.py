@@ -71,7 +71,7 @@ class Transcription:
 
 
 async def _language(row: OpenRow, recording: Recording) -> str | None:
-    """Return the language of the recording; None if the model does not need it in its prompt."""
+    """Ask the model for the recording's language, and return it; None if the answer names no language."""
     completion = await row.ask(recording.language_request, LANGUAGE, takes_long=False)
     assert completion is not None
     if completion.error is not None and not isinstance(completion.error, EmptyTextError):
@@ -81,7 +81,7 @@ async def _language(row: OpenRow, recording: Recording) -> str | None:
 
 
 async def _heard(row: OpenRow, recording: Recording, part: SoundPart) -> list[Segment]:
-    """Return the segments of ``part``. Sound without text is transcribed once more, alone."""
+    """Transcribe a chunk and return its segments. Speech that got no text is transcribed once more, alone."""
     segments = await _asked(row, recording, part.heard, PART)
     sound = recording.sound
     sure = _credible(segments, sound)
@@ -111,7 +111,7 @@ async def _asked(row: OpenRow, recording: Recording, span: Span, step: str) -> l
 
 
 def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> list[Segment]:
-    """Return the segments of a model's answer about ``span``, by its time stamps.
+    """Split a model's answer about ``span`` of a recording into segments, by the time stamps in the answer.
 
     An answer without time stamps is one segment. A last segment without an end lasts until the end of ``span``,
     unless the answer was cut off.
@@ -163,7 +163,7 @@ def coverage_of(segments: Sequence[Segment], sound: Sound) -> Coverage | None:
 
 
 def _credible(segments: Iterable[Segment], sound: Sound) -> list[Segment]:
-    """Return the segments that have enough letters for the sound in them."""
+    """Return the segments with enough letters for their sound; with fewer, the model has left speech out."""
     found = []
     for segment in segments:
         sound_s = sound.seconds_in(segment["start"], segment["end"])
