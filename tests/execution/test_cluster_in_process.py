@@ -267,7 +267,7 @@ def test_a_worker_that_dies_before_its_first_answer_is_given_up(
     references: Any = Deadly()
     start = replace(Start.of(made), references=references)
     opening = Opening(hear, KeptEngine(tmp_path / "engine.log"))
-    with pytest.raises(EngineError, match="it died 2 times without an answer"):
+    with pytest.raises(EngineError, match="the worker died 2 times without an answer"):
         RayPool(start, Due(), [""], opening)
     assert [line for line in heard if "worker 0 died with 0 rows: ActorDiedError: " in line]
 

@@ -1,4 +1,4 @@
-"""The worker's side: a Worker on its own thread, in a process that Ray starts.
+"""The worker's side of a run on Ray: a Worker on its own thread, in a process that Ray starts.
 
 A call to ``exchange`` delivers rows and returns records. It is always short, because it is also the
 worker's heartbeat. Rows travel as they were read; this process opens the images and texts that they name.
@@ -78,7 +78,7 @@ class Actor:
     ) -> None:
         import ray
 
-        # Its module may be in a folder of the run's sys.path only.
+        # The module of the rollout's function may be found only through the run's sys.path.
         if start.job.rollout is not None:
             sys.path += [place for place in import_from if place not in sys.path]
         self._number, self._start, self._engines = number, start, engines
@@ -96,7 +96,8 @@ class Actor:
     def exchange(self, tasks: Sequence[Task], taking: bool, written: int) -> WorkerReport:
         """Take ``tasks``; wait for settled rows, and return all that were settled since the last call.
 
-        ``written``: how many more of the returned generations are in the ledger since the last call.
+        ``taking``: False while the run is stopping, so that no request is submitted. ``written``: number of returned
+        generations that the run has written to the ledger since the last call.
         """
         self._taking = taking
         for task in tasks:
@@ -177,7 +178,7 @@ class Actor:
 
 
 def _brief(line: Returned) -> Returned:
-    """Return ``line`` with only the fields that the run reads; the line's bytes hold the rest."""
+    """Return ``line`` without decoded fields that the run does not read, to send less. Its bytes still hold them."""
     if isinstance(line, RecordLine):
         counted = {name: getattr(line.record, name) for name in Counted.__struct_fields__}
         return line._replace(record=Counted(**counted))

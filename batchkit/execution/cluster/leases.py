@@ -1,4 +1,4 @@
-"""Leases: the workers as the run sees them, and which rows each of them gets.
+"""Leases: which rows each worker on Ray holds, and which rows it gets next.
 
 A row is handed out as a lease: the worker holds it until its record comes back. If the worker dies, the
 row is handed out again. A worker holds the number of rows that its engine can use, so a slow one gets fewer.
@@ -74,10 +74,10 @@ class Leases:
     def lease(
         self, number: int, left: int | None, next_task: Callable[[], Task | None]
     ) -> Sequence[Task]:
-        """Return the rows that this worker gets now: suspects alone, otherwise new rows up to its capacity.
+        """Return the rows to hand to this worker now: a group of suspects to replay, or else new rows.
 
-        ``next_task`` returns the next row, or None if it must wait; ``left``: rows that are still
-        to come, or None if unknown.
+        ``next_task`` returns the next row, or None if none can be read yet. ``left``: number of rows that have
+        not been handed out, or None if unknown.
         """
         worker = self.workers[number]
         if number == self._replaying and worker.held:
@@ -108,7 +108,7 @@ class Leases:
     def _new(
         self, worker: RayWorker, left: int | None, next_task: Callable[[], Task | None]
     ) -> list[Task]:
-        """Return rows up to the worker's capacity, then the next rows with the prefix of the last one."""
+        """Return new rows up to the worker's capacity, and the following rows that share the last one's prefix."""
         room = worker.capacity - len(worker.held)
         n = min(room, MOST_IN_A_LEASE, self._share(worker, left) - len(worker.held))
         most = n + MOST_TO_END_A_GROUP if n == room else n
@@ -124,7 +124,7 @@ class Leases:
         return tasks
 
     def _share(self, worker: RayWorker, left: int | None) -> int:
-        """Return the worker's share of all rows held or to come, in proportion to the rows it has answered."""
+        """Return how many of the unanswered rows this worker may hold: a share in proportion to its answered rows."""
         if left is None or not worker.capacity:
             return worker.capacity
         answered = sum(one.settled + 1 for one in self.workers.values() if one.capacity)
@@ -157,7 +157,7 @@ class Life:
 
     @property
     def where(self) -> str:
-        """The place for a message, for example `` on node-3, GPU 0, 1``; "" if it has none yet."""
+        """The worker's node and GPUs for a message: `` on node-3, GPU 0, 1``; "" while it waits for resources."""
         if self.place is None:
             return ""
         gpus = f", GPU {', '.join(map(str, self.place.gpus))}" if self.place.gpus else ""
@@ -165,10 +165,10 @@ class Life:
 
 
 class RayWorker:
-    """A worker over all its lives, and the rows that its current process holds (``held``).
+    """A worker across all processes that Ray started for it (``lives``), and the rows that the newest one holds.
 
-    ``capacity``: rows that it can use at the same time; 0 while its model loads. ``settled``: rows that came back;
-    ``rows``: rows with a record. ``up_since``: when its engine was first loaded.
+    ``capacity``: number of rows that it may hold; 0 while its model loads. ``settled``: number of rows that it
+    returned, as a record or paused; ``rows``: number of records. ``up_since``: when its engine was first loaded.
     """
 
     def __init__(self, number: int) -> None:
@@ -180,7 +180,7 @@ class RayWorker:
         self.up_since: float | None = None
 
     def settle(self, indices: Collection[int]) -> list[Task]:
-        """Remove and return the rows with these indexes, which came back."""
+        """Remove the rows with these indexes from ``held``, because the worker has returned them; return them."""
         settled = [self.held.pop(index) for index in indices]
         self.settled += len(settled)
         if settled:
@@ -206,7 +206,7 @@ class RayWorker:
         if self.is_given_up:
             state = "given up"
         elif place is None:
-            state = "waiting for a place"
+            state = "waiting for resources"
         return WorkerState(
             worker=self.number,
             state=state,

@@ -1,4 +1,4 @@
-"""The run's side of several workers: hands out rows and collects the records.
+"""The run's side of workers on Ray: hands out rows and collects the records.
 
 If a worker dies, another worker answers its rows.
 """
@@ -73,6 +73,8 @@ class RayPool:
 
     def fill(self, *, taking: bool) -> list[Returned]:
         """Call every worker that has no pending call, with rows up to its capacity.
+
+        ``taking``: False while the run is stopping; workers then get no new rows.
 
         Raises:
             JobError, EngineError: no worker is left, or none can load the model.
@@ -151,7 +153,10 @@ class RayPool:
                     return worker.life.engine
 
     def _hiring(self) -> Callable[[int], Any]:
-        """Return a function that makes a worker's actor. Ray does not restart actors: each death shows in a call."""
+        """Return a function that starts the process of the worker with a given number, as a Ray actor.
+
+        ``max_restarts=0``: Ray must not restart an actor by itself, so that each death fails the pending call.
+        """
         import ray
 
         made = ray.remote(Actor).options(
@@ -194,7 +199,7 @@ class RayPool:
             ray.kill(life.actor)
 
     def _next_task(self) -> Task | None:
-        """Return the next task, or None if it must wait."""
+        """Return the next task, or None if none can be read now."""
         return None if self._tasks.broken else self._tasks.get(timeout_s=0)
 
     def _unread(self) -> int | None:
@@ -230,7 +235,7 @@ class RayPool:
         return report.lines
 
     def _learn(self, worker: RayWorker, history: EngineHistory) -> None:
-        """Pass the history of one worker's engine to all workers that start from now on: their machines are alike."""
+        """Pass a worker's smaller engine settings to workers that start later, since their machines are alike."""
         name = history.engine
         none = EngineHistory(engine=name)
         before = self._known.get(name, none)
@@ -247,7 +252,10 @@ class RayPool:
             self._hear(learned)
 
     def _bury(self, worker: RayWorker, error: Exception) -> list[Returned]:
-        """Handle the death of a worker, or a lost connection, and start another in its place."""
+        """Start a new process for a worker that died or lost its connection.
+
+        Return the record of the row at fault, if this death proves one.
+        """
         import ray
         from ray.exceptions import ActorUnavailableError, RayActorError
 
@@ -266,7 +274,10 @@ class RayPool:
         elif isinstance(error, RayActorError) and error.actor_init_failed:
             self._give_up(worker, EngineError(cause))
         elif worker.deaths_in_a_row > self._start.job.run.max_engine_restarts:
-            message = f"it died {worker.deaths_in_a_row} times without an answer; last: {cause}"
+            message = (
+                f"the worker died {worker.deaths_in_a_row} times without an answer"
+                f" (run.max_engine_restarts); last: {cause}"
+            )
             self._give_up(worker, EngineError(message))
         if not worker.is_given_up:
             worker.begin(self._hire(worker.number), self._known)
@@ -275,8 +286,11 @@ class RayPool:
     def _quarantine(self, task: Task, cause: str) -> RecordLine:
         row = task.row
         self._tasks.release(task)
-        self._hear(EngineLine(f"row {row.index} (id {row.id}) alone kills workers: failed"))
-        error = EngineCrashError(f"the worker dies on this row alone: {cause}")
+        text = (
+            f"row {row.index} (id {row.id}) kills workers even if it runs alone: the row has failed"
+        )
+        self._hear(EngineLine(text))
+        error = EngineCrashError(f"the worker dies even if this row runs alone: {cause}")
         request = Request(row, None, None, {}, input_hash(row.fields), task.attempt)
         line = to_line(self._start, Completion(request, error=error))
         assert isinstance(line, RecordLine)
@@ -301,7 +315,7 @@ class RayPool:
             self._broken = EngineError(f"all {n} workers failed; the last: {failure}")
 
     def _watch(self) -> None:
-        """Kill a worker that does not answer a call; report once that a worker waits for resources."""
+        """Kill workers that don't answer for ``run.stall_timeout_s``. Report once that a worker waits for resources."""
         import ray
 
         now, stall_s = time.monotonic(), self._start.job.run.stall_timeout_s
@@ -329,7 +343,7 @@ class RayPool:
 
 
 def _weight(task: Task) -> int:
-    """Return the size in bytes of a row if it is large, for example an image or a book; otherwise 0."""
+    """Return what a row counts toward the limit on bytes read ahead: its size if it is large, otherwise 0."""
     n_bytes = size_of(task.row.fields.values(), 2**30)
     return n_bytes if n_bytes >= HEAVY_ROW_BYTES else 0
 

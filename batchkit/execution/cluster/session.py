@@ -68,8 +68,8 @@ def _join(address: str) -> None:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as error:
         raise JobError(
-            f"run.workers: can't join Ray at {address} ({cause_of(error)}); set the address that"
-            " `ray start --head` printed, or none to start Ray on this machine"
+            f"run.workers: can't join Ray at {address} ({cause_of(error)}); set run.ray_address to the address"
+            " that `ray start --head` printed, or unset it (and RAY_ADDRESS) to start Ray on this machine"
         ) from error
 
 
@@ -81,7 +81,7 @@ def knock(address: str) -> None:
 
 
 def _private_folder() -> OwnFolder:
-    """Return a private folder for Ray's folder, which Ray makes readable and writable for all users."""
+    """Create a private folder to put Ray's own folder into, which Ray makes readable and writable for all users."""
     home = tempfile.gettempdir()
     return OwnFolder("ray", home if len(home) <= LONGEST_TMP else "/tmp")
 
@@ -135,7 +135,7 @@ def _on_this_machine_alone() -> Iterator[None]:
 
 @cache
 def _token() -> str:
-    """Return one token for all Rays that this process starts, because Ray's library reads it only once."""
+    """Return Ray's access token: one for the whole process, because Ray's library reads it only once."""
     return uuid4().hex
 
 
@@ -167,12 +167,12 @@ def _check_gpus(job: JobConfig) -> None:
     if gpus * workers > here:
         raise JobError(
             f"run.workers = {workers} need {gpus * workers:g} GPUs, {gpus:g} each; this machine has"
-            f" {here:g}. Ask for fewer, set run.worker_gpus, or join a cluster (run.ray_address)"
+            f" {here:g}. Lower run.workers or run.worker_gpus, or join a cluster (run.ray_address)"
         )
 
 
 def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
-    """Return the resources of one worker that loads ``engines``, by Ray's names.
+    """Return the resources to request from Ray for one worker that loads ``engines``, by Ray's names.
 
     By default, ``num_gpus`` is the maximum over its engines, if the cluster has GPUs. Without GPUs, the
     cores are divided among the workers, and Ray sets each worker's OpenMP threads to its cores.
