@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import runpy
 import shlex
 import sys
 import tomllib
@@ -25,6 +27,14 @@ def test_job_file_page_is_what_the_script_makes_of_the_models() -> None:
     assert PAGE.read_text(encoding="utf-8") == script.document(), (
         f"run {sys.executable} scripts/make_job_file_doc.py and commit docs/job-file.md"
     )
+
+
+def test_both_tables_of_comparisons_are_made_of_the_same_measurements() -> None:
+    peers = runpy.run_path(str(ROOT / "benchmarks" / "peers.py"))
+    found = json.loads(peers["FOUND"].read_text("utf-8"))
+    for page, table in peers["tables"](found).items():
+        text = page.read_text("utf-8")
+        assert peers["with_table"](text, table) == text, "run benchmarks/peers.py --tables"
 
 
 def test_every_key_is_described_on_the_page() -> None:

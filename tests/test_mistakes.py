@@ -206,7 +206,10 @@ RUNS = [
     ),
     Mistake(
         "run job.toml --set scoring.reference=label --set 'scoring.scorers=[\"numeric\"]'",
-        ("numeric compares numbers, but label of the first row is 'positive'", "em or choice"),
+        (
+            'the scorer "numeric" compares numbers, but label of the first row',
+            'the scorers "em" and "choice"',
+        ),
         0,
     ),
 ]

@@ -85,12 +85,14 @@ SYNTAX = [
     Mistake(
         "validate job.toml --set scoring.reference=stars --set 'scoring.scorers=[\"em\"]'"
         ' --set \'sampling.structured_outputs={choice=["good","bad"]}\'',
-        ("scoring.reference: is '5' in the first row, but answers are good, bad",),
+        ("scoring.reference: is '5' in the first row, but the possible answers are good, bad",),
         0,
     ),
     Mistake(
         "validate job.toml --set scoring.reference=label --set 'scoring.scorers=[\"judge\"]'",
-        ("scoring: judge has no model, so no answer is judged: set [scoring.judge.engine]",),
+        (
+            'scoring: the scorer "judge" has no model, so no answer is judged: set [scoring.judge.engine]',
+        ),
         0,
     ),
 ]

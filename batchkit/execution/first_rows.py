@@ -45,16 +45,14 @@ _NEED_NO_REFERENCE = {
 def check_first_rows(
     rows: Iterable[Row], job: JobConfig, renderer: Renderer, all_rows: Iterable[Row]
 ) -> None:
-    """Render ``rows`` until one succeeds or fails for another reason than the others, at most ``run.check_rows``.
+    """Render the first rows, and raise JobError if all of them fail for the same reason.
 
-    Usually this renders one row. ``all_rows`` yields the input again, if it can be read twice: lines of a batch
-    file for other tasks may come before lines that the job can answer.
+    Stops at the first row that succeeds or fails for another reason, or after ``run.check_rows``: usually this renders
+    one row. ``all_rows`` yields the input again, if it can be read twice: in a batch file, lines for other tasks may
+    come before lines that the job can answer.
 
-    A media failure is ignored with workers on Ray, which may see files that this process can't. Rollouts are not
-    checked: their requests are known only when they run.
-
-    Raises:
-        JobError: all of them fail for the same reason.
+    With workers on Ray, media errors are ignored, because workers may see files that this process can't. Rollouts are
+    not checked, because their requests are known only while they run.
     """
     failed: list[tuple[Row, RowError]] = []
     for row in islice(rows, job.run.check_rows if job.rollout is None else 0):
@@ -76,7 +74,7 @@ def check_first_rows(
 
 
 def _has_line_for(job: JobConfig, rows: Iterable[Row]) -> bool:
-    """Return whether the job's engine may answer one of ``rows``; reads for at most two seconds."""
+    """Return whether one of ``rows`` is a batch line for the job's task; reads for at most two seconds."""
     until = time.monotonic() + _LOOK_S
     with suppress(InputError):  # a broken line stops the run later, when the run reads it
         for row in rows:
@@ -108,7 +106,7 @@ class FirstFailures:
         yield from rows
 
     def settle(self, record: Counted) -> None:
-        """Note the record of a settled row."""
+        """Note the record of a settled row; turn the check off if other rows may be answered."""
         if (error := record.error) is None:
             self._most = 0
         elif error.type == WrongTaskError.__name__:
@@ -137,7 +135,10 @@ def _all_fail(index: int, row_id: str, error: ErrorInfo, count: int, so: str) ->
 
 
 def check_uses_a_column(job: JobConfig, row: Row) -> None:
-    """Raise JobError if no prompt uses a column, or an image or clip is named like a column of ``row``."""
+    """Raise JobError if no prompt uses a column, or ``prompt.images`` has a column's name instead of a template.
+
+    The same holds for ``prompt.videos`` and ``prompt.audios``. ``row`` shows which columns the input has.
+    """
     for place, its in job.of_each_step():
         for kind in ("images", "videos", "audios"):
             for template in getattr(its.prompt, kind):
@@ -170,7 +171,7 @@ def check_uses_a_column(job: JobConfig, row: Row) -> None:
 def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
     """Raise JobError if a template reads a step like a column, or no template reads a key of ``input.cross``.
 
-    The row's own prompt may read such a key.
+    Keys are not checked if rows bring their own prompts, or if a template reads the whole row.
     """
     read, steps = set[str | None](), {step.name for step in job.steps}
     whens = {f"steps.{step.name}.": step.when or "" for step in job.steps}
@@ -192,7 +193,7 @@ def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
 
 
 def _meant(texts: Sequence[str], fields: Mapping[str, Any]) -> str:
-    """Return a guess at the intent of a prompt without a column, as the end of a message."""
+    """Return the end of the error message for a prompt without a column: what its author probably wanted to write."""
     for text in texts:
         if (file := Path(text.strip().removeprefix("@"))).suffix and file.is_file():
             return f": it is the name of a file, which prompt.user_file = {str(file)!r} reads"
@@ -256,7 +257,7 @@ def blanks_in(rows: Iterable[Row], job: JobConfig) -> Iterator[str]:
 
 
 def _fields_named(job: JobConfig) -> list[tuple[str, str]]:
-    """Return the job's keys that name fields of rows, each with the field's name."""
+    """Return pairs of a job key and a field of rows that it names, for example ``("output.keep", "title")``."""
     keep = () if job.output.keep == "*" else job.output.keep
     named = [("output.keep", name) for name in keep]
     for key, table in _scorings(job):
@@ -321,7 +322,10 @@ def _of_texts(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     answers = (job.params().get("structured_outputs") or {}).get("choice") or job.scoring.choices
     right = first.get(job.scoring.reference or "")
     if answers and right is not None and str(right) not in answers:
-        yield f"scoring.reference: is {str(right)[:40]!r} in the first row, but answers are {', '.join(answers)}"
+        yield (
+            f"scoring.reference: is {str(right)[:40]!r} in the first row, but the possible answers are"
+            f" {', '.join(answers)}"
+        )
 
 
 def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
@@ -341,11 +345,13 @@ def scoring_hints(
     """Yield a line for each likely mistake in the scoring at ``key``; ``first``: a row's fields, if known."""
     for name, value in _without_number(table, first or {}):
         yield (
-            f"{key}: numeric compares numbers, but {name} of the first row is {value[:40]!r}: rows without a number"
-            " there are unscored; em or choice compare words"
+            f'{key}: the scorer "numeric" compares numbers, but {name} of the first row is {value[:40]!r}: rows'
+            ' without a number there are unscored; the scorers "em" and "choice" compare words'
         )
     if table.judge is None and any("judge" in (part.scorers or ()) for part in table.parts):
-        yield f"{key}: judge has no model, so no answer is judged: set [scoring.judge.engine]"
+        yield (
+            f'{key}: the scorer "judge" has no model, so no answer is judged: set [scoring.judge.engine]'
+        )
     if lost := _without_reference(table):
         need = "needs" if len(lost) == 1 else "need"
         or_run = " or scoring.reference_run" * (key == "scoring")
@@ -355,7 +361,7 @@ def scoring_hints(
 
 
 def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each name that the first row lacks: probably misspelt, or just rare."""
+    """Yield a line for each of ``names`` that the first row lacks: it may be misspelled, or only some rows have it."""
     for name in names:
         if name not in first:
             hint = did_you_mean(name, map(str, first))
@@ -363,7 +369,7 @@ def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterato
 
 
 def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the references of the scorer ``numeric`` that have no number in the first row, with their text."""
+    """Yield each reference field of the scorer ``numeric`` that has no number in the first row, with its text."""
     for part in table.parts:
         name = part.reference or table.reference
         scorers = table.scorers if part.scorers is None else part.scorers
@@ -374,7 +380,7 @@ def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[t
 
 
 def _without_reference(table: ScoringTable) -> list[str]:
-    """Return the scorers that need a right answer, for parts of ``[scoring]`` that name no reference."""
+    """Return the scorers that need a right answer, but are in a part of ``[scoring]`` that names no reference."""
     if table.reference_run is not None:
         return []
     found = {

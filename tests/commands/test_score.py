@@ -474,7 +474,7 @@ def test_scorers_without_anything_to_compare_with_are_reported(tmp_path: Path) -
     said = []
     score_run(folder, job(tmp_path, counted(2), scoring=without_rules), say=said.append)
     assert said == [
-        "scoring: judge has no model, so no answer is judged: set [scoring.judge.engine]",
+        'scoring: the scorer "judge" has no model, so no answer is judged: set [scoring.judge.engine]',
         "2 answers are not judged: set a model or a step in [scoring.judge]",
     ]
 
