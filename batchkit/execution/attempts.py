@@ -1,7 +1,7 @@
-"""Retries of rows within a run: after a failure, with a shorter prompt, or because the answer is missing.
+"""Retries within a run: after a failure, with a shorter prompt if it was too long, or because the answer is missing.
 
-An answer that fails ``output.parse`` counts as missing. If a retry for a missing answer fails, the row keeps its
-earlier answer.
+An answer is missing if scoring finds nothing in it, or if it fails ``output.parse``; ``retry.reask`` allows retries for
+that reason. If such a retry fails, the row keeps its earlier answer.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _MOST_DOUBLINGS = 60  # longer than any run; a float overflows past 1023
 
 @dataclass
 class _RetryState:
+    """The attempts at one request so far."""
+
     tries: int = 0  # failed tries since the last ``reask``
     asked: int = 0  # retries because the answer was missing (``retry.reask``)
     answer: Completion | None = None  # the best attempt so far, possibly a failed one
@@ -60,7 +62,7 @@ class Attempts:
         return len(self._waiting)
 
     def pop_due(self) -> Request | None:
-        """Return the request whose wait ended first, or None if all must still wait."""
+        """Return the request whose backoff ended first, or None if no backoff is over."""
         if not self._waiting or self._waiting[0][0] > self._clock():
             return None
         return heapq.heappop(self._waiting)[2]
@@ -129,7 +131,7 @@ class Attempts:
 
 
 def _best(completion: Completion, row: _RetryState) -> Completion:
-    """Return the row's earlier answer if this attempt failed, otherwise this attempt."""
+    """Return the completion to keep: this attempt's, or the row's earlier answer if this attempt failed."""
     had = row.answer
     return completion if completion.error is None or had is None or had.error else had
 

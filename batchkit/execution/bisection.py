@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SuspectGroup(Generic[T]):
-    """Requests to replay together. ``deaths``: the cause of each death by this request alone."""
+    """Requests to replay together. ``deaths``: causes of the deaths so far, if the group is a single request."""
 
     requests: Sequence[T]
     deaths: tuple[str, ...] = ()
@@ -68,15 +68,15 @@ class Suspects(Generic[T]):
         return None
 
     def suspect(self, request: T) -> None:
-        """Replay ``request`` alone; it was quarantined before, so one death is proof."""
+        """Queue ``request`` for a replay alone. It was quarantined in an earlier start, so one death is proof."""
         self._groups.append(SuspectGroup([request], is_quarantined=True))
 
     def interpose(self, requests: Sequence[T]) -> None:
-        """Replay ``requests`` next. They are not suspects; they show whether the engine works."""
+        """Queue ``requests`` as the next group. They are not suspects; they show whether the engine works."""
         self._groups.appendleft(SuspectGroup(requests))
 
     def single_out(self) -> None:
-        """Replay one row of the largest group next, alone: most rows of a large group are good."""
+        """Queue one request of the largest group as the next group: most requests of a large group are good."""
         if self._groups:
             largest = max(self._groups, key=lambda group: len(group.requests))
             if len(largest.requests) > 1:

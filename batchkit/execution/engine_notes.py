@@ -58,7 +58,11 @@ class EngineNotes:
             noted = self._run.manifest.notes_of(name)
             options = self._job.with_engine(name).engine.options
             if forget_other_steps(noted, input_hash(options)):
-                self.hear(Line("engine options have changed: smaller settings are forgotten"))
+                self.hear(
+                    Line(
+                        "engine options have changed: smaller settings that an earlier start needed are not used"
+                    )
+                )
             found[name] = EngineHistory(0, list(noted.engine_steps), name)
         return found
 

@@ -23,10 +23,11 @@ from batchkit.storage.index_set import IndexSet
 
 
 class Grouping(NamedTuple):
-    """Groups of engines that are loaded together, one group after another.
+    """The engines of a job in groups. The engines of a group are loaded together, and one group after another.
 
-    ``groups``: engine names; the first name of a group is in no other group, and names it. ``why``: reason, for the
-    log; "" if there is one engine. ``environments``: variables of the engines' processes, by engine name.
+    ``groups``: engine names. The first name of a group is in no other group, and identifies the group. ``why``: reason
+    for the groups, for the log; "" if the job has one engine. ``environments``: environment variables of the engines'
+    processes, by engine name.
     """
 
     groups: Sequence[Sequence[str]]
@@ -38,8 +39,8 @@ def grouping_of(job: JobConfig) -> Grouping:
     """Return the groups of engines to load together.
 
     All engines form one group if at most one of them holds a model on this machine, or if ``run.worker_gpus`` has
-    enough GPUs for all (0: they use no GPU). Otherwise each gets its turn. A server that runs already costs nothing
-    here, so it is in every group.
+    enough GPUs for all (0: they use no GPU). Otherwise each engine with a model here is a group. A server that runs
+    already needs no memory here, so it is in every group.
     """
     names = job.engine_names
     if len(names) == 1:
@@ -63,9 +64,10 @@ def is_loaded_here(engine: EngineTable) -> bool:
 def side_by_side(
     jobs: Mapping[str, JobConfig], room: float | None
 ) -> tuple[str, Mapping[str, Mapping[str, str]]]:
-    """Return why the engines of ``jobs`` can't run together ("" if they can), and their processes' environments.
+    """Return why the engines of ``jobs`` can't be loaded together ("" if they can), and which GPUs each one gets.
 
-    ``jobs`` are keyed by engine name. ``room``: available GPUs; 0: engines use none; None: unknown.
+    ``jobs``: by engine name. ``room``: number of GPUs; 0: engines use none; None: unknown. The GPUs are returned as
+    environment variables, by engine name.
     """
     gpus = {name: job.engine_gpus for name, job in jobs.items()}
     if len(jobs) < 2:
@@ -91,7 +93,10 @@ def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None)
 
 
 class Turns:
-    """The turns of one start, and its paused rows. ``say`` gets lines for the log."""
+    """The order in which one start loads groups of engines, and the rows that wait for an engine to be loaded.
+
+    ``say`` gets lines for the log.
+    """
 
     def __init__(self, job: JobConfig, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say
@@ -102,7 +107,7 @@ class Turns:
         self.number = 0
 
     def first(self, interrupted: str | None) -> Sequence[str]:
-        """Return the engines to load first; ``interrupted``: the engine whose turn an earlier start did not end."""
+        """Return the engines to load first. ``interrupted``: the group that was loaded when an earlier start ended."""
         if self._why:
             self._say(self._why)
         asked = [step.engine for step in self._job.steps if step.engine in self._groups]
@@ -117,9 +122,9 @@ class Turns:
         return self._groups[first if interrupted not in self._groups else interrupted]
 
     def next(self) -> tuple[Sequence[str], IndexSet]:
-        """Return the engines to load next, and all paused rows.
+        """Return the engines to load next, and the indexes of all paused rows.
 
-        The engine that most of them need is loaded; the others may be paused again.
+        The engine that most paused rows need is next. Rows that need another one will be paused again.
         """
         engine = max(self._paused, key=lambda name: len(self._paused[name]))
         due = reduce(or_, self._paused.values())
@@ -143,7 +148,7 @@ def _label(name: str) -> str:
 
 
 def _shares(gpus: Mapping[str, int]) -> dict[str, str]:
-    """Return the devices of each engine, for ``CUDA_VISIBLE_DEVICES``."""
+    """Divide the visible GPUs among engines that need ``gpus`` each. Return each one's ``CUDA_VISIBLE_DEVICES``."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = iter(visible.split(",") if visible else map(str, range(sum(gpus.values()))))
     return {name: ",".join(islice(devices, n)) for name, n in gpus.items()}

@@ -1,4 +1,4 @@
-"""Events that a worker reports while it works."""
+"""Events that engines and workers report to the run while they work."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ class Note(NamedTuple):
 
 
 class EngineHistory(NamedTuple):
-    """Restarts and smaller settings after engine deaths; the next start of the run needs them.
+    """How often an engine was restarted after it died, and which of its settings were reduced.
 
-    ``steps``: steps of the memory ladder. ``engine``: name in ``[engines]``, or "" for ``[engine]``.
+    It is reported after each death and stored in the manifest, so that the next start of the run begins with the
+    reduced settings. ``steps``: the reductions after out of memory, in order (``engines/memory_ladder.py``).
+    ``engine``: name in ``[engines]``, or "" for ``[engine]``.
     """
 
     restarts: int = 0
@@ -36,7 +38,11 @@ class EngineHistory(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Facts that an engine reports about its models (hub commits, served models): by identity key, then by name."""
+    """Facts about an engine's models that only the loaded engine knows, for the identity of the run.
+
+    ``found``: by identity key, then by name: hub commits by model (``engine.commits``), or properties of the model
+    that a server serves (``engine.served``).
+    """
 
     found: Mapping[str, Mapping[str, Any]]
 

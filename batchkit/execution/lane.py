@@ -35,8 +35,8 @@ POLL_S = 0.05
 class Loaded(NamedTuple):
     """A loaded engine, and the settings and files it was loaded from.
 
-    ``options`` include the memory ladder's ``steps``. ``identity``: hashes of the engine's files. ``commits``: commit
-    hashes of the models that came from the hub.
+    ``steps``: settings that were reduced after out of memory; ``options`` include them. ``identity``: hashes of the
+    engine's files. ``commits``: commit hashes of the models that came from the hub.
     """
 
     engine: Engine
@@ -76,7 +76,7 @@ class KeptEngine:
         self._launchers: dict[str, Launcher] = {}
 
     def launcher(self, wanted: Wanted) -> Launcher:
-        """Return the launcher that starts the processes of that engine."""
+        """Return the launcher that starts the processes of the engine ``wanted``."""
         known = self._launchers.get(wanted.name)
         if known is None or known.environment != wanted.environment:
             if known is not None:
@@ -262,11 +262,14 @@ class Lane:
         known = self._opening.known.get(self.name, EngineHistory()) if idle is None else idle
         ladder = Ladder(known.steps)
         if ladder.steps:
-            self._hear(Line(f"engine settings remembered: {dict(ladder.overrides)}"))
+            settings = ", ".join(f"{key} = {value}" for key, value in ladder.overrides.items())
+            self._hear(
+                Line(f"an earlier engine ran out of memory; engine settings from then: {settings}")
+            )
         engine = SupervisedEngine(
             self._job,
             self._hear,
-            lambda job: self._opened(job, ladder),
+            lambda job: self._load_engine(job, ladder),
             ladder=ladder,
             quarantined=self._start.options.quarantined,
         )
@@ -276,8 +279,15 @@ class Lane:
             held.pop_all()
         return engine
 
-    def _opened(self, job: JobConfig, ladder: Ladder) -> Engine:
-        """Return an engine for ``job``, whose options include the ladder's steps."""
+    def _load_engine(self, job: JobConfig, ladder: Ladder) -> Engine:
+        """Load the engine of ``job``, or reuse an idle one that was loaded with the same options and files.
+
+        The supervisor calls this at the start and after each engine death. ``job`` is the lane's job with the settings
+        that ``ladder`` has reduced.
+
+        Raises:
+            JobError, EngineError: the model can't be loaded, or a file of the run has changed.
+        """
         opening, options, then = self._opening, job.engine.options, self._start.identity
 
         def load(launcher: Launcher) -> Loaded:

@@ -197,9 +197,10 @@ class Loop:
             yield pool
 
     def _is_cut_short(self, pool: WorkerPool) -> bool:
-        """Return whether a stop has left rows unsettled.
+        """Return whether a signal or a budget ended this start before all its rows were settled.
 
-        The pool may not know yet that it had the last row: only one more read finds the input's end.
+        ``pool.is_done`` may still be False after the last row, because only one more read would find the end of the
+        input. So this also looks for rows that are left.
         """
         if self._stop.request.signum is not None:
             return True
@@ -228,7 +229,8 @@ class Loop:
     def _summary(self, code: int | None = None) -> RunSummary:
         """Return the summary of this start.
 
-        Without ``code``, every row was read, and the exit code depends on failed rows and, for a retry, on rows left.
+        ``code``: exit code of a start that ended early. None: every row was read, and the exit code follows from the
+        failed rows and, for a retry, from rows that have no record.
         """
         run, tasks, job = self._run, self._tasks, self._start.job
         total, failures = tasks.total(None if code is None else 0), list[Failure]()

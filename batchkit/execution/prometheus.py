@@ -28,7 +28,10 @@ _OPERATIONS = {
 
 
 class Family(NamedTuple):
-    """A metric family: ``field`` of Metrics, or one value for each value of ``label``."""
+    """A metric family: its help text, and the ``field`` of Metrics that it shows.
+
+    With a ``label``, the family has one value per GPU ("gpu") or per row status ("status").
+    """
 
     text: str
     field: str

@@ -34,14 +34,18 @@ from batchkit.types import COUNT_LIMIT, Record
 
 
 def repair(folder: Path, media: Sequence[Path] = ()) -> str:
-    """Repair the logs and the checkpoint; keep every whole record of a known row.
+    """Repair the logs and the checkpoint, and return a description of the repair.
 
-    Left out are: lines that are not records; records at an index that the input does not have; records of
-    another row than the one at their index; records whose vector is missing; all but the newest answer of a
-    row. The old log is kept as ``results.jsonl.before-<n>``. Rows without a record are pending, and the next
-    start runs them. Lines of ``steps.jsonl`` that are not generations, or are repeated, are left out in the same
-    way. A row whose generations are missing keeps its answer, and its record gets their number
-    (``generations_lost``). Return a description of the repair.
+    The new ``results.jsonl`` leaves out
+
+    - lines that are not records;
+    - records at an index that the input does not have, or of another row than the one at their index;
+    - records whose vector is missing;
+    - all but the newest answer of a row.
+
+    Rows without a record are pending, and the next start runs them. The new ``steps.jsonl`` leaves out lines that are
+    not generations, or are repeated. A row whose generations are missing keeps its answer, and its record gets their
+    number (``generations_lost``). The old logs are kept with the suffix ``.before-<n>``.
 
     Raises:
         StoreError: another process holds the folder, the log is missing, a file of vectors can't be read, or
@@ -104,7 +108,7 @@ def _calls(folder: Path) -> Iterator[LogLine[Generation]]:
 def _kept(
     lines: Iterator[LogLine[Record]], keep: list[bool], too_few: Mapping[int, int]
 ) -> Iterator[RecordLine]:
-    """Yield the records marked in ``keep``, one entry per record.
+    """Yield the records to keep. ``keep`` has one flag for each record of ``lines``, in order.
 
     Records of the rows in ``too_few`` (row index to number of generations found) get ``generations_lost``.
     """
@@ -122,10 +126,10 @@ def _kept(
 def _kept_calls(
     lines: Iterator[LogLine[Generation]], calls: Calls, settled: IndexSet
 ) -> Iterator[GenerationLine]:
-    """Yield each generation once.
+    """Yield each generation once, without repeated lines.
 
-    If some generations were damaged, a row without a record may have lost some. Its remaining ones are rewritten
-    so that the row may ask for something else (``replay``).
+    If the log has damaged lines, a row without a record may have lost generations. Its other generations are marked
+    ``replay: fresh``, so that the row does not fail if it now makes other requests.
     """
     is_again = iter(calls.is_again().tolist())
     for line in lines:

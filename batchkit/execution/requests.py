@@ -34,7 +34,7 @@ class RowRequests:
         return self._ahead.get(timeout_s)
 
     def answer(self, completions: Sequence[Completion]) -> None:
-        """Do nothing: such rows ask no further, so ``ended`` and ``paused`` are empty, too."""
+        """Do nothing: these rows make one request each. So ``ended`` and ``paused`` have nothing to return, either."""
 
     def ended(self) -> list[Completion]:
         return []
@@ -58,7 +58,7 @@ Requests = RowRequests | Rollouts
 def requests_of(
     start: Start, tasks: Iterator[Task], engines: Sequence[str], *, may_wait: bool
 ) -> Requests:
-    """Start rendering ``tasks`` for ``engines``. ``may_wait``: reading the tasks may block."""
+    """Return the source of requests for ``tasks``, and start rendering. ``may_wait``: reading the tasks may block."""
     if start.job.has_several:
         return Rollouts(start, tasks, engines, may_wait=may_wait)
     return RowRequests(start, tasks, may_wait=may_wait)

@@ -2,8 +2,8 @@
 
 Log, generations, checkpoint and manifest are replaced in one step; a repair replaces the logs in the same way. Vectors
 stay in their files; the vector of a row whose index has changed is copied. The new files are made in a folder next to
-the old ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are not read, and the
-next process that opens the run moves the new ones into place, if the first one was killed before.
+the old ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are not read. If this
+process is killed before it has moved the new files into place, the next process that opens the run moves them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def requeue(
 ) -> str:
     """Keep the records of rows that are still among ``rows``, under their new index; drop the others.
 
-    Generations of changed rows stay: each answers an equal request of its row. Without ``keep_records`` all rows
-    are treated as changed.
+    Generations of changed rows are kept, because such a row may make an equal request again. Without ``keep_records``
+    all rows are treated as changed.
 
     ``manifest`` becomes the run's manifest. The old logs are kept next to the new ones. Two rows are the same
     if their fields are equal, and their ids (``by_id``) or their indexes. Memory: an index and one or two hashes
@@ -131,7 +131,7 @@ class _Move(NamedTuple):
 
 
 class _Rows:
-    """The rows of the input. Each index is handed out once."""
+    """The rows of the new input, found by key (id or index) and hash. Each is returned once, for one old record."""
 
     def __init__(self, rows: Iterable[Row], *, by_id: bool) -> None:
         self.by_id = by_id
@@ -168,7 +168,7 @@ class _Rows:
 
 
 def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep_records: bool) -> dict[int, _Move]:
-    """Return the move of each record's row, by its old index."""
+    """Return where each record's row is in the new input, by the row's old index."""
     moves, changed = dict[int, _Move](), list[tuple[int, str]]()
     for record in records:
         was, key = record["index"], rows.key(record["index"], record["id"])

@@ -113,17 +113,17 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
         noted = StartNote.now(start.options.command, start.options.overrides)
         manifest.starts.append(noted)
         write_job(folder, job)
-        ledger = _opened(folder, lock, messages)
+        ledger = _open_ledger(folder, lock, messages)
         run = OpenRun(folder, ledger, manifest, messages, lock)
         run.save()
         with _closing(run, noted):
             yield run
 
 
-def _opened(folder: Path, lock: Claim, messages: list[str]) -> Ledger:
-    """Return the ledger, after a repair if vectors or generations of its records are missing.
+def _open_ledger(folder: Path, lock: Claim, messages: list[str]) -> Ledger:
+    """Open the ledger; repair the logs first if vectors or generations of some records are missing.
 
-    The next start runs rows whose vector is missing again; records of rows that lost generations get their number.
+    Rows whose vector is missing become pending again. Records of rows that lost generations get ``generations_lost``.
     """
     try:
         ledger = Ledger(folder, lock)
@@ -157,7 +157,8 @@ def _import_what_writes(job: JobConfig) -> None:
 def _closing(run: OpenRun, start: StartNote) -> Iterator[None]:
     """Close the ledger and record in the manifest how this start ended, even after an error.
 
-    The error that ended the run is raised: if the disk is full, a second write error becomes a note on it.
+    The error that ended the run is raised again. If closing fails, too (the disk may be full), the second error
+    becomes a note on the first.
     """
     try:
         yield
@@ -241,7 +242,7 @@ def _settle_changes(
     """Apply ``on_change`` to any changes. Return True if the old run must be moved aside.
 
     If the last start ended because the job was wrong, the correction may be in a file that a row names. Such a
-    change is not visible here, so ``on_change`` applies without one.
+    change is not visible here, so ``on_change`` then applies even if no change is found.
     """
     manifest, on_change = read_manifest(folder), options.on_change
     job_changes = differences(manifest.identity, new.identity)
@@ -291,7 +292,7 @@ def _settle_changes(
 
 
 def _of_trusted_files(rows: Iterator[Row], then: Sequence[FileFingerprint]) -> Iterator[Row]:
-    """Yield ``rows`` except files (and their pages) that changed while an earlier start read them.
+    """Yield ``rows``, except rows that are files (or their pages) that changed while an earlier start read them.
 
     Their records have the hash of the file before the change, but may answer its content after the change.
     """

@@ -43,7 +43,7 @@ _IS_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 
 class Screen:
-    """The display of one start's progress. Nothing depends on it. Used by the run's thread.
+    """The display of one start's progress. No decision of the run depends on it. Used by the run's thread.
 
     ``began``: monotonic time when the command began. ``export`` gets each line of the metrics.
     """
@@ -60,7 +60,7 @@ class Screen:
 
     @property
     def is_due(self) -> bool:
-        """True if the display needs an update. Cheap: the loop reads it at every turn."""
+        """True if the display needs an update. Cheap, because the main loop reads it in each iteration."""
         return time.monotonic() >= self._next_look
 
     def show(self, tasks: Tasks, load: Load, *, force: bool = False) -> None:

@@ -20,7 +20,7 @@ class Selection:
     """A rule that chooses among the answers to a row's request, or to each of ``[[steps]]``. Immutable.
 
     A step's own ``extract`` and ``scorers`` read its answers; without them, ``[scoring]`` does.
-    For ``references`` see Scoring.
+    ``references``: right answers by row id, if another run gives them.
     """
 
     def __init__(self, job: JobConfig, references: Mapping[str, str | None] | None = None) -> None:
@@ -35,7 +35,7 @@ class Selection:
     def chosen(self, completion: Completion, *, parses: bool) -> Completion:
         """Return the completion with ``selected`` set, if it has several choices and at least one is an answer.
 
-        For the step that judges, return it with an error if its answer names none of the candidates.
+        A completion of ``select.step``, which judges candidates, gets an error if its answer names none of them.
         """
         if self._select.by is None or completion.error is not None:
             return completion
@@ -98,8 +98,8 @@ class Selection:
             return completion
         n_candidates = len(completion.request.row.fields[CANDIDATES])
         message = (
-            f"select.step: the answer has no number from 1 to {n_candidates}; the extract of step"
-            f" {self._select.step!r} decides where batchkit looks for it"
+            f"select.step: the answer has no number from 1 to {n_candidates}; `extract` of step"
+            f" {self._select.step!r} decides where in the answer batchkit looks for the number"
         )
         return replace(completion, error=InvalidOutputError(message))
 

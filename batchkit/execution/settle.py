@@ -1,4 +1,4 @@
-"""From a completion to a log line: one way for plain rows, steps and rollouts."""
+"""Conversion of a completion to a line of a log, the same for plain rows, steps and rollouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resolved(start: Start, completion: Completion) -> Completion:
 
 
 def lacks_answer(start: Start, completion: Completion) -> bool:
-    """Return whether the scoring finds nothing in the answer, so that ``retry.reask`` may ask again."""
+    """Return whether scoring finds no prediction in the answer, so that ``retry.reask`` may ask again."""
     call, row = completion.request.call, completion.request.row
     scoring = start.scoring if call is None else start.step_scoring.get(call.step)
     if scoring is None:
@@ -125,7 +125,7 @@ def to_record(
 
 
 def _raw(value: Any) -> Raw:
-    """Return any value as JSON, encoded by orjson: msgspec writes some Python values differently."""
+    """Encode a value for the record with orjson, because msgspec writes some Python values differently."""
     return Raw(encoded(value)[:-1])
 
 

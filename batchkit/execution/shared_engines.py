@@ -34,7 +34,7 @@ _SLICE_S = 0.005  # longest poll of a shared engine: requests that other runs su
 
 @dataclass
 class EngineClaim:
-    """A run's owner and its place in the queue."""
+    """The use of an engine by one run: who owns the run, and how soon its requests are taken."""
 
     owner: str
     rank: tuple[int, ...]  # the lowest goes first; may change while the run works
@@ -64,7 +64,7 @@ class SharedEngines:
         self._lock = threading.Lock()
 
     def of(self, claim: EngineClaim) -> Share:
-        """Return the engines as one run uses them."""
+        """Return the ``Engines`` of one run, whose requests are queued by its ``claim``."""
         return Share(self, claim)
 
     @property
@@ -74,7 +74,7 @@ class SharedEngines:
         return {name: loaded for name, (shared, loaded) in known if not shared.death}
 
     def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded], claim: EngineClaim) -> Loaded:
-        """Return a seat at the engine.
+        """Return the engine ``wanted``, as a seat for one run.
 
         The engine is loaded if it is missing or dead, or if it differs from ``wanted`` and no run uses it.
         """
@@ -100,7 +100,7 @@ class SharedEngines:
 
 @dataclass(frozen=True)
 class Share:
-    """``Engines`` of one run."""
+    """The shared engines as one run sees them; implements ``Engines``."""
 
     engines: SharedEngines
     claim: EngineClaim
@@ -157,10 +157,11 @@ class SharedEngine:
             self._turn(0)
         return self.death is None
 
-    def work(self, seat: Seat, until: float) -> None:
-        """Wait until the seat has an answer or ``until`` is reached.
+    def wait_for_answer(self, seat: Seat, until: float) -> None:
+        """Wait until ``seat`` has an answer, or until the monotonic time ``until``.
 
-        Meanwhile submit waiting requests and distribute the engine's answers, or wait while another run does that.
+        Meanwhile this thread runs the engine for all runs: it submits their waiting requests, and puts the engine's
+        answers into their seats. If another run's thread already does that, this one only waits.
         """
         while not seat.inbox and not self.death and (left_s := until - time.monotonic()) > 0:
             if self._lock.acquire(blocking=False):
@@ -189,6 +190,10 @@ class SharedEngine:
             self.engine.close()
 
     def _turn(self, timeout_s: float, worker: Seat | None = None) -> None:
+        """Submit waiting requests, poll the engine once, and put its answers into the seats. Needs ``_lock``.
+
+        ``worker``: the seat whose thread does this, so that it need not be woken.
+        """
         if self.death is not None:
             return
         self._charge()
@@ -208,7 +213,7 @@ class SharedEngine:
             self._note_death(death)
 
     def _charge(self) -> None:
-        """Share the time since the last turn among the seats, by their requests in the engine."""
+        """Add the time since the last call to the runs' ``engine_s``, in proportion to their requests in the engine."""
         now, n_in_flight = time.monotonic(), len(self._in_flight)
         for seat in self.seats:
             if seat.in_flight:
@@ -220,14 +225,14 @@ class SharedEngine:
             waiting = [seat for seat in self.seats if seat.waiting]
             if not waiting:
                 break
-            seat = min(waiting, key=self._place)
+            seat = min(waiting, key=self._priority)
             request = seat.waiting.popleft()
             self._count(seat, 1)
             self._in_flight[id(request)] = seat, request
             self.engine.submit(request)
 
-    def _place(self, seat: Seat) -> tuple[Sequence[int], int, int]:
-        """Return the sort key of a seat; the lowest goes first."""
+    def _priority(self, seat: Seat) -> tuple[Sequence[int], int, int]:
+        """Return the sort key of a seat. The next request is taken from the seat with the lowest key."""
         return seat.claim.rank, self._of_owner[seat.claim.owner], seat.claim.left
 
     def _count(self, seat: Seat, number: int) -> None:
@@ -267,7 +272,7 @@ class Seat:
         self.waiting.append(request)
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
-        self._shared.work(self, time.monotonic() + timeout_s)
+        self._shared.wait_for_answer(self, time.monotonic() + timeout_s)
         # Read before the inbox, which then has all answers before the death.
         death = self._shared.death
         done = [self.inbox.popleft() for _ in range(len(self.inbox))]

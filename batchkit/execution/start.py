@@ -1,4 +1,4 @@
-"""The settings of one start of a run: values made once, and read by everything that takes part in it."""
+"""The settings of one start of a run: created once, then only read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StartOptions:
 class Start:
     """One start of ``job``. Values derived from it are made on first use, once in each process.
 
-    ``references``: the right answers by id, if another run gives them. ``identity``: hashes of the files that
+    ``references``: right answers by row id, if another run gives them. ``identity``: hashes of the files that
     engines and the rollout's function are loaded from. ``prompt_files``: hashes of the files that all prompts
     include. Both are computed when the start begins.
     """
@@ -78,7 +78,7 @@ class Start:
         return start
 
     def for_workers(self) -> Start:
-        """Return the start to pickle for workers on Ray, which may not see the files of the prompts."""
+        """Return the start to pickle for workers on Ray. It contains the prompts' files, which they may not see."""
         return replace(
             self,
             job=self.renderer.job,

@@ -28,7 +28,11 @@ DRAIN_S = 10.0
 
 
 class StopRequest:
-    """A handler for signals. The first SIGINT allows ``drain_s`` to finish requests; a second one, or SIGTERM, none."""
+    """A handler for SIGINT and SIGTERM.
+
+    After the first SIGINT, running requests have ``drain_s`` seconds to finish. After a second one, or SIGTERM, they
+    have none.
+    """
 
     def __init__(self, *, drain_s: float = DRAIN_S) -> None:
         self._drain_s = drain_s
@@ -70,7 +74,7 @@ class StopRequest:
 
     @contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        """Handle both signals inside the block.
+        """Handle SIGINT and SIGTERM inside the block.
 
         Does nothing outside the main thread, where Python allows no signal handlers.
         """
@@ -101,10 +105,10 @@ _SHARE_FROM = 20  # with fewer rows, a share of failed rows means nothing
 
 
 class Stop:
-    """The state of an early stop.
+    """The reasons to end this start early, and the decision whether it ends.
 
-    ``request``: the signals. ``by``: the budget that stops this start, for example ``run.max_seconds = 60``,
-    or None. ``say`` gets lines for the log.
+    ``request``: signals received so far. ``by``: the budget that stops this start, for example
+    ``run.max_seconds = 60``, or None. ``say`` gets lines for the log.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class Stop:
         self._is_announced = False
 
     def announced(self) -> str:
-        """Return a line with every budget and its rest, or "" without budgets."""
+        """Return a line for the log with each budget and how much of it is left, or "" without budgets."""
         parts = [
             name + (" for this start" if "seconds" in name else f", {number(max(0, left))} left")
             for name, left in self._budgets()
@@ -145,7 +149,11 @@ class Stop:
         return self.request.signum is not None or self.by is not None
 
     def check_drained(self, in_flight: int) -> bool:
-        """Return whether a stopping start may end now; the first time it must wait, print a line about it."""
+        """Return whether a start that is stopping may end now.
+
+        It may end once no row is in flight, or once the time to finish them (``_drain_s``) is over. If it must wait,
+        the first call prints for how long. ``in_flight``: number of requests that still run.
+        """
         drain_s = DRAIN_S if self.request.signum is not None else self._drain_s
         is_due = self.request.is_due or drain_s == 0
         if in_flight and not is_due and not self._is_announced:
@@ -169,7 +177,7 @@ class Stop:
             )
 
     def _budgets(self, unfinished_tokens: int = 0) -> Iterator[tuple[str, float]]:
-        """Yield the name (as in ``by``) and the rest of each budget that the job sets."""
+        """Yield the name (as in ``by``) and the remaining amount of each budget that the job sets."""
         run = self._job.run
         if run.max_seconds is not None:
             yield f"run.max_seconds = {run.max_seconds:g}", run.max_seconds - self._seconds
@@ -182,7 +190,7 @@ class Stop:
 
     @property
     def _drain_s(self) -> float | None:
-        """Seconds that rows in flight may still take; None for no limit."""
+        """Seconds that rows in flight may still take, if no signal came; None for no limit."""
         most = self._job.run.max_seconds
         if most is None or self._seconds < most:
             return None

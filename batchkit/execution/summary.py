@@ -170,7 +170,9 @@ class Outcome(NamedTuple):
 
 @contextmanager
 def notifying(job: JobConfig, say: Callable[[str], None]) -> Iterator[Callable[[RunSummary], None]]:
-    """Run ``run.on_end`` when the block ends, even by an error, with the newest summary passed to the function.
+    """Run the command ``run.on_end`` when the block ends, even by an error.
+
+    Yields a function. The command gets the newest summary that was passed to it.
 
     A run that could not begin has no summary, and prints its own error. If a signal stops the run before a summary
     exists, the command gets the run's name, folder and exit code.

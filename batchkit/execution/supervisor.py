@@ -101,7 +101,7 @@ class SupervisedEngine:
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         if not self._in_flight:
-            self._go_on()
+            self._submit_held()
         try:
             done = self._engine.poll(timeout_s)
         except EngineDied as death:
@@ -140,7 +140,7 @@ class SupervisedEngine:
         self._in_flight[request.key] = request
         self._engine.submit(request)
 
-    def _go_on(self) -> None:
+    def _submit_held(self) -> None:
         """Restart the engine if that is due, then submit suspects or held requests. No request may be in flight."""
         if self._restart_due:
             self._restart()
@@ -152,10 +152,11 @@ class SupervisedEngine:
             self._hand_over(self._held.popleft())
 
     def _prove_sound(self) -> None:
-        """Run a row that is most likely good, before the search is given up.
+        """Queue a row that is most likely good. Its answer shows that the engine works, and resets the count of deaths.
 
-        Takes a held request if there is one; otherwise the last answered request, whose second answer is
-        dropped; otherwise one of the suspects.
+        Otherwise a search that needs many deaths would be given up at ``run.max_engine_restarts``. Takes a held request
+        if there is one; otherwise the last answered request as a probe, whose second answer is dropped; otherwise one
+        of the suspects.
         """
         if self._held:
             self._suspects.interpose([self._held.popleft()])
@@ -167,7 +168,10 @@ class SupervisedEngine:
             self._suspects.single_out()
 
     def _note_probe(self, completion: Completion) -> bool:
-        """Return whether ``completion`` is the probe's; a failed probe is not used again."""
+        """Return whether ``completion`` answers the probe (``_prove_sound``), not a request of the lane.
+
+        A request whose probe failed is not used as a probe again.
+        """
         if completion.request is not self._probe:
             return False
         if completion.error is not None:
@@ -234,15 +238,15 @@ class SupervisedEngine:
             row += f", {poison.call.in_words},"
         if death.request is None:
             self._quarantined.add(poison.row.index)
-            self._say(f"{row} alone kills the engine: failed")
+            self._say(f"{row} kills the engine even if it runs alone: the row has failed")
         else:
-            self._say(f"{row} caused the death: failed")
+            self._say(f"{row} killed the engine: the row has failed")
         return [Completion(poison, error=_row_error(fault))]
 
     def _judged(self, fault: Fault) -> Fault:
         """Return the fault, as out of memory if it is the second unexplained kill in a row.
 
-        A person seldom kills an engine twice, and not every host shows that its kernel did.
+        A person seldom kills an engine twice, and not every host reports that its kernel killed a process.
         Two kills are in a row if no other death and fewer than ``_STRETCH`` answers are between them.
         """
         comes_again = self._since_kill < _STRETCH
@@ -296,7 +300,7 @@ class SupervisedEngine:
                 self._sleep(min(self._deaths, LONGEST_PAUSE_S))
 
     def _open(self) -> Engine:
-        """Return an engine with the ladder's settings; even smaller ones if memory runs out at load."""
+        """Open an engine with the settings that the ladder has reduced; reduce more while memory runs out at load."""
         n_steps = 0
         while True:
             options = {**self._job.engine.options, **self.ladder.overrides}
@@ -338,10 +342,12 @@ class SupervisedEngine:
 
 def _row_error(fault: Fault) -> RowError:
     if fault.kind == "oom":
-        return RowOutOfMemoryError(f"the engine runs out of memory on this row alone: {fault}")
+        return RowOutOfMemoryError(
+            f"the engine runs out of memory even if this row runs alone: {fault}"
+        )
     if fault.kind == "timeout":
         return RowTimeoutError(str(fault))
-    return EngineCrashError(f"the engine dies on this row alone: {fault}")
+    return EngineCrashError(f"the engine dies even if this row runs alone: {fault}")
 
 
 def _shown(options: Mapping[str, Any]) -> str:

@@ -101,14 +101,14 @@ class Tasks:
             yield row
 
     def _read_again(self) -> Iterator[Row]:
-        """Yield all rows, including rows with an empty cell, if the input is local and can be read twice."""
+        """Yield all rows, even those that ``input.empty`` skips, if the input is local and can be read twice."""
         table, source = self._start.job.input, self.input.source
         if source.files is None or any("://" in file.path for file in source.files):
             return
         yield from read_rows(table.with_filled(frozenset())) if table.filled else source.read(never)
 
     def of_each_turn(self) -> Iterator[Sequence[str]]:
-        """Yield the engines to load next, until no row waits for another engine."""
+        """Yield the names of the engines to load next, until no row waits for another engine."""
         manifest, turns = self._run.manifest, self.turns
         engines = turns.first(None if self._start.is_retry else manifest.turn)
         while True:
@@ -123,7 +123,7 @@ class Tasks:
         manifest.turn = None
 
     def of_turn(self) -> Iterator[Task]:
-        """Return the tasks for the loaded engines, reordered within the look-ahead."""
+        """Return the tasks for the loaded engines, reordered within ``run.look_ahead`` rows."""
         look_ahead = self._start.job.run.look_ahead
         ordered: Iterator[tuple[Row, int]] = ((row, 0) for row in self._rows)
         if look_ahead > 1 and not self.may_wait:  # an iterator may give its rows slowly
@@ -206,7 +206,7 @@ class Tasks:
             )
 
     def _without_records(self) -> Iterator[Row]:
-        """Yield every row that is neither settled nor done by the other run."""
+        """Yield every row that has no record in this run and no answer in the run of ``--skip-from``."""
         skip_from = self._start.options.skip_from
         is_done = (
             None if skip_from is None else done_in(skip_from, self._start.job, self.input.source)
@@ -295,9 +295,10 @@ class WatchedInput:
         return {key: "its content" for key, was in then if now.get(key, was) != was}
 
     def _distrust(self, changed: Collection[str]) -> None:
-        """Make the next start compare the answered rows with the input, or refuse the prompts.
+        """Mark changed files in the manifest, so that the next start does not trust the records.
 
-        This also holds if the files are changed back.
+        It then compares rows of changed input files with their records, and refuses changed prompt files. The mark
+        stays even if the files are changed back.
         """
         manifest = self._run.manifest
         if prompts := {*changed} & {*self._start.prompt_files}:
@@ -308,9 +309,10 @@ class WatchedInput:
 
 
 def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, int]:
-    """Return ``attempts`` without the rows that another process retried before this one had the lock.
+    """Return the rows of a retry that still need one, with the numbers of their last attempts.
 
-    After a requeue by another process, an index may belong to a row that has an answer.
+    Before this process had the lock, another one may have retried rows; or it may have requeued the run, so that an
+    index now belongs to a row that has an answer.
     """
     due = dict(attempts or {})
     if not due:
@@ -364,7 +366,7 @@ def done_in(folder: Path, job: JobConfig, source: Input) -> Callable[[Row], bool
 def shared_ids(job: JobConfig, source: Input) -> set[str]:
     """Return the ids that several rows have, including rows that ``input.where`` leaves out.
 
-    The other run may have answered such rows.
+    The run that is compared by id may have answered such rows.
     """
     if job.input.where:  # not with rows from Python
         table = job.input.model_copy(update={"where": {}})

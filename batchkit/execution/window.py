@@ -55,9 +55,9 @@ class Window:
         self.size = fixed or _start(max_num_seqs)
 
     def adapt(self, load: EngineLoad, in_flight: int, max_num_seqs: int) -> str:
-        """Look at the engine's load and change the size if that helps. Return a description, or "" if unchanged.
+        """Change the size if the engine's load calls for it. Return a description for the log, or "" if unchanged.
 
-        If a restarted engine has another ``max_num_seqs``, the window starts again.
+        If a restarted engine has another ``max_num_seqs``, the window gets its first size for that number.
         """
         if self._fixed:
             return ""

@@ -157,7 +157,7 @@ def test_each_event_is_said_in_one_line() -> None:
         "engine died (oom) with 2 rows in flight: OutOfMemoryError: planted",
         "out of memory (OutOfMemoryError: planted): next engine with max_num_seqs = 1",
         *["engine died (oom) with 1 row in flight: OutOfMemoryError: planted"] * 2,
-        "row 1 (id id-1) alone kills the engine: failed",
+        "row 1 (id id-1) kills the engine even if it runs alone: the row has failed",
     ]
 
 

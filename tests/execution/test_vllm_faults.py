@@ -67,10 +67,13 @@ def test_the_next_start_takes_the_safe_setting_unless_the_user_has_changed_it(
     ended = run(OWN, "input.limit=20", over=3)
     assert ended.exit == 0
     assert ended.manifest["starts"][-1].get("engine_restarts", 0) == 0
-    assert "engine settings remembered: {'max_num_seqs': 2}" in ended.log
+    assert "engine settings from then: max_num_seqs = 2" in ended.log
     ended = run(OWN, "engine.options.max_num_seqs=1", over=3)
     assert_only_failed(ended, calm, {})
-    assert "engine options have changed: smaller settings are forgotten" in ended.log
+    assert (
+        "engine options have changed: smaller settings that an earlier start needed are not used"
+        in ended.log
+    )
     assert "up to 1 requests run at the same time" in ended.log
 
 
@@ -102,7 +105,7 @@ def test_a_row_whose_image_needs_too_much_memory_is_tried_smaller(
     assert ended.failed == {}
     assert [record["attempt"] for record in ended.records] == [1] * 3 + [2] + [1] * 3
     assert all(record["usage"]["prompt_tokens"] <= 100 for record in ended.records)
-    assert ended.log.count("row 3 (id 3) alone kills the engine") == 1
+    assert ended.log.count("row 3 (id 3) kills the engine even if it runs alone") == 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_a_poison_row_is_found_and_fails_alone(
 ) -> None:
     ended = run(where, poison={13: kind})
     assert_only_failed(ended, calm, {13: error_kind})
-    assert "row 13 (id 13) alone kills the engine" in ended.log
+    assert "row 13 (id 13) kills the engine even if it runs alone" in ended.log
     assert ended.manifest["engine_steps"] == [], "the row was the cause, not the batch"
     assert ended.manifest["starts"][-1]["engine_restarts"] <= 6
 
@@ -243,7 +246,7 @@ def test_a_deadly_text_fails_alone_and_every_other_row_has_its_vector(
     ended = start(faulty, embedding_model, rows, faults, [OWN], job=EMBED)
     assert ended.failed == {13: "oom"}, ended.log
     assert "RuntimeError: planted: device-side assert" in ended.log
-    assert "row 13 (id 13) alone kills the engine" in ended.log
+    assert "row 13 (id 13) kills the engine even if it runs alone" in ended.log
     assert ended.manifest["engine_steps"] == [], "the row was the cause, not the batch"
     expected = vectors_of(calm, whole)
     del expected[13]
