@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChildRefusal(Exception):
-    """The reason why a question has no answer, with a ``kind`` and a message."""
+    """A handler's refusal to answer a question, with a ``kind`` and a message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ def answer_all(connection: Connection, answer: Callable[[bytes], Any]) -> None:
     """Answer the questions that arrive over ``connection``, one at a time, until the caller ends.
 
     Each reply is ``marshal``'s bytes of a pair: "value" and the result of ``answer``, or the kind and message of
-    the exception that it raised. The kind is that of a Refusal, "memory" for a MemoryError, or "error".
+    the exception that it raised. The kind is that of a ChildRefusal, "memory" for a MemoryError, or "error".
     After "memory" this process ends, so that the next one starts with little memory in use.
     """
     with contextlib.suppress(EOFError, OSError):  # the caller has ended

@@ -19,7 +19,7 @@ from batchkit.errors import EngineError
 from batchkit.isolation.server import FAILED, READY, START_S
 from batchkit.storage.files import OwnFolder
 
-_END_S = 5.0
+_END_S = 5.0  # time for a process to end
 _LAST_WORDS_S = 20.0  # a process with many libraries needs seconds to exit
 _MOST_SAID = 2**13
 _servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
@@ -28,7 +28,7 @@ _of_thread = threading.local()
 
 
 class Gone(Exception):
-    """The process ended before it answered; ``returncode`` is None if it is unknown."""
+    """A process that ended before it answered; ``returncode`` is None if it is unknown."""
 
     def __init__(self, returncode: int | None) -> None:
         super().__init__(f"exit code {returncode}")
@@ -247,8 +247,8 @@ class Child:
         return True
 
     def end(self, timeout_s: float = _END_S) -> bool:
-        """Have the server kill the process, and return whether it ended within ``timeout_s``. It reports nothing
-        afterwards."""
+        """Have the server kill the process, and return whether it ended within ``timeout_s``. If it ends later,
+        ``returncode`` stays None."""
         with contextlib.suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)
         is_gone = self.has_ended(timeout_s)

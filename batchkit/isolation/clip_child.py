@@ -53,7 +53,7 @@ _MOST_CHANNELS = 64
 _SIZE_ORDER: dict[bytes, Literal["little", "big"]] = {b"RIFF": "little", b"FORM": "big"}
 _UNKNOWN_SIZE = 2**32 - 2**16  # programs that write to a pipe put the largest number there
 _MOST_FRAMES_A_SECOND = 1000
-_MOST_FROM_KEY_FRAME = 300
+_MOST_FROM_KEY_FRAME = 300  # frames decoded to reach the middle of a video
 _RATE = 25.0  # frames per second if the clip gives no rate
 # Packets of a WAV in which FFmpeg looks for DTS: its default of 32 takes longer than decoding.
 _OPTIONS = {"max_probe_packets": "4"}
@@ -87,7 +87,7 @@ def _answer(question: bytes) -> Any:
 
 
 def _check_bytes(start: bytes, n_bytes: int) -> None:
-    """Refuse a truncated WAV, AVI or AIFF; FFmpeg would take what is left for the whole file."""
+    """Refuse a WAV, AVI or AIFF that is shorter than its header says; FFmpeg would read it as a complete file."""
     if (order := _SIZE_ORDER.get(start[:4])) is None:
         return
     said = int.from_bytes(start[4:8], order) + 8
@@ -99,7 +99,7 @@ def _check_bytes(start: bytes, n_bytes: int) -> None:
 
 
 def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
-    """Return float32 samples of one channel at ``sample_rate`` Hz."""
+    """Decode the sound, mixed to one channel, and return its float32 samples at ``sample_rate`` Hz."""
     stream = _stream(clip, "audio")
     rate, channels = stream.rate or 0, stream.codec_context.channels
     if rate not in _SAMPLE_RATES or not 0 < channels <= _MOST_CHANNELS:
@@ -122,7 +122,7 @@ def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
 
 
 def _gathered(frames: Iterator[Any]) -> Iterator[Any]:
-    """Merge small frames into larger ones: for small frames, the calls take longer than the work."""
+    """Merge small frames into larger ones: for small frames, the function calls take longer than resampling."""
     fifo, kind = av.AudioFifo(), None
     for frame in frames:
         found = frame.format.name, frame.layout.name, frame.sample_rate
@@ -139,8 +139,8 @@ def _gathered(frames: Iterator[Any]) -> Iterator[Any]:
 
 
 def _resampled(frames: Iterator[Any], sample_rate: int) -> Iterator[Any]:
-    """Resample to ``sample_rate``, in a format of ``_FULL_SCALE``. FFmpeg's resampler is skipped where it would only
-    convert the number format, because that takes longer than decoding."""
+    """Resample to ``sample_rate``, in a number format that ``_mono`` reads. FFmpeg's resampler is skipped where it
+    would only convert the number format, because that takes longer than decoding."""
     resampler = None
     for frame in frames:
         if (
@@ -167,7 +167,7 @@ def _mono(frame: Any) -> Any:
 
 def _video(clip: Any, max_seconds: float) -> tuple[int, int, int, float]:
     """Return the upright width and height, the number of frames, and the length in seconds. Only the first
-    frame is decoded; packets give the rest."""
+    frame is decoded; the number and the length come from the packets, which is faster."""
     stream = _stream(clip, "video")
     _check_length(clip, stream, max_seconds)
     first, times = None, list[float]()
@@ -181,7 +181,7 @@ def _video(clip: Any, max_seconds: float) -> tuple[int, int, int, float]:
     if first is None:
         raise ChildRefusal("unreadable", "has no frame that can be decoded; save it again")
     wide, high = first.width, first.height
-    upright = (high, wide) if _turns(first) % 2 else (wide, high)
+    upright = (high, wide) if _quarter_turns(first) % 2 else (wide, high)
     return *upright, len(times), _seconds_of(times, stream)
 
 
@@ -211,7 +211,7 @@ def _still(clip: Any, side: int) -> tuple[int, int, bytes]:
     """Return width, height and upright RGB pixels of the middle frame, or of an earlier one if key frames are rare. No
     side is longer than ``side``."""
     stream, frame = _stream(clip, "video"), None
-    middle_s = (_said_s(clip, stream) or 0.0) / 2
+    middle_s = (_stated_s(clip, stream) or 0.0) / 2
     if middle_s:
         clip.seek(int(middle_s * av.time_base))
     for frame in islice(clip.decode(stream), _MOST_FROM_KEY_FRAME):
@@ -221,20 +221,20 @@ def _still(clip: Any, side: int) -> tuple[int, int, bytes]:
         raise ChildRefusal("unreadable", "has no frame that can be decoded; save it again")
     smaller = min(1.0, side / max(frame.width, frame.height))
     wide, high = (max(1, round(smaller * it)) for it in (frame.width, frame.height))
-    if _turns(frame) % 2:
+    if _quarter_turns(frame) % 2:
         wide, high = high, wide
     return wide, high, _rgb(frame, wide, high)
 
 
 def _rgb(frame: Any, width: int, height: int) -> bytes:
-    turns = _turns(frame)
+    turns = _quarter_turns(frame)
     wide, high = (height, width) if turns % 2 else (width, height)
     pixels = frame.to_ndarray(format="rgb24", width=wide, height=high)
     return bytes(np.ascontiguousarray(np.rot90(pixels, turns)).data)
 
 
-def _turns(frame: Any) -> int:
-    """Return how many counterclockwise right angles turn the frame upright."""
+def _quarter_turns(frame: Any) -> int:
+    """Return how often the frame must be rotated by 90° to the left to be upright: 0 to 3."""
     return int(round(frame.rotation / 90) % 4)
 
 
@@ -247,7 +247,7 @@ def _stream(clip: Any, kind: str) -> Any:
 
 
 def _check_length(clip: Any, stream: Any, max_seconds: float) -> None:
-    said = _said_s(clip, stream)
+    said = _stated_s(clip, stream)
     if said is not None and said > max_seconds:
         raise _too_long(said, stream.type, max_seconds)
 
@@ -260,8 +260,8 @@ def _too_long(seconds: float, kind: str, max_seconds: float) -> ChildRefusal:
     )
 
 
-def _said_s(clip: Any, stream: Any) -> float | None:
-    """Return the length that the file's header gives, or None if it gives none."""
+def _stated_s(clip: Any, stream: Any) -> float | None:
+    """Return the length in seconds that the file's header states, or None if it states none."""
     if clip.format.name in _GUESSED:
         return None
     if stream.duration is not None:
@@ -270,8 +270,8 @@ def _said_s(clip: Any, stream: Any) -> float | None:
 
 
 def _check_whole(clip: Any, stream: Any, seconds: float) -> None:
-    """Refuse a truncated file; FFmpeg decodes what is left without an error."""
-    said = _said_s(clip, stream)
+    """Refuse a file with less sound or video than its header states: FFmpeg decodes a truncated file without error."""
+    said = _stated_s(clip, stream)
     if said is None or not _is_short(seconds, said):
         return
     if stream.duration is not None or _is_short(_last_s(clip), said):
@@ -299,7 +299,7 @@ def _time(pts: int | None, time_base: Any, before: Sequence[float], stream: Any)
 
 
 def _seconds_of(times: Sequence[float], stream: Any) -> float:
-    """Return the time from the first frame to the end of the last, which gets the average duration."""
+    """Return the length in seconds of frames shown at ``times``; the last one counts with the average duration."""
     shown = max(times, default=0.0) - min(times, default=0.0)
     return shown * len(times) / (len(times) - 1) if shown > 0 else 1 / _rate(stream)
 

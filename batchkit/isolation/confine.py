@@ -1,4 +1,4 @@
-"""Permanent removal of all rights of this process that a chart's code does not need.
+"""Permanent removal of this process's rights before it runs a chart's code, which a model wrote.
 
 There are three layers, in case one has a hole: Landlock (files), seccomp (system calls: no new
 process, no network, no access to other processes), and dropped capabilities, even for root. The process can

@@ -1,5 +1,5 @@
-"""Readers of PDFs, sound and video in a child process: such a file may crash the library that reads it, or make
-it run forever."""
+"""Readers of PDFs, sound and video in a child process, because such a file may crash the library that reads it, or
+make it run forever."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _KILLED = -signal.SIGKILL
 
 
 class UnreadableFileError(Exception):
-    """The file itself is at fault, so trying again is useless."""
+    """An error of the file itself, so trying again is useless."""
 
 
 class FileProcessError(Exception):
-    """There was no answer, but another attempt may succeed."""
+    """An error of the child process, which gave no answer. Another attempt may succeed."""
 
 
 class FileReader(NamedTuple):
-    """A reader of one kind of file: the handler's module, its ``task`` and ``library`` in words, a ``remedy`` for broken
-    files, and the ``package`` it needs (import name, extra, reason)."""
+    """A reader of one kind of file: the handler's module, its ``task`` and ``library`` in words, a ``remedy`` for
+    broken files, and the ``package`` it needs (import name, extra, reason)."""
 
     handler: str
     task: str
@@ -45,8 +45,8 @@ class FileReader(NamedTuple):
     def ask(
         self, place: str, memory_bytes: int, what: str, *arguments: Any, seconds: float = 0
     ) -> Any:
-        """Return the handler's answer about the file at ``place``. The handler may use ``memory_bytes``; ``seconds`` are
-        added to its usual time limit.
+        """Call the handler's function ``what`` (such as "pages") with ``arguments`` for the file at ``place``, and
+        return its result. The handler may use ``memory_bytes``; ``seconds`` are added to its usual time limit.
 
         Raises:
             UnreadableFileError: The file is broken, refused, or needs a password.
@@ -57,9 +57,7 @@ class FileReader(NamedTuple):
         try:
             kind, found = client.ask(self.handler, self.task, marshal.dumps(question), limit_s)
         except TimeoutError:
-            raise FileProcessError(
-                f"reading takes longer than {limit_s:g} s; save it again"
-            ) from None
+            raise FileProcessError(f"can't be read within {limit_s:g} s; save it again") from None
         except client.Gone as gone:
             code = gone.returncode
             if code == _KILLED or code is None or code >= 0:
@@ -109,5 +107,5 @@ def placed(data: bytes) -> Iterator[str]:
 
 
 def place_of(descriptor: int) -> str:
-    """Return a path at which another process of this user can open the file."""
+    """Return a path at which another process of this user can open the file that ``descriptor`` refers to."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,4 +1,4 @@
-"""The handler that opens PDFs."""
+"""The handler that reads PDFs with PDFium: the number of pages, and each page's text, size and image."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _answer(question: bytes) -> Any:
     what, place, arguments, memory_bytes = marshal.loads(question)
     limit_memory(memory_bytes)
     try:
-        return _ANSWERS[what](_document(place), *arguments)
+        return _ANSWERS[what](_opened_document(place), *arguments)
     except pdfium.PdfiumError as error:
         raise ChildRefusal("unreadable", _reason(error, place)) from error
 
@@ -46,8 +46,8 @@ def _reason(error: pdfium.PdfiumError, place: str) -> str:
     return f"is broken ({error}); save it again, for example by printing it to a PDF"
 
 
-def _document(place: str) -> pdfium.PdfDocument:
-    """Return the open document. Two stay open, because a thread may draw another one between the pages of this one."""
+def _opened_document(place: str) -> pdfium.PdfDocument:
+    """Return the PDF at ``place``. The two PDFs used last stay open, because a thread may need pages of two in turn."""
     status = Path(place).stat()
     key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     document = _open.pop(key, None)

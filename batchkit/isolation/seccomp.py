@@ -32,7 +32,10 @@ class _Call(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """A test of half of an argument (0 low, 1 high): under ``mask`` it must equal, or differ from, ``value``."""
+    """A condition on one 32-bit half of a system call's argument (``half`` 0: low, 1: high), masked with ``mask``.
+
+    It must equal ``value``, or differ from it if ``equal`` is False. BPF loads only 32 bits at a time.
+    """
 
     argument: int
     mask: int
@@ -160,7 +163,7 @@ def seccomp_missing() -> str | None:
 
 
 def restrict_calls() -> None:
-    """Allow this process and its future threads only the calls in this file.
+    """Allow this process and its future threads only the system calls listed in this file.
 
     Raises:
         OSError: The kernel refused.
@@ -223,7 +226,7 @@ def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
 def _rule(
     number: int | None, conditions: Iterable[_Condition], action: int = _ALLOW
 ) -> Iterator[bytes]:
-    """Yield instructions that take ``action`` for a call that meets all ``conditions``; the next rule decides others.
+    """Yield instructions that take ``action`` for a call that meets all ``conditions``; later rules decide other calls.
 
     The accumulator holds the call's number at the start of each rule.
     """

@@ -34,8 +34,8 @@ _MOST_SAID = 2000
 
 
 class Fork(NamedTuple):
-    """A request as the fork gets it: its message and descriptors. The fork sends its process id over ``life``; the
-    server then reports over ``life`` how the fork ended."""
+    """A request for a fork, as the fork receives it: a message and descriptors. The fork sends its process id over
+    ``life``; when it has ended, the server sends its exit code over ``life``."""
 
     message: bytes
     life: socket.socket
@@ -141,7 +141,7 @@ def _received(control: socket.socket) -> Fork | None:
 
 
 def _forked(request: Fork, lives: dict[int, socket.socket]) -> bool:
-    """Fork; return True in the fork."""
+    """Fork for ``request``; return True in the fork, and False in the server."""
     try:
         pid = os.fork()
     except OSError as error:
