@@ -80,7 +80,9 @@ COMMANDS = [
     Mistake("run job.toml\nexport output --csv", ("output: neither a", "'output/mood'")),
     Mistake(
         "validate job.toml --set engine.kind=vllm --set engine.model=batchkit-demo --set engine.lora=gone",
-        ("engine.lora: gone: no such folder, and a name on the hub is owner/name",),
+        (
+            "engine.lora: gone: no such folder, and not a name on the hub, which has the form owner/name",
+        ),
         is_slow=True,
     ),
     Mistake(

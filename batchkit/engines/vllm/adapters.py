@@ -129,12 +129,14 @@ class _Unusable(Exception):
 
 
 def _folder_of(place: str) -> Path:
-    """Return the folder itself, or the folder of the hub's files."""
+    """Return the adapter's folder: ``place`` itself, or the folder with the files of that name from the hub."""
     folder = Path(place)
     if folder.is_dir():
         return folder
     if folder.is_absolute() or place.startswith(".") or place.count("/") != 1:
-        raise _Unusable(f"{place}: no such folder, and a name on the hub is owner/name")
+        raise _Unusable(
+            f"{place}: no such folder, and not a name on the hub, which has the form owner/name"
+        )
     return _from_hub(place)
 
 

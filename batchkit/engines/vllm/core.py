@@ -39,7 +39,7 @@ _LONGEST_FOLDER = 70
 
 
 class CoreWatch:
-    """Decides where the core runs, for ``max_num_seqs`` requests, and finds out why it died. Create it first."""
+    """A watch over vLLM's engine core: decides where it runs, and finds out why it died. Create it before the LLM."""
 
     def __init__(self, max_num_seqs: int) -> None:
         from vllm import envs
@@ -75,7 +75,7 @@ class CoreWatch:
 
 
 def next_outputs(client: Any) -> Any:
-    """Return the next outputs of a core in another process. vLLM's ``get_output`` would wait forever if it was killed.
+    """Return the next outputs of a core in another process. vLLM's ``get_output`` would wait forever for a killed one.
 
     Raises:
         Exception: The core died.

@@ -141,7 +141,8 @@ class VllmEngine:
         )
 
     def _count_unfinished(self) -> int:
-        """Return the tokens of running requests; between two counts, subtract those of finished requests."""
+        """Return the output tokens of running requests, counted a few times a second, minus those of requests that
+        have finished since the last count."""
         now = time.monotonic()
         if now >= self._next_token_look:
             self._next_token_look = now + _TOKEN_LOOK_S
@@ -196,7 +197,7 @@ class VllmEngine:
             raise EngineDied(fault, request=request)
 
     def _admit_burst(self, timeout_s: float) -> None:
-        """Wait for the first request and those right behind it.
+        """Wait for a request, and for others that follow within milliseconds.
 
         Otherwise the first would start alone, and the others would wait until its step ends.
         """
@@ -208,7 +209,7 @@ class VllmEngine:
                 break
 
     def _admit(self, wait_s: float = 0) -> None:
-        """Add prepared requests to the engine. Failed and refused requests are done."""
+        """Add prepared requests to the engine. A request that can't be prepared or is refused becomes a failed one."""
         while self._preparing:
             try:
                 prepared = self._prepared.get(wait_s > 0, wait_s or None)
@@ -294,12 +295,15 @@ class VllmEngine:
             self._complete()
 
     def _refuse(self, prepared: Prepared) -> None:
-        """Prepare again, or fail, a request that vLLM's core process refused. Only the core's log has its error."""
+        """Prepare a request again that vLLM's core process refused; fail it after ``_MOST_TRIES``, or without images.
+
+        vLLM reports no error for it; only the core's log has the error.
+        """
         images = _images_of(prepared.inputs[0].prompt)
         if images and prepared.tries <= _MOST_TRIES:
             self._queue(_Unprepared(prepared.request, images, prepared.tries))
             return
-        error = RequestError("vLLM's engine refused it; engine.log has the reason")
+        error = RequestError("vLLM's engine refused the request; engine.log has the reason")
         self._done.append(Completion(prepared.request, error=error))
 
     def _complete(self) -> None:

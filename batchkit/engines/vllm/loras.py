@@ -72,7 +72,7 @@ class Loras:
             self._zero.cleanup()
 
     def _first_answer(self, adapter: Adapter) -> Answer:
-        """Load an adapter and return its answer. Its name is printed first, in case loading kills the engine."""
+        """Load an adapter and return its answer to the test prompt. First print its name, in case loading crashes."""
         place = f"engine.loras.{adapter.name}: {adapter.folder}"
         print(f"{DOING}it loaded {place}", file=sys.stderr, flush=True)
         try:
@@ -127,7 +127,7 @@ class Loras:
 
 
 def _of_all_rows(job: JobConfig) -> Any:
-    """Return the request for ``engine.lora``, or None."""
+    """Return vLLM's ``LoRARequest`` for ``engine.lora``, the adapter of all rows; None if it is not set."""
     if job.engine.lora is None:
         return None
     from vllm.lora.request import LoRARequest

@@ -1,4 +1,4 @@
-"""Engine options, sampling and pooling parameters of a job as vLLM's own classes, and the environment that vLLM reads."""
+"""A job's engine options, sampling and pooling parameters as vLLM's own classes, and the environment of vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NEEDED = {
 
 
 def check_config(job: JobConfig) -> Any:
-    """The job's ``VllmConfig``; checks names, values, and what the model's own config allows."""
+    """Return the job's ``VllmConfig``. Raises JobError for wrong names or values, or a model that can't do the task."""
     set_environment()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -82,7 +82,7 @@ def check_config(job: JobConfig) -> Any:
         raise JobError("\n".join(problems))
     args = {k: v for k, v in llm_options(job).items() if k != "chat_template"}
     try:
-        # As LLM does it: what it runs at once by default depends on this.
+        # The same context as in ``vllm.LLM``: the default of max_num_seqs depends on it.
         config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise JobError(f"engine: {explain(error, job.engine.model)}") from error
@@ -162,7 +162,7 @@ def changing_options(job: JobConfig) -> dict[str, Any]:
 
 
 def why_not_bounded(sampling: Mapping[str, Any], vllm_config: Any) -> str | None:
-    """Return why vLLM cannot end the reasoning after ``thinking_token_budget``, or None if it can or the budget is not set."""
+    """Return why vLLM can't limit the reasoning to ``thinking_token_budget``; None if it can, or no budget is set."""
     found = getattr(vllm_config, "reasoning_config", None)
     if sampling.get("thinking_token_budget") is None or (found is not None and found.enabled):
         return None
@@ -205,7 +205,7 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
 
 
 def _reasoning_config(given: Mapping[str, Any]) -> Any:
-    """Convert the one table that vLLM does not accept as it is."""
+    """Return ``engine.options.reasoning_config`` as vLLM's class: vLLM does not accept a dict for this option."""
     from vllm.config.reasoning import ReasoningConfig
 
     try:
@@ -217,13 +217,13 @@ def _reasoning_config(given: Mapping[str, Any]) -> Any:
 
 
 def sampling_params(sampling: Mapping[str, Any]) -> Any:
-    """``vllm.SamplingParams`` from a dict, with its names and types checked.
+    """Return ``vllm.SamplingParams`` from a dict, with its names and types checked.
 
     vLLM itself accepts ``seed="x"`` and hangs on it later; msgspec finds wrong types, but ignores
     unknown names, so names are compared with the struct's own.
 
     Raises:
-        RequestError: naming the parameter.
+        RequestError: a name or a type is wrong; the message names the parameter.
     """
     import msgspec
     from vllm import SamplingParams
@@ -238,7 +238,7 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
                 for name in unknown
             )
         )
-    try:  # of logit_bias, keys in JSON and TOML are text
+    try:  # ``str_keys``: in JSON and TOML, the keys of logit_bias are text
         params = msgspec.convert(dict(sampling), SamplingParams, strict=True, str_keys=True)
     except (msgspec.ValidationError, VLLMValidationError, ValueError, TypeError) as error:
         raise RequestError(f"sampling: {error}") from error
@@ -281,9 +281,8 @@ def set_environment(log_level: str = QUIET) -> None:
 def pooling_params(
     given: Mapping[str, Any], task: str | None = None, *, of_pair: bool = False
 ) -> Any:
-    """``vllm.PoolingParams`` from a dict, with its names and types checked. ``of_pair``: it may also
-    have the limits of a pair's texts, which are parameters of vLLM's server. Raises RequestError, naming
-    the parameter."""
+    """Return ``vllm.PoolingParams`` from a dict, with its names and types checked. ``of_pair``: also allow the limits
+    of a pair's texts, which are parameters of vLLM's server. Raises RequestError that names the wrong parameter."""
     import msgspec
     from vllm import PoolingParams
 
@@ -347,8 +346,8 @@ def check_task(job: JobConfig, vllm_task: str | None, model_config: Any) -> None
             )
         return
     remedies = {
-        "embed": 'take an embedding model, or set engine.options.convert = "embed" to use what it has'
-        " instead of a head",
+        "embed": 'take an embedding model, or set engine.options.convert = "embed" to make vectors of this'
+        " model's hidden states",
         "token_embed": "take an embedding model",
         "classify": "take a model with classes (…ForSequenceClassification)",
         "token_classify": "take a model with classes for tokens (…ForTokenClassification)",

@@ -115,8 +115,8 @@ class Parsing:
 
 
 class AnswerParser:
-    """Parses the answers to one request. With ``n > 1``, ``make`` creates a parser for each answer, because
-    parsers have state."""
+    """A parser of the answers to one request. ``make`` creates vLLM's parser, a new one for each of the ``n`` answers,
+    because parsers have state."""
 
     def __init__(self, make: Any, chat: Any, chat_template_kwargs: Mapping[str, Any]) -> None:
         self._make, self._chat = make, chat

@@ -29,8 +29,8 @@ class _Processor(NamedTuple):
 
 
 class PoolingRenderer:
-    """Like ``VllmRenderer``, for tasks that do not generate text. ``processors`` are vLLM's IO processors for the
-    job's task and for other tasks of the model, which batch lines may use."""
+    """A renderer like ``VllmRenderer``, for tasks that do not generate text. ``processors`` are vLLM's IO processors
+    for the job's task and for other tasks of the model, which batch lines may use."""
 
     def __init__(
         self, job: JobConfig, renderer: Any, vllm_config: Any, processors: Mapping[str, Any]
@@ -58,7 +58,7 @@ class PoolingRenderer:
     def prepare(self, request: Request) -> Prepared:
         """Prepare like ``VllmRenderer.prepare``; the result may have several inputs."""
         is_pair = request.pair is not None
-        of_request = self._of(request)
+        of_request = self._processor_of(request)
         params = pooling_params(request.sampling, of_request.vllm_task, of_pair=is_pair)
         if is_pair and request.chat_template_kwargs:
             extra = {"chat_template_kwargs": dict(request.chat_template_kwargs)}
@@ -90,12 +90,12 @@ class PoolingRenderer:
             error = RequestError(f"vLLM: {errors[0].message}")
             return Completion(request, usage=usage, latency_s=latency_s, error=error)
         try:
-            pooled = self._pooled(self._of(request), prepared, outputs)
+            pooled = self._pooled(self._processor_of(request), prepared, outputs)
         except RequestError as error:
             return Completion(request, usage=usage, latency_s=latency_s, error=error)
         return Completion(request, (), usage, latency_s, prompt=prepared.text, pooled=pooled)
 
-    def _of(self, request: Request) -> _Processor:
+    def _processor_of(self, request: Request) -> _Processor:
         """Return the processor of the request's task. Raises WrongTaskError if the model does not support it."""
         task = task_of(request.endpoint, self._task)
         if (found := self._processors.get(task)) is not None:
@@ -107,7 +107,7 @@ class PoolingRenderer:
         )
 
     def _parts(self, request: Request, of_request: _Processor, params: Any) -> list[Any]:
-        """Return the parts from which vLLM's processor renders one prompt each."""
+        """Split a request into parts, as vLLM's processor does; the processor renders one prompt from each part."""
         from vllm.entrypoints.pooling import typing as contexts
 
         common: dict[str, Any] = {
@@ -147,7 +147,7 @@ class PoolingRenderer:
             self._check_length(request, given)
         except RowError as error:
             if request.pair is not None and request.pair.is_list:
-                error.args = (f"{_place(request.pair, len(parts), number)}: {error}",)
+                error.args = (f"{_part_name(request.pair, len(parts), number)}: {error}",)
             raise
         return given
 
@@ -256,8 +256,8 @@ def _score_input(content: Content) -> Any:
     return content if isinstance(content, str) else {"content": list(content)}
 
 
-def _place(pair: Pair, parts: int, number: int) -> str:
-    """Return what the input ``number`` of ``parts`` was made from."""
+def _part_name(pair: Pair, parts: int, number: int) -> str:
+    """Return which part of ``pair`` the input ``number`` of ``parts`` was made from, for a message."""
     if parts == len(pair.documents):
         return f"document {number}"
     return f"document {number - 1}" if number else "query"

@@ -31,7 +31,7 @@ _MOST_COUNTED = (
 )  # characters; counting the tokens of a longer prompt takes seconds and much memory
 _CUT_OFF = ("qwen2_audio", "whisper")  # vLLM calls their processors with truncation=True
 _DEAD_END = (
-    "sampling.structured_outputs: found no token that could come next; does each rule of the grammar end,"
+    "sampling.structured_outputs: the grammar allows no next token; does each rule of the grammar end,"
     " unlike `root ::= root`?"
 )
 
@@ -57,7 +57,7 @@ class Prepared(NamedTuple):
 
 
 class VllmRenderer:
-    """Converts requests to vLLM's inputs: chat template, tokenizer, image processor. Use from one thread."""
+    """A converter of requests to vLLM's inputs: chat template, tokenizer, image processor. Use from one thread."""
 
     def __init__(self, job: JobConfig, renderer: Any, vllm_config: Any) -> None:
         from vllm.renderers import ChatParams
@@ -274,7 +274,8 @@ def _data_of(request: Request) -> dict[str, Any]:
             continue
         if isinstance(clip, VideoFile):
             raise RequestError(
-                "the vLLM engine takes a video's frames, a server takes its file: use one engine for all"
+                "the vLLM engine reads a video's frames, but this job also sends videos to a server, as files: use one"
+                " kind of engine for all rows with videos"
             )
         metadata = {
             "fps": clip.fps,
@@ -292,15 +293,17 @@ def _as_vllm_has_it(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with placeholders for clips, and earlier reasoning under the name that vLLM's server uses."""
     found = dict(message)
     if isinstance(content := found.get("content"), list):
-        found["content"] = [_place(part) if part["type"] in CLIPS else part for part in content]
+        found["content"] = [
+            _placeholder(part) if part["type"] in CLIPS else part for part in content
+        ]
     reasoning = found.pop("reasoning_content", None)
     if reasoning is not None and found.get("reasoning") is None:
         found["reasoning"] = reasoning
     return found
 
 
-def _place(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part without its data; vLLM allows this for parts with a uuid."""
+def _placeholder(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a placeholder for a clip: its part without the data, which vLLM allows for parts with a uuid."""
     return {"type": f"{part['type']}_url", f"{part['type']}_url": None, "uuid": "clip"}
 
 

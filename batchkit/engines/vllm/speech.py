@@ -34,7 +34,7 @@ def _follows_rules(job: JobConfig, model_config: Any) -> bool:
 
 
 class SpeechPrompts:
-    """Builds the prompts of ``task = "transcribe"`` for one model.
+    """A builder of the prompts of ``task = "transcribe"`` for one model.
 
     Raises:
         JobError: vLLM can't transcribe with this model.

@@ -15,8 +15,8 @@ from batchkit.engines.base import EngineLoad
 
 
 class Stepper:
-    """Steps ``engine``, a vLLM LLMEngine. ``meanwhile`` is called in each step while the device works; it may add
-    requests.
+    """A driver that steps ``engine``, a vLLM LLMEngine. ``meanwhile`` is called in each step while the device works; it
+    may add requests.
 
     Tokens of requests with stop strings or log probabilities are processed in each step, because vLLM needs them.
     """
@@ -73,14 +73,14 @@ class Stepper:
             del self._held[number]
 
     def _execute(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._execute_model(*args, **kwargs)  # of which vLLM waits for the result later
+        output = self._execute_model(*args, **kwargs)  # starts the device; vLLM waits for it later
         self._meanwhile()
         return output
 
     def _of_other_process(self, client: Any) -> Any:
         from batchkit.engines.vllm.core import next_outputs
 
-        self._meanwhile()  # it works without being asked
+        self._meanwhile()  # the core's process steps by itself, so the device works now
         return next_outputs(client)
 
     def _get(self) -> Any:

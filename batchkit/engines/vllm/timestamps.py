@@ -39,8 +39,8 @@ class _Answer(NamedTuple):
 
 
 class TimestampRules(LogitsProcessor):
-    """Applies the rules to requests with ``timestamps`` in their ``extra_args``: the ids of ``<|endoftext|>`` and
-    ``<|0.00|>``."""
+    """A logits processor that applies the rules to requests with ``timestamps`` in their ``extra_args``: the ids of
+    ``<|endoftext|>`` and ``<|0.00|>``."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self._answers: dict[int, _Answer] = {}  # keyed by row of the batch
