@@ -484,4 +484,4 @@ def test_a_server_that_returns_one_choice_whatever_n_is_reported_once() -> None:
         write_job(server, 6, sampling={"n": 2, "temperature": 1.0})
         done = batchkit("run", "job.toml")
     assert done.exit_code == 0
-    assert done.stderr.count("1 choice instead of 2") == 1
+    assert done.stderr.count("ignores n = 2 and returns 1 choice") == 1

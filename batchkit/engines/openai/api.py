@@ -84,7 +84,7 @@ def encoded(body: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(_with_images(body), option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, OSError, ValueError) as error:
-        raise RequestError(f"can't be sent: {error}") from error
+        raise RequestError(f"the request can't be written as JSON: {error}") from error
 
 
 def refusal_of(status: int, content: bytes) -> Refusal:
@@ -134,10 +134,10 @@ def max_model_len(model: Mapping[str, Any]) -> int | None:
 
 
 def known_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """Return what a list of models reports about the model requested as ``name``.
+    """Return the properties of the model ``name`` that a server's list of models reports.
 
-    It is the model with that name, or the only one in the list. vLLM lists its folder; llama.cpp lists its size
-    once it is loaded.
+    If no entry has that name, the only entry of the list counts: many servers answer under any name. vLLM lists the
+    model's folder (``root``); llama.cpp lists its size once it is loaded.
     """
     named = [model for model in models if model.get("id") == name] or models
     if len(named) != 1:
@@ -163,7 +163,7 @@ def retry_after_s(value: str | None) -> float | None:
 
 
 def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``body`` with each image in its messages or its pair in OpenAI's format."""
+    """Return ``body`` with images, sound and videos in its messages or its pair in OpenAI's format."""
 
     def part(kind: str, found: Any) -> dict[str, Any]:
         if kind == "image":

@@ -31,7 +31,7 @@ SAMPLING = (
 
 
 class Endpoint:
-    """Writes the requests of one task and reads the answers. It does not touch the network.
+    """An endpoint of the API: writes the requests of one task and reads the answers. It does not touch the network.
 
     ``parameters``: the names in the job's ``table`` that the API accepts.
     """
@@ -97,8 +97,8 @@ class Endpoint:
         """Convert the server's answer; ``n`` choices were requested (0: unknown).
 
         Raises:
-            ShapeError: It is not in the API's format, or is incomplete.
-            RowError: It is in the API's format but can't be used.
+            ShapeError: The answer is not in the API's format, or is incomplete.
+            RowError: The answer is in the API's format but can't be used.
         """
         raise NotImplementedError
 
@@ -240,7 +240,7 @@ def usage_in(
 
 
 def json_form(wanted: Any) -> dict[str, Any] | None:
-    """Return OpenAI's own form, which every server supports, or None if only vLLM's form exists."""
+    """Return ``structured_outputs`` as OpenAI's ``response_format``, which all servers support; None if impossible."""
     if not isinstance(wanted, Mapping) or len(wanted) != 1:
         return None
     if wanted.get("json_object") is True:

@@ -59,7 +59,7 @@ def allow_connections(count: int) -> None:
 
 
 class Connections:
-    """A new connection for each request. At most ``max_bytes`` of an answer are read.
+    """HTTP clients that open a new connection for each request. At most ``max_bytes`` of an answer are read.
 
     HTTP/1.1 has no id that ties an answer to its request. If a server or proxy answered twice, late, or with more
     bytes than announced, every later row on a reused connection would get the answer of the row before it.

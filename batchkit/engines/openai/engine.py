@@ -66,7 +66,7 @@ _QUIET_S = 5.0  # shorter outages are not reported
 
 
 class OpenAIServerEngine:
-    """Keeps up to ``max_num_seqs`` requests in flight.
+    """An engine that keeps up to ``max_num_seqs`` requests in flight at a server.
 
     Threads: the processor's thread calls every method; a second thread runs the event loop. Completions
     arrive in ``_done``; ``_ended`` is set once, after the completions before it.
@@ -262,14 +262,14 @@ class OpenAIServerEngine:
         except (NoAnswer, RowTimeoutError) as problem:
             if isinstance(problem, NoAnswer) and problem.stops is not None:
                 raise EngineError(problem.stops) from None
-            self._lose_patience(problem)
+            self._give_up_if_silent(problem)
             return False
         except RowError:
             pass  # a refusal shows that the server works
         return True
 
     async def _ask(self, request: Request, place: RequestSlot) -> Completion:
-        """Call ``Remote.ask``. An answer, or a refusal other than a timeout, shows that the server works."""
+        """Call ``Remote.ask``, and report to the limiter whether the server works: an answer or a refusal shows it."""
         try:
             completion = await self._remote.ask(request)
         except RowTimeoutError as error:
@@ -292,8 +292,8 @@ class OpenAIServerEngine:
             return RequestError(f"{problem}, but answers other requests")
         if problem.why in (Why.BUSY, Why.DOWN):
             return ServerError(
-                f"turned away for {self._options.give_up_s:g} s (engine.options.give_up_s) while"
-                f" others were answered; last: {problem}"
+                f"the server rejected this request for {self._options.give_up_s:g} s"
+                f" (engine.options.give_up_s) while it answered others; last: {problem}"
             )
         return ServerError(f"{tries} attempts without an answer; last: {problem}")
 
@@ -320,10 +320,10 @@ class OpenAIServerEngine:
             self._events.append(trouble)
         return trouble
 
-    def _lose_patience(self, problem: Exception) -> None:
-        """Give up on the server if no request has been answered for ``give_up_s``.
+    def _give_up_if_silent(self, problem: Exception) -> None:
+        """Raise EngineError if no request has been answered for ``give_up_s``; EngineDied if the run owns the server.
 
-        Running requests may still be answered within ``run.row_timeout_s``.
+        While requests run, the limit is at least ``run.row_timeout_s``, because they may still be answered.
         """
         limit_s = self._options.give_up_s
         if self._limiter.running:
@@ -358,7 +358,7 @@ def _one_word(kind: str, sampling: Mapping[str, Any]) -> Request:
 
 
 class OpenAIServerPreflight:
-    """Renders the messages and checks the parameters' names; only the server can count the tokens."""
+    """A preflight that shows messages as text and checks the parameters' names; only the server can count tokens."""
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job

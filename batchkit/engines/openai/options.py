@@ -76,7 +76,7 @@ def options_of(job: JobConfig) -> ServerOptions:
 
 
 def check_for_llama_cpp(task: str, body: Mapping[str, Any]) -> None:
-    """Raise RequestError for the first parameter that the server would silently ignore."""
+    """Raise RequestError for the first parameter in ``body`` that llama.cpp's server would silently ignore."""
     for name in _LLAMA_CPP_LACKS.keys() & body.keys():
         own = None if task == "score" else _LLAMA_CPP_LACKS[name]
         hint = f", or use its own engine.options.extra_body.{own}" if own else ""

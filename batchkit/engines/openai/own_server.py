@@ -99,7 +99,9 @@ class OwnServer:
             command = [program, *arguments], dict(os.environ)
             self._process.connection.send_bytes(marshal.dumps(command))
         except (Gone, OSError) as error:
-            raise EngineError(f"engine.server.command: {program} can't be started") from error
+            raise EngineError(
+                f"engine.server.command: {program} can't be started: {error}"
+            ) from error
 
     async def come_up(self, is_ready: Callable[[str], Awaitable[bool]]) -> None:
         """Wait until ``is_ready``, called repeatedly with the path to check, returns True. Raises StartFailed if the
@@ -157,7 +159,7 @@ class OwnServer:
 
 
 def _found(name: str) -> str | None:
-    """Return the program's path, also if batchkit's Python environment is not activated."""
+    """Return the path of program ``name``, also if it is in batchkit's Python environment and that is not activated."""
     return shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent)
 
 

@@ -61,8 +61,8 @@ def pause_s(tries: int) -> float:
 
 
 class RateLimiter:
-    """Allows at most ``most`` requests at a time. The limit is halved when the server reports that it is busy
-    or a request times out, and grows with each answer.
+    """A limiter that allows at most ``most`` requests at a time. The limit is halved when the server reports that it is
+    busy or a request times out, and grows with each answer.
 
     The limiter opens, like a circuit breaker, if the server can't be reached, bars a request, or fails as often in
     sequence as requests are running. While it ``is_open``, one probe at a time is sent, after growing pauses, until
@@ -153,9 +153,9 @@ class RateLimiter:
         if self._pause is None or self._pause.when() < until:
             if self._pause is not None:
                 self._pause.cancel()
-            self._pause = loop.call_at(until, self._go_on)
+            self._pause = loop.call_at(until, self._resume)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self._pause = None
         self._admit()
 

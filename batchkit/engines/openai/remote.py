@@ -78,7 +78,7 @@ class Remote:
 
     @property
     def served(self) -> Mapping[str, Any]:
-        """What the server has reported about the model so far, in its lists and in its answers."""
+        """The model's properties that the server has reported so far, in its lists and in its answers."""
         answers_as = {} if self._answered_as is None else {"answers_as": self._answered_as}
         seen = [endpoint.seen for endpoint in self._endpoints.values()]
         return {**self._known, **answers_as, **{k: v for one in seen for k, v in one.items()}}
@@ -161,7 +161,7 @@ class Remote:
         self._check_model_of(answer.get("model"), request.lora)
         if 0 < len(completion.choices) < n and not self._ignores_n:
             self._ignores_n = True
-            self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
+            self._event(f"{self.base_url}: the server ignores n = {n} and returns 1 choice")
         return completion
 
     async def _refused(self, request: Request, url: str, refusal: api.Refusal) -> Exception:
@@ -306,7 +306,7 @@ class Remote:
     async def _exchange(
         self, method: str, url: str, content: Content | None, timeout_s: float
     ) -> Response:
-        """Return a response that concerns only this request. Raises like ``ask``."""
+        """Send an HTTP request and return its response. Raises like ``ask`` if the response concerns all requests."""
         try:
             response = await self._connections.exchange(method, url, content, timeout_s)
         except (NoAnswer, RowTimeoutError):
@@ -388,5 +388,8 @@ def _key(name: str) -> str:
     """Return the API key in the environment variable ``name``, or "" if it is not set."""
     key = os.environ.get(name, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise EngineError(f"environment variable {name} (engine.api_key_env): not a valid key")
+        raise EngineError(
+            f"environment variable {name} (engine.api_key_env): not a valid key; a key has only printable"
+            " ASCII characters"
+        )
     return key
