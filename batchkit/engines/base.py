@@ -33,7 +33,7 @@ class EngineLoad(NamedTuple):
 
 
 class Engine(Protocol):
-    """Answers requests in any order. One thread at a time calls it.
+    """An engine, which answers requests in any order. One thread at a time calls it.
 
     ``poll`` returns every submitted request exactly once, a failed one with ``error`` set. It returns an aborted
     request at most once. After EngineDied, the engine is dead and returns no more requests.
@@ -83,7 +83,7 @@ class RenderedPrompt(NamedTuple):
 
 
 class Preflight(Protocol):
-    """Renders and checks requests as the engine would, without the model's weights."""
+    """A check of requests without the model's weights: renders them as the engine would."""
 
     def render(self, request: Request) -> RenderedPrompt:
         """Return the prompt as the engine would receive it. Raises RowError if the engine would refuse the request."""

@@ -40,7 +40,7 @@ class DryRunOptions(Table):
 
 
 class DryRunEngine:
-    """The engine: it answers in the order of submission. Raises JobError if an option is wrong."""
+    """The dry-run engine, which answers in the order of submission. Raises JobError if an option is wrong."""
 
     def __init__(self, job: JobConfig) -> None:
         given = job.engine.options
@@ -120,7 +120,7 @@ def open_preflight(job: JobConfig) -> DryRunPreflight:
 
 
 def _forced_call(request: Request, text: str) -> dict[str, Any] | None:
-    """Return a call that fits the schema if ``tool_choice`` requires one."""
+    """Return a tool call that fits the tool's parameters, if ``tool_choice`` requires a call; otherwise None."""
     choice = request.tool_choice
     if not request.tools or choice in (None, "auto", "none"):
         return None

@@ -79,7 +79,7 @@ def _tokens(
     scores: np.ndarray[Any, Any],
     tags: Sequence[Tag],
 ) -> Iterator[TaggedToken | None]:
-    """Yield each token, None for a token outside all entities."""
+    """Yield each token of an entity, and None for each other token. Tokens that cover no text are left out."""
     likeliest, best = scores.argmax(axis=1).tolist(), scores.max(axis=1).tolist()
     for place, number, score in zip(places, likeliest, best, strict=True):
         if place is None or tags[number].label == OUTSIDE:

@@ -83,7 +83,7 @@ class Fault:
 
 
 class EngineDied(EngineError):
-    """The engine is dead, for the reason in ``fault``. Its running requests do not come back.
+    """The death of an engine, for the reason in ``fault``. Its running requests do not come back.
 
     ``stacks``: the stacks of its threads, if a watchdog killed it. ``request``: the request that killed it, if known.
     """
@@ -96,7 +96,7 @@ class EngineDied(EngineError):
 
 
 class StartFailed(EngineDied):
-    """The engine did not start; ``message`` contains the remedy.
+    """The failure of an engine to start; ``message`` contains the remedy.
 
     ``limits``: the options that determine its memory use, if already known. ``log``: the file with the engine's
     output, if the error's text should name it.
@@ -117,7 +117,7 @@ class StartFailed(EngineDied):
 
 
 def fault_of(error: BaseException) -> Fault:
-    """Classify the innermost cause of ``error``."""
+    """Return the fault for the innermost cause of ``error``."""
     while error.__cause__ is not None:
         error = error.__cause__
     names = [base.__name__ for base in type(error).__mro__]
@@ -150,7 +150,7 @@ def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
 
 
 def with_log(fault: Fault, log: str) -> Fault:
-    """Take the cause from the engine's ``log`` if ``fault`` does not name one.
+    """Return ``fault`` with the cause from the engine's ``log``, if the fault does not name one itself.
 
     An engine with worker processes only learns that a worker failed; the worker's error is in the log.
     The log also has the error of a worker that the others wait for until the wait counts as a stall.

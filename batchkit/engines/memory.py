@@ -20,7 +20,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 class Gpu(NamedTuple):
-    """An NVIDIA GPU. It has no sizes if it shares the host's memory. ``utilization`` is from 0 to 1, or None if
+    """An NVIDIA GPU. The sizes are None if it shares the host's memory. ``utilization`` is from 0 to 1, or None if
     unknown.
     """
 
@@ -77,7 +77,7 @@ def gpu_bytes() -> int | None:
 
 
 def gpu_loads() -> list[GpuLoad]:
-    """Return the NVIDIA GPUs of this machine, or an empty list without nvidia-ml-py or a driver."""
+    """Return memory use and utilization of this machine's GPUs; an empty list without nvidia-ml-py or a driver."""
     with suppress(Exception):
         return [
             GpuLoad(used, gpu.utilization)
@@ -167,7 +167,7 @@ def oom_kills() -> int | None:
 def memory_groups(membership: Path = _MEMBERSHIP, mounted: Path = _CGROUPS) -> Iterator[Path]:
     """Return the cgroups (version 2 or 1) that limit this process's memory, its own first.
 
-    In a container, the path that the kernel reports may not be visible; then the mount is its own.
+    In a container, the path that the kernel reports may not be visible; then the mounted folder is the process's group.
     """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
@@ -192,11 +192,11 @@ class MemoryWatch:
         self._kills, self._before = kills, kills()
 
     def evidence(self) -> str:
-        """The evidence that memory ran out, or an empty text."""
+        """Return the evidence that memory ran out, or ""."""
         before, after = self._before, self._kills()
         if before is None or after is None or after <= before:
             return ""
-        return f"the kernel has killed for memory (oom_kill {before} → {after})"
+        return f"the kernel has killed processes to free memory (oom_kill {before} → {after})"
 
 
 class HostMemory:
@@ -231,7 +231,7 @@ def _reclaimable(group: Path) -> int:
 
 
 def _first(group: Path, *names: str) -> str:
-    """Return the content of the first of these files that exists."""
+    """Return the content of the first of the files ``names`` that exists in the folder ``group``."""
     for name in names:
         if (group / name).exists():
             return (group / name).read_text(encoding="utf-8").strip()

@@ -18,7 +18,7 @@ LEAST_CACHE_BYTES = 64 * 2**20
 
 
 class Ladder:
-    """The reduced engine options, as overrides of the job's options."""
+    """The engine options that were reduced step by step after out of memory. They override the job's options."""
 
     def __init__(self, steps: Iterable[Mapping[str, Any]] | None = None) -> None:
         self._steps = [dict(step) for step in steps or ()]
@@ -57,7 +57,7 @@ class Ladder:
         del self._steps[len(self._steps) - n_steps :]
 
     def keep(self) -> None:
-        """Save the current settings, which have answered rows; ``back`` returns to them."""
+        """Save the current settings, because the engine has answered rows with them; ``back`` returns to them."""
         self._kept = list(self._steps)
 
     def back(self) -> None:

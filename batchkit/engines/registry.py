@@ -79,7 +79,7 @@ def speed_options(job: JobConfig) -> Mapping[str, Any]:
 
 
 def changing_options(job: JobConfig) -> Mapping[str, Any]:
-    """Return other options, as lists of values, that may be faster but change answers. Raises like
+    """Return options with values that may make the job faster, but change its answers. Raises like
     ``speed_options``."""
     with _importing(job):
         found = getattr(ENGINES.load(job.engine.kind), "changing_options", None)

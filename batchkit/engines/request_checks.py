@@ -20,8 +20,8 @@ from batchkit.types import Request
 def check_length(
     request: Request, prompt_tokens: int, max_model_len: int, *, generates: bool = True
 ) -> None:
-    """Raise PromptTooLongError, with the token counts, if the prompt leaves no room for the answer: one token, or
-    after truncation the tokens that it made room for. A model that does not generate needs no room."""
+    """Raise PromptTooLongError, with the token counts, if the prompt leaves no room for an answer of one token. After
+    a truncation, the answer needs the room that was cut out for it. A model that does not generate needs none."""
     room = 1 if request.cut is None else request.cut.answer_tokens
     if prompt_tokens + (room if generates else 0) <= max_model_len:
         return
@@ -90,7 +90,7 @@ def template_kwargs(job: JobConfig, request: Request) -> dict[str, Any]:
 
 
 def cause(error: BaseException) -> str:
-    """Return the innermost error; processors wrap theirs in pages of arguments."""
+    """Return type and message of the innermost error; models' processors wrap it in pages of arguments."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"

@@ -100,7 +100,7 @@ def test_a_broken_model_is_named_in_one_paragraph(
         ("The quantization method awq is not supported for the current GPU.", "in another one"),
         ("awq quantization is currently not supported in cpu.", "in another one"),
         ("Not enough allowed NUMA nodes to bind threads of 2", "lower it"),
-        ("Available memory on node 0 (1/2 GiB) is less than desired CPU", "Something else holds"),
+        ("Available memory on node 0 (1/2 GiB) is less than desired CPU", "Other programs use"),
         (
             "NUMA binding was requested, but vLLM could not detect",
             "leave engine.options.numa_bind out",

@@ -246,7 +246,7 @@ def test_an_image_for_a_model_without_eyes_is_refused(text_model: Path) -> None:
     with closing(open_engine(make_job(text_model))) as opened:
         refused, answered = ask(opened, with_image((64, 64)), request(1))
     assert refused.error is not None
-    assert "takes text alone" in str(refused.error)
+    assert "takes only text" in str(refused.error)
     assert answered.error is None
 
 

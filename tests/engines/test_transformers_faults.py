@@ -136,7 +136,7 @@ def test_only_the_row_at_fault_fails(
     assert [c.choices for c in done if not c.error] == [
         e.choices for c, e in zip(done, undisturbed, strict=True) if not c.error
     ]
-    assert ("falling back to sequential" in caplog.text) == (fault != "oom")
+    assert ("running its rows one by one" in caplog.text) == (fault != "oom")
 
 
 def test_a_job_is_finished_beside_all_kinds_of_faults(
@@ -160,7 +160,7 @@ def test_a_job_is_finished_beside_all_kinds_of_faults(
     assert kinds == {4: "engine_crash", 9: "oom", 17: "oom"}  # a SIGKILL is the kernel's for memory
     assert len(list(read_newest(tmp_path / "output/run" / RESULTS))) == N_ROWS
     log = (tmp_path / "output/run/engine.log").read_text()
-    assert "falling back to sequential" in log
+    assert "running its rows one by one" in log
     assert "batches of up to 4" in log
     assert "engine died" in done.stderr
     assert done.stderr.count("trust_remote_code") == 1, "however many engines it took"

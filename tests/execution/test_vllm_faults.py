@@ -136,7 +136,7 @@ def test_poison_rows_in_one_window_are_found_and_not_tried_again(run: Run, calm:
     [
         ("kill", "engine died (engine_crash) with"),
         ("error", "RuntimeError: planted: device-side assert"),
-        ("hang", "no step ended for"),
+        ("hang", "the engine ended no step for"),
     ],
 )
 def test_an_engine_that_dies_once_is_restarted(

@@ -72,11 +72,11 @@ class Abort(_Message, frozen=True):
 
 
 class Close(_Message, frozen=True):
-    """Close the engine and exit."""
+    """The last message of the run: close the engine and exit."""
 
 
 class Ready(_Message, frozen=True):
-    """The model is loaded."""
+    """The engine's first message: the model is loaded."""
 
     limits: Mapping[str, Any]
     versions: Mapping[str, str]
@@ -117,11 +117,13 @@ OfEngine = Ready | Refused | NotStarted | Turn | Died
 
 
 class Unsendable(Exception):
-    """A value in the message can't be encoded; nothing was sent."""
+    """A message with a value that can't be encoded. Nothing was sent."""
 
 
 class Channel:
-    """Sends messages, and receives messages of the union ``reads``. One thread may send while another receives.
+    """A connection that sends messages, and receives messages of the union ``reads``.
+
+    One thread may send while another receives.
 
     Values arrive as msgpack decodes them: a tuple becomes a list, a date becomes text.
     """

@@ -1,8 +1,8 @@
-"""The handler in the engine's process (see ``isolation/``): it opens the job's engine, answers requests, and
-reports why the engine dies.
+"""The code that runs in an engine's own process: it opens the job's engine, answers requests, and reports why the
+engine dies.
 
-No other process can write to the connection: it has no name, and only the run and its children ever
-hold an end.
+``isolation/`` forks the process and calls ``main`` with a connection to the run. The connection is a socket without
+a name, so only the run and its child processes can use it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
     in_flight: dict[int, tuple[int, Request]] = {}
     last_sent = 0.0
     while True:
-        for message in _come_in(inbox) if in_flight else _burst(inbox):
+        for message in _arrived(inbox) if in_flight else _burst(inbox):
             if message is None:
                 return True
             if isinstance(message, Abort):
@@ -158,7 +158,7 @@ def _dropped(
     return found
 
 
-def _come_in(inbox: Inbox) -> Iterator[Submit | Abort | None]:
+def _arrived(inbox: Inbox) -> Iterator[Submit | Abort | None]:
     """Yield all messages that have arrived."""
     with contextlib.suppress(queue.Empty):
         while True:
@@ -166,7 +166,7 @@ def _come_in(inbox: Inbox) -> Iterator[Submit | Abort | None]:
 
 
 def _burst(inbox: Inbox) -> Iterator[Submit | Abort | None]:
-    """Wait for the first message, then yield it and those right behind it, so that they start together."""
+    """Wait for a message; yield it and others that follow within milliseconds, so that requests start together."""
     with contextlib.suppress(queue.Empty):
         yield inbox.get(timeout=HEARTBEAT_S)
         until = time.monotonic() + BURST_S

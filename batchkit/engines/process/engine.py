@@ -113,7 +113,7 @@ class ProcessEngine:
             self._send(Submit(self._submitted, bare))
         except Unsendable as error:
             del self._in_flight[self._submitted]
-            refusal = RequestError(f"can't be sent to the engine: {error}")
+            refusal = RequestError(f"the request can't be sent to the engine: {error}")
             self._refused.append(Completion(request, error=refusal))
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
@@ -215,8 +215,8 @@ class ProcessEngine:
         stacks = self._stacks()
         self._end(kill=True)
         message = (
-            f"no step ended for {silent_s:.0f} s (run.stall_timeout_s ="
-            f" {self._stall_timeout_s:g}); its stacks are in run.log"
+            f"the engine ended no step for {silent_s:.0f} s (run.stall_timeout_s ="
+            f" {self._stall_timeout_s:g}); run.log has the stacks of its threads"
         )
         fault = with_log(Fault("stall", "stall", message), self._printed.printed())
         self._death = EngineDied(fault, stacks=stacks)
@@ -261,7 +261,7 @@ class ProcessEngine:
 
 
 def _doing(log: str) -> str:
-    """Return what a loading engine was doing, from the last such line of its log."""
+    """Return what an engine was doing while it loaded, for a message, from the last line of its log that says so."""
     lines = [line for line in log.splitlines() if line.startswith(DOING)]
     return lines[-1].removeprefix(DOING) if lines else "it loaded"
 

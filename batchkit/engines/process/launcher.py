@@ -34,8 +34,8 @@ def log_of(log: Path, engine: str) -> Path:
 
 
 class Launcher:
-    """Starts the processes of one engine. They are forks of a process that has imported the engine's libraries, which
-    starts with the first of them.
+    """A starter of one engine's processes. They are forks of a process that has imported the engine's libraries; the
+    first call of ``launch`` starts that process.
 
     Their output is appended to ``log``. ``environment`` adds variables to this process's own. ``start`` starts the
     process; tests replace it to fork from a process that has imported vLLM.

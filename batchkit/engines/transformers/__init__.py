@@ -25,7 +25,7 @@ MAX_NUM_SEQS: int = TransformersOptions.model_fields["max_num_seqs"].default
 
 
 def changing_options(job: JobConfig) -> dict[str, Any]:
-    """See ``registry.changing_options``. Raises JobError if the job can't be run."""
+    """Return other attention implementations, for ``registry.changing_options``. Raises JobError."""
     options = options_of(job)
     attentions = ["sdpa", "flash_attention_2"] if find_spec("flash_attn") else ["sdpa"]
     others = [name for name in attentions if name != (options.attn_implementation or "sdpa")]

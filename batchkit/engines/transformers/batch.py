@@ -1,4 +1,4 @@
-"""Batches of answers: their next tokens, and their ends."""
+"""Batches of answers: chooses the next token of each answer, and finds where it ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoadedModel(NamedTuple):
 
 
 class _Abandoned(Exception):
-    """Raised to leave ``generate`` when the batch is over."""
+    """An exception that is raised inside ``generate`` to leave it when the batch is over."""
 
 
 class Batch:
@@ -267,7 +267,7 @@ class BatchAnswer:
             yield TopPLogitsWarper(asked.top_p)
 
     def _has_stop_text(self) -> bool:
-        """If so, the text is cut there. Stop texts within the first ``min_tokens`` are ignored."""
+        """Return whether the answer contains a stop text, and cut it there; the first ``min_tokens`` don't count."""
         asked = self.prepared.sampling
         if not asked.stops:
             return False

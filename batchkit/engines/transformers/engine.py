@@ -30,7 +30,7 @@ _REFUSALS = (ValueError, TypeError, LookupError, AssertionError, NotImplementedE
 
 
 class TransformersEngine:
-    """The engine, on one thread that prepares submitted requests and then steps the current batch.
+    """The transformers engine, whose one thread prepares submitted requests and then steps the current batch.
 
     A step gives each row of the batch a token, so no row waits ``run.row_timeout_s`` for one; ``run.stall_timeout_s``
     catches a step that hangs.
@@ -90,7 +90,7 @@ class TransformersEngine:
             free_memory()
 
     def _prepare(self, request: Request, since: float) -> list[Completion]:
-        """Return the failed completion if the request is refused, otherwise an empty list."""
+        """Tokenize a request and queue its answers. Return the failed completion if it is refused, otherwise []."""
         try:
             prepared = self._renderer.prepare(request)
         except RowError as error:
@@ -114,7 +114,7 @@ class TransformersEngine:
         return random.Random(name).getrandbits(63)
 
     def _begin(self) -> Batch:
-        """Return the next batch, before its first step."""
+        """Make the next batch from waiting answers."""
         answers = next_batch(self._waiting, self._size)
         self._waiting = _without(self._waiting, answers)
         self._batch = Batch(answers, self._loaded)
@@ -141,7 +141,7 @@ class TransformersEngine:
         self._successes += len(batch.answers)
         if self._successes >= _STRETCH and self._size < self.max_num_seqs:
             self._successes, self._size = 0, min(2 * self._size, self.max_num_seqs)
-            _LOG.warning("a stretch of success: batches of up to %d again", self._size)
+            _LOG.warning("%d answers without an error: batches of up to %d", _STRETCH, self._size)
 
     def _end_batch(self) -> None:
         if self._batch is not None:
@@ -171,7 +171,7 @@ class TransformersEngine:
             self._successes, self._size = 0, size // 2
             _LOG.warning("out of memory (%s): batches of up to %d", fault, self._size)
         else:
-            _LOG.warning("a batch failed (%s): falling back to sequential", fault)
+            _LOG.warning("a batch failed (%s): running its rows one by one", fault)
             for answer in unfinished:
                 answer.runs_alone = True
         self._waiting = [*unfinished, *self._waiting]
@@ -204,10 +204,12 @@ def _completion(answers: Sequence[BatchAnswer]) -> Completion:
 
 def _row_error(fault: Fault, *, is_refusal: bool) -> RowError:
     if fault.kind == "oom":
-        return RowOutOfMemoryError(f"the engine runs out of memory on this row alone: {fault}")
+        return RowOutOfMemoryError(
+            f"the engine runs out of memory even if this row runs alone: {fault}"
+        )
     if is_refusal:
         return RequestError(f"the model can't take this row: {fault}")
-    return EngineCrashError(f"the model fails on this row alone: {fault}")
+    return EngineCrashError(f"the model fails even if this row runs alone: {fault}")
 
 
 def load_model(
@@ -261,7 +263,7 @@ def free_memory() -> None:
 
 
 def is_sound(device: Any) -> bool:
-    """Return whether the GPU still computes: after a failure, a GPU fails on everything later."""
+    """Return whether the device still computes: after some errors, a GPU fails at every later operation."""
     import torch
 
     try:
@@ -288,6 +290,7 @@ def _attention(wanted: str | None) -> str | None:
     if wanted != FLASH or is_flash_attn_2_available():
         return wanted
     _LOG.warning(
-        "engine.options.attn_implementation: no package for %s here; the default is taken", FLASH
+        "engine.options.attn_implementation: %s needs a package that is not installed; using the default",
+        FLASH,
     )
     return None

@@ -119,7 +119,9 @@ class Sampling(Table):
         if self.n > 1 and self.is_greedy:
             raise ValueError("n: greedy sampling (temperature = 0) gives the same answer n times")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} is over max_tokens {self.max_tokens}")
+            raise ValueError(
+                f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}"
+            )
         if self.stop == "":
             raise ValueError("stop: found '', which would end every answer before it begins")
         return self

@@ -20,8 +20,8 @@ from batchkit.types import CLIPS, Request
 class PreparedPrompt(NamedTuple):
     """A request as the model's inputs.
 
-    ``inputs``: its tensors by ``forward``'s argument names, a batch of one on the CPU. ``max_tokens``: the rest of
-    the context, or the request's own limit if that is less.
+    ``inputs``: its tensors by ``forward``'s argument names, a batch of one on the CPU. ``max_tokens``: the tokens that
+    the prompt leaves in the context, or the request's own limit if that is less.
     """
 
     request: Request
@@ -156,7 +156,7 @@ class TransformersRenderer:
         return made
 
     def _content(self, message: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-        """Return the content as chat templates of models with images expect it: in parts, with images passed separately.
+        """Return the content as chat templates of models with images expect it: in parts, without the images' data.
 
         As in vLLM, the result of a tool is one text.
         """
@@ -179,7 +179,7 @@ class TransformersRenderer:
         if isinstance(content, str):
             return content
         if any(part["type"] != "text" for part in content):
-            raise RequestError(f"{self._model} takes text alone: its processor knows no images")
+            raise RequestError(f"{self._model} takes only text: its processor reads no images")
         return "\n".join(part["text"] for part in content)
 
 
@@ -199,7 +199,10 @@ def _max_model_len(text_config: Any, wanted: int | None) -> int:
     most: int | None = getattr(text_config, "max_position_embeddings", None)
     limit = most if wanted is None else wanted
     if limit is None:
-        raise JobError("engine.options.max_model_len: the model's config does not say it; set it")
+        raise JobError(
+            "engine.options.max_model_len is missing: set it to the longest prompt and answer together, in"
+            " tokens; the model's config has no max_position_embeddings"
+        )
     if most is not None and limit > most:
         found = f"engine.options.max_model_len: found {limit}"
         raise JobError(f"{found}, expected at most the model's own max_position_embeddings, {most}")
