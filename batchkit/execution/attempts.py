@@ -53,7 +53,7 @@ class Attempts:
     def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:
         self._start, self._retry, self._clock = start, start.job.retry, clock
         self._waiting: list[tuple[float, int, Request]] = []  # a heap
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # decides between equal times: requests can't be compared
         self._rows: dict[Key, _RetryState] = {}
         self.retried = 0
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-PROOF, PROOF_AMONG_ACCIDENTS = 2, 3
+PROOF, PROOF_AMONG_ACCIDENTS = 2, 3  # deaths that prove a row to be at fault
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from batchkit.rendering.tools import ignored_tools
 from batchkit.storage import identity
 from batchkit.types import Completion, Key, Request
 
-POLL_S = 0.05
+POLL_S = 0.05  # longest wait of one poll, so that the loop soon notices signals and due retries
 
 
 class Loaded(NamedTuple):
@@ -180,7 +180,7 @@ class Lane:
         return settled
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Return settled completions, waiting at most ``timeout_s`` for the first; then adapt the window to the load."""
+        """Return settled completions; wait at most ``timeout_s`` for the first. Also adapt the window to the load."""
         settled: list[Completion] = []
         if self.in_flight:
             for completion in self._engine.poll(timeout_s):

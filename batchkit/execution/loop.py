@@ -216,7 +216,10 @@ class Loop:
             return Outcome(self._summary(JobError.exit_code), JobError(why))
         left = "nothing left to run: every row has a record"
         if (limit := job.input.limit) is not None:
-            left = f"nothing left to run: the first {limit:,} rows have records; start without input.limit (--limit) to run the rest"
+            left = (
+                f"nothing left to run: the first {limit:,} rows have records; start without input.limit"
+                " (--limit) to run the rest"
+            )
         self._screen.say(why if is_empty else left)
         return Outcome(self._summary())
 

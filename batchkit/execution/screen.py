@@ -31,11 +31,11 @@ from batchkit.storage.metrics import GpuLoad, Metrics, MetricsLog
 from batchkit.storage.runfolder import LOG
 from batchkit.types import utc_now
 
-_LOOK_S = 0.25
-_RECORD_S = 1.0
+_LOOK_S = 0.25  # between updates of the display
+_RECORD_S = 1.0  # between lines of metrics.jsonl
 _MACHINE_S = 5.0  # seldom, because reading the host's processes may take some milliseconds
-_RATE_SPAN_S = 60.0
-_CLOCK_S, _LINE_S = 1.0, 10.0
+_RATE_SPAN_S = 60.0  # rates are averages over this time
+_CLOCK_S, _LINE_S = 1.0, 10.0  # between updates while the model loads, with a bar and without
 # The prefix of vLLM's log lines.
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?[A-Z]+ [\d-]+ [\d:]+ \[[^]]+\] ")
 _OF_LOAD = set(Load._fields) & set(Metrics.__struct_fields__) - {"kv_cache_usage"}

@@ -24,7 +24,7 @@ _NO_FIELDS = Raw(b"{}")
 
 
 def resolved(start: Start, completion: Completion) -> Completion:
-    """Return the completion with the selected choice and its JSON value, or with an error if the answer is not whole."""
+    """Return the completion with the selected choice and its JSON value; with an error if the answer is not whole."""
     parses = completion.request.step in start.parsing
     chosen = start.selection.chosen(completion, parses=parses)
     whole = failed_unless_whole(chosen, start.job.output.vector_dtype)

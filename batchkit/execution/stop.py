@@ -24,7 +24,7 @@ from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.types import Usage
 
-DRAIN_S = 10.0
+DRAIN_S = 10.0  # for rows in flight after the first SIGINT, or after run.max_seconds
 
 
 class StopRequest:

@@ -32,7 +32,7 @@ from batchkit.execution.bisection import Suspects
 from batchkit.execution.events import EngineHistory, EngineLine, Hear, Note
 from batchkit.types import Completion, Key, Request
 
-LONGEST_PAUSE_S = 10
+LONGEST_PAUSE_S = 10  # between attempts to open an engine
 _STRETCH = 1000  # after this many answers, two events count as unrelated
 _DEATH = "it died"
 _KILLED = "SIGKILL"
@@ -266,7 +266,7 @@ class SupervisedEngine:
         return death.request
 
     def _count_death(self, cause: object, *, may_raise: bool = True) -> None:
-        """Count a death, and raise EngineError after too many. ``may_raise``: False if a failed row must be returned first."""
+        """Count a death. After too many, raise EngineError if ``may_raise``: else a failed row is returned first."""
         self._deaths += 1
         if may_raise and self._deaths > self._job.run.max_engine_restarts:
             self.ladder.back()

@@ -157,7 +157,7 @@ class Tasks:
         self._first_failures.check(is_end=is_end)
 
     def total(self, timeout_s: float | None = 0) -> int | None:
-        """Return the number of rows of the whole job, counted while the model loads; None if unknown after ``timeout_s``.
+        """Return the number of rows of the whole job, which a thread counts; None if unknown after ``timeout_s``.
 
         ``timeout_s`` None waits without limit.
         """

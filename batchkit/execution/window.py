@@ -28,6 +28,7 @@ from collections.abc import Callable
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.memory import free_memory_share
 
+# Shares of max_num_seqs, except CUT: a share of the window.
 START, LARGEST, LEAST, STEP, CUT = 1.5, 4.0, 0.25, 0.25, 0.75
 COOLDOWN_S = 10.0
 LEAST_FREE_MEMORY = 0.08

@@ -84,7 +84,7 @@ class Worker:
         return [*self._lines(settled)]
 
     def written(self, count: int | None = None) -> None:
-        """Tell the rows that ``count`` returned generations (default: all) are in the ledger, so that they may continue."""
+        """Let rows continue whose generations are in the ledger: the first ``count`` returned ones (default: all)."""
         n_written = len(self._unwritten) if count is None else count
         self._requests.answer([self._unwritten.popleft() for _ in range(n_written)])
 

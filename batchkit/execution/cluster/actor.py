@@ -189,7 +189,7 @@ def _brief(line: Returned) -> Returned:
 
 
 def _engine_log(folder: Path, number: int) -> Path:
-    """Return the path of the engine's log: in the run folder if this machine has it, otherwise in a temporary folder."""
+    """Return the path of the engine's log: in the run folder if this machine has it, or else in a temporary folder."""
     own = Path(tempfile.gettempdir(), f"batchkit-{os.getuid()}", folder.name)
     log = Path(LOG)
     return (folder if folder.is_dir() else own) / f"{log.stem}.worker-{number}{log.suffix}"

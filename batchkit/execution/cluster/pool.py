@@ -32,7 +32,7 @@ from batchkit.types import Completion, Request, Task
 PLACE_S = 15.0  # report a worker that waits longer than this for resources
 KNOCK_S = 1.0
 HEAD_GONE_S = 5.0  # Ray itself would end this process after a minute
-HEAVY_ROW_BYTES = 16 * 1024
+HEAVY_ROW_BYTES = 16 * 1024  # smaller rows don't count toward the limit on bytes read ahead
 
 
 class RayPool:

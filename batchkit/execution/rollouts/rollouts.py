@@ -21,8 +21,8 @@ from batchkit.rendering.held_media import HeldMedia
 from batchkit.rendering.prefetch import AHEAD, read_ahead
 from batchkit.types import Completion, Request, Task
 
-_STEPS_BEGUN = 4096
-_BEGUN_AT_ONCE = 64
+_STEPS_BEGUN = 4096  # most rows of ``[[steps]]`` in progress
+_BEGUN_AT_ONCE = 64  # rows are begun in batches of this size, which is cheaper
 _STIR_S = 0.005  # wait this long for an answered row's next request before requests of other rows
 _DRAIN_S = 0.1  # when the run stops, wait this long for an answered row to end
 

@@ -25,6 +25,7 @@ from batchkit.types import Request
 _LOOK_S = 1.0
 _CLOSE_S = 5.0
 _SIDE_THREADS = 32  # for asyncio.to_thread
+# Frames of these folders are left out of stacks that users see.
 _OURS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
 _MOST_FRAMES = 12
 _MOST_CHARACTERS = 10_000

@@ -27,7 +27,7 @@ class Steps:
         self._start, self._renderer = start, start.renderer
 
     async def solve(self, row: OpenRow) -> Completion:
-        """Return the outcome of the row: the answer of its last step, the error of a failed step, or the selected candidate."""
+        """Return the row's outcome: the answer of its last step, the selected candidate, or a failed step's error."""
         answers: dict[str, dict[str, Any]] = {}
         done: list[Completion] = []
         last: Completion | None = None

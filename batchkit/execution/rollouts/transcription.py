@@ -133,7 +133,7 @@ def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> li
 
 
 def joined(parts: Sequence[SoundPart], of_parts: Sequence[list[Segment]]) -> list[Segment]:
-    """Return the segments of all chunks. Each segment comes from the chunk whose own span has the segment's middle."""
+    """Join the segments of chunks, whose sound overlaps: keep those whose middle is in their chunk's own span."""
     found: list[Segment] = []
     was_cut = False
     for part, segments in zip(parts, of_parts, strict=True):
