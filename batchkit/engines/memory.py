@@ -155,7 +155,7 @@ def _smi_gpus() -> list[Gpu]:
 def oom_kills() -> int | None:
     """Return how many processes of this cgroup the kernel has killed for memory so far.
 
-    Counts the whole host if no cgroup counts; None if nothing counts.
+    If its cgroups have no such count, return the count of the whole host; None if there is none.
     """
     for group in memory_groups():
         for name in ("memory.events", "memory.oom_control"):

@@ -45,7 +45,7 @@ class _RetryState:
 
 
 class Attempts:
-    """Decides for each completion whether its row is settled, and holds the requests to retry.
+    """The retries of a lane: decides for each completion whether its request is settled, and holds those to retry.
 
     Not thread-safe. ``retried`` counts all retries except retries with a shorter prompt.
     """

@@ -93,10 +93,7 @@ def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None)
 
 
 class Turns:
-    """The order in which one start loads groups of engines, and the rows that wait for an engine to be loaded.
-
-    ``say`` gets lines for the log.
-    """
+    """The order in which a start loads groups of engines, and the rows that wait for one. ``say`` writes to the log."""
 
     def __init__(self, job: JobConfig, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say
@@ -143,7 +140,6 @@ class Turns:
 
 
 def _label(name: str) -> str:
-    """Return the engine's table name in the job file."""
     return f"[engines.{name}]" if name else "[engine]"
 
 

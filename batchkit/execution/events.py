@@ -25,7 +25,7 @@ class Note(NamedTuple):
 
 
 class EngineHistory(NamedTuple):
-    """How often an engine was restarted after it died, and which of its settings were reduced.
+    """An engine's number of restarts after deaths, and its settings that were reduced.
 
     It is reported after each death and stored in the manifest, so that the next start of the run begins with the
     reduced settings. ``steps``: the reductions after out of memory, in order (``engines/memory_ladder.py``).

@@ -135,10 +135,7 @@ def _all_fail(index: int, row_id: str, error: ErrorInfo, count: int, so: str) ->
 
 
 def check_uses_a_column(job: JobConfig, row: Row) -> None:
-    """Raise JobError if no prompt uses a column, or ``prompt.images`` has a column's name instead of a template.
-
-    The same holds for ``prompt.videos`` and ``prompt.audios``. ``row`` shows which columns the input has.
-    """
+    """Raise JobError if no prompt uses a column, or ``prompt.images`` (or a clip) names one without a template."""
     for place, its in job.of_each_step():
         for kind in ("images", "videos", "audios"):
             for template in getattr(its.prompt, kind):

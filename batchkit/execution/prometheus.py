@@ -28,10 +28,7 @@ _OPERATIONS = {
 
 
 class Family(NamedTuple):
-    """A metric family: its help text, and the ``field`` of Metrics that it shows.
-
-    With a ``label``, the family has one value per GPU ("gpu") or per row status ("status").
-    """
+    """A metric family: help text, ``field`` of Metrics, and ``label`` if it has one value per GPU or row status."""
 
     text: str
     field: str

@@ -190,10 +190,7 @@ class SharedEngine:
             self.engine.close()
 
     def _turn(self, timeout_s: float, worker: Seat | None = None) -> None:
-        """Submit waiting requests, poll the engine once, and put its answers into the seats. Needs ``_lock``.
-
-        ``worker``: the seat whose thread does this, so that it need not be woken.
-        """
+        """Submit waiting requests, poll the engine once, and fill the seats' inboxes. ``worker``: the caller's seat."""
         if self.death is not None:
             return
         self._charge()

@@ -28,11 +28,7 @@ DRAIN_S = 10.0  # for rows in flight after the first SIGINT, or after run.max_se
 
 
 class StopRequest:
-    """A handler for SIGINT and SIGTERM.
-
-    After the first SIGINT, running requests have ``drain_s`` seconds to finish. After a second one, or SIGTERM, they
-    have none.
-    """
+    """A handler for SIGINT and SIGTERM. Only after a first SIGINT, running requests have ``drain_s`` to finish."""
 
     def __init__(self, *, drain_s: float = DRAIN_S) -> None:
         self._drain_s = drain_s

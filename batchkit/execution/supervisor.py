@@ -168,10 +168,7 @@ class SupervisedEngine:
             self._suspects.single_out()
 
     def _note_probe(self, completion: Completion) -> bool:
-        """Return whether ``completion`` answers the probe (``_prove_sound``), not a request of the lane.
-
-        A request whose probe failed is not used as a probe again.
-        """
+        """Return whether ``completion`` answers the probe, not a lane's request. A failed probe is not used again."""
         if completion.request is not self._probe:
             return False
         if completion.error is not None:

@@ -223,7 +223,7 @@ class Tasks:
 
 
 class WatchedInput:
-    """``source`` and the files that all prompts include, watched for changes.
+    """The input ``source``, and the files that all prompts include, both watched for changes.
 
     Changes while the run reads them are noted in the manifest, so that the next start compares rows.
     """

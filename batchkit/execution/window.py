@@ -95,7 +95,7 @@ class Window:
             return ""
         self.size = size
         self._rests_until = self._clock() + COOLDOWN_S
-        return f"window {old} → {size}: {reason}"
+        return f"limit of requests in flight {old} → {size}: {reason}"
 
 
 def _start(max_num_seqs: int) -> int:

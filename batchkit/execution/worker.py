@@ -66,10 +66,7 @@ class Worker:
         )
 
     def fill(self, *, taking: bool = True) -> list[Returned]:
-        """Submit requests while there is room, and return the rows that this settled.
-
-        ``taking``: False while the run is stopping; then only return rows that have ended.
-        """
+        """Submit requests while there is room, unless the run is stopping (not ``taking``). Return rows that ended."""
         settled = [] if taking else self._requests.ended()
         for lane in self._lanes if taking else ():
             if self._requests.broken and (settled or self.load.in_flight):

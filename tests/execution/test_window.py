@@ -133,7 +133,7 @@ Looks = Sequence[tuple[Mapping[str, Any], str]]
 def test_each_look_changes_the_window_as_written(host: dict[str, Any], looks: Looks) -> None:
     made = Host(**host)
     for look, change in looks:
-        assert made.adapt(**look).removeprefix("window ") == change
+        assert made.adapt(**look).removeprefix("limit of requests in flight ") == change
 
 
 def test_window_grows_up_to_four_times_what_runs_at_once() -> None:
@@ -160,6 +160,8 @@ def test_whatever_happens_the_size_stays_in_bounds_and_says_what_it_did(
         )
         size = host.window.size
         assert 1 <= size <= max(2, LARGEST * max_num_seqs)
-        is_as_said = re.match(rf"window {before} → {size}: ", change) and size != before
+        is_as_said = (
+            re.match(rf"limit of requests in flight {before} → {size}: ", change) and size != before
+        )
         assert is_as_said if change else size == before
         host.now += pause_s

@@ -63,7 +63,9 @@ class Ended(NamedTuple):
     @property
     def window(self) -> list[tuple[int, int]]:
         """Its history."""
-        return [(int(old), int(new)) for old, new in re.findall(r"window (\d+) → (\d+)", self.log)]
+        return [
+            (int(old), int(new)) for old, new in re.findall(r"in flight (\d+) → (\d+)", self.log)
+        ]
 
 
 def question_rows(poison: dict[int, str]) -> list[dict[str, Any]]:

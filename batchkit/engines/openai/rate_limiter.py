@@ -64,10 +64,10 @@ class RateLimiter:
     """A limiter that allows at most ``most`` requests at a time. The limit is halved when the server reports that it is
     busy or a request times out, and grows with each answer.
 
-    The limiter opens, like a circuit breaker, if the server can't be reached, bars a request, or fails as often in
-    sequence as requests are running. While it ``is_open``, one probe at a time is sent, after growing pauses, until
-    one is answered. ``longest_wait_s`` limits the delay that a server may ask for. Use only from one event loop;
-    any thread may read.
+    The limiter opens, like a circuit breaker, if the server can't be reached, refuses a request for a reason that may
+    apply to all, or fails as often in sequence as requests are running. While it ``is_open``, one probe at a time is
+    sent, after growing pauses, until one is answered. ``longest_wait_s`` limits the delay that a server may ask for.
+    Use only from one event loop; any thread may read.
     """
 
     def __init__(self, most: int, longest_wait_s: float = LONGEST_PAUSE_S) -> None:

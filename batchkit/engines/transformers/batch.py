@@ -172,7 +172,7 @@ class BatchAnswer:
         self.begin()
 
     def begin(self) -> None:
-        """Start from the prompt, also after a failed attempt."""
+        """Remove all tokens, so that the answer starts from the prompt (again, after a failed batch)."""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text: str | None = None
@@ -181,7 +181,7 @@ class BatchAnswer:
 
     @property
     def takes_the_likeliest(self) -> bool:
-        """Whether the next token is the argmax of the unchanged logits."""
+        """True if the next token is the argmax of the unchanged logits."""
         asked = self.prepared.sampling
         changes = (asked.presence_penalty, asked.frequency_penalty, asked.logit_bias)
         is_plain = not any(changes) and asked.repetition_penalty == 1.0

@@ -138,8 +138,8 @@ class TransformersRenderer:
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return ``message`` as vLLM passes it to the chat template.
 
-        A developer becomes the system if the template does not know that role. The reasoning of an earlier answer gets
-        both names that templates read. Arguments of tool calls are tables instead of OpenAI's JSON text.
+        The role "developer" becomes "system" if the template does not know it. The reasoning of an earlier answer gets
+        both names that templates read. Arguments of tool calls become dicts; OpenAI's API has them as JSON text.
         """
         made = dict(message)
         if made["role"] == "developer" and "developer" not in str(self._chat_template):

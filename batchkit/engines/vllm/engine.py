@@ -53,7 +53,7 @@ class _Unprepared(NamedTuple):
 
 
 class VllmEngine:
-    """``vllm.LLM`` with continuous input.
+    """An engine that adds requests to ``vllm.LLM`` one by one, while it runs others.
 
     Threads: the processor's thread calls every method and steps the engine; a second thread renders what
     ``submit`` queued. They exchange requests only through ``_inbox`` and ``_prepared``. Once the model is loaded,
@@ -295,10 +295,7 @@ class VllmEngine:
             self._complete()
 
     def _refuse(self, prepared: Prepared) -> None:
-        """Prepare a request again that vLLM's core process refused; fail it after ``_MOST_TRIES``, or without images.
-
-        vLLM reports no error for it; only the core's log has the error.
-        """
+        """Prepare a refused request again if it has images, a few times; then fail it. Only the core's log says why."""
         images = _images_of(prepared.inputs[0].prompt)
         if images and prepared.tries <= _MOST_TRIES:
             self._queue(_Unprepared(prepared.request, images, prepared.tries))

@@ -72,9 +72,7 @@ class RayPool:
             self._held = held.pop_all()
 
     def fill(self, *, taking: bool) -> list[Returned]:
-        """Call every worker that has no pending call, with rows up to its capacity.
-
-        ``taking``: False while the run is stopping; workers then get no new rows.
+        """Call every worker that has no pending call, with rows up to its capacity (no rows unless ``taking``).
 
         Raises:
             JobError, EngineError: no worker is left, or none can load the model.
@@ -153,10 +151,7 @@ class RayPool:
                     return worker.life.engine
 
     def _hiring(self) -> Callable[[int], Any]:
-        """Return a function that starts the process of the worker with a given number, as a Ray actor.
-
-        ``max_restarts=0``: Ray must not restart an actor by itself, so that each death fails the pending call.
-        """
+        """Return a function that starts a worker as a Ray actor. Ray must not restart it, so that each death shows."""
         import ray
 
         made = ray.remote(Actor).options(
@@ -252,10 +247,7 @@ class RayPool:
             self._hear(learned)
 
     def _bury(self, worker: RayWorker, error: Exception) -> list[Returned]:
-        """Start a new process for a worker that died or lost its connection.
-
-        Return the record of the row at fault, if this death proves one.
-        """
+        """Start a new process for a worker that died or was lost. Return the record of a row proven to be at fault."""
         import ray
         from ray.exceptions import ActorUnavailableError, RayActorError
 

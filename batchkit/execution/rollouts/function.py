@@ -60,9 +60,7 @@ class Rollout:
 
 
 def with_function(job: JobConfig, function: Any) -> JobConfig:
-    """Return ``job`` with ``function`` as its rollout.
-
-    ``rollout.function`` then contains a hash of the function's source, so that a resume notices a change.
+    """Return ``job`` with ``function`` as its rollout; a hash of its source in the name lets a resume notice changes.
 
     Raises:
         JobError: it is not a coroutine function, or does not fit the job.

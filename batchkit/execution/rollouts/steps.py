@@ -66,10 +66,7 @@ class Steps:
         )
 
     def _candidates(self, done: Sequence[Completion]) -> list[Completion]:
-        """Return the answers among which ``select.step`` chooses, one completion each.
-
-        They are the answers of the newest step that has several, or the newest answer if no step has several.
-        """
+        """Return the answers to select from, one completion each: of the newest step with several, or the newest."""
         judged = next((each for each in reversed(done) if len(each.choices) > 1), done[-1])
         parses = judged.request.step in self._start.job.parsing
         chosen = [replace(judged, selected=number) for number in eligible(judged, parses=parses)]
