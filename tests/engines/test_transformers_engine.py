@@ -303,7 +303,7 @@ def test_flash_attention_that_is_not_there_is_no_reason_to_stop(
     with closing(open_engine(job)) as opened:
         (done,) = ask(opened, request(1))
     assert done.error is None
-    assert "the default is taken" in caplog.text
+    assert "using the default" in caplog.text
 
 
 def test_speed_is_no_part_of_what_decides_the_answers(demo_model: Path) -> None:

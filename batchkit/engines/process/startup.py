@@ -49,7 +49,7 @@ _REMEDIES = {
         "On a CPU each of tensor_parallel_size workers takes a NUMA node of its own (`lscpu` lists"
         " them): lower it, or leave engine.options.numa_bind out.",
     r"less than (desired|requested)":
-        "Other programs use the memory: end them, or lower {claim}.",
+        "Other programs use the memory: free it, or lower {claim}.",
     r"any model weights":
         "The folder has no weights: download them whole (*.safetensors).",
     r"SafetensorError|header too (large|small)|invalid header":

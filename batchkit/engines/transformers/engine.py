@@ -141,7 +141,9 @@ class TransformersEngine:
         self._successes += len(batch.answers)
         if self._successes >= _STRETCH and self._size < self.max_num_seqs:
             self._successes, self._size = 0, min(2 * self._size, self.max_num_seqs)
-            _LOG.warning("%d answers without an error: batches of up to %d", _STRETCH, self._size)
+            _LOG.warning(
+                "%d answers without an error: batches of up to %d again", _STRETCH, self._size
+            )
 
     def _end_batch(self) -> None:
         if self._batch is not None:
