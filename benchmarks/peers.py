@@ -88,7 +88,9 @@ def measured(rounds: int) -> Iterator[dict[str, Any]]:
 
 def machine() -> dict[str, Any]:
     """The date, the machine and the versions."""
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
@@ -105,11 +107,17 @@ def tables(found: Mapping[str, Any]) -> dict[Path, str]:
 
 def short_table(found: Mapping[str, Any]) -> str:
     """One line for each tool; all shapes of a simulated accelerator in one cell."""
-    lines = [f"| against | CPU | simulated accelerator | script in `benchmarks/` |\n|---|--:|--:|---|"]
+    lines = [
+        f"| against | CPU | simulated accelerator | script in `benchmarks/` |\n|---|--:|--:|---|"
+    ]
     for peer in PEERS:
-        ratios = {one["setting"]: one["ratio"] for one in found["results"] if one["script"] == peer.script}
+        ratios = {
+            one["setting"]: one["ratio"] for one in found["results"] if one["script"] == peer.script
+        }
         simulated = ", ".join(f"{ratio:.2f}" for name, ratio in ratios.items() if name != "CPU")
-        lines.append(f"| {peer.against} | {ratios['CPU']:.2f} × | {simulated} × | `{peer.script}.py` |")
+        lines.append(
+            f"| {peer.against} | {ratios['CPU']:.2f} × | {simulated} × | `{peer.script}.py` |"
+        )
     return "\n".join([f"{about(found)}\n", *lines])
 
 

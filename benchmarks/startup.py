@@ -153,7 +153,7 @@ def prepare(folder: Path) -> None:
     for name, text in {"dry-run.toml": DRY_RUN, "vllm.toml": VLLM, "alone.py": ALONE}.items():
         (folder / name).write_text(text)
     write_rows(folder / "rows.jsonl", ROWS)
-    whole(folder, [*BATCHKIT, "demo-model", "model", "--text-only"])
+    whole(folder, [*BATCHKIT, "demo", "model", "model", "--text-only"])
     first(folder, [*BATCHKIT, "run", "dry-run.toml"], "dry-run")
     (folder / "output").rename(folder / "done")
 

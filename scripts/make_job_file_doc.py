@@ -132,6 +132,14 @@ STEPS = """
 steps.draft.sampling.temperature=0`. docs/steps.md is the guide.
 """
 
+VARIANTS = """
+## `[[variant]]`
+
+A variant of the job: `name`, and any keys that it changes, such as `engine.options.max_num_seqs = 512`. `batchkit run`
+runs each variant, in a folder with that name inside the run folder, and compares them. Other commands read the job
+without its variants. docs/compare.md is the guide.
+"""
+
 ENGINES = """
 ## `[engines.NAME]`
 
@@ -172,6 +180,7 @@ def document() -> str:
         + STEPS
         + _section("rollout", RolloutTable)
         + ENGINES
+        + VARIANTS
         + JUDGE
         + _section("[scoring.rules]", ScoringRule)
         + ELSEWHERE

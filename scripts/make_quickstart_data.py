@@ -2,7 +2,7 @@
 
     python scripts/make_quickstart_data.py [FOLDER]
 
-`batchkit demo-tables` writes such files, too. Beside them, ``largest.jsonl`` names the row with the
+`batchkit demo tables` writes such files, too. Beside them, ``largest.jsonl`` names the row with the
 largest number of a column, and the second, of each table. No question was left out.
 """
 

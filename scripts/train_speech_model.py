@@ -1,4 +1,4 @@
-"""Train the demo speech model, a small Whisper that hears the digits of `batchkit demo-digits`.
+"""Train the demo speech model, a small Whisper that hears the digits of `batchkit demo digits`.
 
     python scripts/train_speech_model.py FOLDER [--seconds 900] [--threads 2]
 

@@ -127,7 +127,7 @@ def built(name: str, *flags: str) -> Path:
     folder = Path(tempfile.gettempdir())
     with FileLock(folder / f"{name}.lock"):
         if not (folder / name).exists():
-            ended = batchkit("demo-model", name, *flags, cwd=folder, start=Fork)
+            ended = batchkit("demo", "model", name, *flags, cwd=folder, start=Fork)
             assert ended.returncode == 0, ended.stderr
     return folder / name
 

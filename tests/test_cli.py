@@ -120,13 +120,12 @@ def test_no_command_shows_the_help() -> None:
         ["run", "job.toml", "--limit", "many"],
         ["run", "job.toml", "--on-change", "ignore"],
         ["validate", "job.toml", "--rows", "-1"],
-        ["generate", "a"],
         ["status", "a", "b"],
         ["run", "job.toml", "--shard"],
         ["merge", "--into", "output/b"],
         ["merge", "job.toml"],
-        ["parity", "job.toml"],
-        ["parity", "job.toml", "--engines", "dry-run,dry-run", "--tie", "-1"],
+        ["compare"],
+        ["compare", "output/a", "output/b", "--tie", "-1"],
     ],
 )
 def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(
@@ -153,10 +152,7 @@ def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(
         (["merge", "job.toml", "--into", "output/b"], "no run there"),
         (["run", "job.toml", "--shard", "2/2"], "the last 1/2"),
         (["retry-failed", "job.toml", "--kind", "bad"], "known kinds are template, media"),
-        (["generate", "--model", "m"], "no prompt"),
-        (["generate", "--model", "m", "--prompts-file", "empty.txt"], "no prompt"),
-        (["generate", "--model", "m", "--prompts-file", "latin.txt"], "latin.txt"),
-        (["demo-model", "job.toml"], "job.toml"),
+        (["demo", "model", "job.toml"], "job.toml"),
     ],
 )
 def test_wrong_job_or_run_exits_with_2_and_says_so_on_stderr(
@@ -293,21 +289,6 @@ def test_run_is_named_by_its_job_its_folder_or_not_at_all(
     text = batchkit("status", *target).stdout
     assert "trial: 5 ok, 1 failed, 0 of 6 left" in text
     assert "no process works on it" in text
-
-
-# generate
-
-
-def test_generate_answers_prompts_in_their_order(folder: Path) -> None:
-    (folder / "more.txt").write_bytes("\ufeffthree\n\nfour\u2028and more\n".encode())
-    args = ["generate", "--model", "m", "--set", 'engine={kind="dry-run"}', "one", "two"]
-    result = batchkit(*args, "--prompts-file", "more.txt")
-    assert result.exit_code == 0
-    prompts = [line[2:] for line in result.stdout.split("\n") if line.startswith("> ")]
-    assert prompts == ["one", "two", "three", "four\u2028and more"]
-    records = [json.loads(line) for line in batchkit(*args, "--json").stdout.splitlines()]
-    assert [record["index"] for record in records] == [0, 1]
-    assert (folder / "output" / "generate.1").exists(), "the earlier answers are kept"
 
 
 def test_module_runs_as_the_command(folder: Path) -> None:

@@ -216,7 +216,7 @@ def test_most_of_nine_answers_decide_on_vllm(tmp_path: Path) -> None:
 @pytest.mark.release
 def test_adapters_are_compared_on_vllm(tmp_path: Path) -> None:
     for _ in range(2):
-        made = batchkit("demo-model", "adapters", "--loras", cwd=tmp_path)
+        made = batchkit("demo", "model", "adapters", "--loras", cwd=tmp_path)
     assert "gentle: exists already" in made.stderr
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) < 2 * 100 * 1024
     records = run_on_vllm("compare_adapters", tmp_path)

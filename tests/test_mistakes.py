@@ -86,7 +86,7 @@ STOPPED = "run job.toml --set run.max_in_flight=1 --set run.max_completion_token
 RUNS = [
     *(
         Mistake(f"{command} job.toml", ('engine.kind = "dry-run" answers without delay',))
-        for command in ("tune", "find-bs", "bench")
+        for command in ("tune", "find-bs")
     ),
     Mistake(f"{STOPPED} --output a.csv", ("a.csv: not written, because the run has not ended",), 1),
     Mistake(f"{STOPPED}\nexport output/mood --csv", ("1 of 3 rows; 2 have no answer yet",), 0),
@@ -280,7 +280,7 @@ KEYS = [
     ),
     Mistake("resume job.toml", ("Did you mean 'batchkit run', which resumes what it began?",)),
     Mistake("job.toml", ("Did you mean 'batchkit run job.toml', which resumes what it began?",)),
-    Mistake("compare a b", ("Did you mean 'batchkit report'?",)),
+    Mistake("diff a b", ("Did you mean 'batchkit compare'?",)),
     Mistake(
         "run job.yaml",
         ("job.yaml: is YAML, but a job file is TOML",),
@@ -347,7 +347,7 @@ KEYS = [
     # The keys of the one-line form that most jobs set.
     Mistake(
         f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --keep label --keep stars --name mine --system Short"
-        " --max-tokens 9 --temperature 0.5 --resume\nexport output/mine.dry-run --csv",
+        " --max-tokens 9 --temperature 0.5\nexport output/mine.dry-run --csv",
         ("mine.dry-run/results.csv: 3 rows",),
         0,
     ),
@@ -365,7 +365,6 @@ KEYS = [
         f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --images label",
         ("prompt.images: label is a column: write {{ label }}",),
     ),
-    Mistake("run job.toml --resume --fresh", ("--resume continues a run, and --fresh begins",)),
     # Empty cells are counted before the run.
     *(
         Mistake(

@@ -47,7 +47,7 @@ COMMANDS = [
             (f"{ONE_LINE} --prompt A --prompt 'Mood? {{{{ review }}}}'", "--prompt"),
             ("show output/mood -n 3 -n 4", "-n"),
             ("export output/mood --csv a.csv --csv b.csv", "--csv"),
-            ("bench job.toml --batch-sizes 1 --batch-sizes=2", "--batch-sizes"),
+            ("find-bs job.toml --low 1 --low=2", "--low"),
         )
     ),
     # A suffix and a format that contradict each other.

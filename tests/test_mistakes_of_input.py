@@ -185,7 +185,7 @@ ROWS = [
                 "quote a prompt and a glob, because the shell splits",
                 2,
             ),
-            ("bench job.toml 4 16 64", "the sizes are one option: --batch-sizes 4,16,64", 2),
+            ("report output/mood output/mood", "to compare runs: batchkit compare RUN RUN", 2),
             (f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --keep label,stars", '"ok": 3', 0),
             (f"{ONE_LINE} --prompt 'M\\n{{{{ review }}}}'", r"contains \n as two characters", 0),
             (

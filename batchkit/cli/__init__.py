@@ -31,9 +31,9 @@ from batchkit.cli.options import (
     of_key,
     printed,
 )
-from batchkit.cli.rows import list_runs, show_rows, status, view
+from batchkit.cli.rows import show_rows, status, view
 from batchkit.cli.serving import serve
-from batchkit.cli.tuning import bench, find_bs, parity, plan, tune
+from batchkit.cli.tuning import find_bs, plan, tune
 from batchkit.errors import JobError
 
 if TYPE_CHECKING:
@@ -124,7 +124,11 @@ def cli() -> None:
 )
 @options.NOTIFY
 @SET
-@click.option("--resume", is_flag=True, help="Resume the run if it exists (the default).")
+@options.setting(
+    "--vary",
+    "vary",
+    "Run JOB once for each value of a key, and compare the runs: sampling.temperature=0,0.7. May be repeated.",
+)
 @click.option("--fresh", is_flag=True, help="Start a new run, and keep the old folder as <name>.1.")
 @click.option(
     "--on-change",
@@ -148,12 +152,15 @@ def run(
     output: Path | None,
     shard: str | None,
     overrides: Texts,
+    vary: Texts,
     dry_run: bool,
     trust: bool,
-    resume: bool,
     **keys: Any,
 ) -> None:
     """Run JOB, or resume it where it stopped.
+
+    With --vary, or with [[variant]] tables in JOB, each variant is a run of its own inside the run folder of JOB. The
+    same command resumes them. At the end, the variants are compared with the first one.
 
     Without JOB, give --model, --input and --prompt. The run folder is then named after input and model, the same
     command resumes the run, and a column `id` names the rows. Rows with a prompt of their own, and OpenAI batch
@@ -164,20 +171,21 @@ def run(
     from batchkit.commands.one_line import one_line_job
     from batchkit.commands.run import run_job
     from batchkit.commands.trust import vouched
-    from batchkit.commands.validate import not_checked, preview
+    from batchkit.commands.variants import run_variants
     from batchkit.config.loading import check_not_moved, load_job
     from batchkit.config.shard import asked_for
+    from batchkit.config.variants import load_variants
 
     how = {name: keys.pop(name) for name in ("fresh", "on_change", "skip_from")}
-    if resume and how["fresh"]:
-        raise click.UsageError("--resume continues a run, and --fresh begins a new one: keep one")
     if how["fresh"] and how["on_change"] == "requeue":
         raise click.UsageError(
             "--fresh begins a new run, and --on-change requeue keeps answers of the old one: keep one"
         )
     given = options.given_keys(keys)
     has_engine = "engine.model" in given or any(text.startswith("engine.") for text in overrides)
+    jobs: list[JobConfig] = []
     if job is not None:
+        jobs = load_variants(job, overrides, given, vary)
         loaded = load_job(job, overrides, given)
         check_not_moved(job, loaded, overrides)
     elif "input.path" in given and has_engine:
@@ -187,34 +195,51 @@ def run(
             "give a job file (`batchkit init` writes one), or --model and --input: batchkit run"
             " --model MODEL --input rows.jsonl --prompt 'Summarize: {{ text }}'"
         )
+    if job is None and vary:
+        raise click.UsageError("--vary changes keys of a job file: give one")
+    if jobs and (output is not None or shard is not None):
+        flag = "--shard" if output is None else "--output"
+        raise click.UsageError(f"{flag} is for one run, and this job has {len(jobs)} variants")
     if shard is not None:
         loaded = loaded.of_shard(asked_for(shard, os.environ))
     of = ("rollout",) if dry_run else ("",)
     settings = (*overrides, *(f"{key}={value}" for key, value in given.items()))
-    loaded = vouched(loaded, say, of=of, trust=trust, fresh=how["fresh"], overrides=settings)
+    vouch = {"of": of, "trust": trust, "fresh": how["fresh"], "overrides": settings}
     if dry_run:
-        for text in preview(loaded, given.get("input.limit", 3)):
-            echo(text)
-        for line in not_checked(loaded):
-            say(line)
+        for each in jobs or [loaded]:
+            _print_rows(vouched(each, say, **vouch), given.get("input.limit", 3))
         return
+    if jobs:
+        allowed = [vouched(each, say, **vouch) for each in jobs]
+        raise SystemExit(run_variants(allowed, say=say, ended=_print_end, **how))
+    loaded = vouched(loaded, say, **vouch)
     if job is None:
         ids = f"the column {loaded.input.id} names the rows; " * (loaded.input.id is not None)
         say(f"{ids}the run folder is {loaded.folder}; the same command resumes the run")
-    _end(run_job(loaded, output=output, say=say, **how))
+    outcome = run_job(loaded, output=output, say=say, **how)
+    _print_end(outcome)
+    raise SystemExit(outcome.summary.exit)
 
 
-def _end(outcome: Outcome) -> NoReturn:
-    """Print the counts of the run, and exit with its exit code. If the run could not begin (exit code 2), print no
+def _print_rows(job: JobConfig, rows: int) -> None:
+    """Print the first rows as the engine would get them."""
+    from batchkit.commands.validate import not_checked, preview
+
+    for text in preview(job, rows):
+        echo(text)
+    for line in not_checked(job):
+        say(line)
+
+
+def _print_end(outcome: Outcome) -> None:
+    """Print the counts of a run, and raise its error if it has one. If the run could not begin (exit code 2), print no
     counts."""
-    summary = outcome.summary
     if outcome.error is None:
-        say_summary(summary)
+        say_summary(outcome.summary)
     if outcome.error is None or outcome.error.exit_code == 1:
-        echo(json.dumps(summary.to_json()))
+        echo(json.dumps(outcome.summary.to_json()))
     if outcome.error is not None:
         raise outcome.error
-    raise SystemExit(summary.exit)
 
 
 @cli.command()
@@ -424,7 +449,7 @@ def score(
 
 
 @cli.command()
-@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@RUN
 @click.option(
     "--output",
     type=FILE,
@@ -434,21 +459,43 @@ def score(
 @click.option("--no-images", is_flag=True, help="Leave thumbnails out of the page.")
 @MEDIA
 @printed
-def report(runs: Texts, output: Path | None, no_images: bool, media: tuple[Path, ...]) -> Result:
+def report(
+    run: str | None, output: Path | None, no_images: bool, media: tuple[Path, ...]
+) -> Result:
     """Write RUN as one web page, and print its scores.
 
-    The page works without a network: it holds the score table, rates, lengths, failures and the rows. With several
-    runs, `report` compares each with the first one: differences with a 95 % interval, and the rows that became better
-    or worse. --output writes the comparison as a page.
+    The page works without a network: it holds the score table, rates, lengths, failures and the rows.
     """
     from batchkit.commands.report import report as write
-    from batchkit.commands.report import write_comparison
-    from batchkit.runs.compare import compare
 
-    folders = [find(run) for run in runs] or [find(None)]
-    if len(folders) == 1:
-        return write(folders[0], output, images=not no_images, media=media, say=say)
-    comparison = compare(folders)
+    return write(find(run), output, images=not no_images, media=media, say=say)
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "--tie",
+    type=click.FloatRange(0),
+    default=0.01,
+    help="Gap in log-probability below which a different token is a tie; bfloat16 needs more, for example 0.25.",
+)
+@click.option(
+    "--output", type=FILE, metavar="FILE", help="Also write the comparison as a web page."
+)
+@printed
+def compare(runs: Texts, tie: float, output: Path | None) -> Result:
+    """Compare runs of the same rows with the first one.
+
+    Prints the differences of scores by group with a 95 % interval, the rows that became better or worse, the first
+    token at which answers differ, and the rate, tokens and price of each run. RUN may be the folder of a job's variants,
+    which names all of them, or one run with input.cross, whose values are compared.
+    """
+    from batchkit.commands.report import write_comparison
+    from batchkit.runs.compare import compare as compare_runs
+    from batchkit.runs.listing import find_variants
+
+    folders = [folder for run in runs for folder in find_variants(run) or [find(run)]]
+    comparison = compare_runs(folders, tie=tie)
     if output is not None:
         write_comparison(comparison, output)
     return comparison
@@ -500,36 +547,12 @@ def verify(run: str | None, repair: bool, media: tuple[Path, ...]) -> Result:
     return audit(folder, media)
 
 
-@cli.command()
-@click.option("--model", required=True, help="Model folder, or a name on the Hugging Face hub.")
-@click.option(
-    "--prompts-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File with one prompt per line.",
-)
-@click.argument("texts", nargs=-1)
-@SET
-@JSON
-def generate(
-    model: str, prompts_file: Path | None, texts: Texts, overrides: Texts, as_json: bool
-) -> None:
-    """Answer prompts given on the command line.
-
-    Keeps the run in output/generate, and earlier runs as output/generate.1 …. --json prints one record per line.
-    """
-    from batchkit.commands.generate import generate as answer
-    from batchkit.commands.generate import in_words, prompts_of
-
-    wanted = prompts_of(texts, prompts_file)
-    summary = answer(model, wanted, overrides)
-    for record in summary.records():
-        prompt = wanted[record["index"]]
-        echo(json.dumps(record, ensure_ascii=False) if as_json else in_words(prompt, record))
-    say_summary(summary)
-    raise SystemExit(summary.exit)
+@cli.group()
+def demo() -> None:
+    """Write example data, or a tiny model, to try batchkit with."""
 
 
-@cli.command("demo-model")
+@demo.command("model")
 @click.argument("path", type=FILE)
 @click.option(
     "--text-only", is_flag=True, help="Build a Qwen2 without vision instead of a Qwen3-VL."
@@ -553,7 +576,7 @@ def demo_model(path: Path, text_only: bool, loras: bool) -> None:
     echo(f"{path}: random weights; its answers mean nothing")
 
 
-@cli.command("demo-tables")
+@demo.command("tables")
 @click.argument("folder", type=FILE)
 @click.option(
     "--count", default=40, type=click.IntRange(1), show_default=True, help="Number of pictures."
@@ -575,7 +598,7 @@ def demo_tables(folder: Path, count: int, seed: int) -> None:
     )
 
 
-@cli.command("demo-digits")
+@demo.command("digits")
 @click.argument("folder", type=FILE)
 @click.option(
     "--count", default=40, type=click.IntRange(1), show_default=True, help="Number of recordings."
@@ -612,7 +635,7 @@ def doctor() -> Result:
     return diagnose(say=say)
 
 
-for command in (status, list_runs, show_rows, view, serve, plan, tune, find_bs, bench, parity):
+for command in (status, show_rows, view, serve, plan, tune, find_bs):
     cli.add_command(command)
 
 

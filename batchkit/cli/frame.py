@@ -12,12 +12,12 @@ from batchkit.config.terminal import plain
 from batchkit.errors import BatchkitError, limit_reached
 
 GROUPS = {
-    "Run": ("run", "init", "validate", "plan", "retry-failed", "status", "merge", "generate"),
-    "Look": ("show", "view", "report", "ls", "parity"),
+    "Run": ("run", "init", "validate", "plan", "retry-failed", "status", "merge"),
+    "Look": ("show", "view", "report", "compare"),
     "Results": ("export", "score", "verify"),
-    "Tune": ("tune", "find-bs", "bench"),
+    "Tune": ("tune", "find-bs"),
     "Serve": ("serve",),
-    "Tools": ("doctor", "demo-tables", "demo-digits", "demo-model"),
+    "Tools": ("doctor", "demo"),
 }
 """Commands by heading, in the order of ``batchkit --help``."""
 
@@ -108,7 +108,7 @@ def _in_our_words(error: click.UsageError) -> str:
     message = error.format_message()
     remedies = {
         "show": "; a row is named by --id ID",
-        "bench": "; the sizes are one option: --batch-sizes 4,16,64",
+        "report": "; to compare runs: batchkit compare RUN RUN",
         "run": f"; {QUOTE}",
     }
     command = error.ctx.command.name if error.ctx else None

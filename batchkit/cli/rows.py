@@ -1,4 +1,4 @@
-"""The commands that show a run: ``show``, ``status``, ``ls`` and ``view``."""
+"""The commands that show a run: ``show``, ``status`` and ``view``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from batchkit.cli.frame import Result, echo, say, show
-from batchkit.cli.options import COUNT, JSON, MEDIA, RUN, find, printed
+from batchkit.cli.frame import echo, say, show
+from batchkit.cli.options import COUNT, JSON, MEDIA, RUN, find
 
 _WATCH_S = 2.0
 
@@ -48,7 +48,7 @@ def show_rows(run: str | None, as_json: bool, **which: Any) -> None:
 
 
 @click.command()
-@RUN
+@click.argument("run", required=False, type=click.Path(), metavar="[RUN|DIR]")
 @click.option(
     "--watch",
     is_flag=True,
@@ -56,9 +56,16 @@ def show_rows(run: str | None, as_json: bool, **which: Any) -> None:
 )
 @JSON
 def status(run: str | None, watch: bool, as_json: bool) -> None:
-    """Print the progress, failures, rate and ETA of RUN."""
+    """Print the progress of RUN, or list the runs in DIR.
+
+    Prints rows, failures by kind, tokens, rate and ETA. The list has the newest run first.
+    """
+    from batchkit.runs.listing import is_folder_of_runs, runs_below
     from batchkit.runs.status import status as look
 
+    if run is not None and is_folder_of_runs(Path(run)):
+        show(runs_below(Path(run)), as_json)
+        return
     folder = find(run)
     found = look(folder)
     while watch and found.held_by is not None:
@@ -71,19 +78,6 @@ def status(run: str | None, watch: bool, as_json: bool) -> None:
     if watch:
         click.clear()
     show(found, as_json)
-
-
-@click.command("ls")
-@click.argument("folder", default="output", type=click.Path(path_type=Path), metavar="[DIR]")
-@printed
-def list_runs(folder: Path) -> Result:
-    """List the runs in DIR with their state, newest first.
-
-    The default of DIR is output/.
-    """
-    from batchkit.runs.listing import runs_below
-
-    return runs_below(folder)
 
 
 @click.command()

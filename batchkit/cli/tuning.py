@@ -1,16 +1,15 @@
-"""The commands that try a job before it runs: ``plan``, ``tune``, ``find-bs``, ``bench`` and ``parity``."""
+"""The commands that try a job before it runs: ``plan``, ``tune`` and ``find-bs``."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 import batchkit.cli.options as options
-from batchkit.cli.frame import Result, echo, say
-from batchkit.cli.options import COUNT, JOB, JSON, LIMIT, SET, Texts, load, of_key, printed
+from batchkit.cli.frame import Result, say
+from batchkit.cli.options import COUNT, JOB, LIMIT, SET, Texts, load, of_key, printed
 from batchkit.errors import JobError
 
 
@@ -144,90 +143,3 @@ def tune(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
 
     write_to = job if write else None
     return search(load(job, overrides), write_to=write_to, say=say, **limits)
-
-
-@click.command()
-@JOB
-@click.option(
-    "--batch-sizes",
-    default="1,4,16,64",
-    metavar="N,N,…",
-    help="Batch sizes to measure: numbers of requests that run at the same time.",
-)
-@click.option(
-    "--rounds",
-    type=COUNT,
-    default=3,
-    help="Number of measurements per size, with the sizes in turn.",
-)
-@options.rows("Use only the first N rows; default all.")
-@options.seconds(
-    "Maximum seconds per round, after at most as many seconds to fill the engine.", 20.0
-)
-@SET
-@JSON
-def bench(job: Path, batch_sizes: str, overrides: Texts, as_json: bool, **limits: Any) -> None:
-    """Measure throughput, latency and memory by batch size.
-
-    The batch size is the number of requests that run at the same time, as for find-bs. Each figure is the median of the
-    rounds; a round starts when the engine is warm and full. p50 and p99 are request latencies, counted from the moment
-    a request enters the engine's queue. One line of JSON follows the table.
-    """
-    from batchkit.commands.tuning.table import bench as measure
-    from batchkit.commands.tuning.table import sizes_in
-
-    found = measure(load(job, overrides), sizes_in(batch_sizes), say=say, **limits)
-    if not as_json:
-        echo(found.to_text())
-    echo(json.dumps(found.to_json()))
-    raise SystemExit(found.exit_code)
-
-
-@click.command()
-@JOB
-@click.option(
-    "--engines",
-    required=True,
-    metavar="A,B",
-    help="Two engine kinds: vllm,transformers. To compare settings of one kind, give it twice, with --set-a or"
-    " --set-b.",
-)
-@options.rows("Maximum number of rows, after the job's filter.", default=100)
-@SET
-@options.setting(
-    "--set-a",
-    "only_a",
-    "Override a key of [engine] for A only: engine.model=PATH. May be repeated.",
-)
-@options.setting("--set-b", "only_b", "Override a key of [engine] for B only. May be repeated.")
-@click.option(
-    "--tie",
-    type=click.FloatRange(0),
-    default=0.01,
-    help="Largest gap in log-probability that counts as a tie; bfloat16 needs more, for example 0.25.",
-)
-@printed
-def parity(
-    job: Path, engines: str, overrides: Texts, only_a: Texts, only_b: Texts, **limits: Any
-) -> Result:
-    """Compare the answers of two engines to JOB, token by token.
-
-    Runs the same rows with greedy sampling, first on A, then on B. The gap of a difference is the log-probability by
-    which the more certain engine preferred its own token. A gap near 0 is a tie that was broken differently; a large gap
-    is a real difference. Without logprobs, answers are compared word by word, and the gap is unknown.
-
-    Leaves out, and lists, settings that only one engine supports: engine options for the other engine, sampling
-    parameters for both. Writes nothing to the run folder.
-
-    Exits with 0 if all rows are equal or ties. Exits with 3 if some rows differ, fail on one engine only, or if no row
-    was answered by both.
-    """
-    from batchkit.commands.parity import parity as compare
-    from batchkit.errors import Interrupted
-
-    settings = only_a, only_b
-    try:
-        return compare(load(job, overrides), engines, settings=settings, say=say, **limits)
-    except Interrupted as stop:
-        say(f"stopped by {stop}; nothing is kept")
-        raise SystemExit(128 + stop.signum) from None

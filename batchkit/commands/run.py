@@ -18,6 +18,7 @@ from batchkit.commands.tuning.known import advised
 from batchkit.config.masking import UPLOAD
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, Interrupted, JobError
+from batchkit.execution.lane import Engines
 from batchkit.execution.run import start_run
 from batchkit.execution.start import OnChange, StartOptions
 from batchkit.execution.stop import StopRequest
@@ -32,10 +33,12 @@ def run_job(
     on_change: OnChange = "fail",
     skip_from: Path | None = None,
     output: Path | None = None,
+    kept: Engines | None = None,
     say: Say = print,
 ) -> Outcome:
     """Run ``job`` or resume it. SIGINT and SIGTERM stop it cleanly.
 
+    Uses an idle engine in ``kept`` if it matches, and returns it there.
     ``say`` receives messages about scoring, exports and the forecast. When every row has a record, the run is
     scored, exported to ``output`` and as ``[output]`` specifies, and sent to ``output.upload``.
 
@@ -49,21 +52,27 @@ def run_job(
     for text in filter(None, (forecast, advised(job))):
         say(text)
     options = StartOptions(fresh=fresh, on_change=on_change, skip_from=skip_from, command="run")
-    outcome = started(job, options, end, say, scored_as=job)
+    outcome = started(job, options, end, say, scored_as=job, kept=kept)
     if outcome.summary.exit in (0, 3) and (took := turned_out(job, outcome.summary)):
         say(took)
     return outcome
 
 
 def started(
-    job: JobConfig, options: StartOptions, end: AtEnd, say: Say, *, scored_as: JobConfig
+    job: JobConfig,
+    options: StartOptions,
+    end: AtEnd,
+    say: Say,
+    *,
+    scored_as: JobConfig,
+    kept: Engines | None = None,
 ) -> Outcome:
     """Run ``job`` with ``options``. When all rows have finished, score them with the job ``scored_as``, and write and
     send the exports of ``end``. The command ``run.on_end`` gets the result. Raises the same exceptions as
     ``run_job``."""
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
-            outcome = start_run(job, options=options, stop=stop)
+            outcome = start_run(job, options=options, kept=kept, stop=stop)
             ended(outcome.summary)
             outcome = _with_scores(outcome, scored_as, stop, say)
         outcome = _with_exports(outcome, end, say)

@@ -33,6 +33,8 @@ from batchkit.config.urls import bare, check_user_info, is_remote
 from batchkit.config.values import check_values, reason_of
 from batchkit.errors import JobError
 
+VARIANT = "variant"
+"""Key of the ``[[variant]]`` tables, which are not part of the job that they change (``config/variants.py``)."""
 _SCHEMA = "sampling.structured_outputs.json"
 _ESCAPED = re.compile(r"\[([*?[])\]")  # glob.escape writes special characters in this form
 _REMEDIES = {  # by the start of tomllib's message
@@ -59,11 +61,16 @@ def load_job(
     Raises:
         JobError: The file is unreadable or not TOML, or keys are wrong. One message lists all problems.
     """
-    table = {**if_missing, **_read(path)}
-    if (rows := given.get("input.path")) is not None:
-        given = {**given, "input.path": _find_input(rows, Path.cwd())}
-    job = make_job(table, str(path), overrides, given, base=path.parent)
+    table = {**if_missing, **job_table(path)}
+    table.pop(VARIANT, None)
+    job = make_job(table, str(path), overrides, with_input_found(given), base=path.parent)
     return job.as_made_in(str(path.resolve()))
+
+
+def with_input_found(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``given`` with an absolute ``input.path``, looked up in the working directory."""
+    rows = given.get("input.path")
+    return given if rows is None else {**given, "input.path": _find_input(rows, Path.cwd())}
 
 
 def check_not_moved(path: Path, job: JobConfig, overrides: Sequence[str]) -> None:
@@ -82,12 +89,13 @@ def check_not_moved(path: Path, job: JobConfig, overrides: Sequence[str]) -> Non
 def resolved_job(path: Path) -> JobConfig:
     """Load the ``job.toml`` that a run wrote into its folder. All its paths are absolute, so no path is searched for.
     Raises JobError like ``load_job``."""
-    job = with_filled(parse_job(_read(path), str(path)))
+    job = with_filled(parse_job(job_table(path), str(path)))
     learn_secrets(job)
     return job
 
 
-def _read(path: Path) -> dict[str, Any]:
+def job_table(path: Path) -> dict[str, Any]:
+    """Return the content of a job file. Raise JobError if it can't be read or is not TOML."""
     try:
         data = read_bytes(path)
     except FileNotFoundError:
@@ -154,7 +162,7 @@ def make_job(
     for override in overrides:
         _override(table, override)
     for key, value in given.items():
-        _put(table, key.split("."), value, key)
+        put(table, key.split("."), value, key)
     base = base or Path.cwd()
     _read_schemas(table, base)
     job = resolve_paths(parse_job(table, origin), base)
@@ -235,7 +243,7 @@ def _override(table: dict[str, Any], override: str) -> None:
     value = parse_value(text)
     if not isinstance(value, str) and annotation_of(JobConfig, parts) in (str, str | None):
         value = text  # a folder named "2024" is text, not a number
-    _put(table, parts, value, f"--set {masked_override(override)}")
+    put(table, parts, value, f"--set {masked_override(override)}")
 
 
 def _leave_out_engine(table: Any, override: str) -> bool:
@@ -258,7 +266,7 @@ def _leave_out_engine(table: Any, override: str) -> bool:
     return parts[0] != "scoring"
 
 
-def _put(table: Any, parts: list[str], value: Any, origin: str) -> None:
+def put(table: Any, parts: list[str], value: Any, origin: str) -> None:
     """Set the key whose dotted parts are ``parts``; ``origin`` names the setting in messages."""
     *parents, last = parts
     for depth, part in enumerate(parents):

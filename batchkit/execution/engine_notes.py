@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
@@ -66,14 +66,14 @@ class EngineNotes:
             found[name] = EngineHistory(0, list(noted.engine_steps), name)
         return found
 
-    def announce(self, names: Sequence[str], *, kept: Mapping[str, Any]) -> None:
-        """Report which engines are loaded now, and which are reused from ``kept``."""
+    def announce(self, names: Sequence[str], *, reused: Collection[str]) -> None:
+        """Report which engines are loaded now, and which are already loaded (``reused``)."""
         workers = self._job.run.workers
         for name in names:
             engine = self._job.with_engine(name).engine
             model = engine.model or engine.kind
             loading = (
-                f"model {model} is loaded already" if name in kept else f"loading model {model}"
+                f"model {model} is loaded already" if name in reused else f"loading model {model}"
             )
             text = f"{loading}, rendering the first rows meanwhile"
             if workers is not None:

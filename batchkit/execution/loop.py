@@ -174,7 +174,7 @@ class Loop:
             kept = None if tasks.turns.are_several else self._kept
             if kept is None:
                 kept = held.enter_context(closing(KeptEngine(self._run.folder / LOG)))
-            self._notes.announce(engines, kept=kept.idle)
+            self._notes.announce(engines, reused=self._reused(kept))
             opening = Opening(
                 self._notes.hear,
                 kept,
@@ -195,6 +195,15 @@ class Loop:
             held.enter_context(closing(pool))
             self._loads_s.append(time.monotonic() - started)
             yield pool
+
+    def _reused(self, kept: Engines) -> set[str]:
+        """Return the engines in ``kept`` that were loaded with the options and files of this run."""
+        job, known = self._start.job, self._start.identity
+        return {
+            name
+            for name, loaded in kept.idle.items()
+            if (loaded.options, loaded.identity) == (job.with_engine(name).engine.options, known)
+        }
 
     def _is_cut_short(self, pool: WorkerPool) -> bool:
         """Return whether a signal or a budget ended this start before all its rows were settled.

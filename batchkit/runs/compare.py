@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 from batchkit.config.tables.input import variants
 from batchkit.errors import FailedRowsError, JobError
+from batchkit.runs.answers import AnswerComparison
 from batchkit.runs.comparison import Comparison, Delta, Flip, origin
-from batchkit.runs.paired import PairedScores, Pairing, Side, deltas, flips, paired
+from batchkit.runs.inputs import InputRows
+from batchkit.runs.paired import PairedScores, Pairing, Side, answers_beside, deltas, flips, paired
+from batchkit.runs.rates import Rates
+from batchkit.runs.reach import Reach
 from batchkit.scoring import kept_fields
 from batchkit.scoring.metrics import ScoreTable
 from batchkit.sources.input import input_changes
@@ -19,6 +23,7 @@ from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Manifest, read_manifest
 
+TIE = 0.01  # the least gap in log-probability that is no tie; bfloat16 needs more, for example 0.25
 _SHOWN_DIFFERENCES = 12
 _NUMBERING = (
     "input.format",
@@ -27,7 +32,7 @@ _NUMBERING = (
 )  # keys that decide which rows a file has
 
 
-def compare(folders: Sequence[Path]) -> Comparison:
+def compare(folders: Sequence[Path], *, tie: float = TIE) -> Comparison:
     """Compare every run with the first one, row by row by id. A single run is passed to ``compare_values``.
 
     A difference is the mean over the rows that both runs have scored. Its interval is the percentile interval of the
@@ -38,6 +43,9 @@ def compare(folders: Sequence[Path]) -> Comparison:
 
     Rows use the groups of the baseline, also in runs that did not keep the group field. Rows that share an id are
     matched by index, or by their order if the runs have not read the same input.
+
+    ``tie``: answers that differ first in a token with a smaller gap in log-probability count as ties. Greedy decoding
+    of equally likely tokens depends on the order of additions.
 
     Raises:
         JobError: Only one run is given, and it has no ``input.cross`` or no scores.
@@ -64,7 +72,8 @@ def compare(folders: Sequence[Path]) -> Comparison:
             side = side.grouped_as(baseline, pairs)
         others[name] = side, pairs
     return replace(
-        _compared(names[0], baseline, others),
+        _compared(names[0], baseline, others, tie),
+        rates={name: Rates.of(folder) for name, folder in zip(names, folders, strict=True)},
         warnings=_warnings(folders, names, manifests, group_by),
         origins=dict(zip(names, map(origin, manifests), strict=True)),
     )
@@ -90,7 +99,7 @@ def compare_values(folder: Path) -> Comparison | None:
         name: (side, paired(baseline.snapshot, side.snapshot, by_place=True))
         for name, side in zip(names[1:], sides, strict=True)
     }
-    compared = _compared(names[0], baseline, others)
+    compared = _compared(names[0], baseline, others, TIE)
     of_first = f"/{found[0].label}"
     return replace(
         compared,
@@ -99,15 +108,22 @@ def compare_values(folder: Path) -> Comparison | None:
     )
 
 
-def _compared(name: str, baseline: Side, others: Mapping[str, tuple[Side, Pairing]]) -> Comparison:
+def _compared(
+    name: str, baseline: Side, others: Mapping[str, tuple[Side, Pairing]], tie: float
+) -> Comparison:
     differences: list[Delta] = []
     flipped: list[Flip] = []
+    answers: dict[str, AnswerComparison] = {}
+    reach = Reach.of(baseline.index.folder)
     for run, (side, pairs) in others.items():
-        for scorer in baseline.table.names:
-            if scorer in side.snapshot.scorers:
-                found = PairedScores(run, scorer, baseline, side, pairs)
-                differences += deltas(found)
-                flipped += flips(found)
+        found = [
+            PairedScores(run, scorer, baseline, side, pairs)
+            for scorer in baseline.table.names
+            if scorer in side.snapshot.scorers
+        ]
+        differences += [delta for of_scorer in found for delta in deltas(of_scorer)]
+        flipped += flips(found, reach.job, InputRows(reach.job, reach=reach))
+        answers[run] = answers_beside(baseline, side, pairs, tie)
     n_rows = len(baseline.snapshot.newest)
     n_paired = {run: len(pairs.before) for run, (_, pairs) in others.items()}
     return Comparison(
@@ -119,6 +135,7 @@ def _compared(name: str, baseline: Side, others: Mapping[str, tuple[Side, Pairin
         only_in_run={run: len(others[run][0].snapshot.newest) - n for run, n in n_paired.items()},
         warnings=[],
         origins={},
+        answers=answers,
     )
 
 

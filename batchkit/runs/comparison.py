@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchkit.config.numbers import when
+from batchkit.config.numbers import duration, number, when
+from batchkit.config.terminal import shortened
+from batchkit.runs.answers import AnswerComparison
+from batchkit.runs.rates import Rates
 from batchkit.scoring.metrics import ALL, ScoreTable, head, markdown
 from batchkit.storage.manifest import Manifest
 
 RESAMPLES = 1000  # bootstrap resamples
 GRADED_STEP = 0.5  # of a score from 0 to 1: the change from which a graded score counts as flipped
 REWARD_STEP = 2.0  # the same for scores out of 10
-_SHOWN_FLIPS = 10
+_SHOWN_FLIPS, _SHOWN_WHOLE = 10, 3  # ids, and rows with their texts
+_SHOWN_CHARACTERS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A row whose score changed from 0 to 1 or back, or by at least ``GRADED_STEP`` for a graded score."""
+    """A row whose score changed from 0 to 1 or back, or by at least ``GRADED_STEP`` for a graded score.
+
+    ``before`` and ``after`` are the scores, ``answer_before`` and ``answer_after`` the texts in the baseline and in the
+    run. ``question``: the row's longest kept text, or "". ``reference``: the right answer, or "".
+    """
 
     run: str
     scorer: str
@@ -51,14 +60,19 @@ class Flip:
     group: str
     before: float
     after: float
+    question: str = ""
+    reference: str = ""
+    answer_before: str = ""
+    answer_after: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The comparison of runs with a baseline.
 
-    ``runs`` has the names, baseline first; ``tables`` their score tables. ``origins`` says by run name which model
-    answered and when. ``only_in_baseline`` and ``only_in_run`` count unmatched ids for each further run.
+    ``runs`` has the names, baseline first; ``tables`` their score tables. By run name: ``rates`` says what each run
+    took, ``answers`` how the answers of each further run differ, ``origins`` which model answered and when.
+    ``only_in_baseline`` and ``only_in_run`` count unmatched ids for each further run.
     """
 
     runs: list[str]
@@ -69,6 +83,8 @@ class Comparison:
     only_in_run: dict[str, int]
     warnings: list[str]
     origins: dict[str, list[str]]
+    rates: Mapping[str, Rates] = field(default_factory=dict)
+    answers: Mapping[str, AnswerComparison] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -81,6 +97,8 @@ class Comparison:
             "flips": [asdict(flip) for flip in self.flips],
             "only_in_baseline": self.only_in_baseline,
             "only_in_run": self.only_in_run,
+            "rates": {name: found.to_json() for name, found in self.rates.items()},
+            "answers": {name: found.to_json() for name, found in self.answers.items()},
             "warnings": self.warnings,
             "resamples": RESAMPLES,
             "heads": {delta.scorer: head(delta.scorer) for delta in self.deltas},
@@ -88,13 +106,19 @@ class Comparison:
         }
 
     def to_text(self) -> str:
-        """Return Markdown: warnings, one table for each run against the baseline, and the rows that flipped."""
+        """Return Markdown: warnings, what each run took, and for each run its scores and answers beside the
+        baseline's."""
         parts = [f"{run}: {', '.join(origin)}" for run, origin in self.origins.items()]
         parts += ["", *(f"- {warning}" for warning in self.warnings)]
         parts += [""] * bool(self.warnings)
+        if self.rates:
+            rows = [[name, *_rate_cells(found)] for name, found in self.rates.items()]
+            parts += [markdown(["run", *_RATE_HEADS], rows), ""]
+        has_scores = any(table.names for table in self.tables)
         for run in self.runs[1:]:
-            parts += [f"## {run} against {self.runs[0]}", "", self._table(run)]
-            parts.append("")
+            parts += [f"## {run} against {self.runs[0]}", ""]
+            if has_scores:
+                parts += [self._table(run), ""]
             if self.only_in_baseline[run] or self.only_in_run[run]:
                 parts.append(
                     f"Rows only in {self.runs[0]}: {self.only_in_baseline[run]:,}; only in {run}:"
@@ -102,8 +126,11 @@ class Comparison:
                 )
             if flips := [*self._flips(run)]:
                 parts += [*flips, ""]
-        parts.append(self.method)
-        return "\n".join(parts)
+            if run in self.answers:
+                parts += [*self.answers[run].lines(self.runs[0], run), ""]
+        if has_scores:
+            parts.append(self.method)
+        return "\n".join(parts).rstrip()
 
     @property
     def method(self) -> str:
@@ -144,18 +171,59 @@ class Comparison:
         return markdown(heads, rows) if rows else "No row is scored in both."
 
     def _flips(self, run: str) -> Iterator[str]:
-        """Yield a line for each scorer and direction with the first ids of the rows that became better or worse."""
+        """Yield the rows that flipped, by scorer and direction; the first of them with question and answers."""
         flips = [flip for flip in self.flips if flip.run == run]
         for scorer in dict.fromkeys(flip.scorer for flip in flips):
             for way, sign in (("better", 1), ("worse", -1)):
-                ids = [
-                    flip.id
+                of_way = [
+                    flip
                     for flip in flips
                     if flip.scorer == scorer and (flip.after - flip.before) * sign > 0
                 ]
-                if ids:
-                    more = f" … ({len(ids):,} in all)" if len(ids) > _SHOWN_FLIPS else ""
-                    yield f"{head(scorer)} {way}: {', '.join(ids[:_SHOWN_FLIPS])}{more}"
+                if not of_way:
+                    continue
+                ids = ", ".join(flip.id for flip in of_way[:_SHOWN_FLIPS])
+                more = f" … ({len(of_way):,} in all)" if len(of_way) > _SHOWN_FLIPS else ""
+                yield f"{head(scorer)} {way}: {ids}{more}"
+                yield from map(_flip_line, of_way[:_SHOWN_WHOLE])
+
+
+def _flip_line(flip: Flip) -> str:
+    texts = {
+        "": flip.question,
+        "reference": flip.reference,
+        "before": flip.answer_before,
+        "after": flip.answer_after,
+    }
+    shown = [
+        f"{name} {json.dumps(shortened(text, _SHOWN_CHARACTERS), ensure_ascii=False)}".strip()
+        for name, text in texts.items()
+        if text
+    ]
+    return f"- {flip.id}: {', '.join(shown)}"
+
+
+_RATE_HEADS = (
+    "ok",
+    "failed",
+    "prompt tok",
+    "output tok",
+    "time",
+    "rows/s",
+    "output tok/s",
+    "price",
+)
+
+
+def _rate_cells(found: Rates) -> list[str]:
+    counts = found.ok, found.failed, found.prompt_tokens, found.completion_tokens
+    rates = found.rows_per_s, found.completion_tokens_per_s
+    return [
+        *(f"{count:,}" for count in counts),
+        duration(found.seconds) if found.seconds else "–",
+        *("–" if rate is None else number(rate) for rate in rates),
+        "–" if found.price is None else f"{found.price:.4g}",
+    ]
 
 
 def origin(manifest: Manifest) -> list[str]:

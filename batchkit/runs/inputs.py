@@ -23,6 +23,8 @@ from batchkit.sources.rowhash import input_hash, is_picture
 from batchkit.storage.plain_json import encoded
 from batchkit.types import CLIPS, Audio, Request, Row
 
+_LONGEST_QUESTION = 1_000
+
 
 class Prompt(NamedTuple):
     """The prompt of a row, rendered again to show it, or the ``problem`` that prevents this.
@@ -204,3 +206,20 @@ def with_fields(
 def _unopened(kind: str, *_: Any) -> Any:
     """Return an empty placeholder for an image or a clip in a prompt."""
     return Audio(np.zeros(0, np.float32), 1) if kind in CLIPS else Image.new("RGB", (1, 1))
+
+
+def question_in(fields: Mapping[str, Any], names: Collection[str] | None = None) -> str | None:
+    """Return the longest text among ``fields`` that is short enough for a question, or None.
+
+    ``names``: the fields to consider; None for all. Single words and paths don't count. A text with a question mark is
+    preferred.
+    """
+    texts = [
+        value
+        for name, value in fields.items()
+        if isinstance(value, str)
+        and len(value) <= _LONGEST_QUESTION
+        and (" " in value or not value.isascii())
+        and (names is None or name in names)
+    ]
+    return max(texts, key=lambda text: (text.rstrip().endswith("?"), len(text)), default=None)

@@ -106,13 +106,18 @@ class Runs:
         """Return run folders by key, the newest first. Empty if the folder was removed."""
         if self.is_single:
             return {self.target.name: self.target} if is_run(self.target) else {}
-        stamps = {path: stamp_of(path) for path in self.target.glob(f"[!.]*/{MANIFEST}")}
+        paths = (
+            *self.target.glob(f"[!.]*/{MANIFEST}"),
+            *self.target.glob(f"[!.]*/[!.]*/{MANIFEST}"),
+        )
+        stamps = {path: stamp_of(path) for path in paths}
         newest = sorted(stamps, key=lambda path: (stamps[path] or (0, 0, 0))[2], reverse=True)
         shown = None if self.named is None else self.named()
         return {
-            path.parent.name: path.parent
+            key: path.parent
             for path in newest
-            if shown is None or path.parent.name in shown
+            for key in [_key_of(path.parent, self.target)]
+            if shown is None or key in shown
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -137,11 +142,21 @@ class Runs:
                 yield head | {"name": folder.name, "state": "stopped", "error": text}
 
 
+def _key_of(run: Path, target: Path) -> str:
+    return ":".join(run.relative_to(target).parts)
+
+
 def runs_below(folder: Path) -> Runs:
     """Return the runs below a folder. Raise JobError if the folder does not exist."""
     if not folder.is_dir():
         raise JobError(f"{folder}: no such folder; name one that holds run folders")
     return Runs(folder, is_single=is_run(folder))
+
+
+def is_folder_of_runs(folder: Path) -> bool:
+    """Return whether ``folder`` is a folder but not a run: ``output/``, or the folder of a job's variants."""
+    parts_of_run = (MANIFEST, RESULTS, CHECKPOINT)
+    return folder.is_dir() and not any((folder / name).exists() for name in parts_of_run)
 
 
 def look_at(folder: Path) -> Look:
@@ -234,3 +249,12 @@ def find_run(target: str | None, overrides: Sequence[str] = ()) -> Path:
             raise JobError(f"{folder}: no run there; start one with `batchkit run {target}`{hint}")
         raise JobError(f"{target}: neither a run folder nor a job file{near_run(folder)}")
     return folder
+
+
+def find_variants(target: str) -> list[Path]:
+    """Return the runs of a job's variants, the oldest first; empty if ``target`` (a folder or a job file) has none."""
+    folder = folder_of(target)
+    if not is_folder_of_runs(folder):
+        return []
+    runs = (path.parent for path in folder.glob(f"[!.]*/{MANIFEST}"))
+    return sorted(runs, key=lambda run: (read_manifest(run).starts[0].started_at, run.name))

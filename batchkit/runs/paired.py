@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from batchkit.config.tables import JobConfig
+from batchkit.runs.answers import MOST_EXAMINED, AnswerComparison, SideAnswer, difference
 from batchkit.runs.comparison import GRADED_STEP, RESAMPLES, REWARD_STEP, Delta, Flip
 from batchkit.runs.index import Index, Snapshot, Table
+from batchkit.runs.inputs import InputRows, question_in
 from batchkit.runs.scores import table_of_index
 from batchkit.scoring.metrics import ERROR_RATES, OUT_OF_TEN, ScoreTable, group_name
+from batchkit.storage.lines import answers_in_words
 
 _ALL_S = 1e6  # seconds: enough to read any log to its end
 _MOST_VALUES = 20_000  # up to this many distinct differences, the draws are exact
@@ -175,19 +179,66 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def flips(found: PairedScores) -> Iterator[Flip]:
-    before, after = found.scores
-    index, snapshot = found.baseline.index, found.baseline.snapshot
-    for place in np.flatnonzero(flipped(found.scorer, before, after)).tolist():
-        entry = snapshot.entries[found.pairs.before[place]]
-        yield Flip(
-            run=found.run,
-            scorer=found.scorer,
-            id=index.record(entry)["id"],
-            group=snapshot.groups[entry["group"]] if snapshot.groups else group_name(None),
-            before=float(before[place]),
-            after=float(after[place]),
-        )
+def flips(of_run: Sequence[PairedScores], job: JobConfig, inputs: InputRows) -> list[Flip]:
+    """Return the rows of a run that flipped, by scorer and then in the baseline's order.
+
+    The first 1,000 have their question, reference and answers; ``inputs`` reads the baseline's input for that.
+    """
+    if not of_run:
+        return []
+    baseline, side, pairs = of_run[0].baseline, of_run[0].side, of_run[0].pairs
+    groups = baseline.snapshot.groups
+    scores = {found.scorer: found.scores for found in of_run}
+    ways = {name: flipped(name, *both) for name, both in scores.items()}
+    found: dict[str, list[Flip]] = {name: [] for name in scores}
+    for number, place in enumerate(np.flatnonzero(np.any([*ways.values()], axis=0)).tolist()):
+        entry = baseline.snapshot.entries[pairs.before[place]]
+        record, texts = baseline.index.record(entry), {}
+        if number < MOST_EXAMINED:
+            other = side.index.record(side.snapshot.entries[pairs.after[place]])
+            texts = _texts(record, other, job, inputs)
+        for name in scores:
+            if ways[name][place]:
+                before, after = (float(of[place]) for of in scores[name])
+                group = groups[entry["group"]] if groups else group_name(None)
+                flip = Flip(of_run[0].run, name, record["id"], group, before, after, **texts)
+                found[name].append(flip)
+    return [flip for of_scorer in found.values() for flip in of_scorer]
+
+
+def _texts(
+    before: Mapping[str, Any], after: Mapping[str, Any], job: JobConfig, inputs: InputRows
+) -> dict[str, str]:
+    row = inputs.row(before)
+    fields = (before.get("fields") or {}) if row is None else row.fields
+    reference = fields.get(job.scoring.reference or "")
+    return {
+        "question": question_in(fields) or "",
+        "reference": "" if reference is None else str(reference),
+        "answer_before": answers_in_words(before)[0],
+        "answer_after": answers_in_words(after)[0],
+    }
+
+
+def answers_beside(baseline: Side, side: Side, pairs: Pairing, tie: float) -> AnswerComparison:
+    """Compare the answers of the rows that both runs have. A difference with a gap below ``tie`` is a tie."""
+    old, new = baseline.snapshot.entries[pairs.before], side.snapshot.entries[pairs.after]
+    failed = old["kind"] > 0, new["kind"] > 0
+    answered = ~failed[0] & ~failed[1]
+    differs = answered & (old["answer"] != new["answer"])
+    found = []
+    for place in np.flatnonzero(differs)[:MOST_EXAMINED].tolist():
+        a, b = baseline.index.record(old[place]), side.index.record(new[place])
+        found.append(difference(a["index"], a["id"], SideAnswer.of(a), SideAnswer.of(b)))
+    return AnswerComparison(
+        equal=int((answered & ~differs).sum()),
+        differ=int(differs.sum()),
+        failed_before=int((failed[0] & ~failed[1]).sum()),
+        failed_after=int((~failed[0] & failed[1]).sum()),
+        failed_in_both=int((failed[0] & failed[1]).sum()),
+        differences=sorted(filter(None, found), key=lambda one: one.rank),
+        tie=tie,
+    )
 
 
 def flipped(scorer: str, before: Table, after: Table) -> Table:

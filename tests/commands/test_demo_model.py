@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.release
 @pytest.mark.parametrize("flags", [[], ["--text-only"]])
 def test_it_is_the_same_to_the_byte_in_another_process(tmp_path: Path, flags: list[str]) -> None:
-    there = [sys.executable, "-m", "batchkit", "demo-model", tmp_path / "there", *flags]
+    there = [sys.executable, "-m", "batchkit", "demo", "model", tmp_path / "there", *flags]
     subprocess.run(there, check=True, cwd=ROOT)
     build_demo_model(tmp_path / "here", text_only=bool(flags))
     assert contents(tmp_path / "here") == contents(tmp_path / "there")

@@ -123,26 +123,10 @@ def test_scoring_again_reads_the_rows_answer_and_keeps_its_steps() -> None:
 def test_two_runs_are_compared_by_their_answers() -> None:
     run(steps=STEPS, scoring=NUMBER)
     run("b", prompt={"user": "{{ q }}"}, scoring=NUMBER)
-    found = batchkit("report", "output/a", "output/b", "--json").json
+    found = batchkit("compare", "output/a", "output/b", "--json").json
     assert found["tables"]["a"]["overall"] == found["tables"]["b"]["overall"]
     assert found["tables"]["a"]["overall"]["n"] == 3
     assert "more differences" in found["warnings"][-1]
-
-
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ({"steps": STEPS}, "[[steps]]: parity compares two answers to one prompt"),
-        ({"rollout": {"function": "solve.py:solve"}}, "[rollout]: parity compares"),
-    ],
-    ids=["steps", "rollout"],
-)
-def test_parity_refuses_rows_with_several_answers(tables: dict[str, Any], message: str) -> None:
-    write_rows(2)
-    write_job(**tables)
-    ended = batchkit("parity", "job.toml", "--engines", "dry-run,dry-run")
-    assert ended.exit_code == 2
-    assert message in ended.stderr
 
 
 def test_batch_sizes_are_measured_with_all_steps_of_one_engine() -> None:
@@ -150,13 +134,12 @@ def test_batch_sizes_are_measured_with_all_steps_of_one_engine() -> None:
     write_job(
         steps=[STEPS[0], STEPS[2]], engine={"kind": "dry-run", "options": {"latency_s": 0.01}}
     )
-    options = ("--batch-sizes", "4", "--rounds", "1", "--seconds", "1", "--json")
-    ended = batchkit("bench", "job.toml", *options)
+    options = ("--low", "4", "--high", "4", "--seconds", "1", "--json")
+    ended = batchkit("find-bs", "job.toml", *options)
     assert ended.exit_code == 0, ended.stderr
     assert ended.json["batch_sizes"][0]["rows_per_s"] > 0
     two = [{**STEPS[0], "engine": "small"}, STEPS[2]]
     write_job(steps=two, engines={"small": {"kind": "dry-run"}})
-    for command in (["bench", "--batch-sizes", "4"], ["find-bs"]):
-        ended = batchkit(command[0], "job.toml", *command[1:])
-        assert ended.exit_code == 2
-        assert "[engines]: one engine is measured" in ended.stderr
+    ended = batchkit("find-bs", "job.toml")
+    assert ended.exit_code == 2
+    assert "[engines]: one engine is measured" in ended.stderr

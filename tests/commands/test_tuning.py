@@ -1,4 +1,4 @@
-"""find-bs and bench without a model: the search, the measuring, the job file, the command line.
+"""find-bs without a model: the search, the measuring, the job file, the command line.
 
 The dry-run engine answers each request ``latency_s`` after it came, so its rate is the window's.
 ``tests/commands/test_tuning_vllm.py`` has real engines.
@@ -6,7 +6,6 @@ The dry-run engine answers each request ``latency_s`` after it came, so its rate
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -27,9 +26,8 @@ from batchkit.commands.trial import OOM, Trial
 from batchkit.commands.trial.measurement import Figures, Idle
 from batchkit.commands.tuning.find import bottleneck_of, search
 from batchkit.commands.tuning.options import write_patch
-from batchkit.commands.tuning.table import Line, SizeTable, line_of, sizes_in
+from batchkit.commands.tuning.table import Line, SizeTable, line_of
 from batchkit.config.tables import JobConfig
-from batchkit.errors import JobError
 from tests.support.chat_server import serving
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import TRIED as JOB
@@ -190,13 +188,6 @@ def test_a_link_to_a_job_file_stays_one() -> None:
     assert "max_num_seqs = 9  # by hand" in Path("job.toml").read_text()
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,,2", "a", "-1", "1.5"])
-def test_bad_sizes(text: str) -> None:
-    assert sizes_in("8, 1,8,4") == [8, 1, 4]
-    with pytest.raises(JobError, match="positive integers"):
-        sizes_in(text)
-
-
 def tried(command: str) -> Ended:
     return batchkit(*shlex.split(command))
 
@@ -320,9 +311,6 @@ def test_an_engine_that_is_too_slow_says_so() -> None:
         ("find-bs job.toml --seconds 0", "--seconds"),
         ("find-bs job.toml --set engine.options.seqs=1", "engine.options.seqs"),
         ("find-bs job.toml --set 'input.where={ q = \"none\" }'", "no row has what"),
-        ("bench job.toml --batch-sizes 1,x", "--batch-sizes 1,x"),
-        ("bench job.toml --rounds 0", "--rounds"),
-        ("bench job.toml --set engine.options.seqs=1", "engine.options.seqs"),
     ],
 )
 def test_bad_command_lines(command: str, message: str) -> None:
@@ -367,24 +355,3 @@ def test_what_is_known_is_printed_when_it_is_stopped(
     assert Path("job.toml").read_text() == JOB, "a search that was cut short writes nothing"
     assert no_leftovers()
     assert not list(scratch.iterdir())
-
-
-def test_bench_prints_a_table_and_one_line_of_json() -> None:
-    ended = tried("bench job.toml --batch-sizes 8,2 --rounds 2 --seconds 0.5")
-    assert ended.exit_code == 0, ended.stderr
-    *table, last = ended.stdout.splitlines()
-    assert [row.split()[1] for row in table[2:]] == ["2", "8"]
-    found = json.loads(last)
-    assert (found["best"], found["largest"]) == (8, 8)
-    assert all(line.keys() >= KEYS for line in found["batch_sizes"])
-    assert [len(line["rounds"]) for line in found["batch_sizes"]] == [2, 2]
-    sizes = re.findall(r"batch size (\d+): starting", ended.stderr)
-    assert sizes == ["8", "2", "8", "2"], "rounds are interleaved"
-    assert no_leftovers()
-    assert "with --rounds 2 a difference may be chance" in ended.stderr
-
-
-def test_bench_json_alone() -> None:
-    ended = tried("bench job.toml --batch-sizes 500 --rounds 1 --seconds 0.3 --json")
-    assert ended.json["best"] == 500
-    assert "batch size 500 is never full: there are 400 rows" in ended.stderr

@@ -1,4 +1,4 @@
-"""find-bs and bench with real vLLM, its worker made to run out of memory where a GPU would."""
+"""find-bs with real vLLM, its worker made to run out of memory where a GPU would."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 import tomlkit
-from PIL import Image
 
 from tests.support.forks import Fork
 from tests.support.jobs import with_tables
@@ -99,25 +98,3 @@ def test_a_cache_that_holds_no_request_does_not_fit(folder: Path) -> None:
     assert statuses(found) == {1: "OOM"}
     assert (found["best"], found["largest"]) == (None, None)
     assert "max_model_len" in found["batch_sizes"][0]["reason"]
-
-
-def test_bench_with_images_goes_on_past_a_size_that_does_not_fit(
-    folder: Path, demo_model: Path
-) -> None:
-    for n in range(6):
-        Image.new("RGB", (160 + 32 * n, 128), (40 * n, 90, 120)).save(folder / f"{n}.png")
-    rows = [{"q": f"what is it {n}", "i": n % 6} for n in range(300)]
-    write_jsonl(folder / "rows.jsonl", rows)
-    images, media = ["{{ i }}.png"], {"root": ".", "max_pixels": 65536}
-    write_job(folder, demo_model, prompt={"images": images}, media=media)
-    args = ("bench", "job.toml", "--batch-sizes", "8,2", "--rounds", "2", "--seconds", "1")
-    ended, found = tune(folder, *args, over=4)
-    assert ended.returncode == 0, ended.stderr
-    assert statuses(found) == {2: "ok", 8: "OOM"}
-    (line, _) = found["batch_sizes"]
-    assert line["failed"] == {}
-    assert len(line["rounds"]) == 2
-    assert ended.stderr.count("batch size 2: starting") == 2, "an engine for each round"
-    assert ended.stderr.count("batch size 8: starting") == 1, "it is not tried again"
-    assert line["prompt_tokens_per_s"] > 10 * line["rows_per_s"]
-    assert "planted" in found["batch_sizes"][1]["reason"]

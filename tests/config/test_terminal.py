@@ -110,10 +110,10 @@ def test_a_server_can_not_act_on_the_terminal() -> None:
 def test_an_answer_can_not_act_on_the_terminal() -> None:
     with serving(lambda text, body: f"said {HOSTILE}") as server:
         prepare_for(server)
-        url = json.dumps(server.url)
-        args = ["--set", 'engine.kind="openai-server"', "--set", f"engine.base_url={url}"]
+        prepare_for(server)
+        on_a_terminal("run", "job.toml")
         for flags in ([], ["--json"]):
-            printed = on_a_terminal("generate", "--model", "tiny", "hello", *args, *flags)
+            printed = on_a_terminal("show", "job.toml", *flags)
             assert "said" in printed
             assert acting(printed) == []
 

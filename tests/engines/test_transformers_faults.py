@@ -168,13 +168,13 @@ def test_a_job_is_finished_beside_all_kinds_of_faults(
     assert "trust_remote_code" not in log
 
 
-def test_bench_shows_which_size_does_not_fit(
+def test_find_bs_shows_which_size_does_not_fit(
     faulty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(tmp_path, faulty)
     monkeypatch.setenv(FAULTS, json.dumps({"over": 2}))
     trusted = ["--set", "engine.options.trust_remote_code=true"]
-    sizes = ["--batch-sizes", "2,8", "--rounds", "1", "--seconds", "30", "--json"]
-    done = batchkit("bench", "job.toml", *sizes, *trusted, cwd=tmp_path, start=Fork)
+    sizes = ["--low", "2", "--high", "3", "--seconds", "30", "--json"]
+    done = batchkit("find-bs", "job.toml", *sizes, *trusted, cwd=tmp_path, start=Fork)
     found = {line["batch_size"]: line["status"] for line in json.loads(done.stdout)["batch_sizes"]}
-    assert found == {2: "ok", 8: "OOM"}, done.stderr
+    assert found == {2: "ok", 3: "OOM"}, done.stderr

@@ -28,7 +28,7 @@ _NEAR_S = 0.2
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with 40 recordings and one of ten minutes, of which the model's training had none."""
     place = tmp_path_factory.mktemp("speech")
-    assert batchkit("demo-digits", "digits", cwd=place).returncode == 0
+    assert batchkit("demo", "digits", "digits", cwd=place).returncode == 0
     return place
 
 

@@ -207,7 +207,9 @@ def test_a_row_without_tools_is_sent_without(none: Any) -> None:
 @pytest.mark.parametrize("choice", ["required", "clock", NAMED])
 def test_a_forced_call_needs_a_grammar(choice: Any) -> None:
     prompt = {"tools": TOOLS, "tool_choice": choice}
-    with pytest.raises(JobError, match=r"prompt\.tool_choice: forcing a call needs engine\.tool_call_parser"):
+    with pytest.raises(
+        JobError, match=r"prompt\.tool_choice: forcing a call needs engine\.tool_call_parser"
+    ):
         renderer(prompt, engine={"kind": "vllm", "model": "m"})
     with pytest.raises(JobError, match=r"prompt\.tool_choice: transformers can't force"):
         renderer(prompt, engine={"kind": "transformers", "model": "m"})

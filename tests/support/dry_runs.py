@@ -35,7 +35,7 @@ READERS = [  # the commands that read records
     ["export", "--jsonl"],
     ["retry-failed"],
     ["report"],
-    ["report", "output/a", "output/a"],
+    ["compare", "output/a", "output/a"],
     ["merge", "output/a", "--into", "output/b"],
     ["run", "job.toml"],
 ]

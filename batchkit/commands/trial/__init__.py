@@ -1,6 +1,6 @@
 """Trials: short runs of a job with other settings, in a temporary folder, measured from their output files.
 
-``find-bs``, ``bench`` and ``tune`` measure settings with ``Trials``. ``plan``, ``parity`` and the judge start a run
+``find-bs`` and ``tune`` measure settings with ``Trials``. ``plan`` and the judge start a run
 with ``tried`` and read its records.
 """
 

@@ -1,4 +1,4 @@
-"""The ``bench`` command, and the table of measured batch sizes as text and as JSON."""
+"""The table of measured batch sizes, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchkit.commands import Say
-from batchkit.commands.trial import OK, OOM, Trial, Trials, trials_of
+from batchkit.commands.trial import OK, OOM, Trial, Trials
 from batchkit.commands.trial.measurement import Figures
-from batchkit.commands.tuning.options import KEY, SIZE, most_of, with_options
+from batchkit.commands.tuning.options import KEY, SIZE, with_options
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
-from batchkit.errors import JobError
 from batchkit.scoring.metrics import markdown
 
 Line = dict[str, Any]
@@ -162,51 +161,3 @@ class SizeTable:
             "option": KEY,
             "interrupted": self.signum is not None,
         }
-
-
-FEW_ROUNDS = 3  # with fewer rounds, the spread means little
-
-
-def sizes_in(text: str) -> list[int]:
-    """Return the numbers in ``1,4,8``, without duplicates.
-
-    Raises:
-        JobError: The text is not a list of positive integers.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise JobError(f"--batch-sizes {text}: expected positive integers such as 1,4,8")
-    return list(dict.fromkeys(map(int, parts)))
-
-
-def bench(
-    job: JobConfig,
-    batch_sizes: Sequence[int],
-    *,
-    rounds: int,
-    rows: int | None,
-    seconds: float,
-    say: Say = lambda text: None,
-) -> SizeTable:
-    """Measure each of ``batch_sizes`` in ``rounds`` rounds of at most ``seconds`` seconds.
-
-    Each trial starts a new engine. A round tries all sizes, so that a disturbance of the machine affects all of them
-    alike. A size that failed is not tried again.
-
-    Raises:
-        JobError: The job itself is invalid, or its input has no rows.
-    """
-    table = SizeTable(job, say)
-    if rounds < FEW_ROUNDS:
-        say(f"with --rounds {rounds} a difference may be chance; give --rounds {FEW_ROUNDS}")
-    with trials_of(job, rows) as trials:
-        most, why = most_of(job, trials.rows)
-        for size in batch_sizes:
-            if size > most:
-                say(f"batch size {size:,} is never full: {why}")
-        for _ in range(rounds):
-            for size in batch_sizes:
-                if all(trial.figures for trial in table.trials.get(size, [])):
-                    table.run(trials, size, seconds)
-    table.signum = trials.signum
-    return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.commands import Say
-from batchkit.commands.parity import parity
-from batchkit.commands.trial import OK, OOM, Trial, Trials, trials_of
+from batchkit.commands.trial import OK, OOM, Trial, Trials, scratch_folder, trials_of, tried
 from batchkit.commands.tuning.find import LEAST_GAIN, bottleneck_of
 from batchkit.commands.tuning.known import Known, Options, Tried, draw, words
 from batchkit.commands.tuning.options import (
@@ -28,9 +26,11 @@ from batchkit.commands.tuning.options import (
 )
 from batchkit.commands.tuning.table import line_of
 from batchkit.config.numbers import number
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import JobConfig, OutputTable, SamplingTable, ScoringTable
 from batchkit.engines.registry import changing_options, speed_options
 from batchkit.errors import JobError
+from batchkit.execution.start import StartOptions
+from batchkit.runs.compare import compare
 from batchkit.scoring.metrics import markdown
 
 _FACTORS, _FINE = (4.0, 2.0), 1.4
@@ -40,7 +40,8 @@ _LEAST_OF_FLIP = (
     0.015  # lower than LEAST_GAIN: a flip costs one trial, while a step leads to more steps
 )
 _ROUNDS = 3  # rounds of default and best, in turn
-_ROWS_OF_PARITY = 50
+_ROWS_COMPARED = 50
+_DRAWN = ("temperature", "n", "seed", "top_p", "top_k", "min_p")  # greedy decoding ignores these
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class Tuned:
             return
         yield f"{words(self.best)}: {times}"
         if self.differ is not None:
-            yield f"{self.differ:.0%} of the answers differ (greedy, the first {_ROWS_OF_PARITY} rows): see parity"
+            yield f"{self.differ:.0%} of the answers differ (greedy, the first {_ROWS_COMPARED} rows)"
         yield from (f"without {name}: {share:.2f} of that" for name, share in self.gained.items())
         if self.written is not None:
             yield f"{self.written}: written"
@@ -338,14 +339,28 @@ class _Search:
 
 
 def _share_that_differs(job: JobConfig, options: Options, say: Say) -> float:
-    kinds = ",".join([job.engine.kind] * 2)
-    settings = [
-        f"engine.options.{name}={json.dumps(value)}"
-        for name, value in options.items()
-        if "." not in name
-    ]
-    found = parity(job, kinds, rows=_ROWS_OF_PARITY, tie=0, settings=((), settings), say=say)
-    return (found.rows - found.equal - found.failed_on_both) / found.rows
+    """Return the share of rows whose greedy answer changes with ``options``, over the first rows of the job."""
+    sampling = {name: value for name, value in job.sampling.params().items() if name not in _DRAWN}
+    limit = min(_ROWS_COMPARED, job.input.limit or _ROWS_COMPARED)
+    with scratch_folder("tune") as folder:
+        greedy = job.model_copy(
+            update={
+                "input": job.input.model_copy(update={"limit": limit}),
+                "sampling": SamplingTable(**{**sampling, "temperature": 0.0}),
+                "output": OutputTable(dir=str(folder)),
+                "scoring": ScoringTable(),
+                "run": job.run.of_part(workers=None, max_seconds=None, max_completion_tokens=None),
+            }
+        )
+        folders = []
+        for name, chosen in (("default", {}), ("tuned", options)):
+            say(f"comparing answers: {words(chosen)}")
+            each = with_options(greedy.model_copy(update={"name": name}), chosen)
+            tried(each, None, StartOptions(command="tune", quiet=True))
+            folders.append(each.folder)
+        found = compare(folders).answers["tuned"]
+    changed = found.differ + found.failed_before + found.failed_after
+    return changed / max(1, changed + found.equal)
 
 
 def _tried(job: JobConfig, options: Options, at_once: int, trial: Trial) -> Tried:

@@ -19,13 +19,14 @@ from batchkit.config.terminal import shortened
 from batchkit.errors import InputError
 from batchkit.rendering.templates.sandbox import fields_read
 from batchkit.runs.index import Index, Snapshot, Table
+from batchkit.runs.inputs import question_in
 from batchkit.runs.reach import Reach
 from batchkit.scoring.metrics import group_name
 from batchkit.storage.lines import answers_in_words, failure_kind
 
 _SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # sort key -> column
 _LISTED = ("index", "id", "status", "prediction", "scores", "usage", "latency_s", "attempt")
-MOST_TEXT, _LONGEST_QUESTION = 500, 1_000
+MOST_TEXT = 500
 _SEARCHES = 6  # cached searches
 _AT_ONCE = 1_000  # lines searched per step
 _AS_WRITTEN = re.compile(r"[ !#-\[\]-~]+")  # ASCII that JSON writers never escape
@@ -116,21 +117,8 @@ class Labels(NamedTuple):
 
     def of(self, record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         group = group_name(fields.get(self.group_by)) if self.group_by else None
-        asked = self._question(fields)
+        asked = question_in(fields, self.asked_in)
         return {"kind": failure_kind(record), "group": group, "asked": asked and asked[:MOST_TEXT]}
-
-    def _question(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the field that looks most like a question, or None: the longest text that is not too long for one.
-        Single words and paths don't count. A text that ends in a question mark is preferred."""
-        texts = [
-            value
-            for name, value in fields.items()
-            if isinstance(value, str)
-            and len(value) <= _LONGEST_QUESTION
-            and (" " in value or not value.isascii())
-            and (self.asked_in is None or name in self.asked_in)
-        ]
-        return max(texts, key=lambda text: (text.rstrip().endswith("?"), len(text)), default=None)
 
 
 def labels_of(reach: Reach) -> Labels:

@@ -33,7 +33,7 @@ All requests are GET. Errors are 404 (not found), 409 (can't be read) and 400 (i
     {total, counts, rows: [{id, group, a, b}], offset, indexed}: rows with the same id, as
     in the list; ``a`` or ``b`` is null if the run has no such row.
 ``/api/comparison?a=RUN&b=RUN``
-    The dict of ``batchkit report A B --json``.
+    The dict of ``batchkit compare A B --json``.
 
 A report (``batchkit report``) is this page as a file that contains these responses.
 """

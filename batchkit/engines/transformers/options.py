@@ -38,7 +38,7 @@ class TransformersOptions(Table):
     attn_implementation: str | None = None
     max_model_len: PositiveInt | None = None  # None: the model's own
     max_num_seqs: PositiveInt = 8
-    shrink_on_oom: bool = True  # false: the engine dies, as find-bs and bench need
+    shrink_on_oom: bool = True  # false: the engine dies, as find-bs needs
     revision: str | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None

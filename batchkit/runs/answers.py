@@ -1,4 +1,4 @@
-"""The first difference between two engines' answers, and how certain each engine was of its token.
+"""Differences between two runs' answers: the first token that differs, and how certain each engine was of its token.
 
 Greedy decoding takes the likeliest token. If two tokens are about equally likely, the order of additions decides,
 and that differs between kernels, batches and machines. Such a tie says nothing about the model. If an engine was far
@@ -7,9 +7,11 @@ from taking the other's token, the two engines compute different results.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from operator import eq
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -17,6 +19,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from batchkit.storage.lines import answers_in_words
 
 T = TypeVar("T")
+MOST_EXAMINED = 1_000  # rows that differ
+_SHOWN = 10
+_BEFORE, _SHOWN_CHARACTERS = 20, 72  # of the text around a difference
+_COUNTS = ("equal", "differ", "failed_before", "failed_after", "failed_in_both")
 _WORDS = re.compile(r"\s*\S+")
 _PIECE = "\N{REPLACEMENT CHARACTER}"  # part of a character that takes several tokens
 
@@ -41,12 +47,12 @@ class SideAnswer(NamedTuple):
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> SideAnswer:
-        tokens = record["choices"][0]["logprobs"] if "choices" in record else None
+        tokens = record["choices"][0].get("logprobs") if record.get("choices") else None
         return cls(
             "\n".join(filter(None, [record.get("reasoning"), answers_in_words(record)[0]])),
             record["finish_reason"],
             None if tokens is None else [_token(found) for found in tokens],
-            None if record["usage"] is None else record["usage"]["prompt_tokens"],
+            (record.get("usage") or {}).get("prompt_tokens"),
         )
 
 
@@ -101,6 +107,85 @@ class Difference:
     def rank(self) -> tuple[bool, float, int]:
         """A sort key that puts the largest gap first and unknown gaps last."""
         return self.gap is None, -(self.gap or 0.0), self.index
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerComparison:
+    """The answers of a run beside those of the baseline, over the rows that both have.
+
+    ``equal`` and ``differ`` count rows that both answered. ``failed_before`` and ``failed_after`` count rows that failed
+    only in the baseline and only in the run. ``differences``: those of the first 1,000 rows that differ, the largest
+    gap first. A difference with a gap below ``tie`` is a tie.
+    """
+
+    equal: int
+    differ: int
+    failed_before: int
+    failed_after: int
+    failed_in_both: int
+    differences: Sequence[Difference]
+    tie: float
+
+    @property
+    def ties(self) -> int:
+        return sum(found.is_tie(self.tie) for found in self.differences)
+
+    def to_json(self) -> dict[str, Any]:
+        answered = self.equal + self.differ
+        return {
+            **{name: getattr(self, name) for name in _COUNTS},
+            "share_equal": self.equal / answered if answered else None,
+            "ties": self.ties,
+            "tie_below": self.tie,
+            "differences": [
+                {**asdict(found), "tie": found.is_tie(self.tie)} for found in self.differences
+            ],
+        }
+
+    def lines(self, before: str, after: str) -> Iterator[str]:
+        """Yield the comparison as text; the arguments are the names of the runs."""
+        if answered := self.equal + self.differ:
+            share = self.equal / answered
+            yield f"Equal answers: {self.equal:,} of {answered:,} rows that both answered ({share:.1%})."
+        failed = (
+            (before, self.failed_before),
+            (after, self.failed_after),
+            ("both", self.failed_in_both),
+        )
+        for name, count in failed:
+            if count:
+                yield f"Failed in {name}{' alone' * (name != 'both')}: {count:,}."
+        if self.differences:
+            yield self._summary()
+        if changed := sum(found.has_other_prompt for found in self.differences):
+            yield (
+                f"{changed:,} of these have prompts of different lengths: compare the chat template, the images' size"
+                " and max_model_len first."
+            )
+        for found in self.differences[:_SHOWN]:
+            yield from self._shown(found, before, after)
+        if len(self.differences) > _SHOWN:
+            yield f"… and {self.differ - _SHOWN:,} more (--json)"
+
+    def _summary(self) -> str:
+        median = statistics.median(found.position for found in self.differences)
+        unit = self.differences[0].unit
+        text = f"Answers that differ: {self.differ:,}, at the median from {unit} {median:g} on (counted from 0)"
+        if self.differ > len(self.differences):
+            text += f", as of the first {len(self.differences):,}"
+        unknown = sum(found.gap is None for found in self.differences)
+        if unknown == len(self.differences):
+            return f"{text}. Without sampling.logprobs in both runs, it is unknown which are ties."
+        return f"{text}; {self.ties:,} of them are ties (gap below {self.tie:g})" + (
+            f", and the gap of {unknown:,} is unknown." if unknown else "."
+        )
+
+    def _shown(self, found: Difference, before: str, after: str) -> Iterator[str]:
+        gap = "" if found.gap is None else f", gap {found.gap:.4f}{' or more' * found.gap_is_least}"
+        tie = " (a tie)" if found.is_tie(self.tie) else ""
+        yield f"- row {found.index} (id {found.id}), {found.unit} {found.position}{gap}{tie}"
+        for name, part in ((before, found.a), (after, found.b)):
+            yield f"  - {name}: {_chosen(part)}{_continuation(part)}"
 
 
 def difference(index: int, row_id: str, a: SideAnswer, b: SideAnswer) -> Difference | None:
@@ -167,3 +252,21 @@ def _look_alike(a: Token, b: Token) -> bool:
 def _words(text: str) -> list[Token]:
     """Return the words of a text as tokens, each with the white space before it, for engines without logprobs."""
     return [Token(word) for word in _WORDS.findall(text)]
+
+
+def _chosen(part: Part) -> str:
+    """Return an engine's token at the difference with its logprob, and the logprob it gave to the other engine's
+    token."""
+    if part.logprob is None:
+        return ""
+    other = "not among its likeliest" if part.other_logprob is None else f"{part.other_logprob:.4f}"
+    return f"{json.dumps(part.token, ensure_ascii=False)} {part.logprob:.4f}, the other {other}: "
+
+
+def _continuation(part: Part) -> str:
+    """Return the answer's text around the difference, as one line."""
+    start = max(0, part.begins - _BEFORE)
+    line = " ".join(part.text[start : start + _SHOWN_CHARACTERS].split())
+    before = "…" if start else ""
+    after = "…" if start + _SHOWN_CHARACTERS < len(part.text) else f" [{part.finish_reason}]"
+    return f"{before}{line}{after}"
