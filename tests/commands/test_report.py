@@ -20,7 +20,6 @@ import pytest
 from batchkit.commands.report import MAX_FAILED, MAX_ROWS, report
 from batchkit.commands.view.figures import histogram
 from batchkit.commands.view.media import MAX_PICTURE_BYTES
-from batchkit.commands.view.page import script
 from batchkit.errors import StoreError
 from tests.support.command_line import batchkit
 from tests.support.made_runs import draw_tables, failure, make_run, rows
@@ -76,19 +75,13 @@ def test_policy_allows_exactly_the_page_s_own_script_and_style(page: Path) -> No
     text = page.read_text(encoding="utf-8")
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy
-    for tag in ("style", "script"):
-        body = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    for tag, opening in (("style", "<style>"), ("script", '<script type="module">')):
+        body = re.search(f"{opening}(.*?)</{tag}>", text, re.DOTALL)
         assert body
         digest = base64.b64encode(hashlib.sha256(body[1].encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in html.unescape(policy[1])
     assert "default-src" in policy[1]
     assert "unsafe" not in policy[1]
-
-
-def test_no_two_functions_of_the_page_have_the_same_name() -> None:
-    """Its files are one script, in which the last of them would be called by all."""
-    names = re.findall(r"^(?:async )?(?:function|const|let) (\w+)", script(), re.MULTILINE)
-    assert [name for name in {*names} if names.count(name) > 1] == []
 
 
 def test_model_output_is_in_the_page_as_data_only(page: Path, data: Any) -> None:

@@ -1,6 +1,14 @@
 // Two runs side by side: their scores, totals, and the rows that they answered in another way. A file has
 // the scores, of several runs.
-function openComparison() {
+import { number, shortCount, shownScore } from "./format.js";
+import {
+  byId, drawPager, exact, link, listenToKeys, make, note, stateBadge, table, terms, titled,
+} from "./elements.js";
+import { apiUrl, besideAnswers, fetchJson, held, runUrl } from "./data.js";
+import { drawDeltas } from "./scores.js";
+import { enlargeable } from "./row.js";
+
+export function openComparison() {
   const LIMIT = 20;
   const AGAIN_MS = 200; // while the server has not read all of the logs
   const state = new URLSearchParams(location.search);

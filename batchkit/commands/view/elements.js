@@ -1,26 +1,24 @@
-"use strict";
 // What all parts of the page share. All text of a run gets onto it through textContent and
 // createTextNode alone.
+import { number } from "./format.js";
 
-const byId = (id) => document.getElementById(id);
-const number = new Intl.NumberFormat("en-US");
-const oneLine = (text) => (text ?? "").slice(0, 300).replace(/\s+/g, " ").trim();
+export const byId = (id) => document.getElementById(id);
 
-function make(tag, className, text) {
+export function make(tag, className, text) {
   const element = document.createElement(tag);
   if (className) element.className = className;
   if (text !== undefined && text !== null) element.textContent = text;
   return element;
 }
 
-function shape(tag, attributes) {
+export function shape(tag, attributes) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   return element;
 }
 
 // Shares from 0 to 1; the failed ones come after the others.
-function meter(share, failed = 0) {
+export function meter(share, failed = 0) {
   const root = shape("svg", {
     class: "meter", viewBox: "0 0 100 1", preserveAspectRatio: "none", "aria-hidden": "true",
   });
@@ -35,7 +33,7 @@ function meter(share, failed = 0) {
 }
 
 // A line of a <dl> for each name and value, which is a text or an element.
-function terms(pairs) {
+export function terms(pairs) {
   return pairs.map(([name, value]) => {
     const line = make("div"), term = make("dt"), definition = make("dd");
     term.append(name);
@@ -45,13 +43,13 @@ function terms(pairs) {
   });
 }
 
-function titled(title, element) {
+export function titled(title, element) {
   const box = make("div");
   box.append(make("h3", "", title), element);
   return box;
 }
 
-function folded(name, ...parts) {
+export function folded(name, ...parts) {
   const box = make("details"), summary = make("summary", "", name);
   box.append(summary, ...parts);
   return box;
@@ -59,7 +57,7 @@ function folded(name, ...parts) {
 
 // Words that the other text lacks are marked, where the two have some in common: a hint for the
 // eye, no score.
-function exact(text, other) {
+export function exact(text, other) {
   const box = make("p", "exact", text);
   if (!text) {
     box.classList.add("nothing");
@@ -79,7 +77,7 @@ function exact(text, other) {
 }
 
 // Marks each of the words where it stands in the element's text.
-function highlight(element, words) {
+export function highlight(element, words) {
   if (!globalThis.CSS?.highlights) return;
   CSS.highlights.delete("found");
   words = words.toLowerCase().split(/\s+/).filter((word) => word.length > 1);
@@ -101,73 +99,15 @@ function highlight(element, words) {
   CSS.highlights.set("found", new Highlight(...ranges));
 }
 
-// Three digits if it is small, with thousands separators if it is large.
-function short(value, unit = "") {
-  if (value === null || value === undefined) return "";
-  const text = value >= 100 ? number.format(Math.round(value)) : String(Number(value.toPrecision(3)));
-  return `${text} ${unit}`.trimEnd();
-}
+export const stateBadge = (state) => make("span", `state ${state.replaceAll(" ", "-")}`, state);
 
-function shortCount(value) {
-  if (value < 1e6) return number.format(value);
-  return value < 1e9 ? `${(value / 1e6).toFixed(2)} M` : `${(value / 1e9).toFixed(2)} G`;
-}
-
-const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "");
-
-function duration(seconds) {
-  const minutes = Math.round(seconds / 60);
-  if (seconds < 100) return `${Math.round(seconds)} s`;
-  return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
-}
-
-const lasting = (seconds) => (seconds < 10 ? clock(seconds) : duration(seconds));
-
-function clock(seconds) {
-  if (seconds < 10) return seconds ? `${seconds.toFixed(1)} s` : "0";
-  const whole = Math.round(seconds);
-  const parts = [Math.floor(whole / 60) % 60, whole % 60].map((part) => String(part).padStart(2, "0"));
-  const hours = Math.floor(whole / 3600);
-  return hours ? `${hours}:${parts.join(":")}` : `${Number(parts[0])}:${parts[1]}`;
-}
-
-const DAY = { day: "numeric", month: "long", year: "numeric", timeZone: "UTC" };
-const TIME = { hour: "2-digit", minute: "2-digit", hour12: false, timeZone: "UTC" };
-
-function when(stamp, { seconds = false } = {}) {
-  const moment = new Date(stamp ?? NaN);
-  if (Number.isNaN(moment.getTime())) return "";
-  const time = seconds ? { ...TIME, second: "2-digit" } : TIME;
-  return `${moment.toLocaleString("en-GB", DAY)}, ${moment.toLocaleString("en-GB", time)} UTC`;
-}
-
-// The part that differs between events of one day.
-function timeOf(stamp) {
-  return new Date(stamp).toLocaleString("en-GB", { ...TIME, second: "2-digit" });
-}
-
-// What a budget is of, what is spent of it, and its limit.
-function budgetOf({ name, spent, limit }) {
-  const [what, how] = {
-    max_seconds: ["time", lasting], max_completion_tokens: ["tokens", shortCount], max_price: ["price", short],
-  }[name];
-  return [what, spent === null ? "?" : how(spent) || "0", how(limit)];
-}
-
-const stateBadge = (state) => make("span", `state ${state.replaceAll(" ", "-")}`, state);
-
-// A record's score as the report shows it; scorer: {name, head, scale} of the run's status.
-function shownScore(score, scorer) {
-  return typeof score === "number" ? String(Math.round(score * (scorer?.scale ?? 1) * 100) / 100) : "–";
-}
-
-function link(text, url, className = "") {
+export function link(text, url, className = "") {
   const element = make("a", className, text);
   element.href = url;
   return element;
 }
 
-function button(text, act, className = "quiet") {
+export function button(text, act, className = "quiet") {
   const element = make("button", className, text);
   element.type = "button";
   element.addEventListener("click", act);
@@ -187,7 +127,7 @@ function line(cells, tag = "td") {
   return row;
 }
 
-function table(heads, lines, className = "") {
+export function table(heads, lines, className = "") {
   const found = make("table", `scores ${className}`), head = make("thead"), body = make("tbody");
   head.append(line(heads, "th"));
   body.append(...lines.map((cells) => line(cells)));
@@ -195,14 +135,14 @@ function table(heads, lines, className = "") {
   return found;
 }
 
-function note(id, text) {
+export function note(id, text) {
   const element = byId(id);
   element.hidden = !text;
   if (element.textContent !== text) element.textContent = text;
 }
 
 // "1–50 of 1,234" between two buttons; go(offset) is called with the page's first place.
-function drawPager(nav, { offset, limit, total, n, go }) {
+export function drawPager(nav, { offset, limit, total, n, go }) {
   const span = n ? `${number.format(offset + 1)}–${number.format(offset + n)} of ${number.format(total)}` : "";
   const held = nav.contains(document.activeElement) ? document.activeElement.ariaLabel : null;
   const before = button("←", () => go(Math.max(0, offset - limit)), "");
@@ -218,7 +158,7 @@ function drawPager(nav, { offset, limit, total, n, go }) {
 
 // Calls onKey(event) for keys that belong to no control and no open dialog. Esc and ? work alike on
 // all pages: clear() is for an Esc outside of a control. help: [[keys, what they do]].
-function listenToKeys({ list, clear, onKey, onEnter, help }) {
+export function listenToKeys({ list, clear, onKey, onEnter, help }) {
   byId("key-list").replaceChildren(...terms([...help, ["?", "this list"]].map(([keys, text]) => {
     const names = make("span");
     names.append(...keys.split(" ").flatMap((key) => [make("kbd", "", key), " "]));

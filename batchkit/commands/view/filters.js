@@ -1,9 +1,10 @@
+import { byId } from "./elements.js";
+
 // The filters and the order of the rows: their controls, and what is asked for.
 const TYPING_MS = 200;
 const CONTROLS = ["search", "group", "outcome", "scorer", "low", "high", "order"];
-
 // changed() is called when other rows are wanted.
-function openFilters(changed) {
+export function openFilters(changed) {
   const controls = CONTROLS.map(byId);
   let scorers = new Map(), typing = null;
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -19,29 +20,33 @@ from batchkit.storage.files import disk_errors, replacing
 from batchkit.storage.plain_json import encoded
 from batchkit.types import utc_now
 
-_SCRIPTS = (  # in dependency order
-    *("elements.js", "data.js", "charts.js", "scores.js", "filters.js", "row.js", "rows.js"),
-    *("run.js", "compare.js", "runs.js", "start.js"),
+MODULES = (  # each imports only modules before it
+    *("format.js", "elements.js", "search.js", "data.js", "axis.js", "charts.js", "scores.js"),
+    *("filters.js", "row.js", "rows.js", "run.js", "compare.js", "runs.js", "start.js"),
 )
+_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export ", re.MULTILINE)
+
+ASSETS = {"page.css": "text/css", **dict.fromkeys(MODULES, "text/javascript")}
+"""The files that the page loads from a server, by name, with their types."""
 
 
-def html() -> str:
-    return _read("page.html")
-
-
-def script() -> str:
-    return "".join(map(_read, _SCRIPTS))
+@cache
+def read(name: str) -> str:
+    """Return the text of ``page.html`` or of one of ``ASSETS``."""
+    return (files("batchkit.commands.view") / name).read_text(encoding="utf-8")
 
 
 def style() -> str:
-    return _read("page.css")
+    return read("page.css")
 
 
-ASSETS: dict[str, tuple[Callable[[], str], str]] = {
-    "page.js": (script, "text/javascript"),
-    "page.css": (style, "text/css"),
-}
-"""The files that the page loads from a server, by name, with their types."""
+def script() -> str:
+    """Return the modules joined into one, for a page in one file.
+
+    Imports and the word ``export`` are removed. This works because no two modules define the same top-level name.
+    """
+    return _EXPORT.sub("", _IMPORT.sub("", "".join(map(read, MODULES))))
 
 
 def check_page(path: Path) -> None:
@@ -67,9 +72,11 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> Path:
         "<title>batchkit</title>": f"<title>{escape(title)} · batchkit report</title>",
         '<link rel="stylesheet" href="/assets/page.css">': f"<style>{style()}</style>",
         ">null</script>": b">%b</script>" % _as_data({**data, "made": made}),
-        '<script src="/assets/page.js"></script>': f"<script>{script()}</script>",
+        '<script type="module" src="/assets/start.js"></script>': (
+            f'<script type="module">{script()}</script>'
+        ),
     }
-    page = [html().encode()]
+    page = [read("page.html").encode()]
     for place, part in parts.items():  # in the order of the page
         before, _, after = page.pop().partition(place.encode())
         page += [before, part if isinstance(part, bytes) else part.encode(), after]
@@ -102,11 +109,6 @@ def _as_data(value: Any) -> bytes:
     for character in "<>&\u2028\u2029":
         text = text.replace(character.encode(), b"\\u%04x" % ord(character))
     return text
-
-
-@cache
-def _read(name: str) -> str:
-    return (files("batchkit.commands.view") / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -1,9 +1,12 @@
 // One row: its images, prompt, reasoning and answer, its steps and its earlier attempts.
+import { number, shownScore, timecode, when } from "./format.js";
+import { button, byId, exact, folded, make, meter, terms, titled } from "./elements.js";
+import { fetchJson, held } from "./data.js";
 
 const LONG = 500; // characters: a longer prompt scrolls in its own box
 
 // found: as /api/runs/{run}/rows/{index} gives it. Without the row's place, which drawPlace adds.
-function drawRow(detail, found, scorers) {
+export function drawRow(detail, found, scorers) {
   const { record, attempts = [], steps = [] } = found, nav = detail.querySelector("nav") ?? make("nav");
   const held = nav.contains(document.activeElement) ? document.activeElement : null;
   const open = new Set([...detail.querySelectorAll("details[open] > summary")].map(titleOf));
@@ -22,7 +25,7 @@ function drawRow(detail, found, scorers) {
 const titleOf = (summary) => summary.textContent.replace(/\d/g, "");
 
 // step(by): to another row; place: where the row is among the total that pass the filters, or null.
-function drawPlace(detail, { step, place, total }) {
+export function drawPlace(detail, { step, place, total }) {
   const nav = detail.querySelector("nav");
   if (!nav) return;
   if (!nav.firstChild) {
@@ -108,13 +111,9 @@ function playerOf({ kind, src, problem, name, poster }, { segments = [], coverag
   return box;
 }
 
-function timecode(seconds) {
-  const minutes = Math.floor(seconds / 60);
-  return `${minutes}:${(seconds - 60 * minutes).toFixed(1).padStart(4, "0")}`;
-}
-
 // {src, name}, and its size; or {name, problem}. Of a server, the image's address is all that is known.
-const pictureOf = (image) => (held ? held.pictures[image] : { src: image });
+export const pictureOf = (image) => (held ? held.pictures[image] : { src: image });
+
 const isPicture = ({ src }) => src?.startsWith(held ? "data:image/webp;base64," : "/api/runs/");
 
 function picturesOf(images) {
@@ -131,7 +130,7 @@ function picturesOf(images) {
 }
 
 // large: the address of more of it.
-function enlargeable({ src, large = src, name, w, h }) {
+export function enlargeable({ src, large = src, name, w, h }) {
   const image = make("img"), frame = button("", () => enlarge(large, name), "picture");
   if (w) Object.assign(image, { width: w, height: h });
   image.addEventListener("error", () => frame.replaceWith(missing(src)));
@@ -154,7 +153,7 @@ function enlarge(src, alt) {
   box.showModal();
 }
 
-function enlargeFirst(detail) {
+export function enlargeFirst(detail) {
   const image = detail.querySelector(".picture");
   image?.click();
   return image !== null;
@@ -173,7 +172,7 @@ function choicesOf({ record, answers }) {
   }));
 }
 
-function stepOf(step, scorers) {
+export function stepOf(step, scorers) {
   if (step.more) return make("p", "caption", `and ${number.format(step.more)} generations more`);
   const box = make("section", "step"), head = make("header", "detail-head");
   const nth = step.call ? `, call ${step.call + 1}` : "";

@@ -1,4 +1,9 @@
 // The rows of a run by page: the list, and the row that is open beside it. The address keeps both.
+import { number, oneLine, shownScore } from "./format.js";
+import { byId, drawPager, highlight, listenToKeys, make, titled } from "./elements.js";
+import { apiUrl, besideAnswers, fetchJson } from "./data.js";
+import { openFilters } from "./filters.js";
+import { drawPlace, drawRow, enlargeFirst, pictureOf, stepOf } from "./row.js";
 
 const LIMIT = 50;
 const HOLDING_MS = 60; // rows that j runs past while it is held down are not asked for
@@ -7,7 +12,7 @@ const SOON_MS = 50; // until the next look while the server has not read all of 
 
 // The hash of the address keeps what is shown. set({outcome, row, …}) puts other filters in place of all, and opens the row; runChanged is to be
 // called with each new status.
-function openRows(run) {
+export function openRows(run) {
   const list = byId("list"), detail = byId("detail");
   const filters = openFilters(() => go(0));
   const beside = besideAnswers(run, lacking, (indexes) => {

@@ -1,5 +1,15 @@
 // The page of a run: what it has done, over time, its scores and its engine; rows.js has its rows.
-function openRun() {
+import {
+  budgetOf, clock, duration, lasting, number, percent, short, shortCount, timeOf, when,
+} from "./format.js";
+import { button, byId, make, meter, note, stateBadge, table, terms } from "./elements.js";
+import { apiUrl, fetchJson, held } from "./data.js";
+import { axisOf, placeOf } from "./axis.js";
+import { drawCharts, spreadFigure } from "./charts.js";
+import { drawDeltas, drawScores, drawSteps } from "./scores.js";
+import { openRows } from "./rows.js";
+
+export function openRun() {
   const AGAIN_MS = 1000;
   const run = held ? held.status.name : decodeURIComponent(location.pathname.split("/")[2]);
   const rows = openRows(run);

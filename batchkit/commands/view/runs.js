@@ -1,5 +1,9 @@
 // The list of runs.
-function openRuns() {
+import { budgetOf, duration, number, percent, when } from "./format.js";
+import { button, byId, link, listenToKeys, make, meter, note, stateBadge, table } from "./elements.js";
+import { fetchJson, runUrl } from "./data.js";
+
+export function openRuns() {
   const AGAIN_MS = 3000;
   const COLUMNS = {
     name: ({ name }) => name.toLowerCase(), state: ({ state }) => state, done: (run) => shareDone(run),

@@ -1,9 +1,13 @@
 // The scores of a run by group, and the differences between runs.
+import { number, short, signed } from "./format.js";
+import { button, byId, folded, make, meter, shape, table } from "./elements.js";
+import { nice } from "./axis.js";
+
 const MOST_GROUPS = 200;
 const SPREAD = ["count", "mean", "std", "median", "min", "max"];
 
 // show(filters): the rows that a number is of.
-function drawScores({ scores, scorers, group_by: groupBy }, show) {
+export function drawScores({ scores, scorers, group_by: groupBy }, show) {
   const isScored = scores.scored > 0, names = Object.keys(scores.metrics);
   byId("scores-section").hidden = !isScored && !names.length;
   byId("scores-title").textContent = isScored ? "Scores" : `Rows by ${groupBy}`;
@@ -60,7 +64,7 @@ function spreadOf(lines) {
 }
 
 // {step: {generations, failed, prompt_tokens, completion_tokens}}
-function drawSteps(steps) {
+export function drawSteps(steps) {
   const lines = Object.entries(steps);
   byId("steps-section").hidden = !lines.length;
   byId("steps").replaceChildren(table(["step", "n", "failed", "tokens read", "tokens written", "written each"],
@@ -72,10 +76,8 @@ function drawSteps(steps) {
 
 // ---- differences between runs
 
-const signed = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(2)}`;
-
 // found: a comparison as `report --json` gives it.
-function drawDeltas(box, found, heads) {
+export function drawDeltas(box, found, heads) {
   const [baseline, ...others] = found.runs;
   box.replaceChildren(...others.map((run) => {
     const part = make("section"), title = make("h2", "", `${run} `);

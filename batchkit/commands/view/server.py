@@ -4,7 +4,7 @@ All requests are GET. Errors are 404 (not found), 409 (can't be read) and 400 (i
 {"error": text}. Times are ISO 8601 in UTC, durations in seconds. ``run`` is the name of a run folder.
 
 ``/``, ``/run/{run}``, ``/compare?a=RUN&b=RUN``, ``/assets/{name}``
-    The page (list of runs, one run, or two runs) and its files page.css and page.js.
+    The page (list of runs, one run, or two runs) and its files: page.css and the modules of its script.
 ``/api/runs``
     [{run, folder, score, …}] as ``Look.summary``, the newest first; ``error`` instead of the counts if a run can't be
     read. ``score``: {name, head, mean} of the first scorer, null if it is unknown or missing.
@@ -52,7 +52,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from batchkit.commands.view.page import ASSETS, html
+from batchkit.commands.view.page import ASSETS, read
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, MediaError
 from batchkit.runs.listing import Runs
@@ -123,14 +123,13 @@ class _Pages:
         return self.page(request)
 
     def page(self, request: Request) -> Response:
-        return Response(html(), media_type="text/html")
+        return Response(read("page.html"), media_type="text/html")
 
     def asset(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in ASSETS:
             raise HTTPException(404, f"no asset {name!r}")
-        make, media_type = ASSETS[name]
-        return Response(make(), media_type=media_type)
+        return Response(read(name), media_type=ASSETS[name])
 
 
 def _on_refused(request: Request, error: Exception) -> Response:

@@ -1,5 +1,11 @@
 // The page is one of three: a run, two runs, or the list of runs.
-(() => {
+import { byId } from "./elements.js";
+import { held } from "./data.js";
+import { openRun } from "./run.js";
+import { openComparison } from "./compare.js";
+import { openRuns } from "./runs.js";
+
+function openPage() {
   const isComparison = held ? held.comparison : location.pathname === "/compare";
   const isRun = held || location.pathname.startsWith("/run/");
   const [name, open] = isComparison ? ["compare", openComparison] : isRun ? ["run", openRun] : ["runs", openRuns];
@@ -9,4 +15,6 @@
     : "Served by batchkit from the runs’ folders, which it only reads.";
   if (!held && byId("brand")) byId("brand").textContent = "batchkit view";
   open();
-})();
+}
+
+openPage();
