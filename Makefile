@@ -32,6 +32,7 @@ check: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy --strict batchkit
+	@scripts/check_page.sh
 
 bench: setup
 	.venv/bin/python benchmarks/all.py
@@ -45,5 +46,5 @@ dist: setup
 	REPOSITORY=$(REPOSITORY) .venv/bin/hatchling build -d dist
 
 clean:
-	rm -rf .venv .venv-docs site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-docs node_modules site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.resources import files
 
 import pytest
 
 from batchkit.commands.view.page import ASSETS, MODULES, read, script
+from tests.support.paths import ROOT
 
+NPM = "https://registry.npmjs.org/"
 NO_CODE = "types.js"  # only descriptions of types
 
 
@@ -38,6 +41,17 @@ def test_no_two_modules_define_the_same_name() -> None:
     names = re.findall(r"^(?:async )?(?:function|const|let) (\w+)", script(), re.MULTILINE)
     assert len(names) > 100
     assert [name for name in {*names} if names.count(name) > 1] == []
+
+
+def test_the_packages_that_check_the_page_are_pinned_and_name_only_the_public_registry() -> None:
+    wanted = json.loads((ROOT / "package.json").read_text(encoding="utf-8"))
+    locked = json.loads((ROOT / "package-lock.json").read_text(encoding="utf-8"))["packages"]
+    assert "dependencies" not in wanted
+    for name, version in wanted["devDependencies"].items():
+        assert locked[f"node_modules/{name}"]["version"] == version
+    for name, package in locked.items():
+        assert not name or package["integrity"].startswith("sha512-")
+        assert package.get("resolved", NPM).startswith(NPM)
 
 
 def test_the_joined_script_imports_and_exports_nothing() -> None:

@@ -3,12 +3,23 @@
 import { clock, number, short } from "./format.js";
 import { make, shape } from "./elements.js";
 import { boundaries, nearest, nice, parts } from "./axis.js";
+/** @import { Axis } from "./axis.js" */
+/** @import { Histogram, Metrics } from "./types.js" */
+
+/** @typedef {{ seconds: number, text: string }} Mark */
+/** @typedef {{ name: string, values: (number | null)[] }} Line */
+/**
+ * @typedef {{ title: string, unit: string, lines: Record<string, string>, isRate?: boolean, scale?: number, top?: number }} Chart
+ */
 
 const GIB = 2 ** 30;
 const NEAR_PX = 6;
 
-// Each line: a column of the metrics, and its name if there are several. A rate is of the time since
-// the point before, so it is drawn as a step.
+/**
+ * Lines: a column of the metrics, and its name if there are several. A rate is of the time since the point before, so
+ * it is drawn as a step.
+ * @type {Chart[]}
+ */
 const CHARTS = [
   { title: "Throughput", unit: "rows/s", isRate: true, lines: { rows_per_s: "" } },
   { title: "Tokens written", unit: "tokens/s", isRate: true, lines: { completion_tokens_per_s: "" } },
@@ -24,9 +35,13 @@ const CHARTS = [
   },
 ];
 
-let pointed = null; // where the pointer is: its seconds at work, and in which chart
+/** @type {{ at: number, nth: number } | null} */
+let pointed = null; // where the pointer is: its seconds at work, and the chart
 
-// Draws all charts that have something to show into the box. Each mark: {seconds, text}.
+/**
+ * Draws into the box all charts that have a value.
+ * @param {HTMLElement} box @param {Metrics} metrics @param {Mark[]} marks @param {Axis} axis
+ */
 export function drawCharts(box, metrics, marks, axis) {
   const { seconds } = metrics;
   const figures = seconds.length < 2 ? [] : CHARTS
@@ -34,7 +49,8 @@ export function drawCharts(box, metrics, marks, axis) {
     .filter(({ lines }) => lines.length)
     .map((chart) => figureOf(chart, metrics, axis, marks));
   box.replaceChildren(...figures.map(({ figure }) => figure));
-  const showAll = (at, nth) => {
+  /** @param {number | null} at */
+  const showAll = (at, nth = 0) => {
     pointed = at === null ? null : { at, nth };
     figures.forEach(({ show }, n) => show(at, n === nth));
   };
@@ -48,35 +64,43 @@ export function drawCharts(box, metrics, marks, axis) {
   });
 }
 
-export function linesOf({ lines, scale = 1 }, metrics) {
+/**
+ * @param {Chart} chart @param {Metrics} metrics
+ * @returns {Line[]}
+ */
+function linesOf({ lines, scale = 1 }, metrics) {
   return Object.entries(lines)
     .map(([column, name]) => ({
       name,
-      values: (metrics[column] ?? []).map((value) => (value === null ? null : value * scale)),
+      values: (metrics[column] ?? []).map((/** @type {number | null} */ value) => (value === null ? null : value * scale)),
     }))
     .filter(({ values }) => values.some((value) => value));
 }
 
+/**
+ * @param {Omit<Chart, "lines"> & { lines: Line[] }} chart
+ * @param {Metrics} metrics @param {Axis} axis @param {Mark[]} marks
+ */
 function figureOf(chart, metrics, axis, marks) {
   const { title, unit, lines } = chart, { seconds } = metrics;
-  const top = chart.top ?? nice(Math.max(...lines.flatMap(({ values }) => values)));
+  const top = chart.top ?? nice(Math.max(...lines.flatMap(({ values }) => values.map(Number))));
   const summary = lines.map((line) => legend(line, seconds));
   const ticks = [0, 1, 2, 3, 4].map((part) => clock(axis.worked(axis.second(part / 4))));
   const { figure, text, svg, plot } = frameOf({ title, summary, top: short(top, unit), ticks });
-  const x = (at) => (1000 * axis.share(at)).toFixed(2), y = (value) => (100 - 100 * value / top).toFixed(2);
+  /** @param {number} at */
+  const x = (at) => (1000 * axis.share(at)).toFixed(2);
+  /** @param {number | null} value */
+  const y = (value) => (100 - 100 * Number(value) / top).toFixed(2);
   for (const [from, to] of axis.loads) {
-    const width = (x(to) - x(from)).toFixed(2), band = shape("rect", { class: "loading", x: x(from), y: 0, width, height: 100 });
-    band.append(shape("title", {}));
-    band.firstChild.textContent = `loading the model: ${clock(to - from)}`;
-    svg.append(band);
+    const width = (Number(x(to)) - Number(x(from))).toFixed(2);
+    svg.append(explained(`loading the model: ${clock(to - from)}`, { class: "loading", x: x(from), y: 0, width, height: 100 }));
   }
   lines.forEach(({ values }, nth) => {
     for (const part of parts(values, metrics.start)) {
-      const corners = part.flatMap((place) => [
-        ...(chart.isRate ? [[seconds[place - 1] ?? 0, values[place]]] : []), [seconds[place], values[place]],
-      ]).map(([at, value]) => [x(at), y(value)]);
+      const corners = part.flatMap((place) => [...(chart.isRate ? [seconds[place - 1] ?? 0] : []), seconds[place]]
+        .map((at) => [x(at), y(values[place])]));
       const points = corners.map((corner) => corner.join(",")).join(" ");
-      const [first, last] = [corners[0][0], corners.at(-1)[0]];
+      const [first, last] = [corners[0][0], corners[corners.length - 1][0]];
       if (!nth) svg.append(shape("polygon", { class: "area", points: `${first},100 ${points} ${last},100` }));
       svg.append(shape("polyline", { class: `edge nth-${nth}`, points }));
     }
@@ -89,7 +113,10 @@ function figureOf(chart, metrics, axis, marks) {
   cursor.setAttribute("visibility", "hidden");
   svg.append(cursor);
 
-  // The chart that is pointed at shows an event that is near; the others their values there.
+  /**
+   * The chart under the pointer shows an event that is near; the others show their values there.
+   * @param {number | null} at @param {boolean} isPointedAt
+   */
   function show(at, isPointedAt) {
     cursor.setAttribute("visibility", at === null ? "hidden" : "visible");
     if (at === null) {
@@ -110,8 +137,10 @@ function figureOf(chart, metrics, axis, marks) {
   return { figure, plot, show };
 }
 
-// A chart without its shapes, 1000 wide and 100 high. summary: what its caption says; top: the value at
-// the upper edge.
+/**
+ * A chart without its shapes, 1000 wide and 100 high. summary: its caption; top: the value at the upper edge.
+ * @param {{ title: string, summary: (string | Node)[], top: string, ticks: string[] }} parts
+ */
 function frameOf({ title, summary, top, ticks }) {
   const figure = make("figure"), caption = make("figcaption"), text = make("p");
   const plot = make("div", "plot"), axis = make("div", "x"), label = make("span", "y", top);
@@ -132,7 +161,7 @@ function frameOf({ title, summary, top, ticks }) {
   return { figure, text, svg, plot };
 }
 
-// A histogram, as the run's status gives it.
+/** @param {Histogram} histogram */
 export function spreadFigure({ title, unit, counts, low, top, overflow, is_whole: isWhole, median, p99, largest }) {
   const most = nice(Math.max(...counts)), width = (top - low) / counts.length, step = 1000 / counts.length;
   const ticks = [0, 1, 2, 3, 4].map((part) => short(low + (top - low) * part / 4) || "0");
@@ -143,16 +172,28 @@ export function spreadFigure({ title, unit, counts, low, top, overflow, is_whole
     const height = count && Math.max(100 * count / most, 1); // one row among a million stays visible
     const from = low + place * width, to = from + width - (isWhole ? 1 : 0), isLast = place === counts.length - 1;
     const range = isWhole && width === 1 ? short(from, unit) : `${short(from) || "0"}–${short(to, unit)}`;
-    const hit = shape("rect", { class: "hit", x: place * step, y: 0, width: step, height: 100 });
-    hit.append(shape("title", {}));
-    hit.firstChild.textContent = `${range}${overflow && isLast ? " and more" : ""}: ${number.format(count)} rows`;
+    const text = `${range}${overflow && isLast ? " and more" : ""}: ${number.format(count)} rows`;
     if (count) svg.append(shape("rect", { class: "bar", x: (place + 0.08) * step, y: 100 - height, width: 0.84 * step, height }));
-    svg.append(hit);
+    svg.append(explained(text, { class: "hit", x: place * step, y: 0, width: step, height: 100 }));
   });
   return figure;
 }
 
-// What a chart says while nobody points at it: of one line, its mean and its newest value.
+/**
+ * A rectangle with a text for the pointer.
+ * @param {string} text @param {Record<string, string | number>} attributes
+ */
+function explained(text, attributes) {
+  const rectangle = shape("rect", attributes), title = shape("title", {});
+  title.textContent = text;
+  rectangle.append(title);
+  return rectangle;
+}
+
+/**
+ * The caption of a chart without a pointer: for its only line, the newest value and the mean.
+ * @param {Line} line @param {number[]} seconds
+ */
 function legend({ name, values }, seconds) {
   const known = values.filter((value) => value !== null);
   const newest = short(known.at(-1));
@@ -167,4 +208,5 @@ function legend({ name, values }, seconds) {
   return make("span", "", `${newest} last, ${mean}${short(Math.max(...known))} at most`);
 }
 
+/** @param {string} className @param {string | number} at */
 const upright = (className, at) => shape("line", { class: className, x1: at, x2: at, y1: 0, y2: 100 });

@@ -1,24 +1,39 @@
+// The source of the page's data: the server, or the page itself, if it is a file that holds the server's responses.
 import { byId } from "./elements.js";
 import { listed, passes, sorted } from "./search.js";
+/** @import { Beside, Held } from "./types.js" */
 
-// Where the page's data is from: the server, or the file that the page is, which holds the server's
-// answers: {status, about, metrics, values, rows, pictures}, or {comparison}.
-export const held = JSON.parse(byId("data").textContent);
+/** @type {Held | null} */
+export const held = JSON.parse(byId("data").textContent ?? "null");
+
+/** @param {string} run */
 export const runUrl = (run) => `/run/${encodeURIComponent(run)}`;
+/** @param {string} run */
 export const apiUrl = (run, rest = "") => `/api/runs/${encodeURIComponent(run)}${rest}`;
 
+/**
+ * The JSON at this address; its type is that of the response there. Throws an Error with the server's reason.
+ * @param {string} url @param {RequestInit} [options]
+ * @returns {Promise<any>}
+ */
 export async function fetchJson(url, options = {}) {
-  if (held) return heldAnswer(new URL(url, "http://file"));
+  if (held) return heldAnswer(held, new URL(url, "http://file"));
   const response = await fetch(url, options);
   const found = await response.json().catch(() => ({ error: `${url}: HTTP ${response.status}` }));
   if (!response.ok) throw new Error(found.error ?? `${url}: HTTP ${response.status}`);
   return found;
 }
 
-// What stands beside the answers of a run's rows: {asked, reference, image}, which the server reads from the input.
-// ask() asks for the rows that lacking() gives, until it gives none; shown(rows) is called as they come.
+/** @param {unknown} error */
+export const reasonOf = (error) => (error instanceof Error ? error.message : String(error));
+
+/**
+ * The question, reference and image of a run's rows, which the server reads from the input. ask() requests the rows that
+ * lacking() returns, until it returns none, and calls shown() with each response's rows.
+ * @param {string} run @param {() => number[]} lacking @param {(rows: number[]) => void} shown
+ */
 export function besideAnswers(run, lacking, shown) {
-  const MOST = 1000, known = new Map();
+  const MOST = 1000, known = /** @type {Map<number, Beside>} */ (new Map());
   const unknown = () => lacking().filter((row) => !known.has(row));
   let isAsking = Boolean(held);
 
@@ -34,10 +49,11 @@ export function besideAnswers(run, lacking, shown) {
     }
     isAsking = false;
   }
-  return { ask, of: (row) => known.get(row) ?? {} };
+  return { ask, of: (/** @type {number} */ row) => known.get(row) ?? {} };
 }
 
-function heldAnswer({ pathname, searchParams }) {
+/** @param {Held} held @param {URL} url */
+function heldAnswer(held, { pathname, searchParams }) {
   const [part = "status", index] = pathname.split("/").slice(4);
   if (part !== "rows") return held[part];
   if (index !== undefined) return held.rows.find(({ record }) => record.index === Number(index));

@@ -1,9 +1,24 @@
-// What all parts of the page share. All text of a run gets onto it through textContent and
-// createTextNode alone.
+// Elements that all parts of the page share. Every text of a run reaches the page through textContent or append,
+// never as HTML.
 import { number } from "./format.js";
 
-export const byId = (id) => document.getElementById(id);
+/** @typedef {string | Node} Cell */
 
+/**
+ * The element with this id. Without it, the result is null; only pages that lack one check for that.
+ * @template {HTMLElement} [T=HTMLElement]
+ * @param {string} id @param {new () => T} [kind]
+ */
+export function byId(id, kind) {
+  const element = document.getElementById(id);
+  if (kind && element && !(element instanceof kind)) throw new TypeError(`#${id} is not a ${kind.name}`);
+  return /** @type {T} */ (element);
+}
+
+/**
+ * @template {keyof HTMLElementTagNameMap} T
+ * @param {T} tag @param {string} [className] @param {string | null} [text]
+ */
 export function make(tag, className, text) {
   const element = document.createElement(tag);
   if (className) element.className = className;
@@ -11,13 +26,17 @@ export function make(tag, className, text) {
   return element;
 }
 
+/** @param {keyof SVGElementTagNameMap} tag @param {Record<string, string | number>} attributes */
 export function shape(tag, attributes) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
   return element;
 }
 
-// Shares from 0 to 1; the failed ones come after the others.
+/**
+ * A bar of two shares, each from 0 to 1; the failed ones come after the others.
+ * @param {number} share
+ */
 export function meter(share, failed = 0) {
   const root = shape("svg", {
     class: "meter", viewBox: "0 0 100 1", preserveAspectRatio: "none", "aria-hidden": "true",
@@ -32,7 +51,10 @@ export function meter(share, failed = 0) {
   return root;
 }
 
-// A line of a <dl> for each name and value, which is a text or an element.
+/**
+ * A line of a <dl> for each name and value.
+ * @param {[Cell, Cell][]} pairs
+ */
 export function terms(pairs) {
   return pairs.map(([name, value]) => {
     const line = make("div"), term = make("dt"), definition = make("dd");
@@ -43,20 +65,24 @@ export function terms(pairs) {
   });
 }
 
+/** @param {string} title @param {Node} element */
 export function titled(title, element) {
   const box = make("div");
   box.append(make("h3", "", title), element);
   return box;
 }
 
+/** @param {string} name @param {Node[]} parts */
 export function folded(name, ...parts) {
   const box = make("details"), summary = make("summary", "", name);
   box.append(summary, ...parts);
   return box;
 }
 
-// Words that the other text lacks are marked, where the two have some in common: a hint for the
-// eye, no score.
+/**
+ * A text. Words that the other text lacks are marked if the two have some in common: a hint for the eye, not a score.
+ * @param {string | null} text @param {string | null} [other]
+ */
 export function exact(text, other) {
   const box = make("p", "exact", text);
   if (!text) {
@@ -65,8 +91,10 @@ export function exact(text, other) {
     return box;
   }
   if (!other || Math.max(text.length, other.length) > 2000) return box;
+  /** @param {string} word */
   const plain = (word) => word.toLowerCase().replace(/^[\p{P}\p{S}]+|[\p{P}\p{S}]+$/gu, "");
   const there = new Set(other.split(/\s+/).map(plain));
+  /** @param {string} part */
   const lacks = (part) => plain(part.trim()) !== "" && !there.has(plain(part.trim()));
   const parts = text.split(/(\s+)/);
   const words = parts.filter((part) => plain(part.trim()));
@@ -76,16 +104,19 @@ export function exact(text, other) {
   return box;
 }
 
-// Marks each of the words where it stands in the element's text.
-export function highlight(element, words) {
+/**
+ * Marks each of the words in the element's text.
+ * @param {Node} element @param {string} text
+ */
+export function highlight(element, text) {
   if (!globalThis.CSS?.highlights) return;
   CSS.highlights.delete("found");
-  words = words.toLowerCase().split(/\s+/).filter((word) => word.length > 1);
+  const words = text.toLowerCase().split(/\s+/).filter((word) => word.length > 1);
   if (!words.length) return;
   const ranges = [];
   const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
-  for (let node = walker.nextNode(); node && ranges.length < 500; node = walker.nextNode()) {
-    const text = node.data.toLowerCase();
+  while (walker.nextNode() && ranges.length < 500) {
+    const node = /** @type {Text} */ (walker.currentNode), text = node.data.toLowerCase();
     if (text.length !== node.data.length) continue; // a letter that changes its length
     for (const word of words) {
       for (let from = text.indexOf(word); from >= 0; from = text.indexOf(word, from + word.length)) {
@@ -99,14 +130,24 @@ export function highlight(element, words) {
   CSS.highlights.set("found", new Highlight(...ranges));
 }
 
+/** @param {string} state */
 export const stateBadge = (state) => make("span", `state ${state.replaceAll(" ", "-")}`, state);
 
+export const focused = () => (document.activeElement instanceof HTMLElement ? document.activeElement : null);
+
+/** @param {ParentNode} box @param {string} selector */
+export function focusOn(box, selector) {
+  /** @type {HTMLElement | null} */ (box.querySelector(selector))?.focus();
+}
+
+/** @param {string} text @param {string} url */
 export function link(text, url, className = "") {
   const element = make("a", className, text);
   element.href = url;
   return element;
 }
 
+/** @param {string} text @param {() => void} act */
 export function button(text, act, className = "quiet") {
   const element = make("button", className, text);
   element.type = "button";
@@ -114,12 +155,15 @@ export function button(text, act, className = "quiet") {
   return element;
 }
 
-// A line of a table: its first cell is a heading; a cell is a text or an element.
-function line(cells, tag = "td") {
+/**
+ * A line of a table. Its first cell is a heading.
+ * @param {(Cell | null | undefined)[]} cells
+ */
+function line(cells, isHead = false) {
   const row = make("tr");
   cells.forEach((content, place) => {
-    const cell = make(place ? tag : "th");
-    if (tag === "th") cell.scope = "col";
+    const cell = make(isHead || !place ? "th" : "td");
+    if (isHead) cell.scope = "col";
     else if (!place) cell.scope = "row";
     cell.append(content ?? "");
     row.append(cell);
@@ -127,24 +171,33 @@ function line(cells, tag = "td") {
   return row;
 }
 
+/** @param {Cell[]} heads @param {(Cell | null | undefined)[][]} lines */
 export function table(heads, lines, className = "") {
   const found = make("table", `scores ${className}`), head = make("thead"), body = make("tbody");
-  head.append(line(heads, "th"));
+  head.append(line(heads, true));
   body.append(...lines.map((cells) => line(cells)));
   found.append(head, body);
   return found;
 }
 
+/**
+ * Shows the text in the element, or hides the element if there is none.
+ * @param {string} id @param {string} text
+ */
 export function note(id, text) {
   const element = byId(id);
   element.hidden = !text;
   if (element.textContent !== text) element.textContent = text;
 }
 
-// "1–50 of 1,234" between two buttons; go(offset) is called with the page's first place.
+/**
+ * "1–50 of 1,234" between two buttons. go() is called with the offset of the page.
+ * @param {HTMLElement} nav
+ * @param {{ offset: number, limit: number, total: number, n: number, go: (offset: number) => void }} page
+ */
 export function drawPager(nav, { offset, limit, total, n, go }) {
   const span = n ? `${number.format(offset + 1)}–${number.format(offset + n)} of ${number.format(total)}` : "";
-  const held = nav.contains(document.activeElement) ? document.activeElement.ariaLabel : null;
+  const held = nav.contains(document.activeElement) ? document.activeElement?.ariaLabel : null;
   const before = button("←", () => go(Math.max(0, offset - limit)), "");
   const after = button("→", () => go(offset + limit), "");
   before.ariaLabel = "Previous page";
@@ -156,21 +209,28 @@ export function drawPager(nav, { offset, limit, total, n, go }) {
   [before, after].find((one) => one.ariaLabel === held)?.focus();
 }
 
-// Calls onKey(event) for keys that belong to no control and no open dialog. Esc and ? work alike on
-// all pages: clear() is for an Esc outside of a control. help: [[keys, what they do]].
+/**
+ * Calls onKey(event) for keys outside of controls and dialogs. Esc and ? are equal on all pages: clear() is for an Esc
+ * outside of a control. help: the keys, and what they do.
+ * @param {{
+ *   list: HTMLElement, clear: () => void, onKey: (event: KeyboardEvent) => boolean, onEnter?: () => void,
+ *   help: [string, string][],
+ * }} page
+ */
 export function listenToKeys({ list, clear, onKey, onEnter, help }) {
-  byId("key-list").replaceChildren(...terms([...help, ["?", "this list"]].map(([keys, text]) => {
+  byId("key-list").replaceChildren(...[...help, ["?", "this list"]].flatMap(([keys, text]) => {
     const names = make("span");
     names.append(...keys.split(" ").flatMap((key) => [make("kbd", "", key), " "]));
-    return [names, text];
-  })));
-  byId("help").addEventListener("click", () => byId("keys").showModal());
+    return terms([[names, text]]);
+  }));
+  const keys = byId("keys", HTMLDialogElement), search = byId("search", HTMLInputElement);
+  byId("help").addEventListener("click", () => keys.showModal());
   for (const dialog of document.querySelectorAll("dialog")) {
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
   }
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
-    const typing = event.target.closest("input:not([type=checkbox]), select, textarea");
+    const typing = /** @type {Element} */ (event.target).closest("input:not([type=checkbox]), select, textarea");
     if (event.key === "Escape") {
       if (typing) list.focus();
       else clear();
@@ -179,9 +239,9 @@ export function listenToKeys({ list, clear, onKey, onEnter, help }) {
       onEnter?.();
       list.focus();
     } else if (event.key === "/") {
-      byId("search")?.focus();
-      byId("search")?.select();
-    } else if (event.key === "?") byId("keys").showModal();
+      search?.focus();
+      search?.select();
+    } else if (event.key === "?") keys.showModal();
     else if (!onKey(event)) return;
     event.preventDefault();
   });

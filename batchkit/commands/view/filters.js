@@ -1,25 +1,58 @@
+// The filters and the order of the rows: their controls, and the query that they make.
 import { byId } from "./elements.js";
+/** @import { Scorer, Status, Wanted } from "./types.js" */
 
-// The filters and the order of the rows: their controls, and what is asked for.
 const TYPING_MS = 200;
-const CONTROLS = ["search", "group", "outcome", "scorer", "low", "high", "order"];
-// changed() is called when other rows are wanted.
-export function openFilters(changed) {
-  const controls = CONTROLS.map(byId);
-  let scorers = new Map(), typing = null;
+const SELECTS = ["group", "outcome", "scorer", "order"], INPUTS = ["search", "low", "high"];
 
+/**
+ * The parameters of /api/runs/{run}/rows for these values of the controls.
+ * @param {Wanted} values @param {Map<string, Scorer>} scorers
+ * @returns {Record<string, string>}
+ */
+export function queryOf({ search, group, outcome = "", low, high, order = "", scorer }, scorers) {
+  const [sort, direction] = order.split(":");
+  const chosen = scorer ?? (sort === "score" ? scorers.keys().next().value : undefined);
+  const scale = scorers.get(chosen ?? "")?.scale ?? 1;
+  const bound = (/** @type {string | undefined} */ text) => (scorer && text ? String(Number(text) / scale) : "");
+  const [status, kind] = outcome.startsWith("kind:") ? ["", outcome.slice(5)] : [outcome, ""];
+  const asked = {
+    text: search?.trim(), group, scorer: chosen, min: bound(low), max: bound(high), sort, order: direction, status, kind,
+  };
+  return Object.fromEntries(Object.entries(asked).flatMap(([name, value]) => (value ? [[name, value]] : [])));
+}
+
+/**
+ * Calls changed() when other rows are wanted.
+ * @param {() => void} changed
+ */
+export function openFilters(changed) {
+  const controls = [
+    ...SELECTS.map((id) => byId(id, HTMLSelectElement)), ...INPUTS.map((id) => byId(id, HTMLInputElement)),
+  ];
+  const low = byId("low", HTMLInputElement), high = byId("high", HTMLInputElement);
+  const group = byId("group", HTMLSelectElement), scorer = byId("scorer", HTMLSelectElement);
+  const kinds = byId("kinds", HTMLOptGroupElement);
+  /** @type {Map<string, Scorer>} */
+  let scorers = new Map(), typing = 0;
+
+  /** @returns {Wanted} */
   const values = () => Object.fromEntries(
     controls.filter(({ value }) => value).map(({ id, value }) => [id, value]));
 
-  // What is not named is cleared.
+  /**
+   * Sets the controls; those that are not named are cleared.
+   * @param {Record<string, string | null | undefined>} wanted
+   */
   function put(wanted) {
     for (const control of controls) select(control, wanted[control.id] ?? "");
     allow();
   }
 
+  /** @param {HTMLInputElement | HTMLSelectElement} control @param {string} text */
   function select(control, text) {
     control.value = text;
-    if (control.tagName !== "SELECT" || control.value === text) return;
+    if (control instanceof HTMLInputElement || control.value === text) return;
     const unlisted = new Option(text.replace("kind:", ""), text); // a later status lists it
     unlisted.dataset.unlisted = "";
     control.append(unlisted);
@@ -28,44 +61,37 @@ export function openFilters(changed) {
 
   // A range needs a score; so does an order by score, which is by the first if none is chosen.
   function allow() {
-    for (const id of ["low", "high"]) byId(id).disabled = !byId("scorer").value;
+    low.disabled = high.disabled = !scorer.value;
   }
 
-  function query() {
-    const { search, group, outcome = "", low, high, order = "", scorer } = values();
-    const [sort, direction] = order.split(":");
-    const chosen = scorer ?? (sort === "score" ? scorers.keys().next().value : undefined);
-    const scale = scorers.get(chosen)?.scale ?? 1;
-    const bound = (text) => (scorer && text ? Number(text) / scale : undefined);
-    const asked = {
-      text: search?.trim(), group, scorer: chosen, min: bound(low), max: bound(high), sort,
-      order: direction, status: outcome.startsWith("kind:") ? "" : outcome,
-      kind: outcome.startsWith("kind:") ? outcome.slice(5) : "",
-    };
-    return Object.fromEntries(Object.entries(asked).filter(([, given]) => given || given === 0));
-  }
+  const query = () => queryOf(values(), scorers);
 
-  // The choices that this run's status offers.
+  /**
+   * The choices of this run.
+   * @param {Status} status
+   */
   function offer(status) {
     scorers = new Map((status.scorers ?? []).map((scorer) => [scorer.name, scorer]));
-    const named = (names) => names.map((name) => [name, name]);
-    fill(byId("group"), named(status.groups ?? []));
+    fill(group, (status.groups ?? []).map((name) => [name, name]));
     byId("group-by").textContent = status.group_by ?? "Group";
-    byId("group").parentElement.hidden = !status.groups?.length;
-    fill(byId("scorer"), [...scorers.values()].map(({ name, head }) => [name, head]));
+    /** @type {HTMLElement} */ (group.parentElement).hidden = !status.groups?.length;
+    fill(scorer, [...scorers.values()].map(({ name, head }) => [name, head]));
     byId("scores").hidden = byId("by-score").hidden = !scorers.size;
-    const kinds = Object.keys(status.failed_by_kind);
-    fill(byId("kinds"), kinds.map((kind) => [`kind:${kind}`, kind]));
-    byId("kinds").hidden = !kinds.length;
+    const failed = Object.keys(status.failed_by_kind);
+    fill(kinds, failed.map((kind) => [`kind:${kind}`, kind]));
+    kinds.hidden = !failed.length;
     allow();
   }
 
-  // A select keeps its first option, for all.
+  /**
+   * Replaces the options; a select keeps its first one, for all.
+   * @param {HTMLSelectElement | HTMLOptGroupElement} box @param {[string, string][]} options
+   */
   function fill(box, options) {
     const names = JSON.stringify(options);
     if (box.dataset.names === names) return;
     box.dataset.names = names;
-    const control = box.closest("select"), held = control.value;
+    const control = /** @type {HTMLSelectElement} */ (box.closest("select")), held = control.value;
     for (const unlisted of control.querySelectorAll("[data-unlisted]")) unlisted.remove();
     const first = box === control ? [control.options[0]] : [];
     box.replaceChildren(...first, ...options.map(([name, text]) => new Option(text, name)));
@@ -90,8 +116,9 @@ export function openFilters(changed) {
       else apply();
     });
   }
-  byId("filters").addEventListener("submit", (event) => event.preventDefault());
-  byId("filters").addEventListener("reset", (event) => {
+  const form = byId("filters");
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("reset", (event) => {
     event.preventDefault();
     clear();
   });
@@ -99,6 +126,6 @@ export function openFilters(changed) {
   return {
     values, put, query, offer, clear, apply,
     scorers: () => scorers,
-    scorer: () => scorers.get(query().scorer),
+    scorer: () => scorers.get(query().scorer ?? ""),
   };
 }

@@ -1,17 +1,22 @@
-// The rows of a run by page: the list, and the row that is open beside it. The address keeps both.
+// The rows of a run by page: the list, and the row that is open beside it. The hash of the address keeps both.
 import { number, oneLine, shownScore } from "./format.js";
 import { byId, drawPager, highlight, listenToKeys, make, titled } from "./elements.js";
-import { apiUrl, besideAnswers, fetchJson } from "./data.js";
+import { apiUrl, besideAnswers, fetchJson, reasonOf } from "./data.js";
 import { openFilters } from "./filters.js";
 import { drawPlace, drawRow, enlargeFirst, pictureOf, stepOf } from "./row.js";
+/** @import { Row, RowLine, RowPage, ShowRows, Status } from "./types.js" */
+
+/** @typedef {"first" | "last" | "open"} Select which row of a page to open; "open": the same, if the page has it */
 
 const LIMIT = 50;
 const HOLDING_MS = 60; // rows that j runs past while it is held down are not asked for
 const GAP_MS = 1500; // between two looks at a page of a live run; more where they take long
 const SOON_MS = 50; // until the next look while the server has not read all of the log
 
-// The hash of the address keeps what is shown. set({outcome, row, …}) puts other filters in place of all, and opens the row; runChanged is to be
-// called with each new status.
+/**
+ * set({outcome, row, …}) replaces all filters, and opens the row. Call runChanged() with each new status.
+ * @param {string} run
+ */
 export function openRows(run) {
   const list = byId("list"), detail = byId("detail");
   const filters = openFilters(() => go(0));
@@ -21,28 +26,39 @@ export function openRows(run) {
     });
     mark(at);
   });
-  let offset = 0; // of the page that is wanted
-  let page = { offset: 0, rows: [], total: 0 }; // that is shown
+  let offset = 0; // of the wanted page
+  /** @type {RowPage} */
+  let page = { offset: 0, rows: [], total: 0, indexed: 1 }; // the page in the list
   let at = -1; // the open row's place on the page
+  /** @type {number | null} */
   let open = null; // its index
-  let shown = ""; // which record of it the detail shows
+  let shown = ""; // its record in the detail
+  /** @type {string[]} */
   let values = []; // of input.cross: the rows of the input come once for each
-  let drawn = ""; // the page that the list shows
+  let drawn = ""; // the rows in the list
+  /** @type {number | null} */
   let done = null; // rows of the run that have a record
-  let asking = null, askingRow = null, holding = null, refresh = null, tookMs = 0;
+  /** @type {AbortController | null} */
+  let asking = null;
+  /** @type {AbortController | null} */
+  let askingRow = null;
+  let holding = 0, refresh = 0, tookMs = 0;
+
+  const items = () => /** @type {HTMLElement[]} */ ([...list.children]);
 
   // ---- a page
 
-  // select: "first" or "last" of the page, or "open": the row that is open, if it is on it.
+  /** @param {Select} select */
   async function load(select) {
     clearTimeout(refresh);
-    refresh = null;
+    refresh = 0;
     asking?.abort();
     asking = new AbortController();
     const { signal } = asking, began = performance.now();
-    const query = new URLSearchParams({ ...filters.query(), offset, limit: LIMIT });
+    const query = new URLSearchParams({ ...filters.query(), offset: `${offset}`, limit: `${LIMIT}` });
     list.ariaBusy = "true";
     try {
+      /** @type {RowPage} */
       const found = await fetchJson(apiUrl(run, `/rows?${query}`), { signal });
       if (signal.aborted) return;
       asking = null;
@@ -63,7 +79,7 @@ export function openRows(run) {
     } catch (error) {
       if (signal.aborted) return;
       asking = null;
-      list.replaceChildren(make("p", "empty", error.message));
+      list.replaceChildren(make("p", "empty", reasonOf(error)));
       drawn = "";
       later();
     }
@@ -74,20 +90,22 @@ export function openRows(run) {
     return page.rows.filter(({ asked }) => page.has_images || !asked).map(({ index }) => index);
   }
 
+  /** @param {number} to @param {Select} [select] */
   function go(to, select = "first") {
     offset = to;
     load(select);
   }
 
-  // A request that is on its way is let through: a slow search would never end in a fast run.
+  // A pending request is not aborted: otherwise a slow search would never end in a fast run.
   function later(ms = Math.max(GAP_MS, 5 * tookMs)) {
-    refresh ??= setTimeout(() => {
-      refresh = null;
+    refresh ||= setTimeout(() => {
+      refresh = 0;
       if (asking) later();
       else load("open");
     }, ms);
   }
 
+  /** @param {Select} select */
   function draw(select) {
     const { rows } = page;
     count();
@@ -114,14 +132,15 @@ export function openRows(run) {
     byId("count").textContent = indexed < 1 ? `${text}; ${Math.floor(100 * indexed)} % of the log is read` : text;
   }
 
+  /** @param {RowLine} row @param {number} place */
   function item(row, place) {
     const element = make("div", "item"), isOk = row.status === "ok";
     element.id = `row-${row.index}`;
-    element.dataset.place = place;
+    element.dataset.place = `${place}`;
     element.role = "option";
     element.ariaSelected = "false";
-    element.ariaPosInSet = page.offset + place + 1;
-    element.ariaSetSize = page.total;
+    element.ariaPosInSet = `${page.offset + place + 1}`;
+    element.ariaSetSize = `${page.total}`;
     const asked = row.asked || beside.of(row.index).asked, image = row.image ?? beside.of(row.index).image;
     const answer = oneLine(isOk ? row.prediction ?? row.text : row.text) || "(no answer)";
     const [what, under] = asked
@@ -134,20 +153,23 @@ export function openRows(run) {
     else if (filters.scorers().size) {
       const scorer = filters.scorer()
         ?? [...filters.scorers().values()].find(({ name }) => typeof row.scores?.[name] === "number");
-      const score = shownScore(row.scores?.[scorer?.name], scorer);
-      element.append(make("div", score === "–" ? "score none" : "score", score));
-      element.lastChild.title = scorer?.head ?? "";
+      const score = shownScore(row.scores?.[scorer?.name ?? ""], scorer);
+      const cell = make("div", score === "–" ? "score none" : "score", score);
+      cell.title = scorer?.head ?? "";
+      element.append(cell);
     }
     element.append(make("div", "id", row.id));
     return element;
   }
 
+  /** @param {string | number} image */
   function thumbnail(image) {
     const { src } = pictureOf(image), element = make(src ? "img" : "div", "blank");
     if (src) Object.assign(element, { src, alt: "" });
     return element;
   }
 
+  /** @param {RowLine} row */
   const figures = ({ group, latency_s: latency, usage, attempt }) => [
     group,
     typeof latency === "number" && `${latency.toFixed(latency < 10 ? 1 : 0)} s`,
@@ -157,25 +179,28 @@ export function openRows(run) {
 
   // ---- one row
 
+  /** @param {number} place */
   function mark(place) {
     at = place;
-    for (const element of list.children) element.ariaSelected = String(Number(element.dataset.place) === at);
+    for (const element of items()) element.ariaSelected = String(Number(element.dataset.place) === at);
     if (at < 0) list.removeAttribute("aria-activedescendant");
     else list.setAttribute("aria-activedescendant", `row-${page.rows[at].index}`);
   }
 
+  /** @param {number} place */
   function choose(place, into = true) {
     mark(place);
-    const { offsetTop: top, offsetHeight: height } = list.children[place];
+    const { offsetTop: top, offsetHeight: height } = items()[place], { index } = page.rows[place];
     if (into) list.scrollTop = Math.min(top, Math.max(list.scrollTop, top + height - list.clientHeight));
-    open = page.rows[place].index;
+    open = index;
     remember();
     clearTimeout(holding);
-    holding = setTimeout(() => openRow(open), shown ? HOLDING_MS : 0);
+    holding = setTimeout(() => openRow(index), shown ? HOLDING_MS : 0);
   }
 
+  /** @param {number} index */
   async function openRow(index) {
-    const row = page.rows[at];
+    const row = at < 0 ? null : page.rows[at];
     const wanted = JSON.stringify([index, row?.attempt, row?.status, row?.scores]);
     if (row && wanted === shown) {
       highlight(detail, filters.values().search ?? "");
@@ -191,28 +216,31 @@ export function openRows(run) {
       drawRow(detail, found, filters.scorers());
       showPlace();
       if (isOther) detail.scrollTop = 0;
-      detail.dataset.index = index;
+      detail.dataset.index = `${index}`;
       highlight(detail, filters.values().search ?? "");
       shown = wanted;
       await showValues(index, signal);
     } catch (error) {
       if (signal.aborted) return;
-      detail.replaceChildren(make("p", "error", error.message));
+      detail.replaceChildren(make("p", "error", reasonOf(error)));
       shown = "";
     }
   }
 
-  // What the same row of the input was answered with the other values of input.cross.
+  /**
+   * The answers to the same row of the input with the other values of input.cross.
+   * @param {number} index @param {AbortSignal} signal
+   */
   async function showValues(index, signal) {
     if (values.length < 2) return;
     const first = index - index % values.length;
+    /** @type {(Row | null)[]} */
     const found = await Promise.all(values.map((_, n) => (first + n === index ? null
       : fetchJson(apiUrl(run, `/rows/${first + n}`), { signal }).catch(() => null))));
     if (signal.aborted) return;
-    const boxes = found.map((row, n) => row && stepOf(
-      { ...row.record, step: values[n], text: row.answers?.[0] ?? row.record.text }, filters.scorers()));
     const box = make("div");
-    box.append(...boxes.filter(Boolean));
+    found.forEach((row, n) => row && box.append(stepOf(
+      { ...row.record, step: values[n], text: row.answers?.[0] ?? row.record.text }, filters.scorers())));
     detail.insertBefore(titled("With other values", box), detail.querySelector(":scope > details"));
   }
 
@@ -229,6 +257,7 @@ export function openRows(run) {
     detail.replaceChildren(make("p", "empty", "Nothing to show."));
   }
 
+  /** @param {number} by */
   function step(by) {
     const place = at + by;
     if (place >= 0 && place < page.rows.length) choose(place);
@@ -237,6 +266,7 @@ export function openRows(run) {
     else turn(1);
   }
 
+  /** @param {number} by @param {Select} [select] */
   function turn(by, select = "first") {
     const to = offset + by * LIMIT;
     if (to >= 0 && to < page.total) go(to, select);
@@ -246,8 +276,8 @@ export function openRows(run) {
 
   function remember() {
     const state = new URLSearchParams(filters.values());
-    if (offset) state.set("offset", offset);
-    if (open !== null) state.set("row", open);
+    if (offset) state.set("offset", `${offset}`);
+    if (open !== null) state.set("row", `${open}`);
     try {
       history.replaceState(null, "", `#${state}`);
     } catch { /* some browsers refuse it for files */ }
@@ -255,12 +285,13 @@ export function openRows(run) {
 
   function recall() {
     const state = new URLSearchParams(location.hash.slice(1));
-    const whole = (name) => (/^\d{1,10}$/.test(state.get(name)) ? Number(state.get(name)) : null);
+    const whole = (/** @type {string} */ name) => (/^\d{1,10}$/.test(state.get(name) ?? "") ? Number(state.get(name)) : null);
     filters.put(Object.fromEntries(state));
-    offset = Math.floor(whole("offset") / LIMIT) * LIMIT;
+    offset = Math.floor((whole("offset") ?? 0) / LIMIT) * LIMIT;
     open = whole("row");
   }
 
+  /** @type {ShowRows} */
   function set({ row = null, ...values }) {
     filters.put(values);
     open = row;
@@ -269,6 +300,7 @@ export function openRows(run) {
     list.focus({ preventScroll: true });
   }
 
+  /** @param {Status} status */
   function runChanged(status) {
     filters.offer(status);
     values = status.values;
@@ -279,10 +311,13 @@ export function openRows(run) {
   }
 
   list.addEventListener("click", (event) => {
-    const found = event.target.closest(".item");
-    if (found) choose(Number(found.dataset.place), false);
+    const found = /** @type {Element} */ (event.target).closest(".item");
+    if (found instanceof HTMLElement) choose(Number(found.dataset.place), false);
   });
-  const steps = { j: 1, k: -1 }, turns = { n: 1, p: -1 };
+  /** @type {Record<string, number>} */
+  const steps = { j: 1, k: -1 };
+  /** @type {Record<string, number>} */
+  const turns = { n: 1, p: -1 };
   listenToKeys({
     list,
     help: [
@@ -294,7 +329,8 @@ export function openRows(run) {
     clear: () => (detail.contains(document.activeElement) ? list.focus() : filters.clear()),
     onKey: (event) => {
       const { key } = event, last = page.rows.length - 1;
-      const screen = Math.max(1, Math.floor(list.clientHeight / (list.firstChild?.offsetHeight || 1)) - 1);
+      const screen = Math.max(1, Math.floor(list.clientHeight / (items()[0]?.offsetHeight || 1)) - 1);
+      /** @type {Record<string, number>} */
       const places = {
         ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + screen, PageUp: at - screen, Home: 0, End: last,
       };

@@ -2,28 +2,33 @@
 import {
   budgetOf, clock, duration, lasting, number, percent, short, shortCount, timeOf, when,
 } from "./format.js";
-import { button, byId, make, meter, note, stateBadge, table, terms } from "./elements.js";
-import { apiUrl, fetchJson, held } from "./data.js";
+import { button, byId, focused, focusOn, make, meter, note, stateBadge, table, terms } from "./elements.js";
+import { apiUrl, fetchJson, held, reasonOf } from "./data.js";
 import { axisOf, placeOf } from "./axis.js";
 import { drawCharts, spreadFigure } from "./charts.js";
 import { drawDeltas, drawScores, drawSteps } from "./scores.js";
 import { openRows } from "./rows.js";
+/** @import { About, Comparison, Interval, ListedRun, Metrics, Start, Status, Worker } from "./types.js" */
 
 export function openRun() {
   const AGAIN_MS = 1000;
   const run = held ? held.status.name : decodeURIComponent(location.pathname.split("/")[2]);
   const rows = openRows(run);
-  let status = null, metrics = null;
+  /** @type {Status} */
+  let status;
+  /** @type {Metrics | null} */
+  let metrics = null;
 
-  // ---- what the server says, as long as the page is seen
+  // ---- the server's responses, as long as the page is visible
 
-  let timer = null;
+  let timer = 0;
 
   async function look() {
     clearTimeout(timer);
     if (document.hidden) return;
     const began = performance.now();
     try {
+      /** @type {Status} */
       const found = await fetchJson(apiUrl(run));
       note("lost", "");
       if (isNew("status", found)) drawStatus(found);
@@ -32,13 +37,13 @@ export function openRun() {
     } catch (error) {
       note("lost", error instanceof TypeError
         ? "The server does not answer: the page shows what was known last, and tries again."
-        : `${error.message}. The page shows what was known last, and tries again.`);
+        : `${reasonOf(error)}. The page shows what was known last, and tries again.`);
     }
     timer = setTimeout(look, Math.max(AGAIN_MS, 5 * (performance.now() - began)));
   }
 
   function appear() {
-    metrics = null; // points came meanwhile
+    metrics = null; // there may be newer points
     look();
   }
 
@@ -47,13 +52,15 @@ export function openRun() {
       metrics = await fetchJson(apiUrl(run, "/metrics"));
       draw();
     } catch (error) {
-      byId("charts-note").textContent = error.message;
+      byId("charts-note").textContent = reasonOf(error);
     }
   }
 
+  /** @param {Record<string, any>} point */
   function addPoint(point) {
-    if (!metrics || metrics.at.at(-1) === point.at) return;
-    if (Date.parse(point.at) < Date.parse(metrics.at.at(-1))) {
+    const last = metrics?.at.at(-1) ?? "";
+    if (!metrics || last === point.at) return;
+    if (Date.parse(point.at) < Date.parse(last)) {
       loadMetrics();
       return;
     }
@@ -64,13 +71,15 @@ export function openRun() {
   // The values of input.cross against the first one.
   async function loadValues() {
     const heads = new Map(status.scorers.map(({ name, head }) => [name, head]));
+    /** @type {Comparison | null} */
     const found = await fetchJson(apiUrl(run, "/values")).catch(() => null);
     if (found) drawDeltas(byId("values"), found, (scorer) => heads.get(scorer) ?? scorer);
   }
 
-  // What is drawn already stays: a selection, the focus and what a screen reader is at.
+  // Only a changed part is drawn again, so that a selection, the focus and a screen reader's place stay.
   const drawn = new Map();
 
+  /** @param {string} part @param {unknown} shown */
   function isNew(part, shown) {
     const text = JSON.stringify(shown);
     if (drawn.get(part) === text) return false;
@@ -80,13 +89,14 @@ export function openRun() {
 
   // ---- the run in numbers
 
+  /** @param {Status} found */
   function drawStatus(found) {
     status = found;
     if (!held) document.title = `${status.name} · ${status.state} · batchkit view`;
     byId("name").textContent = status.name;
     const parts = [status.model, status.kind, status.started_at && `started ${when(status.started_at)}`];
     if (isNew("subtitle", [status.state, parts])) {
-      const said = parts.filter(Boolean).map((part) => make("span", "", part));
+      const said = parts.flatMap((part) => (part ? [make("span", "", part)] : []));
       byId("subtitle").replaceChildren(stateBadge(status.state), ...said);
     }
     byId("folder").textContent = status.folder;
@@ -95,11 +105,11 @@ export function openRun() {
     const bar = byId("progress");
     bar.hidden = !total;
     bar.replaceChildren(meter(status.ok / total, status.failed / total));
-    bar.ariaValueNow = total ? Math.floor(100 * done / total) : 0;
+    bar.ariaValueNow = `${total ? Math.floor(100 * done / total) : 0}`;
     bar.ariaValueText = `${number.format(done)} of ${number.format(total)} rows`;
-    const main = byId("charts-section").parentElement, isRunning = status.state === "running";
+    const isRunning = status.state === "running";
     if (isNew("order", isRunning)) {
-      main.insertBefore(byId("charts-section"), isRunning ? byId("scores-section") : byId("engine-section"));
+      byId(isRunning ? "scores-section" : "engine-section").before(byId("charts-section"));
     }
     const { notes, scores, spreads, scorers } = status;
     byId("notes").hidden = !notes.length;
@@ -119,28 +129,39 @@ export function openRun() {
     const { forecast } = status;
     byId("forecast").hidden = !forecast;
     if (!forecast) return;
-    const tokens = (count) => shortCount(Math.round(count));
-    const parts = [
-      ["seconds", lasting, `time for ${number.format(forecast.left)} rows`], ["prompt_tokens", tokens, "prompt tokens"],
-      ["completion_tokens", tokens, "completion tokens"], ["gpu_hours", short, "GPU hours"], ["price", short, "price"],
-    ].filter(([name]) => forecast[name]).map(([name, how, what]) => {
-      const [low, expected, high] = ["low", "expected", "high"].map((bound) => how(forecast[name][bound]));
-      return `${what}: ${low === high ? expected : `${expected} [${low} to ${high}]`}`;
-    });
-    byId("forecast").querySelector("dd").textContent = `${parts.join("; ")}; made ${when(forecast.at)}`;
+    /**
+     * @param {string} what @param {Interval | null | undefined} found @param {(value: number) => string} how
+     * @returns {string[]}
+     */
+    const part = (what, found, how) => {
+      if (!found) return [];
+      const [low, expected, high] = [found.low, found.expected, found.high].map(how);
+      return [`${what}: ${low === high ? expected : `${expected} [${low} to ${high}]`}`];
+    };
+    const tokens = (/** @type {number} */ count) => shortCount(Math.round(count));
+    byId("forecast-text").textContent = [
+      ...part(`time for ${number.format(forecast.left)} rows`, forecast.seconds, lasting),
+      ...part("prompt tokens", forecast.prompt_tokens, tokens),
+      ...part("completion tokens", forecast.completion_tokens, tokens),
+      ...part("GPU hours", forecast.gpu_hours, (hours) => short(hours)),
+      ...part("price", forecast.price, (price) => short(price)), `made ${when(forecast.at)}`,
+    ].join("; ");
   }
 
+  /** @returns {[string, string, string][]} the name, the value and the text below it */
   function facts() {
     const { ok, failed, total, pending, state, scores, scorers } = status, done = ok + failed;
     const worked = workedFor(), isRunning = state === "running";
     const rate = isRunning ? status.rows_per_s ?? lastOf("rows_per_s") : worked ? done / worked : null;
     const left = isRunning && status.eta_s !== null ? `about ${duration(status.eta_s)}` : "";
     const over = worked ? `in ${lasting(worked)}` : "";
+    /** @param {string} column @param {number} tokens */
     const perSecond = (column, tokens) => {
       const found = isRunning ? lastOf(column) : worked ? tokens / worked : null;
       return found === null ? "" : `${short(found)} a second`;
     };
-    return [
+    /** @type {([string, string, string] | false | 0 | null)[]} */
+    const found = [
       ["rows", number.format(done), total === null ? "" : done < total ? `of ${number.format(total)}` : "all of the input"],
       status.generations && ["generations", number.format(status.generations), `${short(status.generations / done)} a row`],
       ["answered", number.format(ok), percent(ok, done)],
@@ -150,20 +171,25 @@ export function openRun() {
       rate !== null && ["rows/s", short(rate), isRunning ? over && `${over} so far` : over],
       status.completion_tokens && ["tokens written", shortCount(status.completion_tokens), perSecond("completion_tokens_per_s", status.completion_tokens)],
       ["tokens read", shortCount(status.prompt_tokens), perSecond("prompt_tokens_per_s", status.prompt_tokens)],
-      ...status.budgets.map(budgetOf).map(([what, spent, limit]) => [`budget: ${what}`, spent, `of ${limit}`]),
-      status.engine_restarts && ["engine restarts", number.format(status.engine_restarts), ""],
-    ].filter(Boolean);
+    ];
+    for (const [what, spent, limit] of status.budgets.map(budgetOf)) found.push([`budget: ${what}`, spent, `of ${limit}`]);
+    if (status.engine_restarts) found.push(["engine restarts", number.format(status.engine_restarts), ""]);
+    return found.flatMap((fact) => (fact ? [fact] : []));
   }
 
-  // Over the time with the engine up, as `run` says it; with loading, where a start was killed.
+  // The time with the engine up, as `run` says it; with loading, if a start was killed.
   function workedFor() {
-    const seconds = status.starts.map((start) => start.seconds);
-    return seconds.includes(null) ? metrics?.seconds.at(-1) ?? 0 : seconds.reduce((sum, one) => sum + one, 0);
+    const wasKilled = status.starts.some((start) => start.seconds === null);
+    return wasKilled ? metrics?.seconds.at(-1) ?? 0 : status.starts.reduce((sum, start) => sum + Number(start.seconds), 0);
   }
 
+  /**
+   * @param {string} column
+   * @returns {number | null}
+   */
   const lastOf = (column) => metrics?.[column]?.findLast((value) => value !== null) ?? null;
 
-  // What both the status and the metrics change.
+  // The parts that depend on both the status and the metrics.
   function draw() {
     if (!status) return;
     byId("facts").replaceChildren(...facts().map(([name, value, below]) => {
@@ -173,7 +199,7 @@ export function openRun() {
       box.append(make("dt", "", name), shown);
       return box;
     }));
-    const happened = metrics && marks();
+    const happened = metrics ? marks(metrics) : [];
     if (!metrics || !isNew("charts", [metrics.at, happened, status.state])) return;
     const axis = axisOf(metrics), loads = axis.loads.filter(([from, to]) => axis.share(to) - axis.share(from) > 0.01);
     drawCharts(byId("charts"), metrics, happened, axis);
@@ -189,17 +215,19 @@ export function openRun() {
       ].filter(Boolean).join(" ");
   }
 
-  function marks() {
-    return status.starts.flatMap((start) => start.events
-      .map(({ at, text }) => ({ seconds: placeOf(at, start.number, metrics), text }))
-      .filter((mark) => mark.seconds !== null));
+  /** @param {Metrics} metrics */
+  function marks(metrics) {
+    return status.starts.flatMap((start) => start.events.flatMap(({ at, text }) => {
+      const seconds = placeOf(at, start.number, metrics);
+      return seconds === null ? [] : [{ seconds, text }];
+    }));
   }
 
   function drawFailures() {
     const first = new Map((status.failures ?? []).map((failure) => [failure.kind, failure]));
     const counts = Object.entries(status.failed_by_kind).sort(([, a], [, b]) => b - a);
     if (!isNew("failures", [counts, status.failures])) return;
-    const held = document.activeElement?.dataset.kind;
+    const held = focused()?.dataset.kind;
     byId("failures").hidden = !counts.length;
     byId("failure-list").replaceChildren(...counts.map(([kind, count]) => {
       const { message = "", index = null } = first.get(kind) ?? {}, item = make("li");
@@ -209,7 +237,7 @@ export function openRun() {
       item.append(cell, make("p", "caption", message));
       return item;
     }));
-    if (held) byId("failure-list").querySelector(`[data-kind="${CSS.escape(held)}"]`)?.focus();
+    if (held) focusOn(byId("failure-list"), `[data-kind="${CSS.escape(held)}"]`);
   }
 
   function drawEngine() {
@@ -222,8 +250,9 @@ export function openRun() {
         start.seconds ? clock(start.seconds) : "–", String(start.engine_restarts),
       ]).reverse(), "plain",
     ));
+    /** @type {Worker[]} */
     const workers = starts.at(-1)?.workers ?? [];
-    const now = (state) => (status.state === "running" || state === "given up" ? state : "ended");
+    const now = (/** @type {string} */ state) => (status.state === "running" || state === "given up" ? state : "ended");
     byId("workers").replaceChildren(...(workers.length ? [table(
       ["", "node", "GPUs", "state", "rows", "rows/s", "in flight", "restarts", "of its engine"],
       workers.map((one) => [
@@ -246,21 +275,24 @@ export function openRun() {
     }));
   }
 
+  /** @param {Start} start */
   function endOf(start) {
     if (start.ended_at === null) {
       const isLast = start.number === status.starts.length;
       return isLast && status.state === "running" ? "still running" : "killed";
     }
+    /** @type {Record<number, string>} */
     const words = {
       0: "ended, no row failed", 1: "stopped", 2: "an error in the job", 3: "ended, some rows failed",
       130: "interrupted", 143: "interrupted",
     };
-    return words[start.exit] ?? `exit code ${start.exit}`;
+    return words[start.exit ?? -1] ?? `exit code ${start.exit}`;
   }
 
   // ---- where the answers come from, and the other runs, to compare with
 
   async function loadAbout() {
+    /** @type {About} */
     const { origin, prompt, job_toml: job, steps } = await fetchJson(apiUrl(run, "/about"));
     byId("origin").replaceChildren(...terms(origin));
     byId("prompt").replaceChildren(...terms(prompt));
@@ -269,10 +301,11 @@ export function openRun() {
   }
 
   async function offerRuns() {
-    const others = (await fetchJson("/api/runs")).filter((one) => one.run !== run);
+    /** @type {ListedRun[]} */
+    const runs = await fetchJson("/api/runs"), others = runs.filter((one) => one.run !== run);
     byId("all-runs").hidden = !others.length;
     byId("compare").hidden = !others.length;
-    const select = byId("other");
+    const select = byId("other", HTMLSelectElement);
     select.append(...others.map((one) => new Option(one.name, one.run)));
     select.addEventListener("change", () => {
       if (select.value) location.assign(`/compare?${new URLSearchParams({ a: run, b: select.value })}`);

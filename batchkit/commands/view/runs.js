@@ -1,18 +1,23 @@
 // The list of runs.
 import { budgetOf, duration, number, percent, when } from "./format.js";
-import { button, byId, link, listenToKeys, make, meter, note, stateBadge, table } from "./elements.js";
+import { button, byId, focused, focusOn, link, listenToKeys, make, meter, note, stateBadge, table } from "./elements.js";
 import { fetchJson, runUrl } from "./data.js";
+/** @import { Cell } from "./elements.js" */
+/** @import { ListedRun } from "./types.js" */
 
 export function openRuns() {
   const AGAIN_MS = 3000;
+  /** @type {Record<string, (run: ListedRun) => string | number | null | undefined>} */
   const COLUMNS = {
     name: ({ name }) => name.toLowerCase(), state: ({ state }) => state, done: (run) => shareDone(run),
     left: ({ eta_s: seconds }) => seconds, failed: ({ failed }) => failed, score: ({ score }) => score?.mean,
-    budget: ({ budgets = [] }) => (budgets.length ? Math.max(...budgets.map(({ spent, limit }) => spent / limit)) : null),
+    budget: ({ budgets = [] }) => (budgets.length ? Math.max(...budgets.map(({ spent, limit }) => Number(spent) / limit)) : null),
     "last started": ({ started_at: time }) => time,
   };
-  const search = byId("search"), list = byId("runs");
-  let runs = null, shown = "", timer = null, by = null, sign = 1; // by: a column; null: the server's order
+  const search = byId("search", HTMLInputElement), list = byId("runs");
+  /** @type {ListedRun[] | null} */
+  let runs = null;
+  let shown = "", timer = 0, by = "", sign = 1; // by: a column; "": the server's order
   const chosen = new Set();
 
   async function load() {
@@ -24,11 +29,12 @@ export function openRuns() {
     } catch {
       note("lost", "The server does not answer: the page shows what was known last, and tries again.");
     }
-    if (runs) draw();
+    draw();
     timer = setTimeout(load, AGAIN_MS);
   }
 
   function draw() {
+    if (!runs) return;
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = runs.filter((run) => {
       const text = [run.name, run.model, run.kind, run.state, run.folder].join("\n").toLowerCase();
@@ -41,13 +47,13 @@ export function openRuns() {
     const now = JSON.stringify([found, by, sign]);
     if (now === shown) return; // nothing jumps under the pointer
     shown = now;
-    const held = document.activeElement?.dataset.key;
+    const held = focused()?.dataset.key;
     const nothing = make("p", "empty", runs.length ? "No run passes this search." : "No run has started here yet.");
     list.replaceChildren(found.length ? table(heads(), ordered(found).map(cells), "runs") : nothing);
     list.querySelectorAll("thead th").forEach((head, place) => {
       if (by && Object.keys(COLUMNS)[place] === by) head.ariaSort = sign > 0 ? "ascending" : "descending";
     });
-    if (held) list.querySelector(`[data-key="${CSS.escape(held)}"]`)?.focus();
+    if (held) focusOn(list, `[data-key="${CSS.escape(held)}"]`);
     allow();
   }
 
@@ -64,24 +70,35 @@ export function openRuns() {
     }), "compare"];
   }
 
-  // Those without a value are last.
+  /**
+   * Runs without a value are last.
+   * @param {ListedRun[]} found
+   */
   function ordered(found) {
     if (!by) return found;
-    const keyed = found.map((run) => [COLUMNS[by](run) ?? null, run]);
-    const compare = (a, b) => (a < b ? -sign : a > b ? sign : 0);
-    return keyed.sort(([a], [b]) => (a === null) - (b === null) || compare(a, b)).map(([, run]) => run);
+    const keyed = found.map((run) => ({ key: COLUMNS[by](run) ?? null, run }));
+    return keyed.sort(({ key: a }, { key: b }) => {
+      if (a === null || b === null) return Number(a === null) - Number(b === null);
+      return a < b ? -sign : a > b ? sign : 0;
+    }).map(({ run }) => run);
   }
 
+  /** @param {ListedRun} run */
   const shareDone = ({ ok, failed, total }) => (total ? (ok + failed) / total : null);
 
+  /** @param {ListedRun[]} runs */
   function parentOf(runs) {
     const folders = new Set(runs.map(({ folder }) => folder.replace(/\/[^/]*$/, "")));
     return folders.size === 1 ? [...folders][0] : "";
   }
 
+  /**
+   * @param {ListedRun} run
+   * @returns {Cell[]}
+   */
   function cells(run) {
     const name = make("div"), open = link(run.name, runUrl(run.run));
-    const folder = run.folder.split("/").at(-1);
+    const folder = run.folder.replace(/^.*\//, "");
     open.dataset.key = run.run;
     const below = [folder !== run.name && folder, run.model, run.kind].filter(Boolean);
     name.append(open, make("small", "", run.error ?? below.join(" · ")));
@@ -89,7 +106,7 @@ export function openRuns() {
     if (run.error) return [name, state, ...Array(7).fill("")];
     const done = run.ok + run.failed, share = shareDone(run), progress = make("div");
     progress.append(make("div", "value", share === null
-      ? `${number.format(done)} rows` : `${Math.floor(100 * share)} % of ${number.format(run.total)}`));
+      ? `${number.format(done)} rows` : `${Math.floor(100 * share)} % of ${number.format(Number(run.total))}`));
     if (run.total) progress.append(meter(run.ok / run.total, run.failed / run.total));
     const failed = make("span", run.failed ? "failed" : "zero", number.format(run.failed));
     failed.append(make("span", "narrow", " failed"));
@@ -116,17 +133,19 @@ export function openRuns() {
   }
 
   function allow() {
-    byId("compare").disabled = runs.filter(({ run }) => chosen.has(run)).length !== 2;
+    byId("compare", HTMLButtonElement).disabled = (runs ?? []).filter(({ run }) => chosen.has(run)).length !== 2;
   }
 
+  /** @param {number} by */
   function step(by) {
-    const links = [...list.querySelectorAll("th a")], at = links.indexOf(document.activeElement);
+    const links = /** @type {HTMLElement[]} */ ([...list.querySelectorAll("th a")]);
+    const at = links.findIndex((one) => one === document.activeElement);
     links[Math.min(links.length - 1, Math.max(0, at + by))]?.focus();
   }
 
   byId("compare").addEventListener("click", () => {
     // The older one is the baseline.
-    const [b, a] = runs.map(({ run }) => run).filter((run) => chosen.has(run));
+    const [b, a] = (runs ?? []).map(({ run }) => run).filter((run) => chosen.has(run));
     location.assign(`/compare?${new URLSearchParams({ a, b })}`);
   });
   byId("filters").addEventListener("submit", (event) => event.preventDefault());

@@ -2,22 +2,29 @@
 import { number, short, signed } from "./format.js";
 import { button, byId, folded, make, meter, shape, table } from "./elements.js";
 import { nice } from "./axis.js";
+/** @import { Comparison, Delta, Group, Scorer, ShowRows, Status, About } from "./types.js" */
+
+/** @typedef {[string | null, Group]} Line a group's name, null for all rows, and its scores */
 
 const MOST_GROUPS = 200;
-const SPREAD = ["count", "mean", "std", "median", "min", "max"];
+const SPREAD = /** @type {const} */ (["mean", "std", "median", "min", "max"]);
 
-// show(filters): the rows that a number is of.
+/**
+ * show() is called to list the rows behind a number.
+ * @param {Status} status @param {ShowRows} show
+ */
 export function drawScores({ scores, scorers, group_by: groupBy }, show) {
   const isScored = scores.scored > 0, names = Object.keys(scores.metrics);
   byId("scores-section").hidden = !isScored && !names.length;
   byId("scores-title").textContent = isScored ? "Scores" : `Rows by ${groupBy}`;
-  const size = (name) => scores.metrics[name].n + scores.metrics[name].unscored;
+  const size = (/** @type {string} */ name) => scores.metrics[name].n + scores.metrics[name].unscored;
   const largest = new Set([...names].sort((a, b) => size(b) - size(a)).slice(0, MOST_GROUPS));
-  const groups = [...names.filter((name) => largest.has(name)).map((name) => [name, scores.metrics[name]])];
-  const lines = [...groups, [null, scores.overall]];
-  const left = names.length - groups.length;
+  /** @type {Line[]} */
+  const lines = names.filter((name) => largest.has(name)).map((name) => [name, scores.metrics[name]]);
+  lines.push([null, scores.overall]);
+  const left = names.length - largest.size;
   byId("scores-table").replaceChildren(
-    wide(markAll(isScored ? meansOf(lines, scorers, groupBy, show) : countsOf(lines, groupBy, show))),
+    wide(markAll(isScored ? meansOf(lines, scorers, groupBy ?? "", show) : countsOf(lines, groupBy ?? "", show))),
     ...(left ? [make("p", "caption", `The table leaves out ${number.format(left)} small groups.`)] : []),
     ...(isScored ? [make("p", "caption", "Plain means over the n scored rows, in percent (a reward: 0 to 10);"
       + " failed and unscored rows are never a 0. A number shows its rows, lowest first.")] : []),
@@ -25,20 +32,23 @@ export function drawScores({ scores, scorers, group_by: groupBy }, show) {
   );
 }
 
+/** @param {Line[]} lines @param {Scorer[]} scorers @param {string} groupBy @param {ShowRows} show */
 function meansOf(lines, scorers, groupBy, show) {
-  return table([groupBy ?? "", "n", ...scorers.map(({ head }) => head), "unscored", "failed"], lines.map(([group, found]) => [
+  return table([groupBy, "n", ...scorers.map(({ head }) => head), "unscored", "failed"], lines.map(([group, found]) => [
     group ?? "all", number.format(found.n),
     ...scorers.map((scorer) => meanOf(found[scorer.name], scorer, group, show)),
     countOf("unscored", found, group, show), countOf("failed", found, group, show),
   ]));
 }
 
+/** @param {Line[]} lines @param {string} groupBy @param {ShowRows} show */
 function countsOf(lines, groupBy, show) {
-  return table([groupBy ?? "", "answered", "failed"], lines.map(([group, found]) => [
+  return table([groupBy, "answered", "failed"], lines.map(([group, found]) => [
     group ?? "all", number.format(found.n + found.unscored), countOf("failed", found, group, show),
   ]));
 }
 
+/** @param {unknown} mean @param {Scorer} scorer @param {string | null} group @param {ShowRows} show */
 function meanOf(mean, { name, scale }, group, show) {
   if (typeof mean !== "number") return make("span", "none", "–");
   const cell = button("", () => show({ group, scorer: name, order: "score:asc" }), "cell");
@@ -48,6 +58,7 @@ function meanOf(mean, { name, scale }, group, show) {
   return cell;
 }
 
+/** @param {"unscored" | "failed"} outcome @param {Group} found @param {string | null} group @param {ShowRows} show */
 function countOf(outcome, found, group, show) {
   if (!found[outcome]) return make("span", "zero", "0");
   const cell = button(number.format(found[outcome]), () => show({ group, outcome }), "cell");
@@ -55,15 +66,15 @@ function countOf(outcome, found, group, show) {
   return cell;
 }
 
+/** @param {Line[]} lines */
 function spreadOf(lines) {
-  const found = lines.filter(([, { spread }]) => spread);
-  if (!found.length) return [];
-  return [wide(markAll(table(["reward", ...SPREAD], found.map(([group, { spread: { reward } }]) => [
-    group ?? "all", ...SPREAD.map((part) => (part === "count" ? number.format(reward[part]) : reward[part].toFixed(2))),
-  ]), "plain")))];
+  const found = lines.flatMap(([group, { spread }]) => (spread ? [[
+    group ?? "all", number.format(spread.reward.count), ...SPREAD.map((part) => spread.reward[part].toFixed(2)),
+  ]] : []));
+  return found.length ? [wide(markAll(table(["reward", "count", ...SPREAD], found, "plain")))] : [];
 }
 
-// {step: {generations, failed, prompt_tokens, completion_tokens}}
+/** @param {About["steps"]} steps */
 export function drawSteps(steps) {
   const lines = Object.entries(steps);
   byId("steps-section").hidden = !lines.length;
@@ -76,13 +87,14 @@ export function drawSteps(steps) {
 
 // ---- differences between runs
 
-// found: a comparison as `report --json` gives it.
+/** @param {HTMLElement} box @param {Comparison} found @param {(scorer: string) => string} heads */
 export function drawDeltas(box, found, heads) {
   const [baseline, ...others] = found.runs;
   box.replaceChildren(...others.map((run) => {
     const part = make("section"), title = make("h2", "", `${run} `);
-    const counts = [[baseline, found.only_in_baseline[run]], [run, found.only_in_run[run]]];
-    title.append(make("small", "", `${counts.map(([name, n]) => `only in ${name}: ${number.format(n)}`).join("; ")} rows`));
+    const only = (/** @type {string} */ name, /** @type {number} */ n) => `only in ${name}: ${number.format(n)}`;
+    title.append(make(
+      "small", "", `${only(baseline, found.only_in_baseline[run])}; ${only(run, found.only_in_run[run])} rows`));
     const deltas = found.deltas.filter((delta) => delta.run === run);
     const scorers = [...new Set(deltas.map(({ scorer }) => scorer))];
     part.append(title, ...scorers.flatMap((scorer) => deltasOf(found, run, heads(scorer), deltas.filter((one) => one.scorer === scorer))));
@@ -91,9 +103,11 @@ export function drawDeltas(box, found, heads) {
   }));
 }
 
+/** @param {Comparison} found @param {string} run @param {string} head @param {Delta[]} deltas */
 function deltasOf(found, run, head, deltas) {
   const [baseline] = found.runs, [{ scorer }] = deltas;
   const reach = nice(Math.max(...deltas.flatMap(({ low, high }) => [Math.abs(low), Math.abs(high)])));
+  /** @param {string} name @param {string | null} group */
   const mean = (name, group) => {
     const { overall, metrics } = found.tables[name];
     return (group === null ? overall : metrics[group])?.[scorer]?.toFixed(2) ?? "–";
@@ -113,9 +127,12 @@ function deltasOf(found, run, head, deltas) {
   })];
 }
 
-// The difference as a mark on its interval; 0 is in the middle.
+/**
+ * The difference as a mark on its interval; 0 is in the middle.
+ * @param {Delta} delta @param {number} reach
+ */
 function intervalOf({ delta, low, high }, reach) {
-  const x = (value) => (50 + 50 * value / reach).toFixed(2), clear = low > 0 || high < 0 ? " clear" : "";
+  const x = (/** @type {number} */ value) => (50 + 50 * value / reach).toFixed(2), clear = low > 0 || high < 0 ? " clear" : "";
   const root = shape("svg", {
     class: "interval", role: "img", viewBox: "0 0 100 10", preserveAspectRatio: "none",
     "aria-label": `${signed(delta)}, between ${signed(low)} and ${signed(high)}`,
@@ -128,14 +145,18 @@ function intervalOf({ delta, low, high }, reach) {
   return root;
 }
 
+/** @param {Node} element */
 function wide(element) {
   const box = make("div", "wide");
   box.append(element);
   return box;
 }
 
-// The last line is of all rows.
+/**
+ * Marks the last line, which is about all rows.
+ * @param {HTMLTableElement} found
+ */
 function markAll(found) {
-  found.querySelector("tbody tr:last-child").classList.add("all");
+  found.querySelector("tbody tr:last-child")?.classList.add("all");
   return found;
 }

@@ -1,7 +1,16 @@
 // The rows of a file: filters, search and order, as the server has them in rows.py.
+/** @import { Row, RowLine, RowRecord } from "./types.js" */
 
+/**
+ * The parameters of /api/runs/{run}/rows.
+ * @typedef {Partial<Record<
+ *   "status" | "kind" | "group" | "scorer" | "min" | "max" | "text" | "sort" | "order", string>>} Query
+ */
+
+/** @param {Row} row @param {Query} query */
 export function passes(row, { status, kind, group, scorer, min, max, text }) {
-  const { record } = row, isOk = record.status === "ok", score = record.scores?.[scorer];
+  const { record } = row, isOk = record.status === "ok", score = record.scores?.[scorer ?? ""];
+  /** @type {Record<string, boolean>} */
   const outcomes = {
     ok: isOk, failed: !isOk, unscored: isOk && !isHeldScored(record), cut: record.finish_reason === "length",
   };
@@ -11,6 +20,7 @@ export function passes(row, { status, kind, group, scorer, min, max, text }) {
     && ((min ?? max) === undefined || isIn) && (!text || wordsOf(row).includes(text.toLowerCase()));
 }
 
+/** @param {Row} row */
 function wordsOf(row) {
   const { record, reference, fields, steps } = row;
   row.words ??= [
@@ -21,23 +31,33 @@ function wordsOf(row) {
   return row.words;
 }
 
-// Rows that are equal stay in the order of the input; those without a score are last.
+/**
+ * Equal rows keep the order of the input; rows without a score are last.
+ * @param {Row[]} rows @param {Query} query
+ */
 export function sorted(rows, { sort = "index", order, scorer }) {
+  /** @type {Record<string, (row: Row) => number | null | undefined>} */
   const keys = {
-    index: ({ record }) => record.index, score: ({ record }) => record.scores?.[scorer],
+    index: ({ record }) => record.index, score: ({ record }) => record.scores?.[scorer ?? ""],
     latency: ({ record }) => record.latency_s ?? 0, tokens: ({ record }) => record.usage?.completion_tokens ?? 0,
     length: (row) => (row.record.status === "ok" ? answerIn(row).length : 0),
   };
   const sign = order === "desc" ? -1 : 1;
-  return rows.map((row) => [keys[sort](row) ?? null, row])
-    .sort(([a], [b]) => (a === null) - (b === null) || sign * (a - b)).map(([, row]) => row);
+  return rows.map((row) => ({ key: keys[sort](row) ?? NaN, row }))
+    .sort((a, b) => Number(isNaN(a.key)) - Number(isNaN(b.key)) || sign * (a.key - b.key)).map(({ row }) => row);
 }
 
-// A row as the server lists it, and its first image.
+/**
+ * A row as the server lists it, and its first image.
+ * @param {Row} row
+ * @returns {RowLine}
+ */
 export function listed(row) {
   const { record, kind, group, asked } = row;
   return { ...record, kind, group, asked, text: answerIn(row), image: row.prompt.images[0] };
 }
 
+/** @param {Pick<Row, "record" | "answers">} row */
 const answerIn = ({ record, answers }) => answers?.[0] || record.text || record.error?.message || "";
+/** @param {RowRecord} record */
 const isHeldScored = ({ scores }) => Object.values(scores ?? {}).some((score) => typeof score === "number");

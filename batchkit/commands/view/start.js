@@ -5,11 +5,16 @@ import { openRun } from "./run.js";
 import { openComparison } from "./compare.js";
 import { openRuns } from "./runs.js";
 
+/** @returns {[string, () => void]} the page's template, and the function that fills it */
+function pageOf() {
+  if (held ? held.comparison : location.pathname === "/compare") return ["compare", openComparison];
+  return held || location.pathname.startsWith("/run/") ? ["run", openRun] : ["runs", openRuns];
+}
+
 function openPage() {
-  const isComparison = held ? held.comparison : location.pathname === "/compare";
-  const isRun = held || location.pathname.startsWith("/run/");
-  const [name, open] = isComparison ? ["compare", openComparison] : isRun ? ["run", openRun] : ["runs", openRuns];
-  byId(`page-${name}`).replaceWith(byId(`page-${name}`).content);
+  const [name, open] = pageOf();
+  const template = byId(`page-${name}`, HTMLTemplateElement);
+  template.replaceWith(template.content);
   byId("made").textContent = held
     ? `${held.made} This page holds all that it shows and fetches nothing.`
     : "Served by batchkit from the runs’ folders, which it only reads.";
