@@ -61,7 +61,7 @@ def announced(job: JobConfig) -> str | None:
         return None
     share = left / max(left, found["left"])
     time = {name: found["load_seconds"] + share * s for name, s in found["seconds"].items()}
-    text = f"forecast for the {left:,} remaining rows: {shown(time, time_of)}, loading included"
+    text = f"forecast for the {left:,} remaining rows: {shown(time, duration)}, loading included"
     if found["price"] is not None:
         text += f"; price of the whole run: {shown(found['price'], number)}"
     return text
@@ -80,8 +80,8 @@ def turned_out(job: JobConfig, summary: RunSummary) -> str | None:
     tokens = tokens_of(counts.tokens.completion_tokens)
     parts = [f"{tokens} completion tokens, forecast {shown(found['completion_tokens'], tokens_of)}"]
     if None not in seconds:
-        time = time_of(sum(filter(None, seconds)))
-        parts.insert(0, f"{time}, forecast {shown(found['seconds'], time_of)}")
+        time = duration(sum(filter(None, seconds)))
+        parts.insert(0, f"{time}, forecast {shown(found['seconds'], duration)}")
     if summary.price is not None and found["price"] is not None:
         parts.append(f"price {number(summary.price)}, forecast {shown(found['price'], number)}")
     return f"it took {'; '.join(parts)}"
@@ -91,11 +91,6 @@ def shown(interval: Mapping[str, float], how: Callable[[float], str]) -> str:
     """Format an interval like ``12 min [10 min to 15 min]``; ``how`` formats each number."""
     low, expected, high = (how(interval[name]) for name in ("low", "expected", "high"))
     return expected if low == high else f"{expected} [{low} to {high}]"
-
-
-def time_of(seconds: float) -> str:
-    """Format seconds like ``4.2 s``, ``42 s``, ``6 min``."""
-    return f"{seconds:.1f} s" if 0 < seconds < 10 else duration(seconds)
 
 
 def tokens_of(count: float) -> str:

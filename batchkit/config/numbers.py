@@ -1,8 +1,13 @@
-"""Formatting of numbers, durations and times for people."""
+"""Formatting of numbers, durations and times for people.
+
+``commands/view/format.js`` does the same on the page; ``tests/page/formats.json`` holds cases for both.
+"""
 
 from __future__ import annotations
 
-from datetime import datetime
+import math
+from datetime import UTC, datetime
+from decimal import ROUND_HALF_UP, Context, Decimal
 
 
 def number(value: float | None) -> str:
@@ -10,34 +15,57 @@ def number(value: float | None) -> str:
     text."""
     if value is None:
         return ""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{_whole(value):,}" if value >= 100 else _digits(value, 3)
 
 
 def short_count(value: int) -> str:
     """Format a count, for example ``12,345`` or ``1.23 M``."""
     if value < 1_000_000:
         return f"{value:,}"
-    return f"{value / 1e6:.2f} M" if value < 1e9 else f"{value / 1e9:.2f} G"
+    return f"{_fixed(value / 1e6, 2)} M" if value < 999_995_000 else f"{_fixed(value / 1e9, 2)} G"
 
 
 def percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ""
+    """Format a share. Only none is ``0.0 %`` and only all is ``100.0 %``."""
+    if not whole:
+        return ""
+    text = str(_fixed(100 * part / whole, 1))
+    if text == "0.0" and part > 0:
+        return "< 0.1 %"
+    return "> 99.9 %" if text == "100.0" and part < whole else f"{text} %"
 
 
 def duration(seconds: float) -> str:
-    """Format a duration, for example ``42 s``, ``6 min`` or ``3 h 20 min``."""
-    minutes = round(seconds / 60)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+    """Format a duration, for example ``1.3 s``, ``42 s``, ``6 min`` or ``3 h 20 min``."""
+    if seconds < 9.95:
+        return f"{_digits(seconds, 2)} s"
+    whole = _whole(seconds)
+    minutes = _whole(whole / 60)
+    if whole < 100:
+        return f"{whole} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def _whole(value: float) -> int:
+    """Round half up, as the page's script does; ``round`` rounds half to even."""
+    return math.floor(value + 0.5)
+
+
+def _fixed(value: float, decimals: int) -> Decimal:
+    return Decimal(float(value)).quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP)
+
+
+def _digits(value: float, digits: int) -> str:
+    rounded = Context(prec=digits, rounding=ROUND_HALF_UP).create_decimal(float(value))
+    return f"{rounded.normalize():f}"
 
 
 def when(stamp: str | None, until: str | None = None) -> str:
     """Format a time, for example ``21 November 2026, 01:02 UTC``. With ``until``, format the range; a shared day is
     written once."""
     try:
-        moment = datetime.fromisoformat(stamp or "")
-        end = datetime.fromisoformat(until) if until else moment
+        moment = datetime.fromisoformat(stamp or "").astimezone(UTC)
+        end = datetime.fromisoformat(until).astimezone(UTC) if until else moment
     except ValueError:
         return ""
     day = f"{moment.day} {moment:%B %Y}"

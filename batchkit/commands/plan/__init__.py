@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchkit.commands import Say
-from batchkit.commands.forecast_file import hash_of_job, shown, time_of, tokens_of, write_forecast
+from batchkit.commands.forecast_file import hash_of_job, shown, tokens_of, write_forecast
 from batchkit.commands.plan.forecast import EngineCount, Prices, Rest, rest_of
 from batchkit.commands.plan.lengths import Lengths, count_lengths
 from batchkit.commands.plan.sample import Sample, answer_sample, rows_in_kv_cache
-from batchkit.config.numbers import number
+from batchkit.config.numbers import duration, number
 from batchkit.config.tables import JobConfig
 from batchkit.engines.memory import gpus
 from batchkit.errors import TooManyFailuresError
@@ -59,8 +59,8 @@ class Plan(NamedTuple):
         tokens = shown(found["prompt_tokens"], tokens_of)
         yield f"prompt tokens: {tokens}; {how}, of {of} rows that were left"
         yield f"completion tokens: {shown(found['completion_tokens'], tokens_of)}"
-        load = f", and {time_of(found['load_seconds'])} to load the model" if left else ""
-        yield f"time: {shown(found['seconds'], time_of)}{load}"
+        load = f", and {duration(found['load_seconds'])} to load the model" if left else ""
+        yield f"time: {shown(found['seconds'], duration)}{load}"
         for name, key in (("GPU hours", "gpu_hours"), ("price", "price")):
             if found[key] is not None:
                 yield f"{name}: {shown(found[key], number)}"

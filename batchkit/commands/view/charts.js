@@ -1,6 +1,6 @@
 // Charts. The SVG holds only shapes, so that it may be stretched to any width; the labels around it are
 // HTML.
-import { clock, number, short } from "./format.js";
+import { clock, inSteps, number, short } from "./format.js";
 import { make, shape } from "./elements.js";
 import { boundaries, nearest, nice, parts } from "./axis.js";
 /** @import { Axis } from "./axis.js" */
@@ -164,14 +164,14 @@ function frameOf({ title, summary, top, ticks }) {
 /** @param {Histogram} histogram */
 export function spreadFigure({ title, unit, counts, low, top, overflow, is_whole: isWhole, median, p99, largest }) {
   const most = nice(Math.max(...counts)), width = (top - low) / counts.length, step = 1000 / counts.length;
-  const ticks = [0, 1, 2, 3, 4].map((part) => short(low + (top - low) * part / 4) || "0");
+  const ticks = [0, 1, 2, 3, 4].map((part) => inSteps(low + (top - low) * part / 4, width));
   ticks[4] = `${ticks[4]}${overflow ? " +" : ""} ${unit}`.trimEnd();
   const summary = `median ${short(median, unit)}, 99th percentile ${short(p99, unit)}, largest ${short(largest, unit)}`;
   const { figure, svg } = frameOf({ title, summary: [summary], top: short(most, "rows"), ticks });
   counts.forEach((count, place) => {
     const height = count && Math.max(100 * count / most, 1); // one row among a million stays visible
     const from = low + place * width, to = from + width - (isWhole ? 1 : 0), isLast = place === counts.length - 1;
-    const range = isWhole && width === 1 ? short(from, unit) : `${short(from) || "0"}–${short(to, unit)}`;
+    const range = isWhole && width === 1 ? short(from, unit) : `${inSteps(from, width)}–${inSteps(to, width, unit)}`;
     const text = `${range}${overflow && isLast ? " and more" : ""}: ${number.format(count)} rows`;
     if (count) svg.append(shape("rect", { class: "bar", x: (place + 0.08) * step, y: 100 - height, width: 0.84 * step, height }));
     svg.append(explained(text, { class: "hit", x: place * step, y: 0, width: step, height: 100 }));

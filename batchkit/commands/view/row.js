@@ -1,5 +1,5 @@
 // One row: its images, prompt, reasoning and answer, its steps and its earlier attempts.
-import { number, shownScore, timecode, when } from "./format.js";
+import { duration, number, short, shownScore, timecode, when } from "./format.js";
 import { button, byId, exact, focused, folded, make, meter, terms, titled } from "./elements.js";
 import { fetchJson, held } from "./data.js";
 /** @import { Beside, Choice, Clip, Failure, Picture, Row, RowRecord, Scorer, Step, Usage } from "./types.js" */
@@ -74,7 +74,7 @@ const spans = (texts) => texts.flatMap((text) => (text ? [make("span", "", text)
 function figuresOf({ usage, latency_s: latency }) {
   const thought = usage?.reasoning_tokens;
   return [
-    typeof latency === "number" && `${Number(latency.toPrecision(3))} s`,
+    short(latency, "s"),
     usage && `${number.format(usage.prompt_tokens)} + ${number.format(usage.completion_tokens)} tokens`,
     thought && `${number.format(thought)} of them reasoning`,
   ];
@@ -117,7 +117,7 @@ function playerOf({ kind, src, problem, name, poster }, { segments = [], coverag
   box.append(player);
   if (coverage) {
     const where = coverage.gaps.map(([start, end]) => `${timecode(start)} to ${timecode(end)}`).join(", ");
-    box.append(make("p", "error", `${coverage.missing_s} s of sound have no text: ${where}`));
+    box.append(make("p", "error", `${duration(coverage.missing_s)} of sound have no text: ${where}`));
   }
   if (segments.length) {
     const list = make("ol", "segments");

@@ -1,5 +1,5 @@
 // The rows of a run by page: the list, and the row that is open beside it. The hash of the address keeps both.
-import { number, oneLine, shownScore } from "./format.js";
+import { number, oneLine, short, shownScore } from "./format.js";
 import { byId, drawPager, highlight, listenToKeys, make, titled } from "./elements.js";
 import { apiUrl, besideAnswers, fetchJson, reasonOf } from "./data.js";
 import { openFilters } from "./filters.js";
@@ -172,7 +172,7 @@ export function openRows(run) {
   /** @param {RowLine} row */
   const figures = ({ group, latency_s: latency, usage, attempt }) => [
     group,
-    typeof latency === "number" && `${latency.toFixed(latency < 10 ? 1 : 0)} s`,
+    short(latency, "s"),
     usage && `${number.format(usage.prompt_tokens)} + ${number.format(usage.completion_tokens)} tokens`,
     attempt > 1 && `attempt ${attempt}`,
   ];

@@ -1,6 +1,6 @@
 // The page of a run: what it has done, over time, its scores and its engine; rows.js has its rows.
 import {
-  budgetOf, clock, duration, lasting, number, percent, short, shortCount, timeOf, when,
+  budgetOf, clock, duration, number, percent, short, shortCount, timeOf, when,
 } from "./format.js";
 import { button, byId, focused, focusOn, make, meter, note, stateBadge, table, terms } from "./elements.js";
 import { apiUrl, fetchJson, held, reasonOf } from "./data.js";
@@ -140,7 +140,7 @@ export function openRun() {
     };
     const tokens = (/** @type {number} */ count) => shortCount(Math.round(count));
     byId("forecast-text").textContent = [
-      ...part(`time for ${number.format(forecast.left)} rows`, forecast.seconds, lasting),
+      ...part(`time for ${number.format(forecast.left)} rows`, forecast.seconds, duration),
       ...part("prompt tokens", forecast.prompt_tokens, tokens),
       ...part("completion tokens", forecast.completion_tokens, tokens),
       ...part("GPU hours", forecast.gpu_hours, (hours) => short(hours)),
@@ -154,7 +154,7 @@ export function openRun() {
     const worked = workedFor(), isRunning = state === "running";
     const rate = isRunning ? status.rows_per_s ?? lastOf("rows_per_s") : worked ? done / worked : null;
     const left = isRunning && status.eta_s !== null ? `about ${duration(status.eta_s)}` : "";
-    const over = worked ? `in ${lasting(worked)}` : "";
+    const over = worked ? `in ${duration(worked)}` : "";
     /** @param {string} column @param {number} tokens */
     const perSecond = (column, tokens) => {
       const found = isRunning ? lastOf(column) : worked ? tokens / worked : null;
@@ -163,7 +163,7 @@ export function openRun() {
     /** @type {([string, string, string] | false | 0 | null)[]} */
     const found = [
       ["rows", number.format(done), total === null ? "" : done < total ? `of ${number.format(total)}` : "all of the input"],
-      status.generations && ["generations", number.format(status.generations), `${short(status.generations / done)} a row`],
+      status.generations && ["generations", number.format(status.generations), done ? `${short(status.generations / done)} a row` : ""],
       ["answered", number.format(ok), percent(ok, done)],
       ["failed", number.format(failed), failed ? percent(failed, done) : ""],
       scorers.length && ["unscored", number.format(scores.unscored), percent(scores.unscored, done)],
@@ -209,7 +209,7 @@ export function openRun() {
       : [
         "Over the time at work.",
         loads.length && `${loads.length > 1 ? "A" : "The"} grey band is the loading of the model, which took ${
-          loads.map(([from, to]) => lasting(to - from)).join(", ")}.`,
+          loads.map(([from, to]) => duration(to - from)).join(", ")}.`,
         starts > 1 && "A broken line is a new start; the time between two is cut out.",
         happened.length && "A red line is an event of the engine: point at it, or see the list below.",
       ].filter(Boolean).join(" ");

@@ -81,7 +81,7 @@ export function drawSteps(steps) {
   byId("steps").replaceChildren(table(["step", "n", "failed", "tokens read", "tokens written", "written each"],
     lines.map(([name, of]) => [
       name, ...[of.generations, of.failed, of.prompt_tokens, of.completion_tokens].map((count) => number.format(count)),
-      (of.completion_tokens / of.generations).toFixed(1),
+      short(of.completion_tokens / of.generations),
     ]), "plain"));
 }
 
