@@ -203,6 +203,7 @@ def _cut_to(limit: int, row: dict[str, Any]) -> dict[str, Any]:
         "answers": _cut(row["answers"], limit) if row["answers"] != [record.get("text")] else None,
         "reference": _cut(row["reference"], limit),
         "fields": _cut(row["fields"], of_field),
+        "kept": [*(record.get("fields") or {})],
         "prompt": _cut(row["prompt"], 4 * of_field),
         "steps": [*(_cut(step, of_step) for step in kept), *([{"more": more}] if more else [])],
     }

@@ -23,9 +23,11 @@ from tests.support.made_runs import (
     failure,
     golden_run,
     make_run,
+    rows,
     told,
 )
 from tests.support.pages import data_in
+from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 from tests.support.view_server import Viewed, viewing
 
@@ -140,6 +142,28 @@ def test_rows_by_page(view: Viewed, place: Path) -> None:
 )
 def test_filters_and_orders(view: Viewed, params: dict[str, Any], wanted: list[int]) -> None:
     assert view.indexes("tables", **params) == wanted
+
+
+def test_a_search_finds_what_it_finds_in_a_file(tmp_path: Path) -> None:
+    """node --test runs the same searches over the rows that a report holds."""
+    cases = json.loads((ROOT / "tests/page/searches.json").read_text(encoding="utf-8"))
+    given = [row["record"] for row in cases["rows"]]
+    table = [
+        {**row, "id": f"r{index}", **case["fields"]}
+        for index, (row, case) in enumerate(zip(rows(len(given), 1), cases["rows"], strict=True))
+    ]
+    tables: dict[str, Any] = {
+        "prompt": {"images": []},
+        "output": {"keep": ["topic"]},
+        "scoring": {"extract": "text", "reference": "", "scorers": [], "group_by": ""},
+    }
+    run = make_run(tmp_path, table, lambda index, row: given[index], **tables)
+    with viewing("output", cwd=tmp_path) as view:
+        for text, wanted in cases["searches"]:
+            assert view.indexes("tables", text=text) == wanted, text
+    for held, case in zip(data_in(report(run).path)["rows"], cases["rows"], strict=True):
+        assert held["kept"] == ["topic"]
+        assert held["record"]["status"] == case["record"].get("status", "ok")
 
 
 @pytest.mark.parametrize(

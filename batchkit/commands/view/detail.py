@@ -9,8 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from batchkit.commands.view.media import (
     LARGE,
     SMALL,
@@ -22,6 +20,7 @@ from batchkit.commands.view.media import (
     still_as_webp,
 )
 from batchkit.commands.view.rows import MOST_TEXT, Labels, labels_of
+from batchkit.commands.view.search import in_words
 from batchkit.errors import MediaError
 from batchkit.rendering.messages import as_text, said
 from batchkit.runs.index import Index, Table
@@ -30,7 +29,6 @@ from batchkit.runs.reach import Reach
 from batchkit.scoring import Scoring
 from batchkit.storage.lines import answers_in_words, whole_record
 from batchkit.storage.newest_lines import Generations
-from batchkit.storage.plain_json import encoded
 
 _KEPT = 2  # rows whose images the browser may request next; the image bytes may be in the input
 _IMAGE = "[image]"
@@ -140,7 +138,8 @@ def shown(
     ``steps``: its generations. ``images``: sources or URLs of the prompt's images. ``scoring``: finds the row's
     reference."""
     *older, newest = records
-    fields = {**(newest.get("fields") or {}), **prompt.fields}
+    kept = newest.get("fields") or {}
+    fields = {**kept, **prompt.fields}
     found, words = labels.of(newest, fields), _prompt_in_words(newest, prompt)
     return {
         "record": newest,
@@ -148,7 +147,7 @@ def shown(
         "asked": found["asked"] or _first_line(words),
         "answers": answers_in_words(newest),
         "reference": scoring and scoring.reference(fields, newest["id"]),
-        "fields": {str(name): in_words(value) for name, value in fields.items()},
+        "fields": {str(name): in_words(value) for name, value in {**fields, **kept}.items()},
         "attempts": older,
         "prompt": {**words, "images": images},
         "steps": [*steps],
@@ -190,11 +189,3 @@ def _first_line(prompt: Mapping[str, Any]) -> str | None:
     text = said[-1] if said else prompt.get("text", "")
     lines = text.replace(_IMAGE, "").strip().splitlines()
     return lines[0][:MOST_TEXT] if lines else None
-
-
-def in_words(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bytes | bytearray | memoryview):
-        return f"({len(value):,} bytes)"
-    return orjson.dumps(orjson.loads(encoded(value)), option=orjson.OPT_INDENT_2).decode()

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.commands.forecast_file import read_forecast
-from batchkit.commands.view.detail import in_words
 from batchkit.commands.view.figures import Figures
 from batchkit.commands.view.rows import template_in
+from batchkit.commands.view.search import in_words
 from batchkit.config.masking import masked_text
 from batchkit.config.numbers import percent
 from batchkit.config.regular_file import read_bytes

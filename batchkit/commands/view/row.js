@@ -220,7 +220,7 @@ export function stepOf(step, scorers) {
   ];
   head.append(make("strong", "", step.step ? step.step + nth : `call ${(step.call ?? 0) + 1}`));
   head.append(...spans(facts));
-  const calls = (step.tool_calls ?? []).map(({ function: called }) => `${called.name}(${called.arguments ?? ""})`);
+  const calls = (step.tool_calls ?? []).map(({ function: called }) => `${called?.name}(${called?.arguments ?? ""})`);
   const text = [step.text, ...calls].filter(Boolean).join("\n");
   box.append(head);
   if (step.reasoning) box.append(folded("Reasoning", make("div", "prompt", step.reasoning)));

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import orjson
 from jinja2 import TemplateError as JinjaError
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from batchkit.commands.view.search import has_words
 from batchkit.config.regular_file import read_text
 from batchkit.config.tables import PromptTable
 from batchkit.config.terminal import shortened
@@ -27,9 +25,6 @@ from batchkit.storage.lines import answers_in_words, failure_kind
 _SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # sort key -> column
 _LISTED = ("index", "id", "status", "prediction", "scores", "usage", "latency_s", "attempt")
 MOST_TEXT = 500
-_SEARCHES = 6  # cached searches
-_AT_ONCE = 1_000  # lines searched per step
-_AS_WRITTEN = re.compile(r"[ !#-\[\]-~]+")  # ASCII that JSON writers never escape
 
 
 class Page(BaseModel):
@@ -90,7 +85,7 @@ class Query(Page):
             most = np.inf if self.max is None else self.max
             chosen = chosen[(scores >= least) & (scores <= most)]
         if self.text:
-            chosen = chosen[_has_words(index, snapshot, self.text.lower())[chosen]]
+            chosen = chosen[has_words(index, snapshot, self.text.lower())[chosen]]
         return self._sorted(snapshot, chosen)
 
     def _sorted(self, snapshot: Snapshot, chosen: Table) -> Table:
@@ -163,37 +158,6 @@ class ComparedRun:
             **self.labels.of(record, record.get("fields") or {}),
             "text": shortened(answer, MOST_TEXT),
         }
-
-
-@lru_cache(_SEARCHES)
-def _has_words(index: Index, snapshot: Snapshot, words: str) -> Table:
-    """Return a mask of the snapshot's entries: True if the record contains ``words``, which are in lower case. It
-    searches the id, the answer, its reasoning, the prediction, the error message and kept fields, ignoring case."""
-    # Lines without this part are not parsed. It looks the same in the log's bytes, apart from case.
-    plain = max(_AS_WRITTEN.findall(words), key=len, default="").encode()
-    found = np.zeros(len(snapshot.entries), bool)
-    starts = snapshot.entries["start"].tolist()
-    ends = (snapshot.entries["start"] + snapshot.entries["length"]).tolist()
-    for first in range(0, len(starts), _AT_ONCE):
-        numbers = range(first, min(first + _AT_ONCE, len(starts)))
-        start = starts[first]
-        block = index.raw(start, ends[numbers[-1]] - start)
-        for number in numbers if plain in block.lower() else ():
-            line = block[starts[number] - start : ends[number] - start]
-            if plain in line.lower():
-                found[number] = any(words in text.lower() for text in _texts(orjson.loads(line)))
-    return found
-
-
-def _texts(record: Mapping[str, Any]) -> Iterator[str]:
-    yield str(record.get("id"))
-    yield from answers_in_words(record)
-    for choice in record.get("choices") or [record]:
-        yield choice.get("reasoning") or ""
-    yield record.get("prediction") or ""
-    yield (record.get("error") or {}).get("message") or ""
-    for value in (record.get("fields") or {}).values():
-        yield value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _has_outcome(snapshot: Snapshot, name: str) -> Table:

@@ -1,5 +1,5 @@
-// The rows of a file: filters, search and order, as the server has them in rows.py.
-/** @import { Row, RowLine, RowRecord } from "./types.js" */
+// The rows of a page that is one file: filters, search and order, as in rows.py and search.py.
+/** @import { Choice, Row, RowLine, RowRecord } from "./types.js" */
 
 /**
  * The parameters of /api/runs/{run}/rows.
@@ -17,18 +17,29 @@ export function passes(row, { status, kind, group, scorer, min, max, text }) {
   const isIn = typeof score === "number"
     && score >= Number(min ?? -Infinity) - 1e-9 && score <= Number(max ?? Infinity) + 1e-9;
   return (!status || outcomes[status]) && (!kind || row.kind === kind) && (!group || row.group === group)
-    && ((min ?? max) === undefined || isIn) && (!text || wordsOf(row).includes(text.toLowerCase()));
+    && ((min ?? max) === undefined || isIn) && (!text || hasWords(row, text.toLowerCase()));
 }
 
-/** @param {Row} row */
-function wordsOf(row) {
-  const { record, reference, fields, steps } = row;
-  row.words ??= [
-    record.id, row.group, row.kind, record.error?.message, reference, record.prediction, answerIn(row),
-    ...[record, ...steps].map(({ reasoning }) => reasoning), ...steps.map(({ text }) => text),
-    ...(row.answers ?? []), ...Object.values(fields),
-  ].filter(Boolean).join("\n").toLowerCase();
-  return row.words;
+/** @param {Row} row @param {string} words in lower case */
+function hasWords(row, words) {
+  row.texts ??= textsOf(row).flatMap((text) => (text ? [text.toLowerCase()] : []));
+  return row.texts.some((text) => text.includes(words));
+}
+
+/**
+ * The texts to search: the id, what the model said, the prediction, the error and the kept fields.
+ * @param {Row} row
+ */
+function textsOf({ record, kept, fields }) {
+  const { id, label, prediction, error, entities, choices } = record;
+  return [
+    id, label, prediction, error?.kind, error?.message,
+    ...(entities ?? []).flatMap((entity) => [entity.text, entity.label]),
+    ...(choices ?? [record]).flatMap((/** @type {Choice} */ { text, reasoning, tool_calls: calls }) => [
+      text, reasoning, ...(calls ?? []).flatMap(({ function: called }) => [called?.name, called?.arguments]),
+    ]),
+    ...kept.map((name) => fields[name]),
+  ];
 }
 
 /**

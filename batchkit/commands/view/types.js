@@ -5,7 +5,7 @@
 /** @typedef {Record<string, number | null>} RecordScores */
 /** @typedef {{ prompt_tokens: number, completion_tokens: number, reasoning_tokens?: number }} Usage */
 /** @typedef {{ kind: string, message?: string }} Failure */
-/** @typedef {{ function: { name: string, arguments?: string } }} ToolCall */
+/** @typedef {{ function?: { name: string, arguments?: string } }} ToolCall */
 /** @typedef {Partial<Record<"search" | "group" | "outcome" | "scorer" | "low" | "high" | "order", string>>} Wanted */
 /** @typedef {(wanted: { group?: string | null, outcome?: string, scorer?: string, order?: string, row?: number | null }) => void} ShowRows */
 
@@ -48,10 +48,11 @@
  */
 
 /**
+ * `kept`: the names of the fields in the record; only in a file. `texts`: for the search.
  * @typedef {{
  *   record: RowRecord, kind: string | null, group: string | null, asked: string | null, answers?: string[] | null,
- *   reference?: unknown, fields: Record<string, string>, attempts?: RowRecord[], prompt: Prompt, steps: Step[],
- *   words?: string,
+ *   reference?: unknown, fields: Record<string, string>, kept: string[], attempts?: RowRecord[], prompt: Prompt, steps: Step[],
+ *   texts?: string[],
  * }} Row
  */
 
