@@ -54,5 +54,6 @@ def test_the_packages_that_check_the_page_are_pinned_and_name_only_the_public_re
         assert package.get("resolved", NPM).startswith(NPM)
 
 
-def test_the_joined_script_imports_and_exports_nothing() -> None:
+def test_the_joined_script_imports_and_exports_nothing_and_can_be_inside_an_element() -> None:
     assert not re.search(r"^(import|export)\b", script(), re.MULTILINE)
+    assert not re.search(r"</script|<!--", script())
