@@ -20,7 +20,9 @@ import pytest
 from batchkit.commands.report import MAX_FAILED, MAX_ROWS, report
 from batchkit.commands.view.figures import histogram
 from batchkit.commands.view.media import MAX_PICTURE_BYTES
+from batchkit.commands.view.overview import timeline
 from batchkit.errors import StoreError
+from batchkit.storage.metrics import Metrics
 from tests.support.command_line import batchkit
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 from tests.support.pages import data_in
@@ -113,6 +115,13 @@ def test_the_file_holds_what_the_server_answers(run: Path, data: Any) -> None:
             assert held[name] == row[name]
         assert held["prompt"]["messages"] == row["prompt"]["messages"]
         assert held["asked"] == line["asked"] == f"What is cell {line['index']} of the table?"
+
+
+def test_the_rate_of_a_slow_run_is_not_0() -> None:
+    lines = [
+        Metrics(at="", start=1, seconds=7000.0 * n, rows_ok=n, rows_failed=0) for n in range(2)
+    ]
+    assert timeline(lines)["rows_per_s"] == [None, pytest.approx(1 / 7000, rel=1e-5)]
 
 
 def test_each_image_is_embedded_once_and_small(data: Any) -> None:

@@ -159,7 +159,8 @@ def timeline(lines: Sequence[Metrics]) -> dict[str, list[Any]]:
             seconds = line.seconds - before.seconds
             is_known = line.start == before.start and seconds > 0
             done = max(0, total(line) - total(before))
-            found[name].append(round(done / seconds, 3) if is_known else None)
+            # Six digits, so that the rate of a slow run is not 0.
+            found[name].append(float(f"{done / seconds:.6g}") if is_known else None)
     found["gpu_bytes"] = [
         sum(gpu.memory_bytes for gpu in line.gpus) if line.gpus else None for line in lines
     ]
