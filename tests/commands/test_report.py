@@ -154,7 +154,7 @@ def test_an_input_that_is_not_what_it_was(tmp_path: Path, change: str) -> None:
     data = data_in(report(run).path)
     note = data["status"]["notes"][-1]
     assert note.startswith(
-        "Where the input can't be read as it was, only the kept fields are shown"
+        "For rows whose input can't be read or has changed, only the kept fields are shown"
     )
     assert ("xq0" in note) == (change == "other rows")
     row = data["rows"][2]

@@ -157,7 +157,7 @@ def test_job_file_inside_of_the_run_folder_is_not_the_users() -> None:
         manifest["job_file"] = str(file if file == Path("job.toml") else file.resolve())
         (RUN / "manifest.json").write_text(json.dumps(manifest))
         found = batchkit("retry-failed", str(RUN))
-        assert "run.on_end is left out" in found.stderr
+        assert "run.on_end is ignored" in found.stderr
         assert not Path("ended").exists()
 
 
