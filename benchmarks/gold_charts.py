@@ -15,9 +15,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from batchkit.scoring.chart import Chart, ChartScore, score_charts
-from batchkit.scoring.chart.answer import chart_code, fixed
-from batchkit.scoring.overlap import Mode
+from batchkit.contrib.realhit.chart import Chart, ChartScore, score_charts
+from batchkit.contrib.realhit.chart.answer import Mode, chart_code, fixed
 
 
 class Gold(NamedTuple):

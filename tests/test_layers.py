@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from batchkit import _HOMES
 from batchkit.engines import ENGINES
 
 TESTS = Path(__file__).parent
@@ -32,6 +33,7 @@ LAYERS: list[set[str]] = [
     {"commands"},
     {"serve"},
     {"cli"},
+    {"contrib"},  # which nothing imports: the tables of the seams name what is in it
 ]
 DOORS = {"__init__", "__main__"}
 FOREIGN_HOMES = {  # the modules or folders that alone import it; never when they are imported
@@ -82,7 +84,8 @@ def _imports(module: str, node: ast.AST, *, at_top: bool) -> Iterator[Import]:
             return
         case ast.ImportFrom(module=str(target), names=names):
             if target == "batchkit":
-                yield from (Import(module, f"batchkit.{alias.name}", at_top) for alias in names)
+                homes = ((alias.name, f"batchkit.{alias.name}") for alias in names)
+                yield from (Import(module, _HOMES.get(*home), at_top) for home in homes)
             else:
                 yield Import(module, target, at_top)
             return
@@ -134,6 +137,18 @@ def test_imports_point_down(imports: list[Import]) -> None:
         and layer_of(target) >= layer_of(module)
     }
     assert not upward
+
+
+def test_a_plug_in_inside_the_package_imports_only_what_any_plug_in_may(
+    imports: list[Import],
+) -> None:
+    page = (TESTS.parent / "docs/plugins.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`(batchkit(?:\.\w+)+)`", page.partition("## Public modules")[2])
+    plug_ins = [found for found in imports if found.module.startswith("contrib.")]
+    used = {found.target for found in plug_ins if found.target.startswith("batchkit.")}
+    own = {target for target in used if target.startswith("batchkit.contrib.")}
+    assert own
+    assert used - own <= {*listed, *_HOMES.values()}
 
 
 def test_a_command_that_reads_a_run_imports_nothing_that_makes_one(

@@ -47,7 +47,7 @@ def run(python: Path, folder: Path, *args: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_one_job_uses_a_reader_an_engine_a_scorer_an_extractor_and_an_export(
+def test_one_job_uses_a_reader_an_engine_an_extractor_two_kinds_of_scorer_and_an_export(
     python: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "job.toml").write_text(JOB)
@@ -62,6 +62,27 @@ def test_one_job_uses_a_reader_an_engine_a_scorer_an_extractor_and_an_export(
     assert json.loads(exported.stdout)["rows"] == 2
     assert (tmp_path / "output/loud/results.texts").read_text() == "ONCE\nUPON A TIME"
     assert "--texts" in run(python, tmp_path, "export", "--help").stdout
+    assert "the longest of 2 answers has 11 characters" in ran.stderr
+    overall = json.loads(run(python, tmp_path, "score", "job.toml", "--json").stdout)["overall"]
+    assert overall["of-longest"] == pytest.approx(50 * (4 / 11 + 1))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [("raise KeyError(len(answers))", "KeyError: 2"), ("longest = 1", "returned 4.0, expected")],
+)
+def test_a_deferred_scorer_that_fails_leaves_its_own_scores_out_alone(
+    python: Path, tmp_path: Path, line: str, reason: str
+) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "tales.paragraphs").write_text("once\n\nupon a time\n")
+    broken = MODULE.replace("longest = max(len(answer.text) for answer in answers)", line)
+    (tmp_path / "batchkit_example.py").write_text(broken)
+    ran = run(python, tmp_path, "run", "job.toml")
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(f"the scorer of-longest fails: .*{reason}.*2 answers are unscored", ran.stderr)
+    found = json.loads(run(python, tmp_path, "score", "job.toml", "--json").stdout)["overall"]
+    assert (found["n"], found["unscored_by"]) == (2, {"of-longest": 2})
 
 
 def test_names_that_nothing_has_are_refused_with_the_nearest(python: Path, tmp_path: Path) -> None:
@@ -69,6 +90,7 @@ def test_names_that_nothing_has_are_refused_with_the_nearest(python: Path, tmp_p
         "engine.kind=lout": "did you mean 'loud'?",
         "input.format=paragraph": "did you mean 'paragraphs'?",
         'scoring.scorers=["aslong"]': "did you mean 'as-long'?",
+        'select.scorer="oflongest"': "did you mean 'of-longest'?",
         "scoring.extract=first-words": "did you mean 'first-word'?",
     }
     (tmp_path / "job.toml").write_text(JOB)

@@ -345,7 +345,7 @@ def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
     check_user_info(root, "media.root")
     if job.scoring.table is not None and job.scoring.allow_code:
         raise JobError(
-            f"scoring.table: charts read their tables from a folder, but media.root is {bare(root)};"
+            f"scoring.table: tables are read from a folder, but media.root is {bare(root)};"
             " set media.root to a folder that holds them, or leave scoring.table out"
         )
     return root

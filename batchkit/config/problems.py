@@ -82,7 +82,7 @@ def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
     if (seam := next((limit for limit in limits if isinstance(limit, Seam)), None)) is not None:
-        return _either([json.dumps(name) for name in (*seam.also, *seam.built_in)])
+        return _either([json.dumps(name) for name in seam.documented])
     word = {bool: "true or false", int: "whole number", float: "number", str: "text"}
     bounds = " and ".join(_bounds(annotation, limits))
     return f"{word[annotation]} {bounds}".rstrip()

@@ -1,4 +1,4 @@
-"""Extension points: readers, engines, scorers, extractors and exports.
+"""Extension points: readers, engines, extractors, scorers, deferred scorers and exports.
 
 Each extension point is one table of names, next to the built-in implementations. Its values are lazy
 ``"module:Name"`` or ``"module"`` strings. The choices in the job file, its documentation, and the input suffixes
@@ -27,12 +27,14 @@ class Seam(NamedTuple):
 
     ``name``: the entry point group is ``batchkit.NAME``. ``table``: ``"module:NAME"`` of the dict of built-in
     implementations. ``also``: further values that the job file accepts for this key, without an implementation here.
-    Entry points are read only if a name is not built in, or to list all names.
+    ``beside``: another extension point whose names this key accepts, too. Entry points are read only if a name is not
+    built in, or to list all names.
     """
 
     name: str
     table: str
     also: tuple[str, ...] = ()
+    beside: Seam | None = None
 
     @property
     def built_in(self) -> Mapping[str, Any]:
@@ -46,6 +48,18 @@ class Seam(NamedTuple):
         return {
             name: point for name, point in _added(self.name).items() if name not in self.built_in
         }
+
+    @property
+    def documented(self) -> list[str]:
+        """The values that the job file accepts for this key, without those of other packages."""
+        others = [] if self.beside is None else self.beside.documented
+        return [*self.also, *self.built_in, *others]
+
+    def has(self, name: str) -> bool:
+        """Return True if the job file accepts ``name`` for this key."""
+        is_here = name in self.also or name in self.built_in
+        is_beside = self.beside is not None and self.beside.has(name)
+        return is_here or is_beside or name in self.added
 
     def names(self) -> Iterator[str]:
         """Yield the built-in names, then those of other packages. Entry points are read only when the built-in names
@@ -77,9 +91,10 @@ class Seam(NamedTuple):
         Raises:
             ValueError: No implementation has this name.
         """
-        if name in self.also or name in self.built_in or name in self.added:
+        if self.has(name):
             return name
-        known = [*self.also, *self.names()]
+        added = self.added if self.beside is None else [*self.added, *self.beside.added]
+        known = [*self.documented, *added]
         *first, last = map(json.dumps, known)
         raise ValueError(
             f"found {shortened(json.dumps(name, ensure_ascii=False))}, expected {', '.join(first)} or {last}"
@@ -90,7 +105,8 @@ class Seam(NamedTuple):
 ENGINES = Seam("engines", "batchkit.engines:ENGINES")
 
 READERS = Seam("readers", "batchkit.sources.formats:FORMATS", also=("auto",))
-SCORERS = Seam("scorers", "batchkit.scoring.scorers:SCORERS", also=("chart", "judge"))
+DEFERRED = Seam("deferred_scorers", "batchkit.scoring.deferred:DEFERRED", also=("judge",))
+SCORERS = Seam("scorers", "batchkit.scoring.scorers:SCORERS", beside=DEFERRED)
 EXTRACTORS = Seam("extractors", "batchkit.scoring.extract:EXTRACTORS")
 EXPORTS = Seam("exports", "batchkit.commands.export:EXPORTS")
 
@@ -100,6 +116,11 @@ ScorerName = Annotated[str, SCORERS, AfterValidator(SCORERS.check)]
 Extract = Annotated[str, EXTRACTORS, AfterValidator(EXTRACTORS.check)]
 
 ExportName = Annotated[str, EXPORTS, AfterValidator(EXPORTS.check)]
+
+
+def is_deferred(scorer: str) -> bool:
+    """Return True if the scorer runs after all rows have finished."""
+    return scorer not in SCORERS.built_in and DEFERRED.has(scorer)
 
 
 def found_at(target: str) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.config.loading import prompt_columns
-from batchkit.config.seams import SCORERS
+from batchkit.config.seams import DEFERRED, SCORERS
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.errors import (
@@ -37,8 +37,7 @@ from batchkit.types import Completion, Counted, ErrorInfo, Row
 _LOOKED_AT, _LOOK_S = 10_000, 2.0  # most rows and seconds to look for empty cells
 _FEWEST = 3  # fewer failed rows may be an accident
 _NEED_NO_REFERENCE = {
-    "reward",
-    "judge",
+    "reward"
 }  # scorers of other packages may need none either, so only ours are checked
 
 
@@ -386,5 +385,5 @@ def _without_reference(table: ScoringTable) -> list[str]:
         if (part.reference or table.reference) is None
         for name in (table.scorers if part.scorers is None else part.scorers)
     }
-    known = {*SCORERS.also, *SCORERS.built_in}
+    known = {*SCORERS.built_in, *DEFERRED.built_in}
     return sorted(found & known - _NEED_NO_REFERENCE)

@@ -3,5 +3,5 @@
 ``server`` is a process that imports what a handler needs and then forks a child per request. ``client``
 starts servers and sends questions to their children. A handler is a module with a function ``main``, which gets
 the connection to the client: ``pdf_child`` here, others beside the code that uses them. An engine that
-holds a model is a handler, too. ``confine`` removes all rights from a process.
+holds a model is a handler, too.
 """

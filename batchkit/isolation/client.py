@@ -86,7 +86,7 @@ def _bare(folder: str) -> dict[str, str]:
         "MPLCONFIGDIR": folder,
         "MPLBACKEND": "Agg",
         "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",  # a chart must get the same score each time
+        "PYTHONHASHSEED": "0",  # the same code must give the same result each time
         "PYTHONNOUSERSITE": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",

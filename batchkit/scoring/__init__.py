@@ -3,19 +3,20 @@
 A scorer scores one record; a metric (``metrics``) summarizes many. A score is a number from 0 to 1 (``reward``: 0 to
 10) or None for "unscored", which is never the same as 0. Failed rows are never scored.
 
-``chart`` and ``judge`` need more than the record (a sandbox, a second model). Their scores are None here;
-``batchkit.commands.score`` fills them in later.
+Scores of deferred scorers (``deferred``) are None here; ``batchkit.commands.score`` fills them in when all rows have
+finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from batchkit.config.seams import SCORERS
+from batchkit.config.seams import DEFERRED, is_deferred
 from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.config.terminal import bounded
 from batchkit.scoring.extract import Unscorable, extracted
@@ -27,10 +28,8 @@ from batchkit.storage.plain_json import encoded
 
 T = TypeVar("T")
 
-DEFERRED = SCORERS.also
 _NO_ANSWER = "[ERROR]"  # RealHiTBench's mark for a failed request
 _BLANK = "the answer has no text"
-SCORES_OF = {"chart": ("ecr", "pass")}  # other scorers give one score with their own name
 
 
 class Scored(NamedTuple):
@@ -67,6 +66,7 @@ class Scoring:
             for rule in table.rules
         ]
         self._references = references
+        self._later = {name: scores_of(name) for name in self.scorers if is_deferred(name)}
         for name in self.scorers:
             preload(name)
 
@@ -110,8 +110,8 @@ class Scoring:
         reference = self.reference(fields, row_id)
         scores: dict[str, float | None] = {}
         for name in table.scorers:
-            if name in DEFERRED:
-                scores |= dict.fromkeys(SCORES_OF.get(name, (name,)))
+            if name in self._later:
+                scores |= dict.fromkeys(self._later[name])
             else:
                 score = partial(score_by, name, prediction, reference, table)
                 scores[name] = self._tried(f"the scorer {name}", row_id, score, reasons)
@@ -185,8 +185,13 @@ def fields_of(table: ScoringTable) -> set[str]:
 
 def score_names(table: ScoringTable) -> list[str]:
     """Return the names of a record's scores from all rules, in the order of the job file."""
-    names = [score for name in scorers_of(table) for score in SCORES_OF.get(name, (name,))]
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(chain.from_iterable(map(scores_of, scorers_of(table)))))
+
+
+def scores_of(scorer: str) -> Sequence[str]:
+    """Return the names of the scores that a scorer gives. A deferred scorer may give several."""
+    is_one = not is_deferred(scorer) or scorer in DEFERRED.also
+    return (scorer,) if is_one else tuple(DEFERRED.load(scorer).scores)
 
 
 def kept_fields(job: JobConfig) -> list[str]:

@@ -48,8 +48,13 @@ def score_by(
         return None
     scorer: Scorer = SEAM.load(name)
     score = scorer(prediction, reference, table)
-    if score is None or name in SCORERS:
-        return score
+    return score if name in SCORERS else checked(score)
+
+
+def checked(score: float | None) -> float | None:
+    """Return the ``score`` of another package's scorer. Raises ValueError if it is not from 0 to 1."""
+    if score is None:
+        return None
     if not 0 <= score <= 1:
         raise ValueError(f"returned {score!r}, expected a number from 0 to 1, or None")
     return float(score)

@@ -22,7 +22,6 @@ from tests.support.rows import write_jsonl
 from tests.support.scored_runs import (
     NUMBER,
     counted,
-    echo,
     engine,
     job,
     quiet,
@@ -352,26 +351,6 @@ def test_without_a_judge_its_rows_are_unscored_and_that_is_said(tmp_path: Path) 
     run_job(job(tmp_path, counted(2), scoring=scoring), say=said.append).checked()
     assert "2 answers are not judged: set a model or a step in [scoring.judge]" in said
     assert "| 100.00 |" in said[-1]
-
-
-def test_charts_are_run_only_where_that_is_allowed_and_one_that_can_t_be_spares_the_others(
-    tmp_path: Path,
-) -> None:
-    program = "import matplotlib.pyplot as plt\nplt.bar(['a', 'b'], [3, 4])\nplt.show()"
-    row = {"kind": "Chart", "say": program, "a": "[3, 4]"}
-    rows = [{**row, "id": "q0", "SubQType": "BarChart Generation"}, {**row, "id": "q1"}]
-    scoring = {"extract": "code", "reference": "a", "scorers": ["chart"], "mode": "fixed"}
-    said: list[str] = []
-    with serving(echo) as server:
-        made = job(tmp_path, rows, engine=engine(server), scoring=scoring)
-        run_job(made, say=said.append).checked()
-    none = {"ecr": None, "pass": None}
-    assert [scores for _, scores in scored(made.folder).values()] == [none, none]
-    assert "2 charts are unscored: set scoring.allow_code = true to run their code" in said
-    allowed = made.scoring.model_copy(update={"allow_code": True})
-    score_run(made.folder, made.model_copy(update={"scoring": allowed}), say=said.append)
-    assert [scores for _, scores in scored(made.folder).values()] == [{"ecr": 1, "pass": 1}, none]
-    assert any(t.startswith("row q1: its chart is unscored: 'SubQType' is undef") for t in said)
 
 
 def test_judgements_of_predictions_from_elsewhere_are_kept_beside_them(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """Scoring of a run's answers again, without the model.
 
 Scores in ``results.jsonl`` were computed as the rows finished. Scores computed here replace them
-(``storage/score_store.py``). Charts (which need a sandbox) and judgements (which need a second model) are only
-scored here.
+(``storage/score_store.py``). Deferred scores, which need all answers or a second model, are only computed here.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.commands import Say
-from batchkit.commands.score.deferred import deferred_scores, is_deferred, names_of_deferred
-from batchkit.commands.score.judge import FOLDER, Answered
+from batchkit.commands.score.deferred import deferred_scores, names_of_deferred
+from batchkit.commands.score.judge import FOLDER
 from batchkit.config.loading import load_job
+from batchkit.config.seams import is_deferred
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError
 from batchkit.execution.first_rows import check_columns, scoring_hints
@@ -23,6 +23,7 @@ from batchkit.execution.stop import StopRequest
 from batchkit.runs.inputs import with_fields
 from batchkit.runs.scores import table_of
 from batchkit.scoring import Scoring, scorers_of
+from batchkit.scoring.deferred import Answered
 from batchkit.scoring.metrics import ScoreTable
 from batchkit.sources import read_rows
 from batchkit.storage.checkpoint import check_log
@@ -81,7 +82,7 @@ def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
     """Return size and modification time of each file that the deferred scores and references come from. Scores are out
     of date if these values change. They are compared for equality only, because modification times can't be ordered if
     a clock was set."""
-    made_from = [folder / RESULTS] if is_deferred(scorers_of(job.scoring)) else []
+    made_from = [folder / RESULTS] if _has_deferred(scorers_of(job.scoring)) else []
     if job.scoring.reference_run is not None:  # the reference run may be running at the same time
         reference = Path(job.scoring.reference_run)
         made_from = [folder / RESULTS, reference / RESULTS, reference / SCORES]
@@ -103,11 +104,11 @@ def _score_run(
     scoring = Scoring(job.scoring, references, say)
     names = scoring.fields | names_of_deferred(job, scoring)
     later: dict[int, dict[str, float | None]] = {}
-    if is_deferred(scoring.scorers):
+    if _has_deferred(scoring.scorers):
         needs_later = [
             _answered(record, fields, scoring)
             for record, fields in _answers(folder, job, names)
-            if _text_of(record).strip() and is_deferred(scoring.table_for(fields).scorers)
+            if _text_of(record).strip() and _has_deferred(scoring.table_for(fields).scorers)
         ]
         later = deferred_scores(job, scoring, needs_later, folder / FOLDER, stop, say)
 
@@ -161,7 +162,12 @@ def _answers(
 def _answered(record: Mapping[str, Any], fields: Mapping[str, Any], scoring: Scoring) -> Answered:
     text, row_id = _text_of(record), record["id"]
     known, steps = scoring.score(text, fields, row_id), record.get("steps") or {}
-    return Answered(record["index"], row_id, fields, text, known, steps)
+    reference = scoring.reference(fields, row_id)
+    return Answered(record["index"], row_id, fields, text, reference, known, steps)
+
+
+def _has_deferred(scorers: Sequence[str]) -> bool:
+    return any(map(is_deferred, scorers))
 
 
 def _text_of(record: Mapping[str, Any]) -> str:

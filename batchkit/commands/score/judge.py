@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from batchkit.errors import BudgetError
 from batchkit.execution.start import StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.rendering.templates.prompt import constant_files, names_in
-from batchkit.scoring import Scored, Scoring
+from batchkit.scoring import Scoring
+from batchkit.scoring.deferred import Answered
 from batchkit.scoring.values import numbers_in
 from batchkit.sources.input import Input
 from batchkit.sources.rowhash import input_hash
@@ -47,22 +47,8 @@ _READ: dict[str, Any] = {"extract": "regex", "pattern": _PATTERN}
 _NOTE = "Answer with one line in this format alone: [Score]: xx/100"
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """An answer to score: its text, the fields of its row, and the scores already computed (``known``). ``steps``: the
-    answer of each of the row's ``[[steps]]``, as in its record."""
-
-    index: int
-    id: str
-    fields: Mapping[str, Any]
-    text: str
-    known: Scored
-    steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
 def judge(
     job: JobConfig,
-    scoring: Scoring,
     table: JudgeTable,
     answers: Sequence[Answered],
     folder: Path,
@@ -80,7 +66,7 @@ def judge(
     key_of: dict[int, str] = {}
     questions: dict[str, Mapping[str, Any]] = {}
     for answer in answers:
-        shown = _shown(answer, scoring.reference(answer.fields, answer.id), names, job.vars)
+        shown = _shown(answer, names, job.vars)
         key_of[answer.index] = key = input_hash(shown)
         questions[key] = shown
     with claim(folder):  # no other process may judge at the same time
@@ -175,14 +161,12 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
     return made.model_copy(update={"name": f"{model or FOLDER}-{decides[:8]}"})
 
 
-def _shown(
-    answer: Answered, reference: str | None, names: set[str], known: Mapping[str, Any]
-) -> dict[str, Any]:
+def _shown(answer: Answered, names: set[str], known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that the judge's prompt uses for this answer: those of its ``names`` that differ from row to
     row. Equal values get an equal judgement, so the values identify it. ``known``: the job's ``[vars]``."""
     own = {
         "prediction": answer.known.prediction or "",
-        "reference": reference or "",
+        "reference": answer.reference or "",
         "text": answer.text,
     }
     return {

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from batchkit.commands import Say
 from batchkit.commands.score import check_scoring
 from batchkit.commands.score.deferred import deferred_scores
-from batchkit.commands.score.judge import Answered
 from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable, JobConfig
 from batchkit.errors import JobError
 from batchkit.execution.first_rows import check_columns, scoring_hints
 from batchkit.execution.stop import StopRequest
 from batchkit.scoring import Scored, Scoring
+from batchkit.scoring.deferred import Answered
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources import read_rows
 from batchkit.sources.formats import format_with, suffix_of
@@ -79,10 +79,16 @@ def score_predictions(job: JobConfig, path: Path, say: Say = print) -> Predictio
         say(hint)
     known = [(rows[name], made[name]) for name in rows if name in made]
     answers = [
-        Answered(row.index, row.id, row.fields, found.text or found.prediction or "", scored)
+        Answered(
+            row.index,
+            row.id,
+            row.fields,
+            found.text or found.prediction or "",
+            scoring.reference(row.fields, row.id),
+            _scored(scoring, found, row.fields, row.id),
+        )
         for row, found in known
         if not found.failed
-        for scored in [_scored(scoring, found, row.fields, row.id)]
     ]
     with StopRequest().installed() as stop:
         judgements = path.with_name(f"{path.name}.judge")

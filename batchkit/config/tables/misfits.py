@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchkit.config.answer_schema import faults_in
 from batchkit.config.problems import AT_THE_TOP
-from batchkit.config.seams import SCORERS, ScorerName
+from batchkit.config.seams import ScorerName, is_deferred
 from batchkit.config.suggest import called_here, did_you_mean
 from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
@@ -192,7 +192,7 @@ def _misfits_of_step(job: JobConfig, step: StepTable, *, is_first: bool) -> Iter
     key, prompt = f"steps.{step.name}", step.prompt
     if hasattr(dict, step.name):
         yield f"{key}: templates can't read steps.{step.name}, which is a method of dict; choose another name"
-    for name in {*SCORERS.also} & {*(step.scorers or ())}:
+    for name in filter(is_deferred, step.scorers or ()):
         yield f"{key}.scorers: {name} is computed after the run; put it into scoring.scorers"
     if step.engine and step.engine not in job.engines:
         known = ", ".join(job.engines) or "there are none"
@@ -251,7 +251,7 @@ def _may_have_several(job: JobConfig) -> bool:
 def _misfits_of_scorer(
     name: ScorerName | None, scorers: list[ScorerName], place: str
 ) -> Iterator[str]:
-    known = [scorer for scorer in scorers if scorer not in SCORERS.also]
+    known = [scorer for scorer in scorers if not is_deferred(scorer)]
     if name is None and len(scorers) != 1:
         remedy = "set select.scorer to one of them" if scorers else f"add one to {place}"
         yield f"select.scorer: is missing; {place} has {len(scorers)} scorers: {remedy}"

@@ -23,13 +23,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from batchkit.scoring.chart.answer import TABLE_NAME, chart_code, with_table
-from batchkit.scoring.chart.sandbox import (
-    ProgramRun,
-    Sandbox,
-    check_sandbox,
-)
-from batchkit.scoring.overlap import Mode
+from batchkit.contrib.realhit.chart.answer import TABLE_NAME, Mode, chart_code, with_table
+from batchkit.contrib.realhit.chart.sandbox import ProgramRun, Sandbox, check_sandbox
 
 _AHEAD = 2  # charts per worker that are started before the first result is awaited
 _MISSING = ("nan", "masked")

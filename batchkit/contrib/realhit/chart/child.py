@@ -22,10 +22,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from batchkit.isolation.confine import confine
-from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH, fixed
-from batchkit.scoring.chart.readings import fixed_readings, official_reading
-from batchkit.scoring.chart.sandbox import CONFINED, MAX_Y_CHARS, SCRATCH, ProgramRun
+from batchkit.contrib.realhit.chart.answer import TABLE_NAME, TABLE_PATH, fixed
+from batchkit.contrib.realhit.chart.confine import confine
+from batchkit.contrib.realhit.chart.readings import fixed_readings, official_reading
+from batchkit.contrib.realhit.chart.sandbox import CONFINED, MAX_Y_CHARS, SCRATCH, ProgramRun
 
 _PROBLEM_CHARS = 1000
 _RESULT_FD = 3

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from batchkit.scoring.chart import Chart, ChartScore, score_chart, score_charts
-from batchkit.scoring.chart.sandbox import Sandbox
+from batchkit.contrib.realhit.chart import Chart, ChartScore, score_chart, score_charts
+from batchkit.contrib.realhit.chart.sandbox import Sandbox
 
 pytestmark = pytest.mark.slow
 
@@ -455,7 +455,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 SCORER = """\
 import sys
-from batchkit.scoring.chart import Chart, score_charts
+from batchkit.contrib.realhit.chart import Chart, score_charts
 code = "import pandas as pd\\nopen('began', 'w')\\nwhile True: pass\\nplt.show()"
 list(score_charts([Chart(code, "BarChart", "[1]", None)], mode="fixed", workers=1))
 """
@@ -478,12 +478,12 @@ def test_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
 
 KILLED = """\
 import psutil
-from batchkit.scoring.chart import Chart, score_charts
+from batchkit.contrib.realhit.chart import Chart, score_charts
 good = Chart("import pandas as pd\\nplt.bar([1], [1])\\nplt.show()", "BarChart", "[1]", None)
 scores = score_charts(iter([good, good]), mode="fixed", workers=1)
 assert next(scores).passed
 server, = psutil.Process().children()
-assert "batchkit.scoring.chart.child" in server.cmdline()
+assert "batchkit.contrib.realhit.chart.child" in server.cmdline()
 server.kill()
 assert next(scores).passed
 scores.close()
@@ -497,8 +497,8 @@ def test_killed_server_is_started_again(tmp_path: Path) -> None:
 
 WITHOUT_LANDLOCK = """\
 import ctypes, struct, sys
-from batchkit.scoring.chart import Chart, score_charts
-from batchkit.scoring.chart.sandbox import SandboxError
+from batchkit.contrib.realhit.chart import Chart, score_charts
+from batchkit.contrib.realhit.chart.sandbox import SandboxError
 def step(code, constant, true=0, false=0): return struct.pack("@HBBI", code, true, false, constant)
 program = step(0x20, 0) + step(0x15, 444, 0, 1) + step(0x06, 0x50000 | 38) + step(0x06, 0x7FFF0000)
 held = ctypes.create_string_buffer(program)

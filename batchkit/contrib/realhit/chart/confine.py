@@ -15,8 +15,8 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from batchkit.contrib.realhit.chart.seccomp import restrict_calls, seccomp_missing
 from batchkit.isolation.child import prctl
-from batchkit.isolation.seccomp import restrict_calls, seccomp_missing
 
 _CAPABILITY_VERSION_3 = 0x20080522
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")

@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.config.installation import how_to_install
+from batchkit.contrib.realhit.chart.answer import TABLE_NAME, Mode
+from batchkit.contrib.realhit.chart.confine import what_is_missing
 from batchkit.errors import EngineError, JobError
 from batchkit.isolation.client import Child, Gone, Server, server_of
-from batchkit.isolation.confine import what_is_missing
-from batchkit.scoring.chart.answer import TABLE_NAME
-from batchkit.scoring.overlap import Mode
 
 CONFINED = "+"  # a chart's process sends this first, or else why it is not confined
 SCRATCH = "scratch"
 MAX_Y_CHARS = 2**16  # the longest reference of RealHiTBench has 2,236
 MAX_RESULT_BYTES = 2**20  # two readings of MAX_Y_CHARS, each escaped, and an error
-_HANDLER = "batchkit.scoring.chart.child"
+_HANDLER = "batchkit.contrib.realhit.chart.child"
 _LIBRARIES = ("pandas", "numpy", "matplotlib", "openpyxl")
 _TICK_S = 0.05
 _MAX_FILES, _FOLDER_BYTES = 500, 2**26  # checked 20 times a second

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from batchkit.scoring.chart import Chart, ChartScore, same_values, score_chart, score_charts
-from batchkit.scoring.chart.answer import chart_code
-from batchkit.scoring.chart.sandbox import Sandbox
-from batchkit.scoring.overlap import Mode
+from batchkit.contrib.realhit.chart import Chart, ChartScore, same_values, score_chart, score_charts
+from batchkit.contrib.realhit.chart.answer import Mode, chart_code
+from batchkit.contrib.realhit.chart.sandbox import Sandbox
 from tests.support.paths import ROOT
 
 pd = pytest.importorskip("pandas")
