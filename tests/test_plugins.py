@@ -61,7 +61,8 @@ def test_one_job_uses_a_reader_an_engine_an_extractor_two_kinds_of_scorer_and_an
     assert exported.returncode == 0, exported.stderr
     assert json.loads(exported.stdout)["rows"] == 2
     assert (tmp_path / "output/loud/results.texts").read_text() == "ONCE\nUPON A TIME"
-    assert "--texts" in run(python, tmp_path, "export", "--help").stdout
+    helped = run(python, tmp_path, "export", "--help").stdout
+    assert re.search(r"--texts \[PATH\] +Write the text of each answer\.", helped)
     assert "the longest of 2 answers has 11 characters" in ran.stderr
     overall = json.loads(run(python, tmp_path, "score", "job.toml", "--json").stdout)["overall"]
     assert overall["of-longest"] == pytest.approx(50 * (4 / 11 + 1))

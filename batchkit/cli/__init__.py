@@ -327,9 +327,6 @@ def retry_failed(
     "Write the vectors of an embed run as one numpy matrix, and the row ids as .ids.json.",
 )
 @options.export_format("--openai", "Write OpenAI batch output files.")
-@options.export_format(
-    "--realhit", "Write results_<time>.json and checkpoint.json as RealHiTBench's harness does."
-)
 @options.export_format("--srt", "Write subtitles, ID.srt for each recording, into a folder.")
 @options.export_format("--vtt", "Write WebVTT subtitles, ID.vtt for each recording, into a folder.")
 @click.option(
@@ -370,7 +367,7 @@ def export(
     **formats: str | None,
 ) -> None:
     """Export the newest record of each row of RUN. Rows are in input order, and have their newest scores. The default
-    of PATH is a file in the run folder (a folder for --realhit, --srt and --vtt). Exits with 1 if the files were
+    of PATH is a file in the run folder (a folder for --srt and --vtt). Exits with 1 if the files were
     written but could not be sent."""
     from batchkit.commands.export import export as write
     from batchkit.commands.export.hub import check_hub, push

@@ -65,17 +65,27 @@ def export_format(flag: str, text: str) -> Callable[[Any], Any]:
 
 
 class Export(click.Command):
-    """The ``export`` command. It has one more option for each export format that an installed package adds."""
+    """The ``export`` command. It has one more option for each export format of a plug-in."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from batchkit.config.seams import EXPORTS
 
         known = {option for param in self.params for option in param.opts}
-        for name, point in EXPORTS.added.items():
-            if f"--{name}" not in known:
-                text = f"Write the format of {point.value.partition(':')[0]}."
-                self.params.insert(-1, click.Option([f"--{name}"], help=text, **_MAY_NAME_A_PATH))
-        return super().get_params(ctx)
+        added = [flag for name in EXPORTS.names() if (flag := f"--{name}") not in known]
+        *params, as_json, show_help = super().get_params(ctx)
+        formats = (_PlugInFormat([flag], **_MAY_NAME_A_PATH) for flag in added)
+        return [*params, *formats, as_json, show_help]
+
+
+class _PlugInFormat(click.Option):
+    """The option for the export format of a plug-in. Its help is the first line of the function's docstring."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        from batchkit.commands.export.outputs import export_of
+
+        described = export_of(self.opts[0].removeprefix("--")).write.__doc__ or ""
+        self.help = described.strip().partition("\n")[0]
+        return super().get_help_record(ctx)
 
 
 COUNT = click.IntRange(1)

@@ -14,6 +14,7 @@ import msgspec
 import orjson
 
 from batchkit.config.masking import masked_text
+from batchkit.config.tables import JobConfig
 from batchkit.config.tables.task import FOR_VECTORS, OF_TOKENS
 from batchkit.errors import JobError
 from batchkit.runs.compare import compare
@@ -28,6 +29,7 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import answers_in_words
 from batchkit.storage.log import RESULTS
+from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.newest_lines import Generations, NewestLog
 from batchkit.storage.score_store import read_scored, scored
 from batchkit.storage.vectors import Vectors
@@ -80,6 +82,14 @@ class Run:
         """Check the run against its checkpoint and its input, like ``batchkit verify``."""
         return verify(self.folder)
 
+    def job(self) -> JobConfig:
+        """Return the run's job, from its folder."""
+        return job_of_run(self.folder)
+
+    def manifest(self) -> Manifest:
+        """Return what decides the run's answers, and the history of its starts."""
+        return read_manifest(self.folder)
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the newest record of each row in input order, with its newest scores."""
         check_log(self.folder)
@@ -121,7 +131,7 @@ class Run:
         Raises:
             JobError: The run's task produces no vectors.
         """
-        if (task := job_of_run(self.folder).task) not in ("embed", *OF_TOKENS):
+        if (task := self.job().task) not in ("embed", *OF_TOKENS):
             raise JobError(
                 f'{self.folder}: its task is "{task}"; vectors are made with {FOR_VECTORS}'
             )
@@ -162,7 +172,7 @@ class Run:
 
         if not inputs:
             return records_table(self.folder)
-        job = job_of_run(self.folder)
+        job = self.job()
         if job.input.path is None:
             raise JobError(f"{self.folder}: its rows came from Python, so they can't be read again")
         return joined_table(self.folder, from_job(job))

@@ -18,8 +18,14 @@ import numpy as np
 import orjson
 
 from batchkit.commands import Say
-from batchkit.commands.export.outputs import exporting, is_foreign, refuse_own_file, refuse_url
-from batchkit.config.seams import EXPORTS as SEAM
+from batchkit.commands.export.outputs import (
+    Export,
+    export_of,
+    exporting,
+    is_foreign,
+    refuse_own_file,
+    refuse_url,
+)
 from batchkit.config.tables import FOR_VECTORS, OF_TOKENS
 from batchkit.errors import JobError
 from batchkit.runs.inputs import InputColumns
@@ -39,26 +45,15 @@ _FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # the last four
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 EXPORTS = {
-    "parquet": "batchkit.commands.export:write_parquet",
-    "jsonl": "batchkit.commands.export:write_jsonl",
-    "csv": "batchkit.commands.export:write_csv",
-    "safe-csv": "batchkit.commands.export:write_safe_csv",
-    "npy": "batchkit.commands.export:write_npy",
-    "openai": "batchkit.commands.export.openai:write_openai",
-    "realhit": "batchkit.commands.export.realhit:write_realhit",
-    "srt": "batchkit.commands.export.subtitles:write_srt",
-    "vtt": "batchkit.commands.export.subtitles:write_vtt",
-}
-"""The function that writes each format. It gets the run folder and the path, and returns the number of rows in each
-written file."""
-_SAYING = ("parquet", "jsonl", "csv", "safe-csv")
-_NAMES = {  # other formats use results.NAME
-    "jsonl": "results.newest.jsonl",
-    "safe-csv": "results.csv",
-    "openai": "results.openai.jsonl",
-    "realhit": "realhit",
-    "srt": "subtitles",
-    "vtt": "subtitles",
+    "parquet": "batchkit.commands.export:PARQUET",
+    "jsonl": "batchkit.commands.export:JSONL",
+    "csv": "batchkit.commands.export:CSV",
+    "safe-csv": "batchkit.commands.export:SAFE_CSV",
+    "npy": "batchkit.commands.export:NPY",
+    "openai": "batchkit.commands.export.openai:OPENAI",
+    "realhit": "batchkit.contrib.realhit.harness:RESULTS",
+    "srt": "batchkit.commands.export.subtitles:SRT",
+    "vtt": "batchkit.commands.export.subtitles:VTT",
 }
 
 
@@ -104,7 +99,6 @@ def export(
     - ``npy``: the vectors as one matrix, and the ids of its rows in a second file. For ``token_embed`` and
       ``token_classify``, which have several vectors per row, ``offsets.npy`` has the start of each row.
     - ``openai``: two files, answers and errors.
-    - ``realhit``: the two files of RealHiTBench's harness, in the folder ``path`` or as the file ``path``.
     - ``srt``, ``vtt``: a file for each transcript in the folder ``path``.
 
     ``force`` also replaces an existing file that batchkit did not write. ``say`` reports rows without an answer, and
@@ -118,7 +112,8 @@ def export(
     """
     log, found = folder / RESULTS, status(folder)
     check_log(folder)
-    own = folder / _NAMES.get(format_name, f"results.{format_name}")
+    form = export_of(format_name)
+    own = folder / (form.name or f"results.{format_name}")
     path = path or own
     refuse_url(path)
     refuse_own_file(path, folder)
@@ -134,10 +129,7 @@ def export(
         say(f"{path}: {done}")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write = SEAM.load(format_name)
-        written: dict[Path, int] = write(
-            folder, path, *[say, lacks or say] * (format_name in _SAYING)
-        )
+        written = form.write(folder, path, *[say, lacks or say] * form.says)
     source_bytes = log.stat().st_size
     return [
         Exported(file, format_name, rows, file.stat().st_size, source_bytes)
@@ -256,9 +248,6 @@ def write_csv(
     return {path: rows}
 
 
-write_safe_csv = partial(write_csv, is_safe=True)
-
-
 def _is_formula(value: Any) -> bool:
     begins_so = isinstance(value, str) and _FORMULA.match(value) is not None
     return begins_so and _NUMBER.fullmatch(value) is None
@@ -330,3 +319,10 @@ def _write_head(file: BinaryIO, rows: int, kind: VectorType) -> None:
         "shape": (rows, kind.dimensions),
     }
     np.lib.format.write_array_header_1_0(file, head)  # type: ignore[no-untyped-call]
+
+
+PARQUET = Export(write_parquet, says=True)
+JSONL = Export(write_jsonl, "results.newest.jsonl", says=True)
+CSV = Export(write_csv, says=True)
+SAFE_CSV = Export(partial(write_csv, is_safe=True), "results.csv", says=True)
+NPY = Export(write_npy, is_several=True)

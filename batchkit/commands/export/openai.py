@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batchkit.commands.export.outputs import exporting
+from batchkit.commands.export.outputs import Export, exporting
 from batchkit.commands.export.responses import response_of
 from batchkit.config.tables import JobConfig
 from batchkit.rendering.body import sides_of
@@ -75,6 +75,9 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
                 errors_file.write(orjson.dumps(line, option=_OPTIONS))
                 n_errors += 1
     return {path: n_answers, errors: n_errors}
+
+
+OPENAI = Export(write_openai, "results.openai.jsonl", is_several=True)
 
 
 def _needs_lines(folder: Path, job: JobConfig) -> bool:

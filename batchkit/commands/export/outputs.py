@@ -1,14 +1,16 @@
-"""Rules for export files: which format a path means, and which files an export may replace. Files of a run and its
-input are never overwritten."""
+"""Rules for export files: what a format is, which format a path means, and which files an export may replace. Files of
+a run and its input are never overwritten."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from batchkit.config.regular_file import open_regular
+from batchkit.config.seams import EXPORTS
 from batchkit.config.tables import FOR_VECTORS, WITH_VECTORS, JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.sources.finding import input_files
@@ -24,6 +26,27 @@ from batchkit.storage.vectors import VECTORS, segments_of
 
 _OWN_FILES = (RESULTS, STEPS, CHECKPOINT, MANIFEST, JOB, LOG, SCORES, METRICS, LOCK)
 _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "npy"}
+
+
+class Export(NamedTuple):
+    """An export format.
+
+    ``write``: it gets the run folder and the path, and returns the number of rows in each file that it wrote.
+    ``name``: the default path in the run folder, without a suffix for a folder; "" means ``results.FORMAT``.
+    ``is_several``: it writes more than one file. ``says``: ``write`` also gets two functions that print a line; the
+    second one is for missing columns of the input.
+    """
+
+    write: Callable[..., dict[Path, int]]
+    name: str = ""
+    is_several: bool = False
+    says: bool = False
+
+
+def export_of(name: str) -> Export:
+    """Return the export format ``name``. The format of another package may be only a function."""
+    found = EXPORTS.load(name)
+    return found if isinstance(found, Export) else Export(found)
 
 
 def format_for(path: Path, job: JobConfig) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchkit.commands.export.outputs import exporting
+from batchkit.commands.export.outputs import Export, exporting
 from batchkit.errors import JobError
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
@@ -45,7 +45,8 @@ def _write(kind: str, folder: Path, path: Path) -> dict[Path, int]:
     return written
 
 
-write_srt, write_vtt = partial(_write, "srt"), partial(_write, "vtt")
+SRT = Export(partial(_write, "srt"), "subtitles")
+VTT = Export(partial(_write, "vtt"), "subtitles")
 
 
 def _name_of(record: Mapping[str, Any], taken: set[str]) -> str:

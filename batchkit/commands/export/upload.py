@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.commands import Say
+from batchkit.commands.export.outputs import export_of
 from batchkit.commands.trust import vouched
 from batchkit.config.loading import load_job
 from batchkit.config.masking import UPLOAD, masked_text
@@ -25,7 +26,6 @@ TRIES = 6
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _CONNECT_S, _ANSWER_S = 60.0, 300.0  # a store answers after it has saved the whole file
 _LONGEST_REASON = 200
-_SEVERAL = ("npy", "openai", "realhit")  # formats with more than one file
 _AZURE = {"x-ms-blob-type": "BlockBlob"}  # Azure's store rejects a PUT without it
 
 
@@ -58,7 +58,9 @@ def address_for(text: str, formats: Sequence[str]) -> str:
         JobError: The address is invalid, or has no ``{name}`` although ``formats`` give several files.
     """
     address = address_of(text)
-    if PLACE not in address and (len(formats) > 1 or {*formats} & {*_SEVERAL}):
+    if PLACE not in address and (
+        len(formats) > 1 or any(export_of(name).is_several for name in formats)
+    ):
         raise _needs_place(address, ", ".join(formats))
     return address
 

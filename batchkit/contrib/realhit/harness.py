@@ -14,21 +14,19 @@ from typing import Any
 
 import orjson
 
-from batchkit.commands.export.outputs import exporting
-from batchkit.errors import StoreError
+from batchkit import Run
+from batchkit.commands.export.outputs import Export, exporting
 from batchkit.runs.inputs import with_fields
 from batchkit.scoring.metrics import OUT_OF_TEN, head
-from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.manifest import read_manifest
-from batchkit.storage.runfolder import is_run
-from batchkit.storage.score_store import read_scored
 
 _FIELDS = {"FileName", "QuestionType", "SubQType", "Question", "FinalAnswer", "ProcessedAnswer"}
 _YES_OR_NO = ("ECR", "Pass")
 
 
 def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
-    """Write both files of the harness. ``path`` is the results file if it ends in .json, otherwise a folder.
+    """Write results_<time>.json and checkpoint.json, as RealHiTBench's harness does, into a folder.
+
+    ``path`` is the results file if it ends in .json, otherwise the folder.
 
     Raises:
         InputError: Required fields were not kept and are no longer in the input.
@@ -38,18 +36,13 @@ def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
         path.mkdir(parents=True, exist_ok=True)
         path = path / f"results_{time.strftime('%Y%m%d_%H%M%S')}.json"
     checkpoint = path.with_name("checkpoint.json")
-    if is_run(path.parent):
-        raise StoreError(
-            f"{checkpoint}: is the checkpoint of a run, and the harness's file has the same name; export to another"
-            " folder"
-        )
-    results, finished = [], []
-    ok = (record for record in read_scored(folder) if record["status"] == "ok")
-    for record, fields in with_fields(ok, job_of_run(folder), _FIELDS):
+    run, results, finished = Run(folder), [], []
+    ok = (record for record in run.rows() if record["status"] == "ok")
+    for record, fields in with_fields(ok, run.job(), _FIELDS):
         results.append(_result(record, fields))
         finished.append(record["finished_at"])
     content = {
-        "config": _config(folder, finished),
+        "config": _config(run, finished),
         "aggregate_metrics": _aggregate(results),
         "results": results,
     }
@@ -59,6 +52,9 @@ def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
         to_path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2))
         to_checkpoint.write_bytes(orjson.dumps(done, option=orjson.OPT_INDENT_2))
     return {path: len(results), checkpoint: len(ids)}
+
+
+RESULTS = Export(write_realhit, "realhit", is_several=True)
 
 
 def _result(record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,10 +106,10 @@ def _aggregate(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def _config(folder: Path, finished: Sequence[str]) -> dict[str, Any]:
+def _config(run: Run, finished: Sequence[str]) -> dict[str, Any]:
     """Return the harness's ``config``. ``duration_seconds`` and ``throughput`` cover all starts that recorded their
     time. ``finished``: the time at which each row finished."""
-    manifest, job = read_manifest(folder), job_of_run(folder)
+    manifest, job = run.manifest(), run.job()
     starts, total = manifest.starts, len(finished)
     seconds = sum(start.seconds or 0.0 for start in starts)
     return {
