@@ -1,4 +1,4 @@
-"""Extension points: readers, engines, extractors, scorers, deferred scorers and exports.
+"""Extension points: readers, engines, extractors, scorers, their modes, and exports.
 
 Each extension point is one table of names, next to the built-in implementations. Its values are lazy
 ``"module:Name"`` or ``"module"`` strings. The choices in the job file, its documentation, and the input suffixes
@@ -108,11 +108,13 @@ READERS = Seam("readers", "batchkit.sources.formats:FORMATS", also=("auto",))
 DEFERRED = Seam("deferred_scorers", "batchkit.scoring.deferred:DEFERRED", also=("judge",))
 SCORERS = Seam("scorers", "batchkit.scoring.scorers:SCORERS", beside=DEFERRED)
 EXTRACTORS = Seam("extractors", "batchkit.scoring.extract:EXTRACTORS")
+MODES = Seam("scoring_modes", "batchkit.scoring.overlap:MODES")
 EXPORTS = Seam("exports", "batchkit.commands.export:EXPORTS")
 
 EngineKind = Annotated[str, ENGINES, AfterValidator(ENGINES.check)]
 FormatName = Annotated[str, READERS, AfterValidator(READERS.check)]
 ScorerName = Annotated[str, SCORERS, AfterValidator(SCORERS.check)]
+ModeName = Annotated[str, MODES, AfterValidator(MODES.check)]
 Extract = Annotated[str, EXTRACTORS, AfterValidator(EXTRACTORS.check)]
 
 ExportName = Annotated[str, EXPORTS, AfterValidator(EXPORTS.check)]

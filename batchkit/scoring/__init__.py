@@ -28,7 +28,6 @@ from batchkit.storage.plain_json import encoded
 
 T = TypeVar("T")
 
-_NO_ANSWER = "[ERROR]"  # RealHiTBench's mark for a failed request
 _BLANK = "the answer has no text"
 
 
@@ -68,7 +67,7 @@ class Scoring:
         self._references = references
         self._later = {name: scores_of(name) for name in self.scorers if is_deferred(name)}
         for name in self.scorers:
-            preload(name)
+            preload(name, table.mode)
 
     @property
     def scorers(self) -> list[str]:
@@ -93,9 +92,8 @@ class Scoring:
         if not text.strip() and not {*ERROR_RATES} & {*self.scorers}:
             return self.score_prediction(None, fields, row_id, [_BLANK])
         table, reasons = self.table_for(fields), list[str]()
-        prediction = self._extracted(text, table, row_id, reasons)
-        if prediction is None and table.extract == "final-answer" and not reasons:
-            prediction = text.strip()
+        extract = partial(extracted, text, table)
+        prediction = self._tried(f"the extractor {table.extract}", row_id, extract, reasons)
         return self.score_prediction(prediction, fields, row_id, reasons)
 
     def score_prediction(
@@ -120,16 +118,13 @@ class Scoring:
 
     def finds_nothing(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> bool:
         """Return whether the extractor finds nothing in the answer, so that ``retry.reask`` asks again."""
-        if self.table_for(fields).extract == "final-answer" and text.startswith(_NO_ANSWER):
-            return False  # RealHiTBench's code accepts it; batchkit must ask as often to give comparable results
         return self.found(text, fields, row_id) is None
 
     def found(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> str | None:
-        """Return what the extractor finds in the answer, or None."""
+        """Return what the extractor finds in the answer, without its default, or None."""
         table = self.table_for(fields)
-        if table.default_reward is not None:  # it would hide that nothing was found
-            table = table.model_copy(update={"default_reward": None})
-        return self._extracted(text, table, row_id, [])
+        find = partial(extracted, text, table, may_default=False)
+        return self._tried(f"the extractor {table.extract}", row_id, find, [])
 
     def reference(self, fields: Mapping[str, Any], row_id: str) -> str | None:
         """Return the correct answer as text, or None if there is none."""
@@ -140,12 +135,6 @@ class Scoring:
             found = None if name is None else fields.get(name)
         text = None if found is None else _as_text(found)
         return text if text and text.strip() else None
-
-    def _extracted(
-        self, text: str, table: ScoringTable, row_id: str, reasons: list[str]
-    ) -> str | None:
-        extract = partial(extracted, text, table)
-        return self._tried(f"the extractor {table.extract}", row_id, extract, reasons)
 
     def _tried(
         self, who: str, row_id: str, make: Callable[[], T | None], reasons: list[str]

@@ -11,7 +11,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from json import JSONDecodeError, JSONDecoder
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.config.seams import EXTRACTORS as SEAM
 from batchkit.config.tables import ScoringTable
@@ -21,19 +21,28 @@ from batchkit.scoring.values import in_digits, numbers_in, parse_reward
 
 Extractor = Callable[[str, ScoringTable], str | None]
 
+
+class OrElse(NamedTuple):
+    """An extractor ``find`` with a default. If ``find`` finds nothing, ``retry.reask`` asks again; if that does not
+    help, ``default`` gives the prediction.
+    """
+
+    find: Extractor
+    default: Extractor
+
+
 EXTRACTORS = {
     "text": "batchkit.scoring.extract:whole",
     "regex": "batchkit.scoring.extract:regex",
     "json": "batchkit.scoring.extract:json_value",
     "number": "batchkit.scoring.extract:last_number",
-    "final-answer": "batchkit.scoring.extract:final_answer",
+    "final-answer": "batchkit.contrib.realhit.final_answer:FINAL_ANSWER",
     "code": "batchkit.scoring.extract:code",
-    "reward": "batchkit.scoring.extract:reward",
+    "reward": "batchkit.scoring.extract:REWARD",
 }
 
 # The start of an object or list: followed by a key, a value or the end.
 _OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI])""")
-_MARKERS = ("[Final Answer]:", "Final Answer:")
 FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
 _ANSWERS = ("answer", "prediction")
 # Characters that may be read without finding JSON: a text full of brackets would take hours.
@@ -53,14 +62,6 @@ def whole(text: str, table: ScoringTable) -> str | None:
     return text
 
 
-def final_answer(text: str, table: ScoringTable) -> str | None:
-    """Return the text after the last ``[Final Answer]:`` or, without one, ``Final Answer:`` (case-sensitive)."""
-    for marker in _MARKERS:
-        if marker in text:
-            return text.rpartition(marker)[2].strip()
-    return None
-
-
 def last_number(text: str, table: ScoringTable) -> str | None:
     """Return the last number, without thousands separators."""
     found = numbers_in(text)
@@ -69,8 +70,15 @@ def last_number(text: str, table: ScoringTable) -> str | None:
 
 def reward(text: str, table: ScoringTable) -> str | None:
     """Return the score from 0 to 10 in the text."""
-    found = parse_reward(text, table.default_reward)
+    found = parse_reward(text)
     return None if found is None else f"{found:g}"
+
+
+def default_reward(text: str, table: ScoringTable) -> str | None:
+    return None if table.default_reward is None else f"{table.default_reward:g}"
+
+
+REWARD = OrElse(reward, default_reward)
 
 
 def regex(text: str, table: ScoringTable) -> str | None:
@@ -144,15 +152,18 @@ def _at(value: Any, key: str | None) -> Any:
     return value
 
 
-def extracted(text: str, table: ScoringTable) -> str | None:
-    """Return the prediction in ``text``, read by the extractor ``table.extract``.
+def extracted(text: str, table: ScoringTable, *, may_default: bool = True) -> str | None:
+    """Return the prediction in ``text``, read by the extractor ``table.extract``, or its default if it finds nothing.
 
     Raises:
         Unscorable: The answer is too long, or extraction takes too long.
     """
     check_length("answer", text, MOST_READ)
-    extract: Extractor = SEAM.load(table.extract)
-    found = extract(text, table)
+    extractor: Extractor | OrElse = SEAM.load(table.extract)
+    find, *default = extractor if isinstance(extractor, OrElse) else [extractor]
+    found = find(text, table)
+    if found is None and default and may_default:
+        found = default[0](text, table)
     return None if found is None else str(found)
 
 

@@ -1,28 +1,42 @@
-"""Scorers of word overlap: F1, EM, ROUGE-L and SacreBLEU, as RealHiTBench computes them.
+"""Scorers of word overlap: F1, EM, ROUGE-L and SacreBLEU.
 
-``official`` gives exactly the scores of its code (metrics/qa_metrics.py in cspzyy/RealHiTBench 5278fa2): each
-row's score is a percentage rounded to two decimals. ``fixed`` does not round, and parses numbers;
-docs/scoring.md lists the differences.
+A ``Comparison`` says how the texts are compared; ``scoring.mode`` names it. docs/scoring.md lists the differences.
 """
 
 from __future__ import annotations
 
 import re
-import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-Mode = Literal["official", "fixed"]
+from batchkit.config.seams import MODES as SEAM
 
-_DECIMAL = re.compile(r"\b\d+\.\d+\b")
+MODES = {
+    "official": "batchkit.contrib.realhit.official:OFFICIAL",
+    "fixed": "batchkit.scoring.overlap:FIXED",
+}
+
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _NUMBER = re.compile(r"(?<![\w.])-?\d++(?:\.\d++)?+(?:e[-+]?\d{1,2})?(?![\w.]*\d)")
 _NO_ANSWER = "#"
+
+
+class Comparison(NamedTuple):
+    """One way to compare texts.
+
+    ``normalise`` prepares both texts, and ``words`` splits a prepared text for ROUGE-L. ``effective_order``: SacreBLEU
+    of a short text counts only the n-grams that it is long enough for. ``places``: decimals to which the percentage of
+    a row is rounded, or None.
+    """
+
+    normalise: Callable[[str], str]
+    words: Callable[[str], list[str]] = str.split
+    effective_order: bool = True
+    places: int | None = None
 
 
 class TextPair(NamedTuple):
@@ -32,39 +46,32 @@ class TextPair(NamedTuple):
     reference: str
 
 
-def normalise(text: str, mode: Mode) -> str:
-    """Return ``text`` normalized for comparison: decimals to one place, no case, punctuation or articles."""
-    return _official(text) if mode == "official" else _fixed(text)
-
-
-def pair(prediction: str, reference: str, mode: Mode) -> TextPair:
+def pair(prediction: str, reference: str, mode: str) -> TextPair:
     """Return both texts normalized. An empty prediction becomes ``#``, which matches nothing."""
-    return TextPair(normalise(prediction, mode) or _NO_ANSWER, normalise(reference, mode))
+    how: Comparison = SEAM.load(mode)
+    return TextPair(how.normalise(prediction) or _NO_ANSWER, how.normalise(reference))
 
 
-def f1(texts: TextPair, mode: Mode) -> float:
+def f1(texts: TextPair, how: Comparison) -> float:
     """Return the F1 of the two bags of words: 2·precision·recall / (precision + recall)."""
     predicted, right = texts.prediction.split(), texts.reference.split()
     common = (Counter(predicted) & Counter(right)).total()
     return 2 * common / (len(predicted) + len(right)) if common else 0.0
 
 
-def em(texts: TextPair, mode: Mode) -> float:
+def em(texts: TextPair, how: Comparison) -> float:
     """Return 1 if the texts are equal, otherwise 0."""
     return float(texts.prediction == texts.reference)
 
 
-def rouge_l(texts: TextPair, mode: Mode) -> float:
-    """Return the F-measure of the longest common subsequence of words (Lin 2004), by ``rouge_score``.
-
-    Its tokenizer keeps only a–z and 0–9, so a text in another script scores 0 in ``official``.
-    """
-    words_in, fmeasure = _rouge(mode)
-    right, predicted = words_in(texts.reference), words_in(texts.prediction)
-    if not right or not predicted:
-        return 0.0
+def rouge_l(texts: TextPair, how: Comparison) -> float:
+    """Return the F-measure of the longest common subsequence of words (Lin 2004), to the digit as ``rouge_score``."""
+    right, predicted = how.words(texts.reference), how.words(texts.prediction)
     common = _common_subsequence(right, predicted)
-    return float(fmeasure(common / len(predicted), common / len(right)))
+    if not common:
+        return 0.0
+    precision, recall = common / len(predicted), common / len(right)
+    return 2 * precision * recall / (precision + recall)
 
 
 def _common_subsequence(one: list[str], other: list[str]) -> int:
@@ -83,15 +90,16 @@ def _common_subsequence(one: list[str], other: list[str]) -> int:
     return len(one) - open_places.bit_count()
 
 
-def sacrebleu(texts: TextPair, mode: Mode) -> float:
+def sacrebleu(texts: TextPair, how: Comparison) -> float:
     """Return sentence BLEU-4 by ``sacrebleu``: 13a tokens, exponential smoothing (Post 2018).
 
-    ``official`` uses no effective order, so a text of fewer than four tokens scores 0, even if equal.
+    Without the effective order, a text of fewer than four tokens scores 0, even if equal.
     """
-    return float(_bleu(mode).corpus_score([texts.prediction], [[texts.reference]]).score) / 100
+    bleu = _bleu(how.effective_order)
+    return float(bleu.corpus_score([texts.prediction], [[texts.reference]]).score) / 100
 
 
-OVERLAPS: dict[str, Callable[[TextPair, Mode], float]] = {
+OVERLAPS: dict[str, Callable[[TextPair, Comparison], float]] = {
     "f1": f1,
     "em": em,
     "rouge-l": rouge_l,
@@ -99,35 +107,31 @@ OVERLAPS: dict[str, Callable[[TextPair, Mode], float]] = {
 }
 
 
-def overlap(name: str, texts: TextPair, mode: Mode) -> float:
+def overlap(name: str, texts: TextPair, mode: str) -> float:
     """Return the score of the scorer ``name``, from 0 to 1."""
-    score = OVERLAPS[name](texts, mode)
-    return round(score * 100, 2) / 100 if mode == "official" else score
+    how: Comparison = SEAM.load(mode)
+    score = OVERLAPS[name](texts, how)
+    return score if how.places is None else round(score * 100, how.places) / 100
 
 
-def preload(name: str) -> None:
+def preload(name: str, mode: str) -> None:
     """Import the packages of the scorer ``name``, so that the first row does not wait for them.
 
     Raises:
         JobError: A package is not installed.
     """
     if name == "rouge-l":
-        _rouge("official")
+        SEAM.load(mode).words("")
     elif name == "sacrebleu":
-        _bleu("official")
+        _bleu(SEAM.load(mode).effective_order)
     elif name in ("wer", "cer"):
         from batchkit.scoring.scorers import check_installed
 
         check_installed()
 
 
-def _official(text: str) -> str:
-    rounded = _DECIMAL.sub(lambda found: str(round(float(found[0]), 1)), text)
-    plain = rounded.lower().translate(_NO_PUNCTUATION)
-    return " ".join(_ARTICLE.sub(" ", plain).split())
-
-
 def _fixed(text: str) -> str:
+    """Return ``text`` with its numbers rounded to one decimal, without case, punctuation and articles."""
     plain = unicodedata.normalize("NFKC", text).lower()
     plain = plain.replace("\u2212", "-").replace("\u2019", "'")
     plain = _THOUSANDS.sub("", plain)
@@ -146,17 +150,11 @@ def _words(text: str) -> list[str]:
     return _ARTICLE.sub(" ", parted).split()
 
 
-@cache
-def _rouge(mode: Mode) -> Any:
-    """Return two functions of ``rouge_score``: one splits a text into words, the other computes the F-measure."""
-    from rouge_score.scoring import fmeasure
-    from rouge_score.tokenizers import DefaultTokenizer
-
-    return (DefaultTokenizer(False).tokenize if mode == "official" else str.split), fmeasure
+FIXED = Comparison(_fixed)
 
 
 @cache
-def _bleu(mode: Mode) -> Any:
+def _bleu(effective_order: bool) -> Any:
     from sacrebleu.metrics.bleu import BLEU
 
-    return BLEU(effective_order=mode == "fixed")
+    return BLEU(effective_order=effective_order)

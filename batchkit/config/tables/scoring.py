@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from batchkit.config.seams import Extract, ScorerName
+from batchkit.config.seams import Extract, ModeName, ScorerName
 from batchkit.config.tables.base import Identity, Table
 from batchkit.config.tables.engine import EngineTable, SamplingTable
 from batchkit.config.tables.prompt import PromptTable
@@ -88,9 +88,9 @@ class ScoringTable(Table):
     """The scores to compute from prediction and reference (docs/scoring.md)."""
     group_by: str | None = None
     """Field whose values group the rows of the score table."""
-    mode: Literal["official", "fixed"] = "fixed"
-    """`official` gives exactly the scores of RealHiTBench's own code, including its errors. `fixed` corrects these
-    errors; docs/scoring.md lists them."""
+    mode: ModeName = "fixed"
+    """How predictions are compared. `official` gives exactly the scores of a benchmark's own code, including its errors.
+    `fixed` corrects these errors; docs/scoring.md lists them."""
     tolerance: NonNegativeFloat = 0.01
     """For `numeric`: largest accepted difference, as a fraction of the reference."""
     normalizer: Literal["english", "basic"] | None = None
@@ -99,9 +99,9 @@ class ScoringTable(Table):
     default_reward: float | None = None
     """Score of an answer without a number. By default such an answer stays unscored."""
     allow_code: bool = False
-    """For `chart`: allow running the code that the model wrote, in a sandbox."""
+    """Allow scorers to run the code that the model wrote, in a sandbox."""
     table: str | None = None
-    """For `chart`: template of the path of the row's table, under `media.root`. The file is opened after its path is
+    """For a scorer that reads the row's table: template of its path, under `media.root`. The file is opened after its path is
     checked, so no other user may have write access below `media.root`."""
     chart_type: str = "{{ SubQType }}"
     """For `chart`: template of the chart type. Its first word is LineChart, BarChart, ScatterChart or PieChart."""

@@ -1,0 +1,25 @@
+"""The extractor ``final-answer``: RealHiTBench's prompts ask for a line ``[Final Answer]: …``."""
+
+from __future__ import annotations
+
+from batchkit.config.tables import ScoringTable
+from batchkit.scoring.extract import OrElse
+
+_MARKERS = ("[Final Answer]:", "Final Answer:")
+_FAILED = "[ERROR]"  # the harness's answer for a failed request
+
+
+def final_answer(text: str, table: ScoringTable) -> str | None:
+    """Return the text after the last ``[Final Answer]:`` or, without one, ``Final Answer:`` (case-sensitive)."""
+    for marker in _MARKERS:
+        if marker in text:
+            return text.rpartition(marker)[2].strip()
+    # The harness does not ask again for such a text; batchkit must ask as often to give comparable results.
+    return text.strip() if text.startswith(_FAILED) else None
+
+
+def whole_answer(text: str, table: ScoringTable) -> str:
+    return text.strip()
+
+
+FINAL_ANSWER = OrElse(final_answer, whole_answer)
