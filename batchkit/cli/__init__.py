@@ -411,7 +411,7 @@ def export(
     "--predictions",
     type=FILE,
     metavar="FILE",
-    help="Score the predictions in FILE (JSONL, CSV, Parquet, or results JSON of RealHiTBench's harness).",
+    help="Score the predictions in FILE: JSONL, CSV, Parquet, OpenAI's batch output, or another tool's results in JSON.",
 )
 @click.option(
     "--job", type=FILE, metavar="JOB", help="Job file whose input and [scoring] are used."

@@ -1,4 +1,4 @@
-"""Extension points: readers, engines, extractors, scorers, their modes, and exports.
+"""Extension points: readers, engines, extractors, scorers, predictions and exports.
 
 Each extension point is one table of names, next to the built-in implementations. Its values are lazy
 ``"module:Name"`` or ``"module"`` strings. The choices in the job file, its documentation, and the input suffixes
@@ -109,6 +109,7 @@ DEFERRED = Seam("deferred_scorers", "batchkit.scoring.deferred:DEFERRED", also=(
 SCORERS = Seam("scorers", "batchkit.scoring.scorers:SCORERS", beside=DEFERRED)
 EXTRACTORS = Seam("extractors", "batchkit.scoring.extract:EXTRACTORS")
 MODES = Seam("scoring_modes", "batchkit.scoring.overlap:MODES")
+PREDICTIONS = Seam("predictions", "batchkit.commands.score.predictions:PREDICTIONS")
 EXPORTS = Seam("exports", "batchkit.commands.export:EXPORTS")
 
 EngineKind = Annotated[str, ENGINES, AfterValidator(ENGINES.check)]

@@ -1,7 +1,7 @@
 """``scores.jsonl``: the scores of ``batchkit score``, one line per row, next to ``results.jsonl``.
 
 The log is append-only and holds the model's answers and the scores that were known when the row
-finished. Later scores (charts, a judge, another scoring) are here. A line counts only for the record
+finished. Later scores (deferred scorers, another scoring) are here. A line counts only for the record
 that it was made from. It is ignored once its row was run again, or has another index
 (``--on-change requeue``).
 """

@@ -77,6 +77,8 @@ def test_predictions_of_any_shape_are_scored_and_failures_are_not(
         ({"text": " ", "prediction": ""}, True),
         ({"text": "[Final Answer]: ", "prediction": ""}, False),
         ({"Prediction": ""}, False),  # the benchmark's metrics score it 0
+        ({"Prediction": None}, True),
+        ({"response": "[ERROR] out of memory"}, True),  # what the benchmark's harness stores
     ],
 )
 def test_blank_text_is_a_failure_as_it_is_in_a_run(

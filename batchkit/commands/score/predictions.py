@@ -1,7 +1,7 @@
 """Scoring of predictions that other tools made for the rows of a job's input.
 
-Formats: a JSONL file, a table (CSV, Parquet, Excel), OpenAI's batch output, or the results file of RealHiTBench's
-harness.
+Formats: a JSONL file, a table (CSV, Parquet, Excel), or a JSON file with a list. Each of its entries may be a line of
+OpenAI's batch output, or an entry in the form of another tool.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from batchkit.commands import Say
 from batchkit.commands.score import check_scoring
 from batchkit.commands.score.deferred import deferred_scores
 from batchkit.config.regular_file import open_regular
+from batchkit.config.seams import PREDICTIONS as SEAM
 from batchkit.config.tables import InputTable, JobConfig
 from batchkit.errors import JobError
 from batchkit.execution.first_rows import check_columns, scoring_hints
@@ -29,11 +30,15 @@ from batchkit.storage.plain_json import parsed, valid
 from batchkit.storage.score_store import references_of
 from batchkit.types import BROKEN_OFF, Row
 
+PREDICTIONS = {
+    "openai": "batchkit.commands.score.predictions:of_batch",
+    "realhit": "batchkit.contrib.realhit.harness:of_results",
+}
+"""Functions that convert an entry in the form of another tool, and return any other entry unchanged."""
 _IDS = ("id", "Id", "custom_id", "query_id")
-_PREDICTIONS = ("prediction", "Prediction", "Model_Answer", "answer")
+_PREDICTIONS = ("prediction", "answer")
 _TEXTS = ("text", "response", "Response", "output")
 _TABLES = ("csv", "parquet", "xlsx")
-_NO_ANSWER = "[ERROR]"  # the harness stores this if the model gave no answer
 
 
 class PredictionScores(NamedTuple):
@@ -139,8 +144,8 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
     An entry is a line, a table row, or a member of the list (or of ``results``) in a ``.json`` file. It has an
     ``id`` and a ``prediction`` or a ``text``, or it is a line of OpenAI's batch output.
 
-    - Failures: entries marked as failed, null, a blank text, and the harness's ``[ERROR] …``.
-    - A blank prediction without a text is an answer, because the harness's metrics score it 0.
+    - Failures: entries marked as failed, null, and a blank text.
+    - A blank prediction without a text is an answer, because a metric may score it 0.
     - If several entries have the same id, the last one is used, because earlier ones may have failed.
 
     Raises:
@@ -148,8 +153,10 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
             have the same id.
     """
     found: dict[str, Prediction] = {}
-    for where, given in _entries(path):
-        entry = _of_batch(given) if _is_batch(given) else given
+    conversions = [SEAM.load(name) for name in SEAM.names()]
+    for where, entry in _entries(path):
+        for convert in conversions:
+            entry = convert(entry)
         row_id = _first(entry, _IDS)
         if row_id is None:
             raise JobError(f"{where}: has no row id; it needs one of {', '.join(_IDS)}")
@@ -172,9 +179,11 @@ def _is_batch(entry: Mapping[str, Any]) -> bool:
     )
 
 
-def _of_batch(entry: Mapping[str, Any]) -> dict[str, Any]:
+def of_batch(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert a line of OpenAI's batch output to an entry with ``id`` and ``text``: the ``custom_id`` and the first
     choice. The line's own ``id`` is not a row id."""
+    if not _is_batch(entry):
+        return entry
     failed = {"id": entry["custom_id"], "status": "failed"}
     response = entry.get("response") or {}
     if entry.get("error") or response.get("status_code", 200) != 200:
@@ -213,7 +222,7 @@ def _prediction(entry: Mapping[str, Any], where: str) -> Prediction:
     prediction, text = _text(_first(entry, _PREDICTIONS)), _text(_first(entry, _TEXTS))
     answer = text if prediction is None else prediction
     is_blank = text is not None and not text.strip() and not (prediction or "").strip()
-    if answer is None or is_blank or answer.lstrip().startswith(_NO_ANSWER):
+    if answer is None or is_blank:
         return Prediction(None, None, failed=True)
     return Prediction(prediction, text)
 
@@ -239,7 +248,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _members(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the entries of a ``.json`` file. The harness writes NaN, which the row readers reject."""
+    """Yield the entries of a ``.json`` file. It may contain NaN, which the row readers reject."""
     try:
         with open_regular(path) as file:
             whole = parsed(file.readall().removeprefix(BOM_UTF8))

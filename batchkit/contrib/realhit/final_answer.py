@@ -6,7 +6,7 @@ from batchkit.config.tables import ScoringTable
 from batchkit.scoring.extract import OrElse
 
 _MARKERS = ("[Final Answer]:", "Final Answer:")
-_FAILED = "[ERROR]"  # the harness's answer for a failed request
+FAILED = "[ERROR]"  # the harness's answer for a failed request
 
 
 def final_answer(text: str, table: ScoringTable) -> str | None:
@@ -15,7 +15,7 @@ def final_answer(text: str, table: ScoringTable) -> str | None:
         if marker in text:
             return text.rpartition(marker)[2].strip()
     # The harness does not ask again for such a text; batchkit must ask as often to give comparable results.
-    return text.strip() if text.startswith(_FAILED) else None
+    return text.strip() if text.startswith(FAILED) else None
 
 
 def whole_answer(text: str, table: ScoringTable) -> str:

@@ -1,4 +1,5 @@
-"""The result files of RealHiTBench's harness, so that scripts written for them can read a run.
+"""The result files of RealHiTBench's harness: written, so that scripts written for them can read a run, and read as
+predictions.
 
 ``results_<time>.json`` has ``config``, ``aggregate_metrics`` by question type, and ``results``. ``checkpoint.json``
 in the same folder has ``processed_ids``. As in the harness, F1 is a percentage, and ECR and Pass are fractions of
@@ -16,11 +17,14 @@ import orjson
 
 from batchkit import Run
 from batchkit.commands.export.outputs import Export, exporting
+from batchkit.contrib.realhit.final_answer import FAILED
 from batchkit.runs.inputs import with_fields
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 
 _FIELDS = {"FileName", "QuestionType", "SubQType", "Question", "FinalAnswer", "ProcessedAnswer"}
 _YES_OR_NO = ("ECR", "Pass")
+_PREDICTIONS = ("Prediction", "Model_Answer")
+_ANSWERS = ("prediction", *_PREDICTIONS, "answer", "text", "response", "Response", "output")
 
 
 def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
@@ -124,3 +128,17 @@ def _config(run: Run, finished: Sequence[str]) -> dict[str, Any]:
         "duration_seconds": round(seconds, 3),
         "throughput": total / seconds if seconds else 0.0,
     }
+
+
+def of_results(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give an entry of the harness's results the key ``prediction``, or mark it if its request failed."""
+    answer = _first(entry, _ANSWERS)
+    if isinstance(answer, str) and answer.lstrip().startswith(FAILED):
+        return {**entry, "status": "failed"}
+    if entry.get("prediction") is None and not entry.keys().isdisjoint(_PREDICTIONS):
+        return {**entry, "prediction": _first(entry, _PREDICTIONS)}
+    return entry
+
+
+def _first(entry: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((entry[name] for name in names if entry.get(name) is not None), None)
