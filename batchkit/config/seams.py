@@ -55,11 +55,15 @@ class Seam(NamedTuple):
         others = [] if self.beside is None else self.beside.documented
         return [*self.also, *self.built_in, *others]
 
+    @property
+    def known(self) -> list[str]:
+        """All values that the job file accepts for this key."""
+        others = () if self.beside is None else self.beside.added
+        return [*self.documented, *self.added, *others]
+
     def has(self, name: str) -> bool:
         """Return True if the job file accepts ``name`` for this key."""
-        is_here = name in self.also or name in self.built_in
-        is_beside = self.beside is not None and self.beside.has(name)
-        return is_here or is_beside or name in self.added
+        return name in self.documented or name in self.known
 
     def names(self) -> Iterator[str]:
         """Yield the built-in names, then those of other packages. Entry points are read only when the built-in names
@@ -93,12 +97,10 @@ class Seam(NamedTuple):
         """
         if self.has(name):
             return name
-        added = self.added if self.beside is None else [*self.added, *self.beside.added]
-        known = [*self.documented, *added]
-        *first, last = map(json.dumps, known)
+        *first, last = map(json.dumps, self.known)
         raise ValueError(
             f"found {shortened(json.dumps(name, ensure_ascii=False))}, expected {', '.join(first)} or {last}"
-            f"{did_you_mean(name, known)}"
+            f"{did_you_mean(name, self.known)}"
         )
 
 

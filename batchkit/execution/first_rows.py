@@ -36,9 +36,7 @@ from batchkit.types import Completion, Counted, ErrorInfo, Row
 
 _LOOKED_AT, _LOOK_S = 10_000, 2.0  # most rows and seconds to look for empty cells
 _FEWEST = 3  # fewer failed rows may be an accident
-_NEED_NO_REFERENCE = {
-    "reward"
-}  # scorers of other packages may need none either, so only ours are checked
+_NEED_NO_REFERENCE = {"reward"}
 
 
 def check_first_rows(
@@ -376,7 +374,10 @@ def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[t
 
 
 def _without_reference(table: ScoringTable) -> list[str]:
-    """Return the scorers that need a right answer, but are in a part of ``[scoring]`` that names no reference."""
+    """Return the scorers that need a right answer, but are in a part of ``[scoring]`` that names no reference.
+
+    Only built-in scorers are checked, because those of other packages may need none.
+    """
     if table.reference_run is not None:
         return []
     found = {
