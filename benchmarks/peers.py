@@ -108,7 +108,7 @@ def tables(found: Mapping[str, Any]) -> dict[Path, str]:
 def short_table(found: Mapping[str, Any]) -> str:
     """One line for each tool; all shapes of a simulated accelerator in one cell."""
     lines = [
-        f"| against | CPU | simulated accelerator | script in `benchmarks/` |\n|---|--:|--:|---|"
+        "| against | CPU | simulated accelerator | script in `benchmarks/` |\n|---|--:|--:|---|"
     ]
     for peer in PEERS:
         ratios = {
