@@ -47,7 +47,6 @@ FOREIGN_HOMES = {  # the modules or folders that alone import it; never when the
     "transformers": {"commands.demo_model", "engines.transformers", "scoring.scorers"},
     "torchvision": set(),
     "httpx": {
-        "commands.export.upload",
         "engines.openai.connections",
         "rendering.media.download",
         "serve.webhooks",

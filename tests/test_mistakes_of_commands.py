@@ -66,15 +66,27 @@ COMMANDS = [
         ('"skipped": 3',),
         0,
     ),
-    # An export is a file of this machine.
+    # An address that can't be written is known before the run.
     *(
-        Mistake(
-            command,
-            ("s3:/b/a.csv: is a URL, but exports are local files; output.upload sends them",),
-        )
-        for command in (
-            "run job.toml --output s3://b/a.csv",
-            "run job.toml\nexport output/mood --csv s3://b/a.csv",
+        Mistake(command, (words,), never=("ok, 0 failed",))
+        for command, words in (
+            (
+                "run job.toml --output nosuch://b/a.csv",
+                "--output: nosuch://b/a.csv: can't be written to",
+            ),
+            (
+                "run job.toml --output https://b/a.csv",
+                "--output https://b/a.csv: can't be written to; give s3://",
+            ),
+            (
+                "run job.toml --set 'output.export=[\"nosuch://b/a.csv\"]'",
+                "nosuch://b/a.csv: can't be written to",
+            ),
+            (
+                "run job.toml --set 'output.export=[\"a.xlsx\"]'",
+                "a.xlsx: unknown suffix; use .parquet",
+            ),
+            ("run job.toml --set 'output.export=[\"parqet\"]'", "did you mean 'parquet'?"),
         )
     ),
     Mistake("run job.toml\nexport output --csv", ("output: neither a", "'output/mood'")),

@@ -98,9 +98,8 @@ def cli() -> None:
 @of_key("name", "--name", "Name of the run folder below output/")
 @click.option(
     "--output",
-    type=FILE,
     metavar="FILE",
-    help="Export to FILE (.parquet, .jsonl, .csv or .npy) when all rows are done.",
+    help="Export to FILE (.parquet, .jsonl, .csv or .npy; a path or an address) when all rows are done.",
 )
 @LIMIT
 @click.option(
@@ -149,7 +148,7 @@ def cli() -> None:
 )
 def run(
     job: Path | None,
-    output: Path | None,
+    output: str | None,
     shard: str | None,
     overrides: Texts,
     vary: Texts,
@@ -313,7 +312,13 @@ def retry_failed(
 
 
 @cli.command(cls=options.Export)
-@RUN
+@click.argument("targets", nargs=-1, metavar="[RUN] [FILE]...")
+@click.option(
+    "--as",
+    "as_format",
+    metavar="FORMAT",
+    help="Format of FILE, or of a file in the run folder without FILE; default by the suffix of FILE.",
+)
 @options.export_format("--parquet", "Write Parquet, compressed with zstd.")
 @options.export_format("--jsonl", "Write the records as JSON lines.")
 @options.export_format("--csv", "Write CSV with the columns of --parquet.")
@@ -330,20 +335,6 @@ def retry_failed(
 @options.export_format("--srt", "Write subtitles, ID.srt for each recording, into a folder.")
 @options.export_format("--vtt", "Write WebVTT subtitles, ID.vtt for each recording, into a folder.")
 @click.option(
-    "--hub",
-    metavar="OWNER/NAME",
-    help="Push the --parquet file, with a dataset card, to this dataset on the Hugging Face hub.",
-)
-@click.option(
-    "--public", is_flag=True, help="Make a dataset that --hub creates public; default private."
-)
-@click.option(
-    "--upload",
-    metavar="ADDRESS",
-    help="Send the exported files to ADDRESS with HTTP PUT; default output.upload of the job.",
-)
-@options.TRUST
-@click.option(
     "--only-finished", is_flag=True, help="Refuse to export a run in which rows have no record."
 )
 @click.option("--force", is_flag=True, help="Also replace a file that batchkit did not write.")
@@ -354,55 +345,46 @@ def retry_failed(
 )
 @JSON
 def export(
-    run: str | None,
+    targets: Texts,
+    as_format: str | None,
     safe_csv: bool,
-    hub: str | None,
-    public: bool,
-    upload: str | None,
-    trust: bool,
     only_finished: bool,
     force: bool,
     without_input: bool,
     as_json: bool,
     **formats: str | None,
 ) -> None:
-    """Export the newest record of each row of RUN. Rows are in input order, and have their newest scores. The default
-    of PATH is a file in the run folder (a folder for --srt and --vtt). Exits with 1 if the files were
-    written but could not be sent."""
+    """Export the newest record of each row of RUN.
+
+    FILE is a path or an address (s3://bucket/a.parquet, gs://…, hf://datasets/OWNER/NAME); its suffix names the format:
+    .parquet, .jsonl, .csv or .npy. The options below name a format, too; without PATH, they write into the run folder.
+    Rows are in input order, and have their newest scores. Exits with 1 if a file could not be sent.
+    """
     from batchkit.commands.export import export as write
-    from batchkit.commands.export.hub import check_hub, push
-    from batchkit.commands.export.upload import send, to_send
+    from batchkit.config.export_target import Target, check_format, target_of
     from batchkit.config.seams import EXPORTS
 
     def refuse(text: str) -> NoReturn:
         raise JobError(f"{text}; bring the input back, or give --without-input")
 
-    wanted = {name: path for name, path in formats.items() if path is not None}
+    named = {name: path for name, path in formats.items() if path is not None}
     if safe_csv:
-        wanted["safe-csv"] = wanted.pop("csv", "")
+        named["safe-csv"] = named.pop("csv", "")
+    run, files = _run_and_files(targets, named)
+    wanted = [target_of(file, as_format, key="FILE") for file in files]
+    if as_format is not None and not files:
+        check_format(as_format, "--as")
+        wanted.append(Target(as_format))
+    wanted += [Target(name, path or None) for name, path in named.items()]
     if not wanted:
-        raise JobError(f"name a format: {', '.join(f'--{name}' for name in EXPORTS.names())}")
-    if hub is not None:
-        if "parquet" not in wanted:
-            raise JobError(
-                f"--hub {hub}: give --parquet, too, because --hub pushes the Parquet file"
-            )
-        check_hub(hub)
-    run = run or _run_taken_for_path(wanted)
-    folder = find(run)
-    address, due = to_send(folder, job_file(run), [*wanted], upload, trust=trust, say=say)
-    files: list[Path] = []
-    for name, path in wanted.items():
-        target = Path(path) if path else None
+        raise JobError(
+            f"give a FILE, or name a format: {', '.join(f'--{name}' for name in EXPORTS.names())}"
+        )
+    folder, lacks = find(run), say if without_input else refuse
+    for target in wanted:
         how = {"only_finished": only_finished, "force": force}
-        for file in write(folder, name, target, say, lacks=say if without_input else refuse, **how):
+        for file in write(folder, target, say, lacks=lacks, **how):
             show(file, as_json)
-            files += [file.path] * (name in due)
-            if hub is not None and name == "parquet":
-                show(push(folder, file.path, hub, public=public), as_json)
-    if address is not None:
-        for sent in send(files, address, say):
-            show(sent, as_json)
 
 
 @cli.command()
@@ -636,11 +618,17 @@ for command in (status, show_rows, view, serve, plan, tune, find_bs):
     cli.add_command(command)
 
 
-def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
-    """Return the RUN of ``export --parquet RUN``, which click takes for the PATH of the format, or None. Remove it from
-    ``wanted``."""
-    for name, path in wanted.items():
+def _run_and_files(targets: Texts, named: dict[str, str]) -> tuple[str | None, list[str]]:
+    """Return the run and the files in ``targets``. The run may also be the PATH that click took for the one of a format
+    in ``named``, as in ``export --parquet RUN``."""
+    from batchkit.config.export_target import SUFFIXES
+
+    first, *rest = targets or ("",)
+    is_log = Path(first).name == "results.jsonl"  # `find` refuses it
+    if first and "://" not in first and (is_log or Path(first).suffix.lower() not in SUFFIXES):
+        return first, rest
+    for name, path in named.items():
         if path and ((Path(path) / "manifest.json").is_file() or path.endswith(".toml")):
-            wanted[name] = ""
-            return path
-    return None
+            named[name] = ""
+            return path, [*targets]
+    return None, [*targets]

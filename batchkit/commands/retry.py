@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from batchkit.commands import Say
-from batchkit.commands.run import AtEnd, planned, started
+from batchkit.commands.run import planned, started
 from batchkit.commands.trust import vouched
 from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
@@ -97,7 +97,7 @@ def retry_failed(
         overrides=overrides,
         command="retry-failed",
     )
-    end = planned(job) if job.output.export else AtEnd((), None)
+    end = planned(job)
     job = _with_secrets(job, given, say)
     summary = started(job, options, end, say, scored_as=begun).checked()
     recovered = sum(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from batchkit.commands import Say
 from batchkit.commands.export import export
-from batchkit.commands.export.outputs import format_for
-from batchkit.commands.export.upload import address_for, send
+from batchkit.commands.export.outputs import output_target
+from batchkit.commands.export.remote import check_address
 from batchkit.commands.forecast_file import announced, turned_out
 from batchkit.commands.score import finish_scoring
 from batchkit.commands.tuning.known import advised
-from batchkit.config.masking import UPLOAD
+from batchkit.config.export_target import Target, target_of
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, Interrupted, JobError
+from batchkit.errors import BatchkitError, Interrupted, JobError, UploadError
 from batchkit.execution.lane import Engines
 from batchkit.execution.run import start_run
 from batchkit.execution.start import OnChange, StartOptions
@@ -32,7 +30,7 @@ def run_job(
     fresh: bool = False,
     on_change: OnChange = "fail",
     skip_from: Path | None = None,
-    output: Path | None = None,
+    output: str | None = None,
     kept: Engines | None = None,
     say: Say = print,
 ) -> Outcome:
@@ -40,7 +38,7 @@ def run_job(
 
     Uses an idle engine in ``kept`` if it matches, and returns it there.
     ``say`` receives messages about scoring, exports and the forecast. When every row has a record, the run is
-    scored, exported to ``output`` and as ``[output]`` specifies, and sent to ``output.upload``.
+    scored, and exported to ``output`` and as ``output.export`` specifies.
 
     Raises:
         BatchkitError: The run could not begin. Later errors are in the outcome; its ``exit_code`` tells whether the
@@ -61,7 +59,7 @@ def run_job(
 def started(
     job: JobConfig,
     options: StartOptions,
-    end: AtEnd,
+    exports: Sequence[Target],
     say: Say,
     *,
     scored_as: JobConfig,
@@ -75,7 +73,7 @@ def started(
             outcome = start_run(job, options=options, kept=kept, stop=stop)
             ended(outcome.summary)
             outcome = _with_scores(outcome, scored_as, stop, say)
-        outcome = _with_exports(outcome, end, say)
+        outcome = _with_exports(outcome, exports, say)
         ended(outcome.summary)
     return outcome
 
@@ -99,85 +97,50 @@ def _with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) 
     return outcome
 
 
-class WantedExport(NamedTuple):
-    """An export to write: its format, and its file. Without a path, the file is in the run folder."""
-
-    format: str
-    path: Path | None = None
-
-    @property
-    def flag(self) -> str:
-        """The option of ``batchkit export`` that writes this export, for example ``--csv answers.csv``."""
-        return shlex.join([f"--{self.format}", *([] if self.path is None else [str(self.path)])])
-
-
-class AtEnd(NamedTuple):
-    """The exports to write when a run has ended, and the address to send them to."""
-
-    exports: Sequence[WantedExport]
-    address: str | None
-
-
-def planned(job: JobConfig, output: Path | None = None, skip_from: Path | None = None) -> AtEnd:
-    """Return the exports to write when ``job`` has run. Raise JobError if one of them is impossible, before any row is
-    answered."""
-    exports = [WantedExport(name) for name in dict.fromkeys(job.output.export)]
+def planned(
+    job: JobConfig, output: str | None = None, skip_from: Path | None = None
+) -> list[Target]:
+    """Return the exports of a run. Raise JobError before the run begins if one is impossible."""
+    targets = [target_of(text) for text in dict.fromkeys(job.output.export)]
+    if job.is_trial:  # its answers do not come from a model
+        targets = [target for target in targets if not target.is_remote]
     if output is not None:
-        exports.append(WantedExport(format_for(output, job), output))
-    if exports and skip_from is not None:
+        targets.append(output_target(output, job))
+    if targets and skip_from is not None:
         key = f"--output {output}" if output is not None else "output.export"
         raise JobError(
             f"{key}: the export would lack the rows that {skip_from} has; leave it out, and export both runs with"
             " `batchkit export`"
         )
-    if job.output.upload is None or job.is_trial:  # a trial's answers do not come from a model
-        return AtEnd(exports, None)
-    if not exports:
+    for target in targets:
+        if target.place is not None and target.is_remote:
+            check_address(target.place, "output.export" if output is None else "--output")
+    placed = next((target for target in targets if target.place is not None), None)
+    if placed is not None and job.input.shard is not None:
         raise JobError(
-            f'{UPLOAD}: there is no export to send; set output.export, for example to ["parquet"], or give'
-            " --output FILE"
+            f"output.export: {placed}: each shard would write the same file; leave it out, then `batchkit merge` the"
+            " shards and `batchkit export` the result"
         )
-    if job.input.shard is not None:
-        raise JobError(
-            f"{UPLOAD}: each shard would send to the same address; leave it out, then `batchkit merge` the"
-            " shards and `batchkit export --upload ADDRESS` the result"
-        )
-    return AtEnd(exports, address_for(job.output.upload, [wanted.format for wanted in exports]))
+    return targets
 
 
-def _with_exports(outcome: Outcome, end: AtEnd, say: Say) -> Outcome:
-    """Write and send the exports of ``end`` if all rows have finished. A failed upload does not change the run's exit
-    code."""
-    if not end.exports:
+def _with_exports(outcome: Outcome, targets: Sequence[Target], say: Say) -> Outcome:
+    """Write the exports if all rows have finished."""
+    if not targets:
         return outcome
     folder = Path(outcome.summary.folder)
     if outcome.error is not None or outcome.summary.exit not in (0, 3):
-        names = ", ".join(str(wanted.path or wanted.format) for wanted in end.exports)
+        names = ", ".join(map(str, targets))
         say(
             f"{names}: not written, because the run has not ended; `batchkit export {folder}` writes the rows so far"
         )
         return outcome
-    files: list[Path] = []
     try:
-        for wanted in end.exports:
-            for file in export(folder, wanted.format, wanted.path, say, force=True):
+        for target in targets:
+            for file in export(folder, target, say, force=True):
                 say(file.to_text())
-                files.append(file.path)
+    except UploadError as error:  # the run itself is complete
+        say(f"error: {error}")
     except BatchkitError as error:
         return Outcome(replace(outcome.summary, exit=error.exit_code), error)
-    if end.address is not None:
-        _send(files, end, end.address, folder, say)
     return outcome
-
-
-def _send(files: Sequence[Path], end: AtEnd, address: str, folder: Path, say: Say) -> None:
-    try:
-        for sent in send(files, address, say):
-            say(sent.to_text())
-    except BatchkitError as error:
-        flags = " ".join(wanted.flag for wanted in end.exports)
-        say(f"error: {error}")
-        say(
-            f"the run is complete, but sending its files failed. To send them again: batchkit export"
-            f" {shlex.quote(str(folder))} {flags} (with --upload ADDRESS, to another address than in the job file)"
-        )

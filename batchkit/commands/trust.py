@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from batchkit.commands import Say
-from batchkit.config.doings import ON_END, OPTIONAL, Doing, doings, lines_of
+from batchkit.config.doings import EXPORT, ON_END, OPTIONAL, Doing, doings, lines_of
+from batchkit.config.export_target import target_of
 from batchkit.config.loading import load_job
-from batchkit.config.masking import UPLOAD, masked
+from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.storage.manifest import place_of_job, read_manifest
@@ -92,9 +93,11 @@ def _with_optional(
     user's job file."""
     left_out = {doing.keys[0] for doing in foreign}
     on_end = (job if ON_END in given else theirs).run.on_end
-    upload = (job if UPLOAD in given else theirs).output.upload
+    exports = (job if EXPORT in given else theirs).output.export
+    if EXPORT in left_out:
+        exports = [text for text in exports if not target_of(text).is_remote]
     run = job.run.model_copy(update={"on_end": None if ON_END in left_out else on_end})
-    output = job.output.model_copy(update={"upload": None if UPLOAD in left_out else upload})
+    output = job.output.model_copy(update={"export": exports})
     return job.model_copy(update={"run": run, "output": output})
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from batchkit.config.masking import UPLOAD, masked_text
+from batchkit.config.export_target import target_of
+from batchkit.config.masking import masked_text
 from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.config.terminal import shortened
-from batchkit.config.upload import host_of, variables_in
 
-ON_END, REMOTE_CODE = "run.on_end", "trust_remote_code"
-OPTIONAL = {ON_END: "runs", UPLOAD: "sends"}
+ON_END, REMOTE_CODE, EXPORT = "run.on_end", "trust_remote_code", "output.export"
+OPTIONAL = {ON_END: "runs", EXPORT: "writes"}
 """Keys that a command can ignore, and the verb of their side effect."""
 
 
@@ -70,12 +70,9 @@ def _doings(job: JobConfig) -> Iterator[Doing]:
         if engine.base_url is not None and os.environ.get(engine.api_key_env, "").strip():
             keys = f"{key}.base_url", f"{key}.api_key_env"
             yield Doing(keys, f"sends ${engine.api_key_env} to {_host(engine)}")
-    address = None if job.is_trial else job.output.upload
-    if address is not None and (
-        host := host_of(address)
-    ):  # an address without a host is refused later
-        secrets = "".join(f"${name}, " for name in variables_in(address))
-        yield Doing((UPLOAD,), f"sends {secrets}exports to {host}")
+    for target in [] if job.is_trial else map(target_of, job.output.export):
+        if target.is_remote:
+            yield Doing((EXPORT,), f"writes exports to {target}")
     if (command_ := job.run.on_end) is not None:
         text = command_ if isinstance(command_, str) else shlex.join(command_)
         yield Doing((ON_END,), f"runs: {text}")

@@ -18,7 +18,6 @@ from batchkit.config.terminal import bounded
 MASK = "***"
 Mask = Callable[[str], str]
 FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")  # a secret's form in a manifest
-UPLOAD = "output.upload"
 # Keys whose values are text for the model or row values, never secrets.
 CONTENT = frozenset(
     [
@@ -250,23 +249,9 @@ def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> 
         }
     if isinstance(value, list | tuple):
         return [_masked(part, key, is_own, mask, mask_part) for part in value]
-    if key == UPLOAD and isinstance(value, str):
-        return _in_address(value, mask_part)
     if is_own and isinstance(value, str | int | float) and not isinstance(value, bool):
         return mask(str(value)) if value != "" else value
     return _in_text(value, mask_part, mask) if isinstance(value, str) else value
-
-
-def _in_address(address: str, mask: Mask) -> str:
-    """Mask user info, query values and token-like path segments of ``address``: a signed URL is itself a secret."""
-    path, mark, query = without_user_info(address, mask).partition("?")
-    path = "/".join(mask(part) if _TOKEN.fullmatch(part) else part for part in path.split("/"))
-    return path + mark + "&".join(_without_any_value(pair, mask) for pair in query.split("&"))
-
-
-def _without_any_value(pair: str, mask: Mask) -> str:
-    name, sign, value = pair.rpartition("=")
-    return pair if not value or value.startswith(("{", "$")) else name + sign + mask(value)
 
 
 def _in_text(text: str, mask: Mask, mask_alike: Mask) -> str:

@@ -120,8 +120,6 @@ ScorerName = Annotated[str, SCORERS, AfterValidator(SCORERS.check)]
 ModeName = Annotated[str, MODES, AfterValidator(MODES.check)]
 Extract = Annotated[str, EXTRACTORS, AfterValidator(EXTRACTORS.check)]
 
-ExportName = Annotated[str, EXPORTS, AfterValidator(EXPORTS.check)]
-
 
 def is_deferred(scorer: str) -> bool:
     """Return True if the scorer runs after all rows have finished."""

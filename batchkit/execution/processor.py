@@ -10,9 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Never, get_args
 
-from batchkit.config.doings import doings, lines_of
+from batchkit.config.doings import EXPORT, doings, lines_of
 from batchkit.config.loading import load_job, parse_job, resolve_paths
-from batchkit.config.masking import UPLOAD
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, FailedRowsError, JobError
@@ -178,11 +177,11 @@ class ProductionBatchProcessor:
             source = from_python(rows, job.input)
             named = job.input.model_copy(update={"id": source.id})
             job = job.model_copy(update={"input": named})
-        for line in lines_of(doing for doing in doings(job) if doing.keys[0] != UPLOAD):
+        for line in lines_of(doing for doing in doings(job) if doing.keys[0] != EXPORT):
             self._say(line)
-        if job.output.export or job.output.upload is not None:
+        if job.output.export:
             self._say(
-                "output.export and output.upload: process() ignores them; use `batchkit run` or `batchkit export`"
+                "output.export: process() ignores it; use `batchkit run` or `batchkit export`"
             )
         try:
             with notifying(job, self._say) as ended:

@@ -78,12 +78,10 @@ def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:
 def check_secrets(job: JobConfig) -> None:
     """Refuse a job whose secrets are masked, for example one read from a ``job.toml``.
 
-    The secret of ``output.upload`` is checked later, before an upload.
-
     Raises:
         JobError: secrets are masked; the message names their keys.
     """
-    keys = [*masking.masked_keys(job.model_dump(exclude={"scoring": True, "output": {"upload"}}))]
+    keys = [*masking.masked_keys(job.model_dump(exclude={"scoring": True}))]
     if keys:
         raise JobError(
             f"{', '.join(keys)}: a secret, which a run folder stores only as {MASK}; name the job file"

@@ -15,6 +15,7 @@ from batchkit.commands.export import export
 from batchkit.commands.run import run_job
 from batchkit.commands.score import score_run
 from batchkit.commands.score.predictions import score_predictions
+from batchkit.config.export_target import Target
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
 from batchkit.storage.job_toml import job_of_run
@@ -94,7 +95,7 @@ def test_blank_text_is_a_failure_as_it_is_in_a_run(
 def test_a_run_s_own_openai_files_score_as_the_run_did(tmp_path: Path) -> None:
     made = job(tmp_path, ROWS)
     folder = run(made)
-    export(folder, "openai")
+    export(folder, Target("openai"))
     f1 = [scores["f1"] for _, scores in scored(folder).values() if scores.get("f1") is not None]
     found, missing = score_predictions(made, folder / "results.openai.jsonl", quiet)
     assert (found.to_json()["total"], found.to_json()["failed"], missing) == (4, 0, 1)

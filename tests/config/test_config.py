@@ -131,7 +131,7 @@ def test_all_problems_come_at_once() -> None:
         ),
         (
             {"output": {"zzz": 1}},
-            "output.zzz: unknown key; known: dir, keep, prompt, parse, choices, replay, vector_dtype, export, upload",
+            "output.zzz: unknown key; known: dir, keep, prompt, parse, choices, replay, vector_dtype, export",
         ),
     ],
 )

@@ -24,8 +24,9 @@ from batchkit.commands.export.outputs import (
     exporting,
     is_foreign,
     refuse_own_file,
-    refuse_url,
 )
+from batchkit.commands.export.remote import check_address, file_address, sending
+from batchkit.config.export_target import Target
 from batchkit.config.tables import FOR_VECTORS, OF_TOKENS
 from batchkit.errors import JobError
 from batchkit.runs.inputs import InputColumns
@@ -58,9 +59,10 @@ EXPORTS = {
 
 
 class Exported(NamedTuple):
-    """A file that an export has written. ``source_bytes`` is the size of ``results.jsonl``, for comparison."""
+    """A file that an export has written. ``path``: a path or an address. ``source_bytes`` is the size of
+    ``results.jsonl``, for comparison."""
 
-    path: Path
+    path: str
     format: str
     rows: int
     bytes: int
@@ -71,7 +73,7 @@ class Exported(NamedTuple):
         return self.bytes / self.source_bytes if self.source_bytes else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "path": str(self.path), "ratio": round(self.ratio, 4)}
+        return {**self._asdict(), "ratio": round(self.ratio, 4)}
 
     def to_text(self) -> str:
         return (
@@ -82,8 +84,7 @@ class Exported(NamedTuple):
 
 def export(
     folder: Path,
-    format_name: str,
-    path: Path | None = None,
+    target: Target,
     say: Say = lambda text: None,
     *,
     only_finished: bool = False,
@@ -92,49 +93,59 @@ def export(
 ) -> list[Exported]:
     """Write a run's records in one of the formats of ``EXPORTS``.
 
-    Without ``path``, the file is ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl, since
+    Without a place, the file is ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl, since
     ``results.jsonl`` is the log).
 
     - ``safe-csv``: a CSV that is safe in a spreadsheet; text that looks like a formula is prefixed with ``'``.
     - ``npy``: the vectors as one matrix, and the ids of its rows in a second file. For ``token_embed`` and
       ``token_classify``, which have several vectors per row, ``offsets.npy`` has the start of each row.
     - ``openai``: two files, answers and errors.
-    - ``srt``, ``vtt``: a file for each transcript in the folder ``path``.
+    - ``srt``, ``vtt``: a file for each transcript, in a folder.
 
     ``force`` also replaces an existing file that batchkit did not write. ``say`` reports rows without an answer, and
     cells of ``csv`` that a spreadsheet would execute. ``lacks`` (default ``say``) reports that the input was removed
     or changed. If a callback raises, no file is written.
 
     Raises:
-        JobError: ``path`` is a file that batchkit did not write; ``npy``, but the run has no vectors or they differ
+        JobError: The place is a file that batchkit did not write; ``npy``, but the run has no vectors or they differ
             in length; ``only_finished``, but rows have no record yet.
         StoreError: The folder is not a run folder, its log is damaged, or the file can't be written.
+        UploadError: The file can't be sent to its address.
     """
     log, found = folder / RESULTS, status(folder)
     check_log(folder)
-    form = export_of(format_name)
-    own = folder / (form.name or f"results.{format_name}")
-    path = path or own
-    refuse_url(path)
-    refuse_own_file(path, folder)
-    _check_suffix(path, format_name, own.suffix)
-    if not force and is_foreign(path):
-        raise JobError(
-            f"{path}: exists, and was not written by batchkit; give another file, or replace it with --force"
-        )
+    form = export_of(target.format)
+    own = folder / (form.name or f"results.{target.format}")
     if found.pending:
         done = f"{found.ok + found.failed:,} of {found.total:,} rows; {found.pending:,} have no answer yet"
         if only_finished:
             raise JobError(f"{folder}: {done}; resume the run, or omit --only-finished")
-        say(f"{path}: {done}")
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = form.write(folder, path, *[say, lacks or say] * form.says)
-    source_bytes = log.stat().st_size
-    return [
-        Exported(file, format_name, rows, file.stat().st_size, source_bytes)
-        for file, rows in written.items()
-    ]
+        say(f"{target}: {done}")
+
+    def write(path: Path) -> dict[Path, int]:
+        refuse_own_file(path, folder)
+        _check_suffix(path, target.format, own.suffix)
+        if not force and is_foreign(path):
+            raise JobError(
+                f"{path}: exists, and was not written by batchkit; give another file, or replace it with --force"
+            )
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return form.write(folder, path, *[say, lacks or say] * form.says)
+
+    def exported(file: Path, rows: int, shown: str) -> Exported:
+        n_bytes, source_bytes = file.stat().st_size, log.stat().st_size
+        return Exported(shown, target.format, rows, n_bytes, source_bytes)
+
+    if target.place is None or not target.is_remote:
+        written = write(own if target.place is None else Path(target.place))
+        return [exported(file, rows, str(file)) for file, rows in written.items()]
+    check_address(target.place, "FILE")
+    address = file_address(target.place, f"{found.name}{own.suffix}")
+    parent = address.rpartition("/")[0]
+    with sending(address) as path:
+        files = write(path).items()
+        return [exported(file, n, f"{parent}/{file.relative_to(path.parent)}") for file, n in files]
 
 
 def _check_suffix(path: Path, format_name: str, usual: str) -> None:
@@ -325,4 +336,4 @@ PARQUET = Export(write_parquet, says=True)
 JSONL = Export(write_jsonl, "results.newest.jsonl", says=True)
 CSV = Export(write_csv, says=True)
 SAFE_CSV = Export(partial(write_csv, is_safe=True), "results.csv", says=True)
-NPY = Export(write_npy, is_several=True)
+NPY = Export(write_npy)

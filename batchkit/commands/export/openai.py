@@ -77,7 +77,7 @@ def write_openai(folder: Path, path: Path) -> dict[Path, int]:
     return {path: n_answers, errors: n_errors}
 
 
-OPENAI = Export(write_openai, "results.openai.jsonl", is_several=True)
+OPENAI = Export(write_openai, "results.openai.jsonl")
 
 
 def _needs_lines(folder: Path, job: JobConfig) -> bool:

@@ -1,14 +1,15 @@
-"""Rules for export files: what a format is, which format a path means, and which files an export may replace. Files of
-a run and its input are never overwritten."""
+"""Rules for export files: what a format is, where `run --output` may write, and which files an export may replace. Files
+of a run and its input are never overwritten."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from batchkit.config.export_target import Target, target_of
 from batchkit.config.regular_file import open_regular
 from batchkit.config.seams import EXPORTS
 from batchkit.config.tables import FOR_VECTORS, WITH_VECTORS, JobConfig
@@ -25,7 +26,6 @@ from batchkit.storage.score_store import SCORES
 from batchkit.storage.vectors import VECTORS, segments_of
 
 _OWN_FILES = (RESULTS, STEPS, CHECKPOINT, MANIFEST, JOB, LOG, SCORES, METRICS, LOCK)
-_SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "npy"}
 
 
 class Export(NamedTuple):
@@ -33,13 +33,11 @@ class Export(NamedTuple):
 
     ``write``: it gets the run folder and the path, and returns the number of rows in each file that it wrote.
     ``name``: the default path in the run folder, without a suffix for a folder; "" means ``results.FORMAT``.
-    ``is_several``: it writes more than one file. ``says``: ``write`` also gets two functions that print a line; the
-    second one is for missing columns of the input.
+    ``says``: ``write`` also gets two functions that print a line; the second one is for missing columns of the input.
     """
 
     write: Callable[..., dict[Path, int]]
     name: str = ""
-    is_several: bool = False
     says: bool = False
 
 
@@ -49,52 +47,40 @@ def export_of(name: str) -> Export:
     return found if isinstance(found, Export) else Export(found)
 
 
-def format_for(path: Path, job: JobConfig) -> str:
-    """Return the format of ``run --output``, from the suffix of ``path``.
-
-    For an OpenAI batch file as input, ``.jsonl`` means OpenAI's format.
+def output_target(text: str, job: JobConfig) -> Target:
+    """Return the target of ``run --output``. For an OpenAI batch file as input, ``.jsonl`` means OpenAI's format.
 
     Raises:
-        JobError: ``path`` can't be written when ``job`` has run.
+        JobError: The target can't be written when ``job`` has run.
     """
     if job.input.shard is not None:
         raise JobError(
-            f"--output {path}: each shard would write the same file; leave it out, then `batchkit merge`"
+            f"--output {text}: each shard would write the same file; leave it out, then `batchkit merge`"
             " the shards and `batchkit export` the result"
         )
-    refuse_url(path)
-    name = _SUFFIXES.get(path.suffix.lower())
-    if name is None:
+    target = target_of(text, key="--output")
+    if target.format == "npy" and job.task not in WITH_VECTORS:
         raise JobError(
-            f"--output {path}: unknown suffix; use {', '.join(_SUFFIXES)} (`batchkit export` has more formats)"
+            f'--output {text}: .npy is for {FOR_VECTORS}, but the task of this job is "{job.task}"; use .parquet'
         )
-    if name == "npy" and job.task not in WITH_VECTORS:
-        raise JobError(
-            f'--output {path}: .npy is for {FOR_VECTORS}, but the task of this job is "{job.task}"; use .parquet'
-        )
+    files = input_files(job.input)
+    if not target.is_remote:
+        _check_writable(Path(text), files)
+    is_batch = {format_of(file, job.input) for file in files} == {"openai-batch"}
+    return target._replace(format="openai") if is_batch and target.format == "jsonl" else target
+
+
+def _check_writable(path: Path, inputs: Sequence[str]) -> None:
     if path.is_dir():
         raise JobError(f"--output {path}: is a folder; give a file in it")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise JobError(f"--output {path}: {folder} is not a folder, or can't be written to")
-    files = input_files(job.input)
-    if path.exists() and any(Path(file).exists() and path.samefile(file) for file in files):
+    if path.exists() and any(Path(file).exists() and path.samefile(file) for file in inputs):
         raise JobError(f"--output {path}: is the input; write to another file")
     if is_foreign(path):
         raise JobError(
             f"--output {path}: exists, and was not written by batchkit; give another file"
-        )
-    is_batch = name == "jsonl" and {format_of(file, job.input) for file in files} == {
-        "openai-batch"
-    }
-    return "openai" if is_batch else name
-
-
-def refuse_url(path: Path) -> None:
-    """Raise JobError if ``path`` is a URL, because its scheme would become the name of a local folder."""
-    if path.parts and path.parts[0].endswith(":"):
-        raise JobError(
-            f"{path}: is a URL, but exports are local files; output.upload sends them to a web address"
         )
 
 

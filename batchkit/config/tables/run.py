@@ -17,9 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from batchkit.config.seams import ExportName
+from batchkit.config.export_target import check_target
 from batchkit.config.tables.base import Free, Identity, PositiveSeconds, Seconds, Table
-from batchkit.config.upload import check_address
 from batchkit.config.values import split_command
 from batchkit.types import Usage
 
@@ -189,12 +188,10 @@ class OutputTable(Table):
     fail with `rollout`, `fresh` uses the new answers."""
     vector_dtype: Identity[Literal["float32", "float16"]] = "float32"
     """Number format of stored vectors, for `task = "embed"`, `"token_embed"` and `"token_classify"`."""
-    export: Free[list[ExportName]] = Field([])
-    """Export formats that `run` and `retry-failed` write into the run folder when all rows are done, named as in
-    `batchkit export`."""
-    upload: Free[Annotated[str, AfterValidator(check_address)] | None] = None
-    """URL that receives the exports, one HTTP PUT per file; usually a signed URL. `${NAME}` inserts an environment
-    variable, `{name}` the file name. `{name}` is required if there are several files."""
+    export: Free[list[Annotated[str, AfterValidator(check_target)]]] = Field([])
+    """Exports that `run` and `retry-failed` write when all rows are done: names of formats (`"parquet"`), written into
+    the run folder; files (`"answers.csv"`); addresses (`"s3://bucket/answers.parquet"`,
+    `"hf://datasets/OWNER/NAME"`)."""
 
 
 def words_of(command: str | Sequence[str]) -> list[str]:

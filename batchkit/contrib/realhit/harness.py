@@ -58,7 +58,7 @@ def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
     return {path: len(results), checkpoint: len(ids)}
 
 
-RESULTS = Export(write_realhit, "realhit", is_several=True)
+RESULTS = Export(write_realhit, "realhit")
 
 
 def _result(record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from batchkit.commands.export import export
 from batchkit.commands.score import score_run
 from batchkit.commands.score.predictions import score_predictions
+from batchkit.config.export_target import Target
 from batchkit.errors import InputError, StoreError
 from batchkit.storage.job_toml import job_of_run
 from tests.support.chat_server import serving
@@ -101,25 +102,25 @@ def test_the_harness_s_file_agrees_with_the_table(tmp_path: Path, realhit: Path)
 
 
 def test_the_harness_s_file_goes_where_it_is_asked_to(tmp_path: Path, realhit: Path) -> None:
-    (results, checkpoint) = export(realhit, "realhit", tmp_path / "x/mine.json")
+    (results, checkpoint) = export(realhit, Target("realhit", str(tmp_path / "x/mine.json")))
     assert (results.path, checkpoint.path) == (
-        tmp_path / "x/mine.json",
-        tmp_path / "x/checkpoint.json",
+        str(tmp_path / "x/mine.json"),
+        str(tmp_path / "x/checkpoint.json"),
     )
     assert (results.rows, checkpoint.rows) == (3, 3)
-    (results, _) = export(realhit, "realhit")
-    assert results.path.parent == realhit / "realhit"
+    (results, _) = export(realhit, Target("realhit"))
+    assert Path(results.path).parent == realhit / "realhit"
 
 
 @pytest.mark.parametrize("name", ["", "mine.json"])
 def test_the_harness_s_checkpoint_never_takes_the_place_of_ours(realhit: Path, name: str) -> None:
     before = (realhit / "checkpoint.json").read_bytes()
     with pytest.raises(StoreError, match=r"checkpoint\.json: is a file or the input of a run"):
-        export(realhit, "realhit", realhit / name)
+        export(realhit, Target("realhit", str(realhit / name)))
     assert (realhit / "checkpoint.json").read_bytes() == before
 
 
 def test_a_run_whose_input_is_gone_has_no_harness_file(tmp_path: Path, realhit: Path) -> None:
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(InputError):
-        export(realhit, "realhit", tmp_path / "out")
+        export(realhit, Target("realhit", str(tmp_path / "out")))

@@ -1,0 +1,71 @@
+"""Exports to an address: the files are written to a temporary folder, and then sent by fsspec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path, PurePosixPath
+
+from batchkit.config.export_target import HUB
+from batchkit.config.urls import bare, failure
+from batchkit.errors import JobError, UploadError
+from batchkit.storage.files import OwnFolder
+
+
+def check_address(address: str, key: str) -> None:
+    """Raise JobError if fsspec can't open the store of ``address``, for example because a package is missing."""
+    import fsspec
+
+    try:
+        fsspec.core.url_to_fs(address)
+    except Exception as error:  # each store's library has its own exceptions
+        raise JobError(
+            f"{key}: {bare(address)}: can't be written to: {failure(error, address)}"
+        ) from error
+
+
+def file_address(address: str, name: str) -> str:
+    """Return the address of a file named ``name``, if ``address`` is a dataset on the hub without a file; otherwise
+    return ``address``."""
+    parts = address.removeprefix(HUB).strip("/").split("/")
+    is_dataset = address.startswith(HUB) and len(parts) == 2
+    return f"{HUB}{'/'.join(parts)}/data/{name}" if is_dataset else address
+
+
+@contextmanager
+def sending(address: str) -> Iterator[Path]:
+    """Yield a path in a temporary folder. When the block ends, each file in that folder is sent to the folder of
+    ``address``.
+
+    Raises:
+        UploadError: A file could not be sent. Earlier files were sent.
+    """
+    name = PurePosixPath(address).name
+    with closing(OwnFolder("export")) as own:
+        folder = own.path / "files"
+        folder.mkdir()
+        yield folder / name
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            _send(file, f"{address.removesuffix(name)}{file.relative_to(folder)}")
+
+
+def _send(file: Path, address: str) -> None:
+    import fsspec
+
+    try:
+        if address.startswith(HUB):
+            _create_dataset(address)
+        fs, path = fsspec.core.url_to_fs(address)
+        fs.put_file(str(file), path)
+    except Exception as error:  # each store's library has its own exceptions
+        raise UploadError(
+            f"{bare(address)}: not written: {failure(error, address)}; correct this and run `batchkit export` again"
+        ) from error
+
+
+def _create_dataset(address: str) -> None:
+    """Create the dataset of the address, private, if it does not exist."""
+    from huggingface_hub import HfApi
+
+    owner, name = address.removeprefix(HUB).split("/")[:2]
+    HfApi().create_repo(f"{owner}/{name}", repo_type="dataset", private=True, exist_ok=True)

@@ -1,0 +1,77 @@
+"""Where an export goes, and in which format: a file, or an address that fsspec writes."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import NamedTuple
+
+from batchkit.config.seams import EXPORTS
+from batchkit.config.urls import bare, check_user_info, is_remote
+from batchkit.errors import JobError
+
+SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "npy"}
+"""Formats by suffix. ``--as`` names any other format."""
+HUB = "hf://datasets/"
+
+
+class Target(NamedTuple):
+    """An export: its ``format``, and its ``place``, a path or an address. None: the usual file in the run folder."""
+
+    format: str
+    place: str | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        return self.place is not None and is_remote(self.place)
+
+    def __str__(self) -> str:
+        return self.format if self.place is None else bare(self.place)
+
+
+def target_of(text: str, format_name: str | None = None, *, key: str = "output.export") -> Target:
+    """Return the target in ``text``: a format's name, a file (``answers.parquet``) or an address.
+
+    Without ``format_name``, the suffix decides the format; a dataset on the Hugging Face hub
+    (``hf://datasets/OWNER/NAME``) gets Parquet.
+
+    Raises:
+        JobError: The text names no known format; the message begins with ``key``.
+    """
+    if format_name is not None:
+        check_format(format_name, "--as")
+    elif key == "output.export" and PurePath(text).name == text and not PurePath(text).suffix:
+        check_format(text, key)
+        return Target(text)
+    if "://" in text:
+        if not is_remote(text):
+            raise JobError(
+                f"{key} {bare(text)}: can't be written to; give s3://…, gs://…, az://… or {HUB}OWNER/NAME"
+            )
+        check_user_info(text, key)
+    suffix = PurePath(text).suffix.lower()
+    known = format_name or SUFFIXES.get(suffix)
+    if known is None and text.startswith(HUB) and suffix == "":
+        known = "parquet"
+    if known is None:
+        raise JobError(
+            f"{key} {bare(text)}: unknown suffix; use {', '.join(SUFFIXES)} (`batchkit export --as` has more formats:"
+            f" {', '.join(EXPORTS.names())})"
+        )
+    return Target(known, text)
+
+
+def check_format(name: str, key: str) -> None:
+    """Raise JobError if no export format has this name."""
+    try:
+        EXPORTS.check(name)
+    except ValueError as error:
+        raise JobError(f"{key}: {error}") from None
+
+
+def check_target(text: str) -> str:
+    """Return ``text`` unchanged if it is a target. Raises ValueError, for validation of a job file."""
+    try:
+        target_of(text)
+    except JobError as error:
+        raise ValueError(str(error).removeprefix("output.export").lstrip(": ")) from None
+    return text

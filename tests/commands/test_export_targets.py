@@ -1,0 +1,105 @@
+"""Files and addresses that an export writes: the grammar of ``export RUN FILE …`` and of ``output.export``."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import fsspec
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import RUN, run, write_job, write_rows
+from tests.support.hub_server import hub
+from tests.support.own_process import batchkit as in_a_process
+
+BUCKET = "memory://bucket/answers"
+
+
+@pytest.fixture(autouse=True)
+def _run(in_an_empty_folder: None) -> None:
+    fsspec.filesystem("memory").store.clear()
+    write_rows(3)
+    write_job()
+    assert run().exit_code == 0
+
+
+def stored(path: str) -> bytes:
+    found: bytes = fsspec.filesystem("memory").cat_file(path)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("args", "files"),
+    [
+        ([str(RUN), "a.parquet", "b.csv"], ["a.parquet", "b.csv"]),
+        (["c.jsonl"], ["c.jsonl"]),
+        (["job.toml", "d.csv"], ["d.csv"]),
+        ([str(RUN), "out.jsonl", "--as", "openai"], ["out.jsonl", "out.errors.jsonl"]),
+        ([str(RUN), "--as", "parquet"], [f"{RUN}/results.parquet"]),
+        (["--parquet", str(RUN)], [f"{RUN}/results.parquet"]),
+        ([str(RUN), "e.csv", "--parquet"], ["e.csv", f"{RUN}/results.parquet"]),
+    ],
+)
+def test_the_suffix_or_as_names_the_format(args: list[str], files: list[str]) -> None:
+    ended = batchkit("export", *args, "--json")
+    assert ended.exit_code == 0, ended.stderr
+    shown = [json.loads(line)["path"] for line in ended.stdout.splitlines()]
+    assert sorted(shown) == sorted(files)
+    assert all(Path(file).is_file() for file in files)
+
+
+def test_an_address_gets_the_file() -> None:
+    ended = batchkit("export", str(RUN), f"{BUCKET}/a.parquet", "--csv", f"{BUCKET}/b.csv")
+    assert ended.exit_code == 0, ended.stderr
+    assert f"{BUCKET}/a.parquet: 3 rows" in ended.stdout
+    assert pq.read_table(io.BytesIO(stored("/bucket/answers/a.parquet"))).num_rows == 3
+    assert stored("/bucket/answers/b.csv").startswith(b"index,id,")
+
+
+def test_a_format_of_several_files_puts_all_of_them_beside_each_other() -> None:
+    ended = batchkit("export", str(RUN), f"{BUCKET}/out.jsonl", "--as", "openai")
+    assert ended.exit_code == 0, ended.stderr
+    names = {Path(name).name for name in fsspec.filesystem("memory").ls("/bucket/answers", False)}
+    assert names == {"out.jsonl", "out.errors.jsonl"}
+
+
+def test_a_run_writes_its_exports_at_its_end() -> None:
+    targets = ["parquet", "own.csv", f"{BUCKET}/end.parquet"]
+    write_job(name="b", output={"export": targets}, engine={"options": {"latency_s": 0.0}})
+    ended = run("--output", f"{BUCKET}/more.jsonl")
+    assert ended.exit_code == 0, ended.stderr
+    assert f"writes exports to {BUCKET}/end.parquet" in ended.stderr
+    assert Path("output/b/results.parquet").is_file()
+    assert Path("own.csv").is_file()
+    assert pq.read_table(io.BytesIO(stored("/bucket/answers/end.parquet"))).num_rows == 3
+    assert len(stored("/bucket/answers/more.jsonl").splitlines()) == 3
+
+
+def test_an_upload_that_fails_leaves_the_run_complete() -> None:
+    with hub() as server:
+        environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": "wrong", "HF_HOME": "hf"}
+        target = 'output.export=["hf://datasets/me/answers"]'
+        args = ("run", "job.toml", "--set", "name=c", "--set", target)
+        ended = in_a_process(*args, cwd=Path.cwd(), start=subprocess.Popen, **environment)
+    assert ended.returncode == 0, ended.stderr
+    assert "hf://datasets/me/answers/data/c.parquet: not written" in ended.stderr
+    assert "run `batchkit export` again" in ended.stderr
+
+
+def test_an_address_that_only_a_run_folder_names_is_left_out() -> None:
+    write_job(name="d", output={"export": [f"{BUCKET}/d.csv"]})
+    assert run("--limit", "1").exit_code == 0
+    write_job(name="d")
+    again = batchkit("run", "output/d/job.toml", "--set", "input.limit=2")
+    assert "output.export is ignored" in again.stderr
+
+
+def test_a_password_in_an_address_is_refused() -> None:
+    ended = batchkit("export", str(RUN), "s3://me:secret-word@bucket/a.csv")
+    assert ended.exit_code == 2
+    assert "contains a password" in ended.stderr
+    assert "secret-word" not in ended.stderr
