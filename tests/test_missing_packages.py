@@ -146,4 +146,4 @@ def test_a_launcher_that_does_not_start_says_its_own_error(
     assert "Traceback" not in ended.stderr
     assert "out of memory" not in ended.stderr
     manifest = json.loads((tmp_path / "output/job/manifest.json").read_text())
-    assert manifest["engine_steps"] == [], "no setting would help"
+    assert manifest["engine_reductions"] == [], "no setting would help"

@@ -13,7 +13,7 @@ BURST_GAP_S = 0.003
 
 
 class EngineLoad(NamedTuple):
-    """The load of an engine in its last step, and the memory of its process."""
+    """The load of an engine: scheduler counts in its last forward pass, and the memory of its process."""
 
     running: int
     waiting: int
@@ -33,15 +33,15 @@ class EngineLoad(NamedTuple):
 
 
 class Engine(Protocol):
-    """An engine, which answers requests in any order. One thread at a time calls it.
+    """An engine, which answers requests in any order. Only one thread at a time calls it.
 
-    ``poll`` returns every submitted request exactly once, a failed one with ``error`` set. It returns an aborted
-    request at most once. After EngineDied, the engine is dead and returns no more requests.
+    ``poll`` returns every submitted request exactly once, with ``error`` set if it failed. It may leave out requests
+    that were aborted. After it raised EngineDied, no request comes back.
     """
 
     @property
     def max_num_seqs(self) -> int:
-        """The maximum number of requests that run at the same time; the others wait in its queue."""
+        """The maximum number of requests that run at the same time. Further requests wait in the engine's queue."""
 
     @property
     def limits(self) -> Mapping[str, Any]:
@@ -63,7 +63,7 @@ class Engine(Protocol):
         """
 
     def abort(self, requests: Sequence[Request]) -> None:
-        """Stop computing these requests if possible; their completions are no longer needed."""
+        """Stop computing these requests if possible, because their completions are no longer needed."""
 
     def load(self) -> EngineLoad:
         """Return the current load. Cheap to call."""
@@ -83,7 +83,7 @@ class RenderedPrompt(NamedTuple):
 
 
 class Preflight(Protocol):
-    """A check of requests without the model's weights: renders them as the engine would."""
+    """A checker of requests. It renders them as the engine would, but needs no model weights."""
 
     def render(self, request: Request) -> RenderedPrompt:
         """Return the prompt as the engine would receive it. Raises RowError if the engine would refuse the request."""

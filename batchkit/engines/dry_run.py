@@ -1,9 +1,12 @@
-"""An engine without a model, which answers every request immediately with a fixed sentence.
+"""An engine without a model (``kind = "dry_run"``), which answers every request immediately with a fixed sentence.
 
-Use it to try a job's input, templates, media and ledger at full speed. Its answers say that no model wrote them; all
-``n`` answers are equal. The step of ``select.step`` selects the first candidate. With ``output.parse``, answers are
-JSON that fits the schema, and a required tool call fits its parameters. Vectors, probabilities and scores are derived
-from the row's hash.
+Use it to try a job's input, templates, media and output at full speed. The sentence says that no model wrote it, and
+all ``n`` answers are equal. Where a job needs a certain form, the answer has it:
+
+- with ``output.parse``, JSON that fits the schema;
+- for a required tool call, arguments that fit the tool's parameters;
+- for the step of ``select.step``, the first candidate's name;
+- for a pooling task, numbers derived from the row's hash.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class DryRunOptions(Table):
 
 
 class DryRunEngine:
-    """The dry-run engine, which answers in the order of submission. Raises JobError if an option is wrong."""
+    """An engine that answers in the order of submission, without a model. Raises JobError if an option is wrong."""
 
     def __init__(self, job: JobConfig) -> None:
         given = job.engine.options
@@ -152,7 +155,7 @@ def _pooled(request: Request, task: TaskName) -> Pooled:
 
 
 def _classified(text: str, numbers: Sequence[float]) -> Pooled:
-    """Return classes for each word. Each word is a token, and labels alternate so that words have different ones."""
+    """Return token classes for ``text``: each word counts as a token, and labels alternate from word to word."""
     import numpy as np
 
     words = [match.span() for match in re.finditer(r"\S+", text)]
@@ -164,6 +167,6 @@ def _classified(text: str, numbers: Sequence[float]) -> Pooled:
 
 
 def _numbers(request: Request, count: int) -> list[float]:
-    """Return numbers between 0 and 1 that are the same for equal rows."""
+    """Return ``count`` numbers between 0 and 1, derived from the row's hash."""
     digest = shake_128(request.input_hash.encode()).digest(4 * count)
     return [(whole + 0.5) / 2**32 for whole in struct.unpack(f"<{count}I", digest)]

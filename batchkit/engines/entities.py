@@ -1,4 +1,4 @@
-"""Named entities: conversion of token label scores to spans of the text."""
+"""Named entities: converts the label scores of tokens to entities, which are spans of the text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _BEGINS, _ENDS = ("B", "U", "S"), ("L", "E", "U", "S")  # BILOU and BIOES
 
 
 class Tag(NamedTuple):
-    """A label without its prefix, and whether the prefix marks the begin or the end of an entity."""
+    """A label without its prefix (``B-``, ``I-``, …), and whether the prefix marks the begin or the end of an
+    entity."""
 
     label: str
     begins: bool = False
@@ -34,10 +35,11 @@ class TaggedToken(NamedTuple):
 
 
 def tags_of(labels: Mapping[int, str], count: int) -> list[Tag]:
-    """Return the tags of a model's ``count`` labels, in order. A label without a name is ``LABEL_n``, as in
+    """Return the tags of a model's ``count`` labels, in order. A missing label is called ``LABEL_n``, as in
     transformers.
 
-    A letter and a hyphen count as a prefix only if the same label also occurs with B- or I-; ``E-MAIL`` stays whole.
+    A letter with a hyphen counts as a prefix only if the same label also occurs with ``B-`` or ``I-``. So ``E-MAIL`` is
+    a label, not an end of ``MAIL``.
     """
     names = [labels.get(n, f"LABEL_{n}") for n in range(count)]
     parts = [_PREFIXED.fullmatch(name) for name in names]
@@ -58,9 +60,11 @@ def entities_in(
 ) -> list[Entity]:
     """Return the entities of ``text``, in order.
 
-    ``places`` holds each token's position in ``text``, None for a special token. ``scores`` has one line per token and
-    one column per tag; the tag with the highest score counts. Adjacent tokens with the same label form one entity,
-    unless their prefixes say otherwise. Its score is the mean of their scores.
+    Each token gets the tag with its highest score. Adjacent tokens with the same label form one entity, unless their
+    prefixes mark a new one. An entity's score is the mean over its tokens.
+
+    - ``places``: each token's start and end in ``text``; None for a special token.
+    - ``scores``: one line per token, one column per tag.
     """
     spans = list[list[TaggedToken]]()
     previous: TaggedToken | None = None
@@ -79,7 +83,10 @@ def _tokens(
     scores: np.ndarray[Any, Any],
     tags: Sequence[Tag],
 ) -> Iterator[TaggedToken | None]:
-    """Yield each token of an entity, and None for each other token. Tokens that cover no text are left out."""
+    """Yield a TaggedToken for each token that is part of an entity, and None for each other token.
+
+    Tokens that cover no text are left out.
+    """
     likeliest, best = scores.argmax(axis=1).tolist(), scores.max(axis=1).tolist()
     for place, number, score in zip(places, likeliest, best, strict=True):
         if place is None or tags[number].label == OUTSIDE:
@@ -93,7 +100,10 @@ def _continues(previous: Tag, tag: Tag) -> bool:
 
 
 def _entity(text: str, span: Sequence[TaggedToken]) -> Entity:
-    """Return the entity without leading space, which many tokenizers include in the token."""
+    """Return the entity that consists of the tokens ``span``, without a space at its beginning.
+
+    Many tokenizers include the space before a word in its first token.
+    """
     start, end = span[0].start, span[-1].end
     whole = text[start:end]
     start += len(whole) - len(whole.lstrip())

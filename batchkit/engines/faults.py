@@ -53,9 +53,9 @@ _OOM_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The cause of an engine's death. ``type`` is the error's class, or the signal that ended the engine.
+    """The cause of an engine's death. ``type``: the error's class, or the signal that ended the engine.
 
-    ``is_unexplained_kill``: SIGKILL from outside, without evidence that memory ran out.
+    ``is_unexplained_kill``: the engine was killed by SIGKILL, and there is no evidence that memory ran out.
     """
 
     kind: FaultKind
@@ -83,9 +83,11 @@ class Fault:
 
 
 class EngineDied(EngineError):
-    """The death of an engine, for the reason in ``fault``. Its running requests do not come back.
+    """The death of an engine. Requests that were running do not come back.
 
-    ``stacks``: the stacks of its threads, if a watchdog killed it. ``request``: the request that killed it, if known.
+    - ``fault``: the cause.
+    - ``stacks``: stacks of the engine's threads, if a watchdog killed it.
+    - ``request``: the request that killed it, if known.
     """
 
     def __init__(self, fault: Fault, *, stacks: str = "", request: Request | None = None) -> None:
@@ -96,10 +98,10 @@ class EngineDied(EngineError):
 
 
 class StartFailed(EngineDied):
-    """The failure of an engine to start; ``message`` contains the remedy.
+    """The failure of an engine to start. ``message`` contains the remedy.
 
-    ``limits``: the options that determine its memory use, if already known. ``log``: the file with the engine's
-    output, if the error's text should name it.
+    - ``limits``: options that determine the engine's memory use, if already known.
+    - ``log``: file with the engine's output; set if the error's text should name it.
     """
 
     def __init__(
@@ -131,11 +133,13 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
-    """Return the fault of a process that ended without reporting a cause. ``code`` is None if its fork server was
-    killed at the same time.
+    """Return the fault of a process that ended without reporting a cause.
 
-    The kernel sends SIGKILL to free memory, but other programs send it, too. ``memory`` is the evidence that memory
-    ran out (``memory.py``), or "".
+    The kernel sends SIGKILL to free memory, but other programs may send it, too.
+
+    - ``code``: exit code; None if the fork server was killed at the same time, which would know it.
+    - ``last_words``: end of the process's output.
+    - ``memory``: evidence that memory ran out (``memory.py``), or "".
     """
     if code is None or code == -signal.SIGKILL:
         if memory:
@@ -150,10 +154,11 @@ def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
 
 
 def with_log(fault: Fault, log: str) -> Fault:
-    """Return ``fault`` with the cause from the engine's ``log``, if the fault does not name one itself.
+    """Return ``fault``. If it does not name a cause itself, return a fault with the cause found in the engine's
+    ``log``.
 
-    An engine with worker processes only learns that a worker failed; the worker's error is in the log.
-    The log also has the error of a worker that the others wait for until the wait counts as a stall.
+    An engine with worker processes only learns that a worker failed, or that it waited too long for one. The worker's
+    error is in the log.
     """
     if fault.kind == "oom" or (fault.kind != "stall" and not points_elsewhere(fault.message)):
         return fault

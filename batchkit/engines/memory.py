@@ -20,8 +20,9 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 class Gpu(NamedTuple):
-    """An NVIDIA GPU. The sizes are None if it shares the host's memory. ``utilization`` is from 0 to 1, or None if
-    unknown.
+    """An NVIDIA GPU. The sizes are None if the GPU shares the host's memory.
+
+    ``utilization``: share of time that the GPU was busy, from 0 to 1; None if unknown.
     """
 
     name: str
@@ -31,9 +32,9 @@ class Gpu(NamedTuple):
 
 
 def free_memory_share() -> float:
-    """Return the share of available memory, from 0 to 1: the host's, or the container's if that is less.
+    """Return the share of free memory, from 0 to 1: the host's, or the container's if that is less.
 
-    Here and in the functions below, a failed measurement never ends a run.
+    This function and the others in this module never raise an error, because a failed measurement must not end a run.
     """
     import psutil
 
@@ -68,7 +69,7 @@ def family_bytes(pid: int) -> int:
 def gpu_bytes() -> int | None:
     """Return the memory in use on all GPUs by all processes, or None if no GPU answers.
 
-    Inside a container, the driver does not know processes by their ids, so one process cannot be measured.
+    The memory of a single process is not available: in a container, the driver knows processes by other ids.
     """
     with suppress(Exception):
         found = [_used_bytes(gpu) for gpu in gpus()]
@@ -108,8 +109,9 @@ def _used_bytes(gpu: Gpu) -> int | None:
 
 
 def _nvml_gpus() -> list[Gpu] | None:
-    """Return the GPUs by nvidia-ml-py, or None without it. It is faster than starting nvidia-smi, and vLLM includes
-    it.
+    """Return the GPUs as nvidia-ml-py lists them; None if it is not installed. vLLM installs it.
+
+    This is faster than starting nvidia-smi.
     """
     try:
         import pynvml
@@ -153,9 +155,9 @@ def _smi_gpus() -> list[Gpu]:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes of this cgroup the kernel has killed for memory so far.
+    """Return how many processes of this cgroup the kernel has killed because memory ran out.
 
-    If its cgroups have no such count, return the count of the whole host; None if there is none.
+    If the cgroup has no such count, return the host's count. Return None if the host has none, either.
     """
     for group in memory_groups():
         for name in ("memory.events", "memory.oom_control"):
@@ -165,9 +167,9 @@ def oom_kills() -> int | None:
 
 
 def memory_groups(membership: Path = _MEMBERSHIP, mounted: Path = _CGROUPS) -> Iterator[Path]:
-    """Return the cgroups (version 2 or 1) that limit this process's memory, its own first.
+    """Yield the cgroups (version 2 or 1) that limit this process's memory: its own group first, then its parents.
 
-    In a container, the path that the kernel reports may not be visible; then the mounted folder is the process's group.
+    In a container, the path that the kernel reports may not be visible. Then the mounted folder is the process's group.
     """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
@@ -182,10 +184,10 @@ def memory_groups(membership: Path = _MEMBERSHIP, mounted: Path = _CGROUPS) -> I
 
 
 class MemoryWatch:
-    """A watch that tells whether memory ran out since this object was created.
+    """A watch that tells whether memory ran out since it was created.
 
-    The kernel frees memory by killing a process, but a person may send the same signal. The kernel's count of such
-    kills distinguishes the two.
+    When memory runs out, the kernel kills a process with the same signal that a person may send. The kernel's count of
+    such kills shows the difference.
     """
 
     def __init__(self, kills: Callable[[], int | None] = oom_kills) -> None:
@@ -200,7 +202,7 @@ class MemoryWatch:
 
 
 class HostMemory:
-    """Resident memory of a process and its descendants, read once a second; 0 if ``run.max_host_gb`` is not set."""
+    """The resident memory of a process and its descendants, read once a second; 0 if ``run.max_host_gb`` is not set."""
 
     def __init__(self, job: JobConfig) -> None:
         self._is_limited = job.run.max_host_gb is not None
@@ -224,7 +226,10 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _reclaimable(group: Path) -> int:
-    """Return the size of the page cache: it counts as used, but the kernel drops it before it kills a process."""
+    """Return the size of the page cache of the cgroup ``group``, in bytes.
+
+    The page cache counts as used memory, but the kernel drops it before it kills a process.
+    """
     return sum(
         _field(group / "memory.stat", name) or 0 for name in ("inactive_file", "active_file")
     )

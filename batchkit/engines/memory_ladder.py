@@ -1,8 +1,10 @@
-"""Smaller settings for an engine that ran out of memory.
+"""Smaller settings for an engine that ran out of memory, one reduction after another.
 
-``max_num_seqs`` is halved down to 1, then ``max_num_batched_tokens`` down to 512, then the engine's memory claim
-(its share of the GPU, or a fixed KV cache). The claim is reduced first if the engine claimed more memory than
-was free. It is never reduced if the KV cache had too little room, because that would not help.
+``max_num_seqs`` is halved down to 1, then ``max_num_batched_tokens`` down to 512. Then the engine's memory claim is
+reduced: its share of the GPU, or a fixed KV cache.
+
+- The claim is reduced first if the engine claimed more memory than was free.
+- The claim is never reduced if the KV cache had too little room, because that would not help.
 """
 
 from __future__ import annotations
@@ -18,51 +20,53 @@ LEAST_CACHE_BYTES = 64 * 2**20
 
 
 class Ladder:
-    """The engine options that were reduced step by step after out of memory. They override the job's options."""
+    """The engine options that were reduced after out-of-memory errors. They override the job's options."""
 
-    def __init__(self, steps: Iterable[Mapping[str, Any]] | None = None) -> None:
-        self._steps = [dict(step) for step in steps or ()]
-        self.keep()
+    def __init__(self, reductions: Iterable[Mapping[str, Any]] | None = None) -> None:
+        self._reductions = [dict(reduction) for reduction in reductions or ()]
+        self.save()
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
-        """The reductions so far, in order."""
-        return list(self._steps)
+    def reductions(self) -> list[dict[str, Any]]:
+        """The changed options after each out-of-memory error, oldest first, for example ``{"max_num_seqs": 128}``."""
+        return list(self._reductions)
 
     @property
     def overrides(self) -> Mapping[str, Any]:
-        """The options that replace the job's options."""
+        """All reduced options in one dict. They replace the job's options."""
         merged: dict[str, Any] = {}
-        for step in self._steps:
-            merged |= step
+        for reduction in self._reductions:
+            merged |= reduction
         return merged
 
-    def step_down(
+    def reduce(
         self, limits: Mapping[str, Any], fault: Fault, *, alone: bool = False
     ) -> dict[str, Any] | None:
-        """Apply the next smaller setting and return it. Return None at the minimum, or if the engine ignored the
-        setting.
+        """Reduce the next option, and return it with its new value.
 
-        ``limits`` are the options in force that affect the engine's memory; ``fault`` is an out-of-memory fault.
-        ``alone``: only one request ran, so a smaller batch would not help.
+        Return None if all options are at their minimum, or if the engine ignored the last reduction.
+
+        - ``limits``: the options in force that affect the engine's memory.
+        - ``fault``: the out-of-memory fault.
+        - ``alone``: only one request ran, so a smaller batch would not help.
         """
-        step = _smaller(limits, fault, alone=alone)
-        if step is None or step.items() <= self.overrides.items():
+        reduction = _smaller(limits, fault, alone=alone)
+        if reduction is None or reduction.items() <= self.overrides.items():
             return None
-        self._steps.append(step)
-        return step
+        self._reductions.append(reduction)
+        return reduction
 
-    def undo(self, n_steps: int) -> None:
-        """Undo the last ``n_steps`` reductions, which did not help."""
-        del self._steps[len(self._steps) - n_steps :]
+    def undo(self, count: int) -> None:
+        """Undo the last ``count`` reductions, which did not help."""
+        del self._reductions[len(self._reductions) - count :]
 
-    def keep(self) -> None:
-        """Save the current settings, because the engine has answered rows with them; ``back`` returns to them."""
-        self._kept = list(self._steps)
+    def save(self) -> None:
+        """Save the current reductions, because the engine has answered rows with them. ``restore`` returns to them."""
+        self._kept = list(self._reductions)
 
-    def back(self) -> None:
-        """Return to the settings saved by ``keep``."""
-        self._steps = list(self._kept)
+    def restore(self) -> None:
+        """Return to the reductions saved by ``save``."""
+        self._reductions = list(self._kept)
 
 
 def _smaller(limits: Mapping[str, Any], fault: Fault, *, alone: bool) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Opening of engines by the name in ``engine.kind``."""
+"""Functions that open engines by the name in ``engine.kind``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from batchkit.errors import JobError
 
 
 def open_preflight(job: JobConfig) -> Preflight:
-    """Open an object that renders and checks the job's requests without loading the model. Raises JobError if
-    engine options or sampling parameters are invalid."""
+    """Return an object that renders and checks the job's requests without loading the model. Raises JobError if engine
+    options or sampling parameters are invalid."""
     with _importing(job):
         preflight: Preflight = ENGINES.load(job.engine.kind).open_preflight(job)
     return preflight
@@ -28,7 +28,7 @@ def open_preflight(job: JobConfig) -> Preflight:
 def open_engine(job: JobConfig, launcher: Launcher | None = None) -> Engine:
     """Open the job's engine and load its model, in a child process unless ``engine.in_process`` is set.
 
-    A ``launcher`` that was used before has already imported the engine's libraries.
+    ``launcher``: starts the child process. A launcher that was used before has already imported the engine's libraries.
 
     Raises:
         JobError: Engine options or sampling parameters are invalid.
@@ -43,7 +43,10 @@ def open_engine(job: JobConfig, launcher: Launcher | None = None) -> Engine:
 
 
 def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
-    """Open the engine in this process, even if it holds a model. A server that it starts prints to ``log``."""
+    """Open the engine in this process, even if it holds a model.
+
+    ``log``: file for the output of a server that the engine starts.
+    """
     own = () if job.engine.server is None else (log,)
     with _importing(job):
         engine: Engine = ENGINES.load(job.engine.kind).open_engine(job, *own)
@@ -51,7 +54,7 @@ def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
 
 
 def sampling_names(kind: str) -> Collection[str] | None:
-    """Return the names allowed in ``[sampling]`` for an engine of ``kind``, or None if it has no list."""
+    """Return the names that an engine of ``kind`` allows in ``[sampling]``, or None if it has no list of names."""
     names: Collection[str] | None = getattr(ENGINES.load(kind), "SAMPLING", None)
     return names
 
@@ -64,8 +67,9 @@ def max_num_seqs_of(kind: str) -> int | None:
 
 
 def speed_options(job: JobConfig) -> Mapping[str, Any]:
-    """Return the ``SPEED_OPTIONS`` that ``tune`` may try for the job. Each value is the one in force, or a list of
-    other values.
+    """Return the ``SPEED_OPTIONS`` that ``tune`` may try for the job, by name.
+
+    A value is the one in force, from which ``tune`` goes up and down, or a list of other values to try.
 
     Raises:
         JobError: The job can't be run.
@@ -79,8 +83,8 @@ def speed_options(job: JobConfig) -> Mapping[str, Any]:
 
 
 def changing_options(job: JobConfig) -> Mapping[str, Any]:
-    """Return options with values that may make the job faster, but change its answers. Raises like
-    ``speed_options``."""
+    """Return options that may make the job faster but change its answers, with values to try. Raises JobError if the
+    job can't be run."""
     with _importing(job):
         found = getattr(ENGINES.load(job.engine.kind), "changing_options", None)
         known: Mapping[str, Any] = {} if found is None else found(job)
@@ -106,8 +110,11 @@ def preload_engine(kind: str) -> None:
 
 
 def require(packages: Sequence[str], *, user: str, extra: str) -> None:
-    """Raise JobError if one of ``packages`` is not installed; ``user`` needs it and ``extra`` installs it. Imports
-    nothing."""
+    """Check that ``packages`` are installed, without importing them. Raises JobError if a package is not installed.
+
+    - ``user``: who needs them, for the message.
+    - ``extra``: the extra of batchkit that installs them.
+    """
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
         are = "is" if len(missing) == 1 else "are"

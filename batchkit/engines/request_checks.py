@@ -20,8 +20,12 @@ from batchkit.types import Request
 def check_length(
     request: Request, prompt_tokens: int, max_model_len: int, *, generates: bool = True
 ) -> None:
-    """Raise PromptTooLongError, with the token counts, if the prompt leaves no room for an answer of one token. After
-    a truncation, the answer needs the room that was cut out for it. A model that does not generate needs none."""
+    """Check that the prompt leaves room for an answer of one token.
+
+    After a truncation, there must be room for the whole answer, because the prompt was cut for it. A model that does
+    not generate (``generates`` is False) needs no room. Raises PromptTooLongError if there is too little room; the
+    error has the token counts.
+    """
     room = 1 if request.cut is None else request.cut.answer_tokens
     if prompt_tokens + (room if generates else 0) <= max_model_len:
         return
@@ -41,7 +45,8 @@ def check_forced_call(request: Request, job: JobConfig) -> None:
 
 
 def missing_model(model: str) -> str | None:
-    """Return an error if ``model`` is a folder without a model or a path that does not exist, otherwise None."""
+    """Return an error message if ``model`` is a path that does not exist or a folder without a model, otherwise
+    None."""
     folder = Path(model)
     if folder.is_dir() and not any(map(_is_of_a_model, folder.iterdir())):
         found = f"{model} holds no model: it has no config.json"
@@ -66,8 +71,10 @@ def _is_of_a_model(path: Path) -> bool:
 
 
 def chat_template(options: Mapping[str, Any]) -> str | None:
-    """Return the template in the option, or in the file it names, like ``vllm.LLM(chat_template=…)``. None selects the
-    model's own. Raises JobError if the file can't be read."""
+    """Return the chat template in the option ``chat_template``, which may be a file name, as in ``vllm.LLM``.
+
+    None selects the model's own template. Raises JobError if the file can't be read.
+    """
     template = options.get("chat_template")
     if template is None or any(c in template for c in "{}\n"):
         return template
@@ -78,10 +85,10 @@ def chat_template(options: Mapping[str, Any]) -> str | None:
 
 
 def template_kwargs(job: JobConfig, request: Request) -> dict[str, Any]:
-    """Return the variables for the chat template: the job's, overridden by the row's.
+    """Return the variables for the chat template: those of the job, overridden by those of the row.
 
-    As in vLLM's server, a row's ``reasoning_effort`` switches thinking on or off, unless the row sets
-    ``enable_thinking`` itself.
+    ``reasoning_effort`` of a row switches thinking on or off, as in vLLM's server, unless the row sets
+    ``enable_thinking``.
     """
     own = dict(request.chat_template_kwargs)
     if (effort := own.get("reasoning_effort")) is not None:
@@ -99,8 +106,10 @@ def cause(error: BaseException) -> str:
 def problems_with(
     place: str, table: type[Table], values: Mapping[str, Any], kind: str
 ) -> list[str]:
-    """Return one line for each invalid name in ``place``, a table of the job that only engines of ``kind``
-    have. The list is empty if ``values`` are a valid ``table``."""
+    """Check ``values`` of the job's table ``place`` (such as ``engine.options``) against the model ``table``.
+
+    Return one message per wrong key. An unknown key is reported as unknown to engines of ``kind``.
+    """
     try:
         table.model_validate(values)
     except ValidationError as error:

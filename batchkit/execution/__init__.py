@@ -1,1 +1,1 @@
-"""The run: sends rows to workers, and writes the records that come back."""
+"""The execution of a run: rows go to workers, and their records are written."""

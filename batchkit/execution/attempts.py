@@ -1,7 +1,9 @@
-"""Retries within a run: after a failure, with a shorter prompt if it was too long, or because the answer is missing.
+"""Retries within a run. A request is retried in three cases:
 
-An answer is missing if scoring finds nothing in it, or if it fails ``output.parse``; ``retry.reask`` allows retries for
-that reason. If such a retry fails, the row keeps its earlier answer.
+- It failed for a reason that may pass.
+- Its prompt was too long; the retry has a shorter one.
+- Its answer lacks what the job needs, and ``retry.reask`` allows to ask again. This means that scoring finds nothing in
+  the answer, or that it fails ``output.parse``. If the retry fails, the row keeps its earlier answer.
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ class _RetryState:
 
 
 class Attempts:
-    """The retries of a lane: decides for each completion whether its request is settled, and holds those to retry.
+    """The retries of a lane. For each completion it decides whether the request is settled; if not, it keeps the
+    request until its retry is due. Not thread-safe.
 
-    Not thread-safe. ``retried`` counts all retries except retries with a shorter prompt.
+    ``retried``: number of retries so far, without those with a shorter prompt.
     """
 
     def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +65,7 @@ class Attempts:
         return len(self._waiting)
 
     def pop_due(self) -> Request | None:
-        """Return the request whose backoff ended first, or None if no backoff is over."""
+        """Return the request whose backoff ended first; None if all backoffs still last."""
         if not self._waiting or self._waiting[0][0] > self._clock():
             return None
         return heapq.heappop(self._waiting)[2]
@@ -86,7 +89,7 @@ class Attempts:
         return replace(settled, earlier_usage=sum_of(row.spent)) if row.spent else settled
 
     def _retry_later(self, completion: Completion, row: _RetryState) -> bool:
-        """Schedule another attempt if the retry rules allow one, and return whether they do."""
+        """Schedule another attempt at the request if the job allows it. Return whether it does."""
         if isinstance(completion.error, PromptTooLongError):
             return self._shorten(completion.request, completion.error, row)
         reasks = self._retry.reask and isinstance(completion.error, InvalidOutputError)
@@ -131,7 +134,7 @@ class Attempts:
 
 
 def _best(completion: Completion, row: _RetryState) -> Completion:
-    """Return the completion to keep: this attempt's, or the row's earlier answer if this attempt failed."""
+    """Return this attempt's completion; if this attempt failed, return the row's earlier answer, if there is one."""
     had = row.answer
     return completion if completion.error is None or had is None or had.error else had
 
@@ -139,7 +142,7 @@ def _best(completion: Completion, row: _RetryState) -> Completion:
 def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Request | None:
     """Return the request to submit again, or None if the failure is final.
 
-    ``tries`` counts the row's tries in this run, including the one that just failed.
+    ``tries``: number of tries of the row in this run, including the failed one.
     """
     request, error = completion.request, completion.error
     if error is None or not error.retryable or tries >= retry.attempts:
@@ -156,14 +159,14 @@ def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Reque
 
 
 def next_sampling(request: Request, retry: RetryTable) -> Request:
-    """Return ``request`` with the number and the temperature of its next attempt."""
+    """Return ``request`` with the attempt number and the sampling temperature of its next attempt."""
     attempt = request.attempt + 1
     sampling = with_temperature(request.sampling, attempt, retry)
     return replace(request, sampling=sampling, attempt=attempt)
 
 
 def wait_s(tries: int, retry: RetryTable) -> float:
-    """Return the seconds to wait after ``tries`` failed tries; the wait doubles each time."""
+    """Return the seconds to wait after ``tries`` failed tries. The time doubles with each try."""
     return retry.backoff_s * 2.0 ** min(tries - 1, _MOST_DOUBLINGS)
 
 

@@ -1,13 +1,14 @@
-"""A search for the rows that kill an engine: it replays suspects in halves.
+"""A search for the rows that kill an engine (poison rows). It replays the suspects in halves.
 
-After a death every request in flight is a suspect. They are replayed in two groups, with no other
-request in flight. A group that kills the engine again is split, until the poison row is alone. A
-row is quarantined when it has killed the engine alone twice in the same way: a single death may be
-an accident of the machine. After a search that ends without a quarantine, the machine is known to
-have accidents, and three deaths are needed.
+After the engine's death, every request in flight is a suspect. The suspects are replayed in two groups, with no other
+request in flight. If a group kills the engine again, the group is split, until the poison row is alone.
 
-So k poison rows among n cost at most about k * (log2(n) + 2) restarts, and every other row is
-answered. Large groups go first: their answers show early that the engine works.
+A row is quarantined when it has killed the engine alone twice in the same way: a single death may be an accident of the
+machine. If a search ends without a quarantine, the machine is known to have accidents. From then on, three deaths are
+needed.
+
+k poison rows among n cost at most about k * (log2(n) + 2) restarts, and every other row is answered. Large groups are
+replayed first, because their answers show early that the engine works.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SuspectGroup(Generic[T]):
-    """Requests to replay together. ``deaths``: causes of the deaths so far, if the group is a single request."""
+    """Requests to replay together. ``deaths``: causes of the deaths so far, for a group of one request."""
 
     requests: Sequence[T]
     deaths: tuple[str, ...] = ()
@@ -32,9 +33,9 @@ class SuspectGroup(Generic[T]):
 
 
 class Suspects(Generic[T]):
-    """A queue of request groups to replay, each with no other request in flight.
+    """A queue of groups of requests to replay. While a group is replayed, no other request is in flight.
 
-    ``T`` is the type to replay: Request for an engine, Task for a worker on Ray.
+    The type ``T`` is Request for an engine, and Task for a worker on Ray.
     """
 
     def __init__(self) -> None:
@@ -51,8 +52,9 @@ class Suspects(Generic[T]):
         """Return the number of requests that wait for replay."""
         return sum(len(group.requests) for group in self._groups)
 
-    def died(self, in_flight: Sequence[T], cause: str) -> T | None:
-        """Record a death with these requests in flight. Return the poison row if it is proven, otherwise None."""
+    def record_death(self, in_flight: Sequence[T], cause: str) -> T | None:
+        """Record that the engine died while ``in_flight`` ran. Return the poison row if this proves it, otherwise
+        None."""
         if not self:
             self._without_quarantine = True
         replayed, self._replaying = self._replaying, None
@@ -68,15 +70,16 @@ class Suspects(Generic[T]):
         return None
 
     def suspect(self, request: T) -> None:
-        """Queue ``request`` for a replay alone. It was quarantined in an earlier start, so one death is proof."""
+        """Queue ``request`` to be replayed alone. An earlier start quarantined it, so one death is proof."""
         self._groups.append(SuspectGroup([request], is_quarantined=True))
 
     def interpose(self, requests: Sequence[T]) -> None:
-        """Queue ``requests`` as the next group. They are not suspects; they show whether the engine works."""
+        """Queue ``requests`` as the next group. They are not suspects: their answers show whether the engine works."""
         self._groups.appendleft(SuspectGroup(requests))
 
     def single_out(self) -> None:
-        """Queue one request of the largest group as the next group: most requests of a large group are good."""
+        """Queue one request of the largest group as the next group, because most requests of a large group are
+        harmless."""
         if self._groups:
             largest = max(self._groups, key=lambda group: len(group.requests))
             if len(largest.requests) > 1:
@@ -85,7 +88,7 @@ class Suspects(Generic[T]):
                 self._groups.appendleft(SuspectGroup(largest.requests[:1]))
 
     def next_group(self) -> Sequence[T]:
-        """Return the next group to replay, or an empty one. No request may be in flight."""
+        """Return the next group to replay, or an empty one. Call it only while no request is in flight."""
         self._replaying = self._groups.popleft() if self._groups else None
         if self._replaying is not None:
             return self._replaying.requests

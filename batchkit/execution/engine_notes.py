@@ -1,4 +1,5 @@
-"""Notes about a run's engines: lines for the log, and entries of the manifest for ``status`` and the next start."""
+"""Notes about a run's engines: lines for the log, and entries in the manifest, which ``status`` and the next start
+read."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import check_found, names_same_model
-from batchkit.storage.manifest import forget_other_steps
+from batchkit.storage.manifest import forget_other_reductions
 
 
 class EngineNotes:
-    """The receiver of engine events of one start; it writes them to the screen and the manifest."""
+    """The receiver of engine events in one start. It writes them to the screen and to the manifest."""
 
     def __init__(self, start: Start, run: OpenRun, tasks: Tasks, screen: Screen) -> None:
         self._job, self._run, self._tasks, self._screen = start.job, run, tasks, screen
@@ -49,25 +50,25 @@ class EngineNotes:
                 self._run.save()  # now, because the next start needs it even after a kill
 
     def known(self, names: Sequence[str]) -> dict[str, EngineHistory]:
-        """Return the history of the named engines from earlier starts, as far as it is still valid.
+        """Return the histories of the engines with these names from earlier starts, as far as they still apply.
 
-        Smaller settings are forgotten if the engine's options have changed.
+        Reduced settings are dropped if the job's own engine options have changed since.
         """
         found = dict[str, EngineHistory]()
         for name in names:
             noted = self._run.manifest.notes_of(name)
             options = self._job.with_engine(name).engine.options
-            if forget_other_steps(noted, input_hash(options)):
+            if forget_other_reductions(noted, input_hash(options)):
                 self.hear(
                     Line(
                         "engine options have changed: smaller settings that an earlier start needed are not used"
                     )
                 )
-            found[name] = EngineHistory(0, list(noted.engine_steps), name)
+            found[name] = EngineHistory(0, list(noted.engine_reductions), name)
         return found
 
     def announce(self, names: Sequence[str], *, reused: Collection[str]) -> None:
-        """Report which engines are loaded now, and which are already loaded (``reused``)."""
+        """Log which engines are loaded for this start. ``reused``: engines that were already loaded."""
         workers = self._job.run.workers
         for name in names:
             engine = self._job.with_engine(name).engine
@@ -96,9 +97,9 @@ class EngineNotes:
             start.engines = {**start.engines, **named}
 
     def _remember(self, history: EngineHistory) -> None:
-        """Record the restarts and the smaller settings after an engine died."""
+        """Write an engine's restarts and reduced settings to the manifest, after the engine died."""
         manifest = self._run.manifest
         self._restarts[self._tasks.turns.number, history.engine] = history.restarts
         manifest.last_start.engine_restarts = self._restarts.total()
         noted = manifest.notes_of(history.engine)
-        noted.engine_steps = [dict(step) for step in history.steps]
+        noted.engine_reductions = [dict(reduction) for reduction in history.reductions]

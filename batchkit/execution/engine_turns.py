@@ -1,8 +1,8 @@
 """Turns of engines: which engines of a job are loaded together, and which one after another.
 
-With several turns, a row that needs an engine which is not loaded is paused: its coroutine is dropped
-(``rollouts/``). Once all rows have ended or are paused, the engine that most paused rows need is loaded, and
-all paused rows begin again with their generations from the ledger.
+With several turns, a row may need an engine that is not loaded. Such a row is paused: its coroutine is dropped
+(``rollouts/``). Once all rows have ended or are paused, the engine that most paused rows need is loaded. All paused
+rows then begin again, with their recorded generations from the ledger.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from batchkit.storage.index_set import IndexSet
 
 
 class Grouping(NamedTuple):
-    """The engines of a job in groups. The engines of a group are loaded together, and one group after another.
+    """The engines of a job in groups. The engines of one group are loaded together; the groups are loaded in turn.
 
-    ``groups``: engine names. The first name of a group is in no other group, and identifies the group. ``why``: reason
-    for the groups, for the log; "" if the job has one engine. ``environments``: environment variables of the engines'
-    processes, by engine name.
+    - ``groups``: engine names. The first name of a group is in no other group, and identifies the group.
+    - ``why``: reason for the groups, for the log; "" if the job has one engine.
+    - ``environments``: environment variables for the engines' processes, by engine name.
     """
 
     groups: Sequence[Sequence[str]]
@@ -36,11 +36,11 @@ class Grouping(NamedTuple):
 
 
 def grouping_of(job: JobConfig) -> Grouping:
-    """Return the groups of engines to load together.
+    """Return the groups of the job's engines.
 
     All engines form one group if at most one of them holds a model on this machine, or if ``run.worker_gpus`` has
-    enough GPUs for all (0: they use no GPU). Otherwise each engine with a model here is a group. A server that runs
-    already needs no memory here, so it is in every group.
+    enough GPUs for all of them (0 means that they use no GPU). Otherwise each engine with a model on this machine is a
+    group. An engine that uses a running server needs no memory here, so it is in every group.
     """
     names = job.engine_names
     if len(names) == 1:
@@ -64,10 +64,12 @@ def is_loaded_here(engine: EngineTable) -> bool:
 def side_by_side(
     jobs: Mapping[str, JobConfig], room: float | None
 ) -> tuple[str, Mapping[str, Mapping[str, str]]]:
-    """Return why the engines of ``jobs`` can't be loaded together ("" if they can), and which GPUs each one gets.
+    """Return why the engines of ``jobs`` can't be loaded together ("" if they can), and which GPUs each engine gets.
 
-    ``jobs``: by engine name. ``room``: number of GPUs; 0: engines use none; None: unknown. The GPUs are returned as
-    environment variables, by engine name.
+    The GPUs are returned as environment variables by engine name.
+
+    - ``jobs``: a job per engine, by engine name.
+    - ``room``: number of GPUs. 0: the engines use none. None: unknown.
     """
     gpus = {name: job.engine_gpus for name, job in jobs.items()}
     if len(jobs) < 2:
@@ -78,7 +80,10 @@ def side_by_side(
 
 
 def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None) -> str:
-    """Return why the GPUs can't hold these engines together; "" if they can."""
+    """Return why these engines can't be loaded together; "" if they can.
+
+    ``needed``: number of GPUs that they need. ``room``: as in ``side_by_side``.
+    """
     if any(engine.in_process for engine in engines):
         return "engine.in_process allows one engine"
     if room == 0:
@@ -93,7 +98,7 @@ def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None)
 
 
 class Turns:
-    """The order in which a start loads groups of engines, and the rows that wait for one. ``say`` writes to the log."""
+    """The order in which a start loads groups of engines, and the rows that are paused. ``say`` writes to the log."""
 
     def __init__(self, job: JobConfig, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say
@@ -104,7 +109,10 @@ class Turns:
         self.number = 0
 
     def first(self, interrupted: str | None) -> Sequence[str]:
-        """Return the engines to load first. ``interrupted``: the group that was loaded when an earlier start ended."""
+        """Return the engines to load first.
+
+        ``interrupted``: name of the group that was loaded when an earlier start was interrupted; it is loaded first.
+        """
         if self._why:
             self._say(self._why)
         asked = [step.engine for step in self._job.steps if step.engine in self._groups]
@@ -121,7 +129,7 @@ class Turns:
     def next(self) -> tuple[Sequence[str], IndexSet]:
         """Return the engines to load next, and the indexes of all paused rows.
 
-        The engine that most paused rows need is next. Rows that need another one will be paused again.
+        They are the engines of the group that most paused rows need. Rows that need another group will be paused again.
         """
         engine = max(self._paused, key=lambda name: len(self._paused[name]))
         due = reduce(or_, self._paused.values())
@@ -144,7 +152,10 @@ def _label(name: str) -> str:
 
 
 def _shares(gpus: Mapping[str, int]) -> dict[str, str]:
-    """Divide the visible GPUs among engines that need ``gpus`` each. Return each one's ``CUDA_VISIBLE_DEVICES``."""
+    """Divide the visible GPUs among the engines, and return the value of ``CUDA_VISIBLE_DEVICES`` for each one by name.
+
+    ``gpus``: number of GPUs that each engine needs.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = iter(visible.split(",") if visible else map(str, range(sum(gpus.values()))))
     return {name: ",".join(islice(devices, n)) for name, n in gpus.items()}

@@ -1,4 +1,4 @@
-"""Events that engines and workers report to the run while they work."""
+"""Events that engines and workers report to the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Line(NamedTuple):
 
 
 class EngineLine(NamedTuple):
-    """A line about an engine or a worker. ``status`` shows it, too."""
+    """A log line about an engine or a worker. It is also kept in the manifest for ``status``."""
 
     text: str
 
@@ -25,30 +25,31 @@ class Note(NamedTuple):
 
 
 class EngineHistory(NamedTuple):
-    """An engine's number of restarts after deaths, and its settings that were reduced.
+    """The history of an engine: how often it was restarted after deaths, and which of its options were reduced.
 
-    It is reported after each death and stored in the manifest, so that the next start of the run begins with the
-    reduced settings. ``steps``: the reductions after out of memory, in order (``engines/memory_ladder.py``).
-    ``engine``: name in ``[engines]``, or "" for ``[engine]``.
+    It is reported after each death and kept in the manifest, so that the next start begins with the reduced options.
+
+    - ``reductions``: the changed options after each out-of-memory error (``engines/memory_ladder.py``).
+    - ``engine``: name in ``[engines]``; "" for ``[engine]``.
     """
 
     restarts: int = 0
-    steps: Sequence[Mapping[str, Any]] = ()
+    reductions: Sequence[Mapping[str, Any]] = ()
     engine: str = ""
 
 
 class Found(NamedTuple):
-    """Facts about an engine's models that only the loaded engine knows, for the identity of the run.
+    """Facts about a model that only the loaded engine knows. They become a part of the run's identity.
 
-    ``found``: by identity key, then by name: hub commits by model (``engine.commits``), or properties of the model
-    that a server serves (``engine.served``).
+    ``found``: by identity key, then by name. ``engine.commits`` has hub commits by model name; ``engine.served`` has
+    properties of the model that a server serves.
     """
 
     found: Mapping[str, Mapping[str, Any]]
 
 
 class Load(NamedTuple):
-    """Load of one or several engines at their last poll."""
+    """The summed load of one or several engines at their last poll."""
 
     window: int = 0  # maximum number of requests in flight
     in_flight: int = 0

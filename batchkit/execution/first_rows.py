@@ -1,4 +1,4 @@
-"""Checks on the first rows, before the model is loaded: they find many mistakes in a job within seconds."""
+"""Checks on the first rows before the model is loaded. They find many mistakes in a job within seconds."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def check_first_rows(
 ) -> None:
     """Render the first rows, and raise JobError if all of them fail for the same reason.
 
-    Stops at the first row that succeeds or fails for another reason, or after ``run.check_rows``: usually this renders
-    one row. ``all_rows`` yields the input again, if it can be read twice: in a batch file, lines for other tasks may
-    come before lines that the job can answer.
+    This stops at the first row that succeeds or fails for another reason, or after ``run.check_rows``. Usually only one
+    row is rendered. With workers on Ray, media errors are ignored, because workers may see files that this process
+    can't see. Rollouts are not checked, because their requests are known only while they run.
 
-    With workers on Ray, media errors are ignored, because workers may see files that this process can't. Rollouts are
-    not checked, because their requests are known only while they run.
+    ``all_rows``: the input again from its beginning, if it can be read twice. In a batch file, lines for other tasks
+    may come before lines that the job can answer.
     """
     failed: list[tuple[Row, RowError]] = []
     for row in islice(rows, job.run.check_rows if job.rollout is None else 0):
@@ -71,7 +71,7 @@ def check_first_rows(
 
 
 def _has_line_for(job: JobConfig, rows: Iterable[Row]) -> bool:
-    """Return whether one of ``rows`` is a batch line for the job's task; reads for at most two seconds."""
+    """Return whether one of ``rows`` is a batch line for the job's task. Reads for at most two seconds."""
     until = time.monotonic() + _LOOK_S
     with suppress(InputError):  # a broken line stops the run later, when the run reads it
         for row in rows:
@@ -84,9 +84,9 @@ def _has_line_for(job: JobConfig, rows: Iterable[Row]) -> bool:
 
 
 class FirstFailures:
-    """A check that the first rows of a run did not all fail for one reason that a retry can't remove.
+    """A check during a run: do all of its first rows fail for the same reason, which no retry can remove?
 
-    Applies to runs without answers. ``most``: number of rows to look at; 0 turns the check off.
+    It is done only in runs that have no answer yet. ``most``: number of rows to check; 0 turns the check off.
     """
 
     def __init__(self, most: int) -> None:
@@ -96,14 +96,14 @@ class FirstFailures:
         self._reasons = set[tuple[str, str]]()
 
     def noting(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Yield ``rows``, and remember which are the first."""
+        """Yield ``rows`` unchanged, and remember which rows are the first."""
         for row in islice(rows, self._most):
             self._first.add(row.index)
             yield row
         yield from rows
 
     def settle(self, record: Counted) -> None:
-        """Note the record of a settled row; turn the check off if other rows may be answered."""
+        """Take the record of a settled row into account. An answer, or a failure for another reason, ends the check."""
         if (error := record.error) is None:
             self._most = 0
         elif error.type == WrongTaskError.__name__:
@@ -115,7 +115,8 @@ class FirstFailures:
                 self._most = 0
 
     def check(self, *, is_end: bool = False) -> None:
-        """Raise JobError if all first rows failed for one reason; ``is_end``: there are no more rows."""
+        """Raise JobError if all first rows have failed for the same reason. ``is_end``: True if there are no more
+        rows."""
         count = len(self._failed)
         if self._most and (count == self._most or (is_end and count >= _FEWEST)):
             first = self._failed[0]
@@ -132,7 +133,11 @@ def _all_fail(index: int, row_id: str, error: ErrorInfo, count: int, so: str) ->
 
 
 def check_uses_a_column(job: JobConfig, row: Row) -> None:
-    """Raise JobError if no prompt uses a column, or ``prompt.images`` (or a clip) names one without a template."""
+    """Raise JobError if no prompt uses a column of the row, or if a key for images or clips contains a plain column
+    name.
+
+    Such a key needs a template, for example ``{{ image }}``.
+    """
     for place, its in job.of_each_step():
         for kind in ("images", "videos", "audios"):
             for template in getattr(its.prompt, kind):
@@ -163,9 +168,9 @@ def check_uses_a_column(job: JobConfig, row: Row) -> None:
 
 
 def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
-    """Raise JobError if a template reads a step like a column, or no template reads a key of ``input.cross``.
+    """Raise JobError if a template uses a step's name as a column, or if no template uses a key of ``input.cross``.
 
-    Keys are not checked if rows bring their own prompts, or if a template reads the whole row.
+    Keys of ``input.cross`` are not checked if rows have their own prompts, or if a template uses the whole row.
     """
     read, steps = set[str | None](), {step.name for step in job.steps}
     whens = {f"steps.{step.name}.": step.when or "" for step in job.steps}
@@ -187,7 +192,8 @@ def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
 
 
 def _meant(texts: Sequence[str], fields: Mapping[str, Any]) -> str:
-    """Return the end of the error message for a prompt without a column: what its author probably wanted to write."""
+    """Return advice for a prompt that uses no column, as the end of an error message: what its author probably
+    meant."""
     for text in texts:
         if (file := Path(text.strip().removeprefix("@"))).suffix and file.is_file():
             return f": it is the name of a file, which prompt.user_file = {str(file)!r} reads"
@@ -199,9 +205,9 @@ def _meant(texts: Sequence[str], fields: Mapping[str, Any]) -> str:
 
 
 def check_columns(rows: Iterable[Row], job: JobConfig) -> None:
-    """Check that the fields which the job names outside its prompts occur in the first rows.
+    """Check that the first rows have the fields that the job names outside its prompts.
 
-    Stops at the first row that has them all, at most after ``run.check_rows``.
+    This stops at the first row that has all of them, or after ``run.check_rows``.
 
     Raises:
         JobError: all of these rows lack the same field.
@@ -251,7 +257,8 @@ def blanks_in(rows: Iterable[Row], job: JobConfig) -> Iterator[str]:
 
 
 def _fields_named(job: JobConfig) -> list[tuple[str, str]]:
-    """Return pairs of a job key and a field of rows that it names, for example ``("output.keep", "title")``."""
+    """Return the fields of rows that the job names outside its prompts, as pairs of key and field: ``("output.keep",
+    "title")``."""
     keep = () if job.output.keep == "*" else job.output.keep
     named = [("output.keep", name) for name in keep]
     for key, table in _scorings(job):
@@ -268,13 +275,17 @@ def _scorings(job: JobConfig) -> list[tuple[str, ScoringTable]]:
 
 
 def _reason(error: RowError | ErrorInfo) -> tuple[str, str]:
-    """Return a value that is equal for errors that differ only in numbers and in the file or line they name."""
+    """Return a value that is equal for errors with the same reason: numbers, files and lines in the message are
+    ignored."""
     message = error.message if isinstance(error, ErrorInfo) else str(error)
     return error.kind, re.sub(r"\d+", "0", message.partition(": ")[2] or message)
 
 
 def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each likely mistake in lengths, scoring, or templates of steps; ``first``: a row's fields."""
+    """Yield a line for each likely mistake in token limits, scoring, or the templates of steps.
+
+    ``first``: the fields of one row.
+    """
     for place, its in job.of_each_step():
         yield from (place + hint for hint in _of_generation(its, first))
     yield from _of_steps(job, first)
@@ -300,7 +311,7 @@ def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_texts(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each text that probably reaches the model in another form than intended."""
+    """Yield a line for each text that probably reaches the model in another form than the user wants."""
     made = PromptTemplates(job)
     for part in filter(None, (made.system, made.user)):
         if "\\n" in part.source and "\n" not in part.source:
@@ -336,7 +347,11 @@ def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
 def scoring_hints(
     table: ScoringTable, first: Mapping[str, Any] | None, key: str = "scoring"
 ) -> Iterator[str]:
-    """Yield a line for each likely mistake in the scoring at ``key``; ``first``: a row's fields, if known."""
+    """Yield a line for each likely mistake in the scoring ``table``.
+
+    - ``first``: the fields of one row, if known.
+    - ``key``: where the table is in the job, for example ``scoring``.
+    """
     for name, value in _without_number(table, first or {}):
         yield (
             f'{key}: the scorer "numeric" compares numbers, but {name} of the first row is {value[:40]!r}: rows'
@@ -355,7 +370,8 @@ def scoring_hints(
 
 
 def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each of ``names`` that the first row lacks: it may be misspelled, or only some rows have it."""
+    """Yield a line for each of ``names`` (from the job's ``key``) that the row ``first`` lacks. It may be
+    misspelled."""
     for name in names:
         if name not in first:
             hint = did_you_mean(name, map(str, first))
@@ -363,7 +379,8 @@ def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterato
 
 
 def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each reference field of the scorer ``numeric`` that has no number in the first row, with its text."""
+    """Yield each reference field for the scorer ``numeric`` in which the first row has no number, and the field's
+    text."""
     for part in table.parts:
         name = part.reference or table.reference
         scorers = table.scorers if part.scorers is None else part.scorers
@@ -374,7 +391,7 @@ def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[t
 
 
 def _without_reference(table: ScoringTable) -> list[str]:
-    """Return the scorers that need a right answer, but are in a part of ``[scoring]`` that names no reference.
+    """Return the scorers that need a reference answer but have none: their part of ``[scoring]`` does not name it.
 
     Only built-in scorers are checked, because those of other packages may need none.
     """

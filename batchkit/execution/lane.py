@@ -1,4 +1,4 @@
-"""One engine of a worker: loaded or reused, supervised, and fed with its requests."""
+"""A lane: one engine of a worker, which is loaded or reused, supervised, and gets requests."""
 
 from __future__ import annotations
 
@@ -33,23 +33,26 @@ POLL_S = 0.05  # longest wait of one poll, so that the loop soon notices signals
 
 
 class Loaded(NamedTuple):
-    """A loaded engine, and the settings and files it was loaded from.
+    """A loaded engine, with the settings and files from which it was loaded.
 
-    ``steps``: settings that were reduced after out of memory; ``options`` include them. ``identity``: hashes of the
-    engine's files. ``commits``: commit hashes of the models that came from the hub.
+    - ``options``: its options, with all reductions.
+    - ``reductions``: options that were reduced after out-of-memory errors.
+    - ``identity``: hashes of the engine's files.
+    - ``commits``: commit hashes of models from the hub.
     """
 
     engine: Engine
     options: Mapping[str, Any]
-    steps: Sequence[Mapping[str, Any]]
+    reductions: Sequence[Mapping[str, Any]]
     identity: Mapping[str, Any]
     commits: Mapping[str, str]
 
 
 class Wanted(NamedTuple):
-    """The engine that a lane needs: the ``options`` and the file hashes (``identity``) that it must be loaded with.
+    """A description of the engine that a lane needs.
 
-    ``environment``: variables that its process gets in addition to the run's own.
+    - ``options``, ``identity``: the options and file hashes with which it must be loaded.
+    - ``environment``: variables that its process gets in addition to the run's own.
     """
 
     name: str
@@ -62,12 +65,13 @@ class Wanted(NamedTuple):
 
 
 class KeptEngine:
-    """Loaded engines that outlive a run. ``idle``: engines that no run uses now, by name.
+    """Loaded engines that outlive a run, so that the next run does not load them again. It serves one run at a time.
 
-    A run takes an engine, and returns it at its end if no request is in flight. Serves one run at a time.
+    A run takes an engine, and returns it at its end if no request is in flight.
 
-    ``log`` is the file that ``[engine]`` prints to. It is outside the run folder if the engine outlives the run,
-    since that folder may be moved aside.
+    - ``idle``: engines that no run uses now, by name.
+    - ``log``: file to which ``[engine]`` prints. It should be outside the run folder, which may be moved aside while
+      the engine lives on.
     """
 
     def __init__(self, log: Path) -> None:
@@ -76,7 +80,7 @@ class KeptEngine:
         self._launchers: dict[str, Launcher] = {}
 
     def launcher(self, wanted: Wanted) -> Launcher:
-        """Return the launcher that starts the processes of the engine ``wanted``."""
+        """Return the launcher for the processes of the engine ``wanted``."""
         known = self._launchers.get(wanted.name)
         if known is None or known.environment != wanted.environment:
             if known is not None:
@@ -86,7 +90,7 @@ class KeptEngine:
         return known
 
     def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded]) -> Loaded:
-        """Return the idle engine if it is alive and matches ``wanted``; otherwise close it and load a new one."""
+        """Return the idle engine if it is alive and matches ``wanted``. Otherwise close it and call ``load``."""
         idle = self.idle.pop(wanted.name, None)
         if idle is not None:
             if wanted.is_met_by(idle) and _answers_poll(idle.engine):
@@ -95,7 +99,7 @@ class KeptEngine:
         return load(self.launcher(wanted))
 
     def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
-        """Take the engine back at the end of a run; close it unless it is idle."""
+        """Take an engine back at the end of a run. Close it unless ``is_idle``: requests may still be in flight."""
         if is_idle:
             self.idle[name] = loaded
         else:
@@ -111,7 +115,7 @@ class KeptEngine:
 
 
 class Engines(Protocol):
-    """The source of a lane's engine: ``KeptEngine`` or ``SharedEngines``."""
+    """A provider of loaded engines for lanes: ``KeptEngine`` or ``SharedEngines``."""
 
     @property
     def idle(self) -> Mapping[str, Loaded]: ...
@@ -133,10 +137,12 @@ class Opening(NamedTuple):
 
 
 class Lane:
-    """One engine and the requests for it. Each request comes back once, as the completion that settles it.
+    """One engine and its requests. Each request comes back once, as the completion that settles it. Not thread-safe.
 
-    The constructor loads the model. ``name``: name in ``[engines]``, or "" for ``[engine]``. ``in_flight``: requests
-    that the engine works on, by key. Not thread-safe.
+    The constructor loads the model.
+
+    - ``name``: name in ``[engines]``; "" for ``[engine]``.
+    - ``in_flight``: the requests that the engine works on, by key.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
@@ -158,16 +164,16 @@ class Lane:
         self._preemptions = 0
 
     def fill(self) -> list[Completion]:
-        """Submit requests until the window is full; wait only if the engine has nothing to do.
+        """Submit requests until the window is full. Wait for a request only if the engine has nothing to do.
 
-        Return rows that ended without the engine. At most ``AHEAD`` requests are handled per call, so that such
-        rows reach the disk soon even if there are many.
+        Return rows that ended without the engine, for example rows that can't be rendered. One call handles at most
+        ``AHEAD`` requests, so that such rows are written soon even if there are many.
         """
         settled: list[Completion] = []
         for _ in range(AHEAD):
             if len(self.in_flight) >= self._window.size:
                 break
-            if settled and self._requests.broken:
+            if settled and self._requests.will_raise:
                 break  # the input is broken: write these before ``get`` raises the error
             rendered = self._next()
             if rendered is None:
@@ -180,7 +186,8 @@ class Lane:
         return settled
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Return settled completions; wait at most ``timeout_s`` for the first. Also adapt the window to the load."""
+        """Return completions that settle their requests; wait at most ``timeout_s`` for the first. Adapt the window to
+        the load."""
         settled: list[Completion] = []
         if self.in_flight:
             for completion in self._engine.poll(timeout_s):
@@ -220,14 +227,15 @@ class Lane:
         return self._engine.versions
 
     def close(self) -> None:
-        """Drop requests in flight. An idle engine is kept for the next run."""
+        """Drop requests in flight and give the engine back. If it is idle, it may be kept for the next run."""
         self._opening.engines.put(self.name, self._loaded, is_idle=self._engine.is_idle)
 
     def _next(self) -> Request | Completion | None:
-        """Return the next request, or a row that ended without the engine; None if neither is ready."""
+        """Return the next request, or the completion of a row that ended without the engine; None if neither is
+        ready."""
         if (again := self._attempts.pop_due()) is not None:
             return again
-        if self.in_flight and self._requests.broken:
+        if self.in_flight and self._requests.will_raise:
             return None  # ``get`` would raise the input's error: finish running requests first
         return self._requests.get(self.name, 0 if self.in_flight else POLL_S)
 
@@ -260,8 +268,8 @@ class Lane:
     def _supervised(self) -> SupervisedEngine:
         idle = self._opening.engines.idle.get(self.name)
         known = self._opening.known.get(self.name, EngineHistory()) if idle is None else idle
-        ladder = Ladder(known.steps)
-        if ladder.steps:
+        ladder = Ladder(known.reductions)
+        if ladder.reductions:
             settings = ", ".join(f"{key} = {value}" for key, value in ladder.overrides.items())
             self._hear(
                 Line(f"an earlier engine ran out of memory; engine settings from then: {settings}")
@@ -282,8 +290,8 @@ class Lane:
     def _load_engine(self, job: JobConfig, ladder: Ladder) -> Engine:
         """Load the engine of ``job``, or reuse an idle one that was loaded with the same options and files.
 
-        The supervisor calls this at the start and after each engine death. ``job`` is the lane's job with the settings
-        that ``ladder`` has reduced.
+        The supervisor calls this at the start and after each engine death. ``job`` is then the lane's job with the
+        reduced options of ``ladder``.
 
         Raises:
             JobError, EngineError: the model can't be loaded, or a file of the run has changed.
@@ -292,7 +300,7 @@ class Lane:
 
         def load(launcher: Launcher) -> Loaded:
             engine = open_engine(job, launcher)
-            return Loaded(engine, options, ladder.steps, then, identity.hub_commits(self._job))
+            return Loaded(engine, options, ladder.reductions, then, identity.hub_commits(self._job))
 
         wanted = Wanted(self.name, options, then, opening.environments.get(self.name, {}))
         with opening.guard(), ExitStack() as held:
@@ -307,7 +315,7 @@ class Lane:
 
 
 def _named(hear: Hear, name: str) -> Hear:
-    """Return a listener that adds the engine's name to each event and passes it to ``hear``."""
+    """Return a function that adds the engine's name to an event and passes it to ``hear``."""
 
     def hear_of_it(event: Event) -> None:
         match event:
@@ -325,9 +333,9 @@ def _named(hear: Hear, name: str) -> Hear:
 
 
 def check_unchanged(start: Start) -> None:
-    """Check that the files of models, functions and prompts are the ones that this start began with.
+    """Check that the files of models, functions and prompts have not changed since this start began.
 
-    A worker on another machine may not see all of them; it compares the files it sees.
+    A worker on another machine may not see all of them. It compares the files that it sees.
 
     Raises:
         EngineError: a file differs.

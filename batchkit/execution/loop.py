@@ -38,7 +38,7 @@ _BEGUN = {
 
 
 class Loop:
-    """The main loop of one start. Only its own thread uses the worker pool and the ledger."""
+    """The main loop of one start. Its thread alone uses the worker pool and the ledger."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Loop:
         self._next_sync = 0.0
 
     def run(self) -> Outcome:
-        """Settle every pending row."""
+        """Run all pending rows until each is settled or the start must stop. Return the outcome."""
         try:
             if (row := self._tasks.first()) is None:
                 return self._nothing_due()
@@ -116,7 +116,8 @@ class Loop:
             self._screen.show(self._tasks, pool.load, force=True)
 
     def _write(self, lines: Sequence[Returned], pool: WorkerPool) -> None:
-        """Write settled rows and generations to their logs; note the rows that wait for another engine."""
+        """Write settled rows and generations to their logs. Record the rows that were paused until another engine is
+        loaded."""
         tasks = self._tasks
         for line in lines:
             if isinstance(line, RecordLine):
@@ -124,16 +125,16 @@ class Loop:
             elif isinstance(line, PausedRow):
                 tasks.turns.pause(line)
         self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))
-        pool.written()
+        pool.note_written()
         if tasks.failed:
             tasks.check_first_failures()
             self._stop.check_failures(tasks, pool.load.in_flight)
 
     def _housekeeping(self, pool: WorkerPool) -> None:
-        """Update the screen if that is due; write a checkpoint when its interval is over.
+        """Update the screen if it is due, and write a checkpoint if its interval is over.
 
-        The interval grows if checkpoints are slow, so that they take at most 2 % of the time: the
-        checkpoint is a cache, and an old one only makes a resume read more of the log.
+        If checkpoints are slow, the interval grows, so that they take at most 2 % of the time. An old checkpoint only
+        means that a resume reads more of the log.
         """
         if self._screen.is_due:
             self._screen.show(self._tasks, pool.load)
@@ -145,11 +146,11 @@ class Loop:
                 self._run.save()
 
     def _announce(self) -> None:
-        """Report the rows that earlier starts have done, and the budgets of this start."""
+        """Log how many rows earlier starts have done, and the budgets of this start."""
         if resumed := self._tasks.resumed:
             of = "" if (total := self._tasks.total(timeout_s=1)) is None else f" of {total:,}"
             self._screen.say(f"resumed {resumed:,}{of} rows")
-        if budgets := self._stop.announced():
+        if budgets := self._stop.budget_line():
             self._screen.say(budgets)
 
     def _note_workers(self, pool: WorkerPool) -> bool:
@@ -168,7 +169,7 @@ class Loop:
 
     @contextmanager
     def _opened_pool(self, engines: Sequence[str]) -> Iterator[WorkerPool]:
-        """Yield the workers once the models of ``engines`` are loaded; the first rows are rendered meanwhile."""
+        """Yield the workers once the models of ``engines`` are loaded. The first rows are rendered in the meantime."""
         started, start, tasks = time.monotonic(), self._start, self._tasks
         with ExitStack() as held:
             kept = None if tasks.turns.are_several else self._kept
@@ -208,8 +209,8 @@ class Loop:
     def _is_cut_short(self, pool: WorkerPool) -> bool:
         """Return whether a signal or a budget ended this start before all its rows were settled.
 
-        ``pool.is_done`` may still be False after the last row, because only one more read would find the end of the
-        input. So this also looks for rows that are left.
+        This also looks for rows that were not begun: ``pool.is_done`` may be False after the last row, because the end
+        of the input is found only by reading on.
         """
         if self._stop.request.signum is not None:
             return True
@@ -233,7 +234,8 @@ class Loop:
         return Outcome(self._summary())
 
     def _stopped(self) -> Outcome:
-        """End this start after a signal or a used-up budget; the next start continues."""
+        """Return the outcome of a start that a signal or a used-up budget has ended. The next start continues the
+        run."""
         self._run.ledger.sync()
         signum = self._stop.request.signum
         return Outcome(self._summary(1 if signum is None else 128 + signum))
@@ -241,8 +243,8 @@ class Loop:
     def _summary(self, code: int | None = None) -> RunSummary:
         """Return the summary of this start.
 
-        ``code``: exit code of a start that ended early. None: every row was read, and the exit code follows from the
-        failed rows and, for a retry, from rows that have no record.
+        ``code``: exit code of a start that ended early. With None, all rows were read; the code then depends on failed
+        rows and, in a retry, on rows without a record.
         """
         run, tasks, job = self._run, self._tasks, self._start.job
         total, failures = tasks.total(None if code is None else 0), list[Failure]()

@@ -128,12 +128,14 @@ class ProductionBatchProcessor:
     def process(
         self, rows: Iterable[Any] | None = None, *, name: str | None = None, **others: Never
     ) -> RunSummary:
-        """Run the job's input, or ``rows``: prompts, chat messages, dicts of template fields, or a
-        table (pandas, polars, ``datasets``, any object with an Arrow stream). NaN in a table becomes None.
+        """Run the job's input, or ``rows``.
 
-        A list of rows, or a table, resumes like a file. An iterator can't be compared with the rows of an
-        earlier call, so each call begins a new run and moves the old folder aside. ``name`` gives this
-        call's run another name than the job's, and so another folder.
+        ``rows`` are prompts, chat messages, dicts of template fields, or a table (pandas, polars, ``datasets``, any
+        object with an Arrow stream). NaN in a table becomes None. A list or a table can be resumed like a file. An
+        iterator can't be compared with the rows of an earlier call, so each call begins a new run and moves the old
+        folder aside.
+
+        ``name``: name of this call's run instead of the job's. It also decides the run folder.
 
         Raises:
             BatchkitError: the run stopped; every finished row is on disk. See ``errors``.
@@ -151,10 +153,10 @@ class ProductionBatchProcessor:
         rows: Sequence[Any] | None = None,
         name: str | None = None,
     ) -> RunSummary:
-        """Run the rows in ``attempts`` again, except rows that have an answer already.
+        """Run the rows in ``attempts`` again, except rows that already have an answer.
 
-        ``attempts`` maps a row's index to the number of its last attempt, 0 if it has no record
-        yet. For the other arguments and the exceptions see ``process``.
+        ``attempts``: by row index, the number of the row's last attempt; 0 if the row has no record yet. The other
+        arguments and the exceptions are those of ``process``.
         """
         return self.start(rows, name=name, attempts=attempts).checked()
 
@@ -165,9 +167,10 @@ class ProductionBatchProcessor:
         name: str | None = None,
         attempts: Mapping[int, int] | None = None,
     ) -> Outcome:
-        """Run like ``process`` (or ``retry``, with ``attempts``), but return an error instead of raising it.
+        """Run like ``process``, but put an error into the outcome instead of raising it. With ``attempts``, run like
+        ``retry``.
 
-        An error before the run has begun is still raised. The outcome has the summary of the finished rows.
+        An error before the run has begun is still raised. The outcome also has the summary of the finished rows.
         """
         job = self.job if name is None else _named(self.job, name)
         if rows is None and job.input.path is None:
@@ -212,7 +215,7 @@ class ProductionBatchProcessor:
 
 
 def in_python(message: str) -> str:
-    """Return ``message`` with Python's arguments in place of the command line's options."""
+    """Return ``message`` with options of the command line replaced by the corresponding arguments in Python."""
     for pattern, words in _IN_PYTHON.items():
         message = re.sub(pattern, words, message)
     return message

@@ -28,7 +28,8 @@ _OPERATIONS = {
 
 
 class Family(NamedTuple):
-    """A metric family: help text, ``field`` of Metrics, and ``label`` if it has one value per GPU or row status."""
+    """A metric family. ``field``: its field of Metrics. ``label``: set if it has one value per GPU or per row
+    status."""
 
     text: str
     field: str
@@ -67,9 +68,9 @@ FAMILIES = {
 
 @contextmanager
 def exporting(job: JobConfig) -> Iterator[Show]:
-    """Serve metrics at ``run.metrics_port`` inside the block; yield the function that sets the newest ones.
+    """Serve metrics at ``run.metrics_port`` inside the block. Yield a function that takes the newest metrics.
 
-    Without a port, that function does nothing.
+    Without ``run.metrics_port``, the function does nothing.
 
     Raises:
         JobError: the port is taken, or prometheus_client is not installed.

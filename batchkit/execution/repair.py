@@ -1,6 +1,6 @@
-"""``verify --repair``: make a damaged log readable and resumable.
+"""``verify --repair``: makes a damaged log readable and resumable.
 
-A start repairs the run by itself if only vectors or generations of its records are missing.
+If only vectors or generations of records are missing, a start repairs the run by itself.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def repair(folder: Path, media: Sequence[Path] = ()) -> str:
 
 
 def repair_held(folder: Path, lock: Claim, compared_with: Callable[[Records], Compared]) -> str:
-    """Repair a folder whose ``lock`` this process holds; ``compared_with`` compares the records with the input.
+    """Repair a run folder whose ``lock`` this process holds.
+
+    ``compared_with``: compares the records with the input.
 
     Raises:
         StoreError: as for ``repair``.
@@ -108,9 +110,11 @@ def _calls(folder: Path) -> Iterator[LogLine[Generation]]:
 def _kept(
     lines: Iterator[LogLine[Record]], keep: list[bool], too_few: Mapping[int, int]
 ) -> Iterator[RecordLine]:
-    """Yield the records to keep. ``keep`` has one flag for each record of ``lines``, in order.
+    """Yield the records to keep.
 
-    Records of the rows in ``too_few`` (row index to number of generations found) get ``generations_lost``.
+    - ``keep``: one flag for each record in ``lines``, in order.
+    - ``too_few``: number of generations found, by row index, for rows whose log lost some. Their records get
+      ``generations_lost``.
     """
     is_kept = iter(keep)
     for line in lines:
@@ -126,10 +130,10 @@ def _kept(
 def _kept_calls(
     lines: Iterator[LogLine[Generation]], calls: Calls, settled: IndexSet
 ) -> Iterator[GenerationLine]:
-    """Yield each generation once, without repeated lines.
+    """Yield each valid generation once.
 
     If the log has damaged lines, a row without a record may have lost generations. Its other generations are marked
-    ``replay: fresh``, so that the row does not fail if it now makes other requests.
+    ``replay: fresh``, so that the row does not fail if it makes other requests when it is run again.
     """
     is_again = iter(calls.is_again().tolist())
     for line in lines:

@@ -1,4 +1,4 @@
-"""Sources of the requests that lanes submit: rows rendered ahead, or coroutines of rows."""
+"""Sources of the requests that lanes submit: rows that are rendered ahead, or the coroutines of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from batchkit.types import Completion, Request, Task
 
 
 class RowRequests:
-    """Requests of rows with one generation each, rendered in threads; has the interface of Rollouts."""
+    """A source of requests from rows with one generation each, which are rendered in threads. It has the interface of
+    Rollouts."""
 
     def __init__(self, start: Start, tasks: Iterator[Task], *, may_wait: bool) -> None:
         job, renderer = start.job, start.renderer
@@ -34,12 +35,13 @@ class RowRequests:
         return self._ahead.get(timeout_s)
 
     def answer(self, completions: Sequence[Completion]) -> None:
-        """Do nothing: these rows make one request each. So ``ended`` and ``paused`` have nothing to return, either."""
+        """Do nothing: these rows make one request each. For this reason ``take_ended`` and ``take_paused`` return
+        nothing."""
 
-    def ended(self) -> list[Completion]:
+    def take_ended(self) -> list[Completion]:
         return []
 
-    def paused(self) -> list[PausedRow]:
+    def take_paused(self) -> list[PausedRow]:
         return []
 
     @property
@@ -47,8 +49,8 @@ class RowRequests:
         return self._ahead.exhausted
 
     @property
-    def broken(self) -> bool:
-        return self._ahead.broken
+    def will_raise(self) -> bool:
+        return self._ahead.will_raise
 
 
 Requests = RowRequests | Rollouts
@@ -58,7 +60,10 @@ Requests = RowRequests | Rollouts
 def requests_of(
     start: Start, tasks: Iterator[Task], engines: Sequence[str], *, may_wait: bool
 ) -> Requests:
-    """Return the source of requests for ``tasks``, and start rendering. ``may_wait``: reading the tasks may block."""
+    """Return the source of requests for ``tasks``, and start to render them.
+
+    ``may_wait``: True if reading the tasks may block.
+    """
     if start.job.has_several:
         return Rollouts(start, tasks, engines, may_wait=may_wait)
     return RowRequests(start, tasks, may_wait=may_wait)

@@ -1,9 +1,11 @@
-"""``--on-change requeue``: move the records of unchanged rows to a new log.
+"""``--on-change requeue``: moves the records of unchanged rows to a new log.
 
-Log, generations, checkpoint and manifest are replaced in one step; a repair replaces the logs in the same way. Vectors
-stay in their files; the vector of a row whose index has changed is copied. The new files are made in a folder next to
-the old ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are not read. If this
-process is killed before it has moved the new files into place, the next process that opens the run moves them.
+Log, generations, checkpoint and manifest are replaced in one step. A repair replaces the logs in the same way. Vectors
+stay in their files; if a row gets another index, its vector is copied.
+
+The new files are first written to a folder next to the old ones. Renaming this folder to ``.requeue`` commits the
+change: from then on, the old files are not read. If this process is killed before it has moved the new files into
+place, the next process that opens the run moves them.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ _UNFINISHED = f"{REQUEUE}.tmp"
 def requeue(
     folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool, keep_records: bool
 ) -> str:
-    """Keep the records of rows that are still among ``rows``, under their new index; drop the others.
+    """Keep the records of rows that are still among ``rows``, under their new index, and drop the others.
 
-    Generations of changed rows are kept, because such a row may make an equal request again. Without ``keep_records``
-    all rows are treated as changed.
+    Two rows are the same if their fields are equal, and also their ids (``by_id``) or their indexes. Generations of
+    changed rows are kept, because such a row may make an equal request again. The old logs are kept next to the new
+    ones. Memory: an index and one or two hashes per row.
 
-    ``manifest`` becomes the run's manifest. The old logs are kept next to the new ones. Two rows are the same
-    if their fields are equal, and their ids (``by_id``) or their indexes. Memory: an index and one or two hashes
-    per row.
+    - ``manifest``: becomes the run's manifest.
+    - ``keep_records``: False treats all rows as changed.
 
     Raises:
         StoreError: the disk fails; the run is unchanged.
@@ -62,9 +64,10 @@ def requeue(
 
 @contextmanager
 def replacing_logs(folder: Path, verb: str) -> Iterator[Path]:
-    """Yield a folder for new logs; the end of the block commits them.
+    """Yield a folder for new logs. They replace the old ones when the block ends without an error.
 
-    ``finish_requeue`` then moves them into place. ``verb`` completes "can't …" in the error message.
+    The end of the block commits the change; ``finish_requeue`` then moves the files into place. ``verb``: completes
+    "can't …" in the error message.
 
     Raises:
         StoreError: the disk fails; the run is unchanged.
@@ -85,9 +88,10 @@ def replacing_logs(folder: Path, verb: str) -> Iterator[Path]:
 
 
 def finish_requeue(folder: Path) -> str | None:
-    """Move the files that ``replacing_logs`` made into place. Return the old log's new name.
+    """Move the files that ``replacing_logs`` has committed into place. Return the old log's new name.
 
-    A run and a repair call this before they read the log: the process that made the files may have been killed.
+    A run and a repair call this before they read the log, because the process that wrote the files may have been
+    killed.
 
     Raises:
         StoreError: the disk fails.
@@ -124,14 +128,14 @@ def finish_requeue(folder: Path) -> str | None:
 
 
 class _Move(NamedTuple):
-    """A row's new index (None if the row is gone), and whether its record is kept."""
+    """The new index of a row (None if the new input lacks the row), and whether its record is kept."""
 
     to: int | None
     has_record: bool
 
 
 class _Rows:
-    """The rows of the new input, found by key (id or index) and hash. Each is returned once, for one old record."""
+    """The rows of the new input, looked up by key (id or index) and hash. Each row is returned at most once."""
 
     def __init__(self, rows: Iterable[Row], *, by_id: bool) -> None:
         self.by_id = by_id
@@ -147,11 +151,14 @@ class _Rows:
         return row_id if self.by_id else str(index)
 
     def same(self, key: str, input_hash: str) -> int | None:
-        """Return the index of an unused row with this key and hash."""
+        """Return the index of a row with this key and hash that was not returned before; None if there is none."""
         return self._first(self._same.get((key, input_hash), []))
 
     def other(self, key: str) -> int | None:
-        """Return the index of an unused row with this key and any hash. Call it after all calls of ``same``."""
+        """Return the index of a row with this key and any hash that was not returned before; None if there is none.
+
+        Call it after all calls of ``same``, so that it does not take a row from an unchanged record.
+        """
         if self._left is None:
             found = defaultdict[str, set[int]](set)
             for (of, _), indexes in self._same.items():
@@ -168,7 +175,7 @@ class _Rows:
 
 
 def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep_records: bool) -> dict[int, _Move]:
-    """Return where each record's row is in the new input, by the row's old index."""
+    """Return the new position of each record's row, by the row's old index."""
     moves, changed = dict[int, _Move](), list[tuple[int, str]]()
     for record in records:
         was, key = record["index"], rows.key(record["index"], record["id"])
@@ -181,9 +188,9 @@ def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep_records: bool) -
 
 
 def _copy(run: Path, folder: Path, rows: _Rows, keep_records: bool) -> tuple[int, int, int]:
-    """Write the records and generations to keep, with their checkpoint.
+    """Write the records and generations that are kept to ``folder``, with a checkpoint.
 
-    Return the number of records kept, of records dropped, and of generations of rows without a record.
+    Return three counts: records kept, records dropped, and generations of rows without a record.
     """
     vectors = Vectors(run)
     moves = _moves(read_newest(run / RESULTS), rows, keep_records)

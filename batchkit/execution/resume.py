@@ -1,8 +1,8 @@
-"""The run folder at the beginning of a start: how to treat the files of an earlier start.
+"""The run folder at the beginning of a start: what happens to the files of an earlier start.
 
-A run continues only with the job and the input that it began with: anything else would mix two
-configurations in one table. If they differ, ``on_change`` decides: stop and list the differences,
-begin a new run and keep the old one, or keep the records of unchanged rows and run the rest.
+A run continues only with the job and the input that it began with, because its table must not mix two configurations.
+If they differ, ``on_change`` decides: stop and list the differences, begin a new run and keep the old one, or keep the
+records of unchanged rows and run the other rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OF_REQUESTS = re.compile(
 
 
 class OpenRun(NamedTuple):
-    """A claimed run folder; ``messages`` report the steps taken to open it."""
+    """A run folder that this process has locked and opened. ``messages``: log lines about what was done to open it."""
 
     folder: Path
     ledger: Ledger
@@ -79,7 +79,8 @@ class OpenRun(NamedTuple):
 
 @contextmanager
 def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
-    """Claim the run folder, handle changes, and open the ledger; close everything at the end of the block.
+    """Lock the run folder, handle changes of job and input, and open the ledger. Close everything at the end of the
+    block.
 
     Raises:
         ChangedError: job or input changed, and ``on_change`` is "fail".
@@ -121,7 +122,7 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
 
 
 def _open_ledger(folder: Path, lock: Claim, messages: list[str]) -> Ledger:
-    """Open the ledger; repair the logs first if vectors or generations of some records are missing.
+    """Open the ledger. If vectors or generations of some records are missing, repair the logs first.
 
     Rows whose vector is missing become pending again. Records of rows that lost generations get ``generations_lost``.
     """
@@ -138,7 +139,7 @@ def _open_ledger(folder: Path, lock: Claim, messages: list[str]) -> Ledger:
 
 
 def _import_what_writes(job: JobConfig) -> None:
-    """Import the packages that write the run's files, so that a broken one shows before the model is loaded.
+    """Import the packages that write the run's files. A broken package is thus found before the model is loaded.
 
     Raises:
         JobError: a package is missing or broken.
@@ -155,9 +156,9 @@ def _import_what_writes(job: JobConfig) -> None:
 
 @contextmanager
 def _closing(run: OpenRun, start: StartNote) -> Iterator[None]:
-    """Close the ledger and record in the manifest how this start ended, even after an error.
+    """Close the ledger after the block, even after an error, and record in the manifest how this start ended.
 
-    The error that ended the run is raised again. If closing fails, too (the disk may be full), the second error
+    The error that ended the run is raised again. If closing fails as well (the disk may be full), the second error
     becomes a note on the first.
     """
     try:
@@ -186,10 +187,10 @@ def _close(run: OpenRun, start: StartNote) -> None:
 
 
 def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[str]) -> bool:
-    """Handle the files that an earlier start left in the folder. Return True if it must be moved aside.
+    """Handle the files of an earlier start in the folder. Return True if the folder must be moved aside.
 
     Raises:
-        StoreError: there are records, and no manifest that describes their job and input.
+        StoreError: there are records, but no manifest that describes their job and input.
         ChangedError: job or input changed, and ``on_change`` is "fail".
     """
     folder, options = start.job.folder, start.options
@@ -205,12 +206,12 @@ def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[
 
 
 def _has_run(folder: Path) -> bool:
-    """Return whether the folder holds more than a start creates before it writes the manifest."""
+    """Return whether the folder has more files than a start creates before it writes the manifest."""
     return is_run(folder) or _has_records(folder) or (folder / CHECKPOINT).exists()
 
 
 def _has_records(folder: Path) -> bool:
-    """Return whether a log is not empty; rows may have generations long before the first record."""
+    """Return whether one of the logs has content. Generations may be written long before the first record."""
     logs = [folder / RESULTS, folder / STEPS]
     return any(log.exists() and log.stat().st_size > 0 for log in logs)
 
@@ -220,7 +221,7 @@ def _is_dry(manifest: Manifest) -> bool:
 
 
 def _nothing_to_mix(folder: Path, manifest: Manifest, new: Manifest) -> str:
-    """Return why the old records can be discarded, or "" if they must be kept."""
+    """Return why the old records can be discarded; "" if they must be kept."""
     if _is_dry(manifest) and not _is_dry(new):
         return "the earlier run was a dry run"
     if _are_some_ok(read_lines(folder / RESULTS)) or _are_some_ok(read_generations(folder)):
@@ -239,9 +240,10 @@ def _settle_changes(
     options: StartOptions,
     messages: list[str],
 ) -> bool:
-    """Apply ``on_change`` to any changes. Return True if the old run must be moved aside.
+    """Compare job and input with the run's manifest, and apply ``on_change`` to changes. Return True to move the run
+    aside.
 
-    If the last start ended because the job was wrong, the correction may be in a file that a row names. Such a
+    If the last start ended because the job was wrong, the user may have corrected a file that a row names. Such a
     change is not visible here, so ``on_change`` then applies even if no change is found.
     """
     manifest, on_change = read_manifest(folder), options.on_change
@@ -292,9 +294,9 @@ def _settle_changes(
 
 
 def _of_trusted_files(rows: Iterator[Row], then: Sequence[FileFingerprint]) -> Iterator[Row]:
-    """Yield ``rows``, except rows that are files (or their pages) that changed while an earlier start read them.
+    """Yield ``rows`` without those whose file changed while an earlier start read it (for example pages of a PDF).
 
-    Their records have the hash of the file before the change, but may answer its content after the change.
+    The records of these rows have the hash of the old file, but may answer the content of the new one.
     """
     changing = [file.read_as.partition(": ") for file in then if file.sha256 == CHANGING]
     names = {name for kind, _, name in changing if kind in ROWS_ARE_FILES}
@@ -302,6 +304,7 @@ def _of_trusted_files(rows: Iterator[Row], then: Sequence[FileFingerprint]) -> I
 
 
 def _names_of(row: Row) -> set[str]:
-    """Return the row's file name as it is, and as a fingerprint stores it (URL signatures masked)."""
+    """Return the name of the row's file in two forms: unchanged, and as a fingerprint stores it (URL signatures
+    masked)."""
     path = str(row.fields.get("path"))
     return {path, masked(path)}

@@ -1,4 +1,4 @@
-"""One start of a run: opens its folder and its input, and lets the loop settle the rows."""
+"""One start of a run: opens its folder and its input, and runs the main loop."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def start_run(
     kept: Engines | None = None,
     stop: StopRequest | None = None,
 ) -> Outcome:
-    """Settle the rows of ``source`` (default: the job's own input) that have no record yet.
+    """Run the rows of ``source`` (default: the job's own input) that have no record yet.
 
-    Uses an idle engine in ``kept`` if it matches. With ``stop``, the caller handles signals.
+    - ``kept``: loaded engines; one that matches is reused.
+    - ``stop``: a stop request whose signals the caller handles.
 
     Raises:
         BatchkitError: the run could not begin. An error that stops it later is in the outcome.

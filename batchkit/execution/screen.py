@@ -1,4 +1,4 @@
-"""Progress of a run while it works: log lines, a progress bar, ``metrics.jsonl`` and Prometheus."""
+"""The progress of a run for its user: log lines, a progress bar, ``metrics.jsonl`` and Prometheus."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ _IS_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 class Screen:
     """The display of one start's progress. No decision of the run depends on it. Used by the run's thread.
 
-    ``began``: monotonic time when the command began. ``export`` gets each line of the metrics.
+    - ``began``: monotonic time when the command began.
+    - ``export``: called with each line of the metrics.
     """
 
     def __init__(self, start: Start, run: OpenRun, began: float, export: Show) -> None:
@@ -64,7 +65,7 @@ class Screen:
         return time.monotonic() >= self._next_look
 
     def show(self, tasks: Tasks, load: Load, *, force: bool = False) -> None:
-        """Update the display; ``force`` also writes metrics and lines that are not due yet."""
+        """Update the display. ``force``: also write metrics and plain lines that are not due yet."""
         now = time.monotonic()
         self._next_look = now + self._look_s
         metrics = self._metrics(tasks, load, now)
@@ -100,9 +101,9 @@ class Screen:
 
 
 class _MachineWatch:
-    """A thread that reads memory and GPU use, since a driver call may be slow.
+    """A thread that reads memory and GPU use, because a call of the GPU driver may be slow.
 
-    The run's thread reads the two attributes; each is replaced as a whole.
+    The run's thread reads the two attributes. Each is replaced as a whole.
     """
 
     def __init__(self) -> None:
@@ -123,10 +124,10 @@ class _MachineWatch:
 
 
 class Progress:
-    """A tqdm bar on a terminal or in a notebook, otherwise one plain line per checkpoint interval.
+    """A tqdm bar on a terminal or in a notebook; otherwise plain lines, one per checkpoint interval.
 
-    run.log gets every event and the plain lines in both cases. A quiet start writes only run.log. Tasks without
-    text show no rate of output tokens.
+    ``run.log`` gets every event and the plain lines in both cases. A quiet start writes only ``run.log``. Tasks that
+    generate no text show no rate of output tokens.
     """
 
     def __init__(self, start: Start) -> None:
@@ -151,7 +152,8 @@ class Progress:
         self._write(text.strip().replace("\n", "\n    "))
 
     def update(self, metrics: Metrics, trouble: str = "", *, force: bool = False) -> None:
-        """Draw the bar, and write a plain line if one is due; both begin with ``trouble``."""
+        """Draw the bar, and write a plain line if one is due. ``trouble``: text before both, for example a server's
+        error."""
         now, counts = time.monotonic(), _counts(metrics)
         if not self._samples:
             self._samples.append((now, counts))
@@ -178,8 +180,8 @@ class Progress:
     def waiting(self, text: str) -> Iterator[None]:
         """Show ``text``, the elapsed seconds and the engine's newest output while the block runs.
 
-        With a bar this is one line that disappears; otherwise a plain line every few seconds. A thread draws them;
-        tqdm's lock lets one thread write at a time.
+        With a progress bar this is one line that disappears; otherwise it is a plain line every few seconds. A thread
+        draws the lines, under tqdm's lock.
         """
         began, is_over, before = time.monotonic(), threading.Event(), self._bar
         clock, printed = None, EngineLog(self._engine_log)
@@ -249,19 +251,19 @@ class Progress:
             self._lose_stream()
 
     def _lose_stream(self) -> None:
-        """Write to run.log only, because the terminal or the pipe was closed."""
+        """Stop writing to the terminal or pipe, because it was closed. ``run.log`` still gets everything."""
         self._quiet, self._has_bar = True, False
 
 
 def _newest(log: EngineLog) -> str:
-    """Return the last line that an engine has printed since ``log`` was made, or ""."""
+    """Return the last line that the engine has printed to ``log``; "" if it has printed nothing."""
     lines = re.split(r"[\r\n]+", log.printed())
     newest = next((line for line in reversed(lines) if line.strip()), "")
     return shortened(_PREFIX.sub("", newest).strip(), 100)
 
 
 def _counts(metrics: Metrics) -> tuple[int, int, int]:
-    """Return settled rows, prompt tokens and completion tokens so far."""
+    """Return three counts so far: settled rows, prompt tokens and completion tokens."""
     completion_tokens = metrics.completion_tokens + metrics.unfinished_tokens
     return metrics.rows_ok + metrics.rows_failed, metrics.prompt_tokens, completion_tokens
 
@@ -269,7 +271,7 @@ def _counts(metrics: Metrics) -> tuple[int, int, int]:
 def _parts(metrics: Metrics, per_s: Sequence[float], *, generates: bool) -> list[str]:
     """Return the parts of a progress line, most important first: ``2 failed``, ``1,200 of 3,071 rows``, …
 
-    ``per_s``: rates of the counts over the last minute.
+    ``per_s``: rates of rows, prompt tokens and completion tokens over the last minute.
     """
     settled, total = metrics.rows_ok + metrics.rows_failed, metrics.rows_total
     of = "" if total is None else f" of {total:,}"

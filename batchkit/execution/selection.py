@@ -17,10 +17,11 @@ from batchkit.types import BROKEN_OFF, Completion
 
 
 class Selection:
-    """A rule that chooses among the answers to a row's request, or to each of ``[[steps]]``. Immutable.
+    """The rule of ``[select]``, which chooses among the answers of a row or of one of its steps. Immutable.
 
-    A step's own ``extract`` and ``scorers`` read its answers; without them, ``[scoring]`` does.
-    ``references``: right answers by row id, if another run gives them.
+    Predictions are extracted by the step's own ``extract`` and ``scorers``; without them, by ``[scoring]``.
+
+    ``references``: reference answers by row id, if another run provides them.
     """
 
     def __init__(self, job: JobConfig, references: Mapping[str, str | None] | None = None) -> None:
@@ -33,9 +34,11 @@ class Selection:
             self._scoring[step.name] = Scoring(self._needed(table), references)
 
     def chosen(self, completion: Completion, *, parses: bool) -> Completion:
-        """Return the completion with ``selected`` set, if it has several choices and at least one is an answer.
+        """Return the completion with ``selected`` set, if it has several choices and at least one of them is an answer.
 
-        A completion of ``select.step``, which judges candidates, gets an error if its answer names none of them.
+        If it is an answer of ``select.step``, which judges the candidates, and names none of them, it gets an error.
+
+        ``parses``: True if the answers must be valid JSON.
         """
         if self._select.by is None or completion.error is not None:
             return completion
@@ -62,7 +65,7 @@ class Selection:
         return place if 0 <= place < len(row.fields[CANDIDATES]) else None
 
     def _needed(self, table: ScoringTable) -> ScoringTable:
-        """Return ``table`` with only the scorer that the choice depends on."""
+        """Return ``table`` with only the scorer whose score decides the choice."""
         name = self._select.scorer
         scorers = [] if self._select.by != "scorer" else table.scorers if name is None else [name]
         rules = [rule.model_copy(update={"scorers": None}) for rule in table.rules]
@@ -105,7 +108,7 @@ class Selection:
 
 
 def eligible(completion: Completion, *, parses: bool) -> list[int]:
-    """Return the numbers of the choices that are whole answers (and valid JSON, with ``parses``)."""
+    """Return the numbers of the choices that are complete answers. With ``parses``, they must also be valid JSON."""
     return [
         number
         for number, choice in enumerate(completion.choices)

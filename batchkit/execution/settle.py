@@ -1,4 +1,4 @@
-"""Conversion of a completion to a line of a log, the same for plain rows, steps and rollouts."""
+"""Conversion of a completion to a line of a log, for plain rows, steps and rollouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _NO_FIELDS = Raw(b"{}")
 
 
 def resolved(start: Start, completion: Completion) -> Completion:
-    """Return the completion with the selected choice and its JSON value; with an error if the answer is not whole."""
+    """Return the completion with its choice selected and its JSON parsed. It gets an error if the answer is
+    incomplete."""
     parses = completion.request.step in start.parsing
     chosen = start.selection.chosen(completion, parses=parses)
     whole = failed_unless_whole(chosen, start.job.output.vector_dtype)
@@ -32,7 +33,7 @@ def resolved(start: Start, completion: Completion) -> Completion:
 
 
 def lacks_answer(start: Start, completion: Completion) -> bool:
-    """Return whether scoring finds no prediction in the answer, so that ``retry.reask`` may ask again."""
+    """Return whether scoring finds no prediction in the answer; ``retry.reask`` may then ask again."""
     call, row = completion.request.call, completion.request.row
     scoring = start.scoring if call is None else start.step_scoring.get(call.step)
     if scoring is None:
@@ -82,9 +83,11 @@ def to_record(
     with_choices: bool = True,
     scored: Scored | None = None,
 ) -> Record:
-    """Return the record of the row that ``completion`` settled, with the row's fields in ``keep``.
+    """Return the record of the row that ``completion`` settled.
 
-    ``scored`` is None if the job scores nothing. ``with_choices``: keep all choices if there are several.
+    - ``keep``: the row's fields to store.
+    - ``with_choices``: store all choices if there are several.
+    - ``scored``: the scores; None if the job scores nothing.
     """
     request, error, usage = completion.request, completion.error, completion.usage
     row, choice = request.row, completion.choice
@@ -125,7 +128,7 @@ def to_record(
 
 
 def _raw(value: Any) -> Raw:
-    """Encode a value for the record with orjson, because msgspec writes some Python values differently."""
+    """Return a value for the record, encoded by orjson; msgspec would write some Python values differently."""
     return Raw(encoded(value)[:-1])
 
 
@@ -161,9 +164,9 @@ def _truncated_tokens(completion: Completion) -> int | None:
 
 
 def failed_unless_whole(completion: Completion, vector_dtype: str = "float32") -> Completion:
-    """Return the completion, with an error if its answer is cut off, blank, or can't be stored.
+    """Return the completion. It gets an error if its answer is cut off, is blank, or can't be stored.
 
-    Numbers must be finite, and must fit into ``vector_dtype`` if they are a vector.
+    Numbers must be finite. The numbers of a vector must also fit into ``vector_dtype``.
     """
     if completion.error is not None:
         return completion
@@ -216,7 +219,7 @@ def _fault_of(pooled: Pooled, vector_dtype: str) -> str | None:
 
 
 def parsed_or_failed(completion: Completion) -> Completion:
-    """Return the completion with the JSON value of its answer, or with an error if that is not valid JSON."""
+    """Return the completion with the JSON value of its answer, or with an error if the answer is not valid JSON."""
     if completion.error is not None or completion.choice is None:
         return completion
     try:

@@ -1,7 +1,7 @@
 """One engine for several runs at the same time, each in its own thread.
 
 Each run has a seat, which implements Engine. Its requests wait in the seat until the engine has room, and their
-completions come back to that seat only. The next request is taken by these rules, in this order:
+completions come back to this seat only. The next request is taken from, in this order of rules:
 
 - the run with the lowest rank;
 - the run whose owner has the fewest requests in the engine, so that busy owners get equal shares;
@@ -9,8 +9,8 @@ completions come back to that seat only. The next request is taken by these rule
 
 A run that ends or is stopped leaves its seat, and the engine stays loaded.
 
-If the engine dies, the request at fault is unknown, and a search among several runs would suspect innocent
-rows. So ``on_death`` stops all runs, and the caller resumes each alone for a while; it then searches like any run.
+If the engine dies, the request at fault is unknown, and a search among several runs would suspect innocent rows. So
+``on_death`` stops all runs. The caller then resumes each run alone for a while, and each searches among its own rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SLICE_S = 0.005  # longest poll of a shared engine: requests that other runs su
 
 @dataclass
 class EngineClaim:
-    """The use of an engine by one run: who owns the run, and how soon its requests are taken."""
+    """A run's claim to use an engine: who owns the run, and the priority of its requests."""
 
     owner: str
     rank: tuple[int, ...]  # the lowest goes first; may change while the run works
@@ -50,8 +50,9 @@ class EngineClaim:
 class SharedEngines:
     """The engines of several runs.
 
-    ``on_death`` is called once per dead engine, by a run's thread. It stops the runs without waiting for requests in
-    flight, which are lost. ``environment``: variables of the engines' processes.
+    - ``on_death``: called once per dead engine, by a run's thread. It must stop the runs without waiting for requests
+      in flight, which are lost.
+    - ``environment``: variables of the engines' processes.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class SharedEngines:
         self._lock = threading.Lock()
 
     def of(self, claim: EngineClaim) -> Share:
-        """Return the ``Engines`` of one run, whose requests are queued by its ``claim``."""
+        """Return the engines as one run sees them. ``claim``: the owner and the priority of this run."""
         return Share(self, claim)
 
     @property
@@ -74,9 +75,10 @@ class SharedEngines:
         return {name: loaded for name, (shared, loaded) in known if not shared.death}
 
     def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded], claim: EngineClaim) -> Loaded:
-        """Return the engine ``wanted``, as a seat for one run.
+        """Return a seat for one run at the engine ``wanted``.
 
-        The engine is loaded if it is missing or dead, or if it differs from ``wanted`` and no run uses it.
+        The engine is loaded if it is missing or dead. It is also loaded again if it differs from ``wanted`` and no run
+        uses it.
         """
         with self._lock:
             shared, loaded = self._shared.pop(wanted.name, (None, None))
@@ -100,7 +102,7 @@ class SharedEngines:
 
 @dataclass(frozen=True)
 class Share:
-    """The shared engines as one run sees them; implements ``Engines``."""
+    """The shared engines as one run sees them. It implements ``Engines``."""
 
     engines: SharedEngines
     claim: EngineClaim
@@ -119,7 +121,8 @@ class Share:
 
 
 class SharedEngine:
-    """An engine and its seats. One thread at a time, of a run that waits for answers, polls the engine for all runs."""
+    """An engine and the seats of its runs. One thread at a time, of a run that waits for answers, polls it for all
+    runs."""
 
     def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         self.engine, self._on_death = engine, on_death
@@ -160,8 +163,8 @@ class SharedEngine:
     def wait_for_answer(self, seat: Seat, until: float) -> None:
         """Wait until ``seat`` has an answer, or until the monotonic time ``until``.
 
-        Meanwhile this thread runs the engine for all runs: it submits their waiting requests, and puts the engine's
-        answers into their seats. If another run's thread already does that, this one only waits.
+        Meanwhile this thread serves all runs: it submits their waiting requests, polls the engine, and puts its answers
+        into their seats. If the thread of another run already does this, this one only waits.
         """
         while not seat.inbox and not self.death and (left_s := until - time.monotonic()) > 0:
             if self._lock.acquire(blocking=False):
@@ -190,7 +193,8 @@ class SharedEngine:
             self.engine.close()
 
     def _turn(self, timeout_s: float, worker: Seat | None = None) -> None:
-        """Submit waiting requests, poll the engine once, and fill the seats' inboxes. ``worker``: the caller's seat."""
+        """Submit waiting requests, poll the engine once, and put its answers into the seats. ``worker``: the caller's
+        seat."""
         if self.death is not None:
             return
         self._charge()
@@ -210,7 +214,8 @@ class SharedEngine:
             self._note_death(death)
 
     def _charge(self) -> None:
-        """Add the time since the last call to the runs' ``engine_s``, in proportion to their requests in the engine."""
+        """Distribute the time since the last call over the runs' ``engine_s``, in proportion to their requests in the
+        engine."""
         now, n_in_flight = time.monotonic(), len(self._in_flight)
         for seat in self.seats:
             if seat.in_flight:
@@ -251,7 +256,7 @@ class SharedEngine:
 
 
 class Seat:
-    """The engine as one run sees it; implements ``Engine``. Used by the run's thread."""
+    """The place of one run at a shared engine. It implements ``Engine`` and is used by the run's thread."""
 
     def __init__(self, shared: SharedEngine, claim: EngineClaim) -> None:
         self._shared, self.claim = shared, claim
@@ -262,7 +267,7 @@ class Seat:
 
     @property
     def max_num_seqs(self) -> int:
-        """The engine's ``max_num_seqs``, undivided: the other runs may have nothing to do."""
+        """The ``max_num_seqs`` of the engine. It is not divided among the runs, because the others may be idle."""
         return self._shared.engine.max_num_seqs
 
     def submit(self, request: Request) -> None:
@@ -290,6 +295,7 @@ class Seat:
         self._shared.leave(self)
 
     def close(self) -> None:
-        """Close the engine: the supervisor calls this before a restart. A run that only ends calls ``leave``."""
+        """Close the engine for all runs. The supervisor calls this before a restart. A run that only ends calls
+        ``leave``."""
         self._shared.restart()
         self.leave()

@@ -26,7 +26,7 @@ OnChange = Literal["fail", "new", "requeue"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """The differences between this start and a plain ``batchkit run``."""
+    """The options of this start that differ from a plain ``batchkit run``."""
 
     command: str = "python"
     quiet: bool = False  # print nothing
@@ -47,11 +47,12 @@ class StartOptions:
 
 @dataclass(frozen=True)
 class Start:
-    """One start of ``job``. Values derived from it are made on first use, once in each process.
+    """One start of ``job``. Derived values are computed on first use, once in each process.
 
-    ``references``: right answers by row id, if another run gives them. ``identity``: hashes of the files that
-    engines and the rollout's function are loaded from. ``prompt_files``: hashes of the files that all prompts
-    include. Both are computed when the start begins.
+    - ``references``: reference answers by row id, if another run provides them.
+    - ``identity``: hashes of the files from which engines and the rollout's function are loaded.
+    - ``prompt_files``: hashes of the files that the prompts of all rows include. Like ``identity``, they are computed
+      when the start begins.
     """
 
     job: JobConfig
@@ -78,7 +79,7 @@ class Start:
         return start
 
     def for_workers(self) -> Start:
-        """Return the start to pickle for workers on Ray. It contains the prompts' files, which they may not see."""
+        """Return the start in a form to pickle for workers on Ray. It contains the content of the prompts' files."""
         return replace(
             self,
             job=self.renderer.job,
@@ -100,7 +101,7 @@ class Start:
 
     @cached_property
     def parsing(self) -> Collection[str]:
-        """The steps whose answers are parsed as JSON; "" for a row with one generation."""
+        """The names of the steps whose answers are parsed as JSON; "" for a row with one generation."""
         return self.job.parsing
 
     @cached_property

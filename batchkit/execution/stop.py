@@ -1,10 +1,10 @@
 """Reasons to end a start early: a signal, a used-up budget, or too many failures.
 
-While rows are in flight, a signal only sets a flag that the loop reads. Before and after, no request is
-running, and the handler raises Interrupted immediately.
+While rows are in flight, a signal only sets a flag that the loop reads. Before and afterwards, no request is running,
+and the signal handler raises Interrupted immediately.
 
-``run.max_seconds`` counts from the beginning of each start, because a reservation on a cluster does, too.
-Tokens and price count over all starts of the run.
+``run.max_seconds`` counts from the beginning of each start, like a reservation on a cluster. Tokens and price count
+over all starts of the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ DRAIN_S = 10.0  # for rows in flight after the first SIGINT, or after run.max_se
 
 
 class StopRequest:
-    """A handler for SIGINT and SIGTERM. Only after a first SIGINT, running requests have ``drain_s`` to finish."""
+    """A handler for SIGINT and SIGTERM that remembers the stop that they request.
+
+    ``drain_s``: how long running requests may still take after a first SIGINT. After any other signal they are dropped.
+    """
 
     def __init__(self, *, drain_s: float = DRAIN_S) -> None:
         self._drain_s = drain_s
@@ -103,8 +106,9 @@ _SHARE_FROM = 20  # with fewer rows, a share of failed rows means nothing
 class Stop:
     """The reasons to end this start early, and the decision whether it ends.
 
-    ``request``: signals received so far. ``by``: the budget that stops this start, for example
-    ``run.max_seconds = 60``, or None. ``say`` gets lines for the log.
+    - ``request``: signals received so far.
+    - ``by``: the budget that stops this start, for example ``run.max_seconds = 60``, or None.
+    - ``say``: writes a line to the log.
     """
 
     def __init__(
@@ -116,8 +120,8 @@ class Stop:
         self._gpu_seconds_before = sum(earlier.gpu_seconds for earlier in run.manifest.starts)
         self._is_announced = False
 
-    def announced(self) -> str:
-        """Return a line for the log with each budget and how much of it is left, or "" without budgets."""
+    def budget_line(self) -> str:
+        """Return a line for the log that lists each budget and how much of it is left; "" without budgets."""
         parts = [
             name + (" for this start" if "seconds" in name else f", {number(max(0, left))} left")
             for name, left in self._budgets()
@@ -130,14 +134,15 @@ class Stop:
         return self._job.run.price_of(self._tokens(unfinished_tokens), gpu_seconds)
 
     def note_gpus(self) -> bool:
-        """Record the GPU seconds in the manifest. Return True if they affect the price and must be saved."""
+        """Write the GPU seconds of this start to the manifest object. Return True if the price depends on them, so it
+        must be saved."""
         self._run.manifest.last_start.gpu_seconds = round(self._job.gpus * self._seconds, 3)
         return self._job.run.price_per_gpu_hour is not None
 
     def check_budgets(self, unfinished_tokens: int = 0) -> bool:
-        """Set ``by`` if a budget is used up. Return whether the start must stop taking new rows.
+        """Set ``by`` if a budget is used up. Return whether the start must stop taking new rows, after a signal too.
 
-        ``unfinished_tokens``: output tokens of running requests, which count, too.
+        ``unfinished_tokens``: output tokens of running requests, which are added to the used tokens.
         """
         if self.by is None:
             budgets = self._budgets(unfinished_tokens)
@@ -145,10 +150,12 @@ class Stop:
         return self.request.signum is not None or self.by is not None
 
     def check_drained(self, in_flight: int) -> bool:
-        """Return whether a start that is stopping may end now.
+        """Return whether a start that is stopping may end now, without waiting for more rows.
 
-        It may end once no row is in flight, or once the time to finish them (``_drain_s``) is over. If it must wait,
-        the first call prints for how long. ``in_flight``: number of requests that still run.
+        It may end once no row is in flight, or once the time to finish them is over. If it must wait, the first call
+        prints for how long.
+
+        ``in_flight``: number of requests that still run.
         """
         drain_s = DRAIN_S if self.request.signum is not None else self._drain_s
         is_due = self.request.is_due or drain_s == 0
@@ -173,7 +180,7 @@ class Stop:
             )
 
     def _budgets(self, unfinished_tokens: int = 0) -> Iterator[tuple[str, float]]:
-        """Yield the name (as in ``by``) and the remaining amount of each budget that the job sets."""
+        """Yield the name (as in ``by``) and the remaining amount of each budget that the job has."""
         run = self._job.run
         if run.max_seconds is not None:
             yield f"run.max_seconds = {run.max_seconds:g}", run.max_seconds - self._seconds

@@ -32,8 +32,8 @@ _STDERR = 2
 class RunSummary:
     """The result of a start.
 
-    ``ok``, ``failed``, ``generations``, ``failures`` and ``uncovered`` count the whole job, ``price`` all starts;
-    the other numbers count this start.
+    ``ok``, ``failed``, ``generations``, ``failures`` and ``uncovered`` count the whole job; ``price`` is for all
+    starts. The other numbers are for this start.
     """
 
     name: str
@@ -71,7 +71,7 @@ class RunSummary:
         return {name: getattr(self, name) for name in names}
 
     def to_text(self, *, was_retry: bool = False) -> str:
-        """Return a few lines for the terminal. They don't suggest a retry if this start ``was_retry``."""
+        """Return a few lines for the terminal. ``was_retry``: True leaves out the advice to retry failed rows."""
         done = f"{self.ok:,} ok, {self.failed:,} failed of {self.total:,} rows"
         tokens = f"{self.completion_tokens_per_s:,.0f} output tok/s"
         if not self.generates:
@@ -98,7 +98,7 @@ class RunSummary:
         return "\n".join([*lines, f"results in {self.folder}/{RESULTS}"])
 
     def _left(self, budget: str, was_retry: bool) -> str:
-        """Return how to continue a run that ``budget`` has stopped."""
+        """Return a line that says how to continue a run which ``budget`` has stopped."""
         rows = f"{max(0, self.total - self.ok - self.failed):,} rows are left"
         if was_retry:
             rows = f"{self.failed:,} failed rows are left"
@@ -118,11 +118,13 @@ class RunSummary:
     def to_arrow(self) -> pa.Table:
         """Return the input's rows with their answers, in input order, as a ``pyarrow.Table``.
 
-        The input's columns come first, then the columns of ``batchkit export --parquet``; ``text`` is the
-        answer. The latter are null where a row has no record yet. An input column with the same name
-        gets the prefix ``fields.``, except ``id`` if ``input.id`` names it. A column whose values have
-        no common Arrow type becomes text; a column of images is left out. For rows from an iterator, only
-        the fields in ``output.keep`` are available.
+        The input's columns come first, then the columns of ``batchkit export --parquet``; ``text`` is the answer. Rows
+        without a record have null in the columns of the export.
+
+        - An input column with the name of an export column gets the prefix ``fields.``, except ``id`` if ``input.id``
+          names it.
+        - A column whose values have no common Arrow type becomes text; a column of images is left out.
+        - For rows from an iterator, only the fields in ``output.keep`` are available.
 
         Raises:
             InputError: the input has changed since the run read it.
@@ -134,7 +136,7 @@ class RunSummary:
         return joined_table(self._folder_of_run(), self.source)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return ``to_arrow`` as a DataFrame, with the index of the input DataFrame, if there was one.
+        """Return the result of ``to_arrow`` as a DataFrame. If the input was a DataFrame, its index is used.
 
         A column of whole numbers with missing values has pandas' type ``Int64``.
         """
@@ -170,12 +172,11 @@ class Outcome(NamedTuple):
 
 @contextmanager
 def notifying(job: JobConfig, say: Callable[[str], None]) -> Iterator[Callable[[RunSummary], None]]:
-    """Run the command ``run.on_end`` when the block ends, even by an error.
+    """Run the command ``run.on_end`` when the block ends, even by an error. The command gets a summary on its stdin.
 
-    Yields a function. The command gets the newest summary that was passed to it.
-
-    A run that could not begin has no summary, and prints its own error. If a signal stops the run before a summary
-    exists, the command gets the run's name, folder and exit code.
+    Yields a function that takes a summary; the newest one counts. A run that could not begin has no summary, and prints
+    its own error. If a signal stops the run before there is a summary, the command gets the run's name, folder and exit
+    code.
     """
     newest: dict[str, Any] = {}
     try:

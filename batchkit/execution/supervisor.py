@@ -1,10 +1,11 @@
-"""An engine that survives deaths: restarted, with smaller settings if memory ran out, without poison rows.
+"""The supervisor of an engine: it restarts the engine after a death and finds poison rows, the rows that kill engines.
 
-It implements Engine, so a lane does not notice deaths: every submitted request comes back exactly
-once, a poison row with its error. After a death the requests in flight are replayed in halves
-(``bisection.py``); new requests are held until that search has ended. If memory ran out, the next
-engine takes one step down the ladder (``engines/memory_ladder.py``); if a poison row turns out to be
-the cause, those steps are undone.
+It implements Engine, so a lane (``lane.py``) does not notice deaths. Every submitted request comes back exactly once, a
+poison row with its error. After a death, the requests in flight are replayed in halves (``bisection.py``), and new
+requests wait until this search has ended.
+
+If memory ran out, the next engine gets smaller settings (``engines/memory_ladder.py``). They are undone if the search
+shows that a poison row was the cause.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, if the engine died be
 class SupervisedEngine:
     """A wrapper that restarts a dead engine and finds the rows that kill it.
 
-    ``hear`` gets events, and an EngineHistory before the next engine is opened. ``restarts`` counts attempts to
-    open an engine after the first. ``ladder``: steps that an earlier start took. ``quarantined``: indexes of rows
-    that killed an engine in an earlier start; each runs alone, and only once.
+    - ``hear``: called with events, and with an EngineHistory before the next engine is opened.
+    - ``ladder``: options that an earlier start reduced.
+    - ``quarantined``: indexes of rows that killed an engine in an earlier start; each runs alone, and only once.
+    - ``restarts`` (attribute): number of attempts to open an engine after the first.
 
     Raises:
         JobError: the engine's options are invalid.
-        EngineError: the engine could not start, or died more than ``run.max_engine_restarts`` times
-            without an answer.
+        EngineError: the engine could not start, or died more than ``run.max_engine_restarts`` times without an answer.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class SupervisedEngine:
         self._since_growth = self._since_kill = _STRETCH  # answers since the last such event
         self.restarts = 0
         self._engine = self._open()
-        self.ladder.keep()
+        self.ladder.save()
 
     @property
     def max_num_seqs(self) -> int:
@@ -117,7 +118,7 @@ class SupervisedEngine:
         self._engine.abort(requests)
 
     def load(self) -> EngineLoad:
-        """Return the engine's load; requests held here count as waiting."""
+        """Return the engine's load. Requests that wait in this object count as waiting."""
         load = self._engine.load()
         for text in load.events:
             self._say(text)
@@ -141,7 +142,8 @@ class SupervisedEngine:
         self._engine.submit(request)
 
     def _submit_held(self) -> None:
-        """Restart the engine if that is due, then submit suspects or held requests. No request may be in flight."""
+        """Restart the engine if this is due, then submit suspects or waiting requests. Call it while no request is in
+        flight."""
         if self._restart_due:
             self._restart()
         if self._suspects and self._deaths > self._job.run.max_engine_restarts // 2:
@@ -152,11 +154,12 @@ class SupervisedEngine:
             self._hand_over(self._held.popleft())
 
     def _prove_sound(self) -> None:
-        """Queue a row that is most likely good. Its answer shows that the engine works, and resets the count of deaths.
+        """Queue a row that is most likely harmless. Its answer shows that the engine works, and resets the count of
+        deaths.
 
-        Otherwise a search that needs many deaths would be given up at ``run.max_engine_restarts``. Takes a held request
-        if there is one; otherwise the last answered request as a probe, whose second answer is dropped; otherwise one
-        of the suspects.
+        Without it, a search that needs many deaths would be given up at ``run.max_engine_restarts``. The row is, by
+        preference, a waiting request, the last answered request (as a probe, whose second answer is dropped), or a
+        suspect.
         """
         if self._held:
             self._suspects.interpose([self._held.popleft()])
@@ -168,7 +171,7 @@ class SupervisedEngine:
             self._suspects.single_out()
 
     def _note_probe(self, completion: Completion) -> bool:
-        """Return whether ``completion`` answers the probe, not a lane's request. A failed probe is not used again."""
+        """Return whether ``completion`` is the probe's, not a lane's request. A probe that failed is not used again."""
         if completion.request is not self._probe:
             return False
         if completion.error is not None:
@@ -184,10 +187,11 @@ class SupervisedEngine:
         self._since_growth += len(answered)
         self._since_kill += len(answered)
         if not self._suspects:
-            self.ladder.keep()
+            self.ladder.save()
 
     def _watch_memory(self, host_gb: float) -> None:
-        """Plan a restart if the engine's process exceeds ``run.max_host_gb``; 0 means unknown."""
+        """Plan a restart if the engine's process needs more memory than ``run.max_host_gb``. ``host_gb``: 0 if
+        unknown."""
         limit = self._job.run.max_host_gb
         if self._restart_due or limit is None or not host_gb:
             return
@@ -206,9 +210,9 @@ class SupervisedEngine:
             self._since_growth = 0
 
     def _bury(self, death: EngineDied) -> list[Completion]:
-        """Handle the engine's death. Return the poison row as failed, if this death proves it.
+        """Handle the death of the engine. If it proves a poison row, return this row as failed.
 
-        ``poll`` opens the next engine later: that may take minutes, or fail.
+        The next engine is opened later by ``poll``, because that may take minutes or fail.
         """
         fault = self._judged(death.fault)
         in_flight = [r for r in self._in_flight.values() if r is not self._probe]
@@ -226,7 +230,7 @@ class SupervisedEngine:
             if poison is None:
                 self._make_smaller(fault, alone=len(in_flight) <= 1)
             else:  # a row that runs out of memory alone does not prove the batch too large
-                self.ladder.back()
+                self.ladder.restore()
                 self._remember()
         if poison is None:
             return []
@@ -241,10 +245,10 @@ class SupervisedEngine:
         return [Completion(poison, error=_row_error(fault))]
 
     def _judged(self, fault: Fault) -> Fault:
-        """Return the fault, as out of memory if it is the second unexplained kill in a row.
+        """Return ``fault``. The second unexplained kill in a row is returned as out of memory.
 
-        A person seldom kills an engine twice, and not every host reports that its kernel killed a process.
-        Two kills are in a row if no other death and fewer than ``_STRETCH`` answers are between them.
+        A person seldom kills an engine twice, and not every host reports that its kernel killed a process. Two kills
+        are in a row if there were no other death and fewer than ``_STRETCH`` answers in between.
         """
         comes_again = self._since_kill < _STRETCH
         self._since_kill = 0 if fault.type == _KILLED else _STRETCH
@@ -253,20 +257,23 @@ class SupervisedEngine:
         return Fault("oom", fault.type, "killed from outside again; treated as out of memory")
 
     def _poison(self, death: EngineDied, in_flight: list[Request]) -> Request | None:
-        """Return the row at fault, if the engine names it or the search has proven it."""
+        """Return the poison row if the engine names it, or if the search has proven it; otherwise None."""
         if death.request not in in_flight:
             fault = death.fault
             cause = _KILLED if fault.type == _KILLED else f"{fault.kind} {fault.type}"
-            return self._suspects.died(in_flight, cause)
+            return self._suspects.record_death(in_flight, cause)
         in_flight.remove(death.request)
         self._held.extendleft(reversed(in_flight))
         return death.request
 
     def _count_death(self, cause: object, *, may_raise: bool = True) -> None:
-        """Count a death. After too many, raise EngineError if ``may_raise``: else a failed row is returned first."""
+        """Count a death. After too many, raise EngineError.
+
+        ``may_raise``: False delays the error, because a failed row must be returned first.
+        """
         self._deaths += 1
         if may_raise and self._deaths > self._job.run.max_engine_restarts:
-            self.ladder.back()
+            self.ladder.restore()
             self._remember()
             raise EngineError(
                 f"the engine died {self._deaths} times without an answer"
@@ -274,7 +281,7 @@ class SupervisedEngine:
             )
 
     def _make_smaller(self, fault: Fault, *, alone: bool = False) -> None:
-        step = self.ladder.step_down(self._engine.limits, fault, alone=alone)
+        step = self.ladder.reduce(self._engine.limits, fault, alone=alone)
         if step is not None:
             self._say(f"out of memory ({fault}): next engine with {_shown(step)}")
 
@@ -293,12 +300,13 @@ class SupervisedEngine:
                 self._say(f"the next engine did not start: {' '.join(str(error).split())}")
                 self._count_death(error)
                 if isinstance(error, JobError):  # the engine does not allow the smaller settings
-                    self.ladder.back()
+                    self.ladder.restore()
                 self._sleep(min(self._deaths, LONGEST_PAUSE_S))
 
     def _open(self) -> Engine:
-        """Open an engine with the settings that the ladder has reduced; reduce more while memory runs out at load."""
-        n_steps = 0
+        """Open an engine with the options that the ladder has reduced. Reduce them further while memory runs out during
+        loading."""
+        n_reductions = 0
         while True:
             options = {**self._job.engine.options, **self.ladder.overrides}
             try:
@@ -318,12 +326,12 @@ class SupervisedEngine:
                 step = None
                 if fault.kind == "oom":
                     limits = error.limits or {**_UNKNOWN_LIMITS, **options}
-                    step = self.ladder.step_down(limits, fault)
+                    step = self.ladder.reduce(limits, fault)
                 if step is None:
-                    self.ladder.undo(n_steps)  # these steps did not help
+                    self.ladder.undo(n_reductions)  # these steps did not help
                     self._remember()
                     raise
-                n_steps += 1
+                n_reductions += 1
                 self._say(f"out of memory at load ({fault}): next try with {_shown(step)}")
                 self._remember()
             else:
@@ -331,7 +339,7 @@ class SupervisedEngine:
                 return engine
 
     def _remember(self) -> None:
-        self._hear(EngineHistory(self.restarts, self.ladder.steps))
+        self._hear(EngineHistory(self.restarts, self.ladder.reductions))
 
     def _say(self, text: str) -> None:
         self._hear(EngineLine(text))

@@ -1,4 +1,4 @@
-"""The pending rows of one start, and their outcome."""
+"""The pending rows of one start, and counts of what happened to them."""
 
 from __future__ import annotations
 
@@ -40,10 +40,13 @@ from batchkit.types import Counted, Row, Task
 
 
 class Tasks:
-    """The pending rows of one start, in the order in which they will run, and counts of their outcome.
+    """The pending rows of one start, in the order in which they will run, and counts of their outcomes.
 
-    Pending are the rows of ``source`` without a record, or the rows of a retry. ``say`` gets lines for the log.
-    ``elsewhere`` counts rows that another run has done; ``settled`` and ``failed`` count rows of this start.
+    Pending rows are the rows of ``source`` without a record; in a retry, the rows to retry.
+
+    - ``say``: writes a line to the log.
+    - ``elsewhere``: number of rows that were skipped because another run has answered them.
+    - ``settled``, ``failed``: numbers of rows in this start.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Tasks:
         self._first_failures = FirstFailures(start.job.run.check_rows if looks else 0)
 
     def first(self) -> Row | None:
-        """Return the first pending row, which stays pending, or None."""
+        """Return the first pending row, or None. The row stays pending."""
         if self._start.is_retry:
             self._run.ledger.steps.recall(self._attempts)
             rows = self._only(self._attempts)
@@ -93,7 +96,7 @@ class Tasks:
             self._say(line)
 
     def _ahead(self) -> Iterator[Row]:
-        """Yield the next rows; rows that the caller looks at stay pending."""
+        """Yield the next rows without taking them: they stay pending."""
         rows, seen = self._rows, list[Row]()
         self._rows = chain(seen, rows)
         for row in rows:
@@ -101,14 +104,15 @@ class Tasks:
             yield row
 
     def _read_again(self) -> Iterator[Row]:
-        """Yield all rows, even those that ``input.empty`` skips, if the input is local and can be read twice."""
+        """Yield the rows of the input again, including rows that ``input.empty`` skips. Empty unless the input is in
+        local files."""
         table, source = self._start.job.input, self.input.source
         if source.files is None or any("://" in file.path for file in source.files):
             return
         yield from read_rows(table.with_filled(frozenset())) if table.filled else source.read(never)
 
     def of_each_turn(self) -> Iterator[Sequence[str]]:
-        """Yield the names of the engines to load next, until no row waits for another engine."""
+        """Yield the names of the engines to load next, until no row is paused."""
         manifest, turns = self._run.manifest, self.turns
         engines = turns.first(None if self._start.is_retry else manifest.turn)
         while True:
@@ -123,7 +127,7 @@ class Tasks:
         manifest.turn = None
 
     def of_turn(self) -> Iterator[Task]:
-        """Return the tasks for the loaded engines, reordered within ``run.look_ahead`` rows."""
+        """Return the tasks to run with the loaded engines, reordered within ``run.look_ahead`` rows."""
         look_ahead = self._start.job.run.look_ahead
         ordered: Iterator[tuple[Row, int]] = ((row, 0) for row in self._rows)
         if look_ahead > 1 and not self.may_wait:  # an iterator may give its rows slowly
@@ -135,7 +139,7 @@ class Tasks:
         )
 
     def known(self, index: int) -> Sequence[Mapping[str, Any]]:
-        """Return the row's generations that the ledger has so far."""
+        """Return the generations of the row that are in the ledger."""
         return self._run.ledger.steps.known(index)
 
     @property
@@ -144,7 +148,7 @@ class Tasks:
         return self.input.source.files is None
 
     def settle(self, record: Counted) -> None:
-        """Count a row that has its record."""
+        """Count a row whose record was written."""
         self.settled += 1
         self.failed += record.status == "failed"
         self._first_failures.settle(record)
@@ -157,15 +161,15 @@ class Tasks:
         self._first_failures.check(is_end=is_end)
 
     def total(self, timeout_s: float | None = 0) -> int | None:
-        """Return the number of rows of the whole job, which a thread counts; None if unknown after ``timeout_s``.
+        """Return the number of rows of the whole job; None if it is still unknown after ``timeout_s`` (None: no limit).
 
-        ``timeout_s`` None waits without limit.
+        A thread counts the rows.
         """
         return self._total.now() if timeout_s == 0 else self._total.wait(timeout_s)
 
     @property
     def left(self) -> int | None:
-        """Rows of this start that have no record yet; None if the total is unknown."""
+        """The number of this start's rows that have no record yet; None if the total is unknown."""
         if self._start.is_retry:
             return len(self._attempts) - self.settled
         total = self._total.now()
@@ -175,13 +179,13 @@ class Tasks:
     def some_remain(self) -> bool:
         """Return whether rows of the whole job have no record.
 
-        This reads the input: rows beyond ``input.limit`` may have records, so counts can't tell.
+        This reads the input, because counts can't tell: rows beyond ``input.limit`` may have records.
         """
         pending = self.input.source.read(self._run.ledger.totals.is_settled)
         return next(islice(pending, self.elsewhere, None), None) is not None
 
     def some_are_left(self) -> bool:
-        """Return whether this start has left some of its rows."""
+        """Return whether some rows of this start have no record."""
         if self._start.is_retry:
             return len(self._attempts) > self.settled
         return self.may_wait or self.some_remain()
@@ -206,7 +210,7 @@ class Tasks:
             )
 
     def _without_records(self) -> Iterator[Row]:
-        """Yield every row that has no record in this run and no answer in the run of ``--skip-from``."""
+        """Yield rows that have neither a record in this run nor an answer in the run of ``--skip-from``."""
         skip_from = self._start.options.skip_from
         is_done = (
             None if skip_from is None else done_in(skip_from, self._start.job, self.input.source)
@@ -223,9 +227,10 @@ class Tasks:
 
 
 class WatchedInput:
-    """The input ``source``, and the files that all prompts include, both watched for changes.
+    """The input ``source`` and the files that the prompts of all rows include, watched for changes while the run reads
+    them.
 
-    Changes while the run reads them are noted in the manifest, so that the next start compares rows.
+    A change is noted in the manifest. The next start then compares rows with their records.
     """
 
     def __init__(self, start: Start, run: OpenRun, source: Input) -> None:
@@ -236,7 +241,7 @@ class WatchedInput:
         self._all_read = False
 
     def watched(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Yield ``rows`` of the source, and check it for changes.
+        """Yield ``rows`` of the source and check the input for changes.
 
         Raises:
             InputError: the rows can't be read.
@@ -259,7 +264,7 @@ class WatchedInput:
             raise BrokenInputError(str(error)) from error
 
     def check_late_files(self) -> None:
-        """Raise ChangedInputError if a file that is opened after the last row was read has changed.
+        """Raise ChangedInputError if a file changed that is opened again after the last row was read.
 
         Such files are included in all prompts, or are rows themselves.
         """
@@ -276,20 +281,20 @@ class WatchedInput:
         check_unchanged(changed)
 
     def note_changes(self) -> None:
-        """Note changed files at the end of the start, so that the next start checks their rows."""
+        """Mark changed files in the manifest at the end of the start, so that the next start checks their rows."""
         is_over = self._all_read and not self._files_that_are_rows()
         changed = self._changed_prompts() if is_over else self.source.changes(False)
         self._distrust(changed.keys())
 
     def _files_that_are_rows(self) -> set[str]:
-        """Return the files that are rows, or whose pages are. Rendering such a row opens its file again."""
+        """Return the files that are rows, or whose pages are rows. Rendering such a row opens its file again."""
         files = self.source.files or ()
         return {file.path for file in files if file.read_as.partition(": ")[0] in ROWS_ARE_FILES}
 
     def _changed_prompts(self) -> dict[str, str]:
-        """Return the changes of files that all prompts include, by key.
+        """Return the changes of files that the prompts of all rows include, by key.
 
-        Some rows are rendered after the last one was read, so these files are compared at the end, too.
+        They are compared at the end of a start, too, because some rows are rendered after the last row was read.
         """
         now, then = constant_files(self._start.job), self._start.prompt_files.items()
         return {key: "its content" for key, was in then if now.get(key, was) != was}
@@ -297,8 +302,8 @@ class WatchedInput:
     def _distrust(self, changed: Collection[str]) -> None:
         """Mark changed files in the manifest, so that the next start does not trust the records.
 
-        It then compares rows of changed input files with their records, and refuses changed prompt files. The mark
-        stays even if the files are changed back.
+        The next start compares rows of changed input files with their records, and refuses changed prompt files. The
+        mark stays even if the files are changed back.
         """
         manifest = self._run.manifest
         if prompts := {*changed} & {*self._start.prompt_files}:
@@ -309,10 +314,10 @@ class WatchedInput:
 
 
 def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, int]:
-    """Return the rows of a retry that still need one, with the numbers of their last attempts.
+    """Return the rows of a retry that still need one, with the number of each row's last attempt.
 
-    Before this process had the lock, another one may have retried rows; or it may have requeued the run, so that an
-    index now belongs to a row that has an answer.
+    Before this process locked the folder, another one may have retried rows. It may also have requeued the run, so that
+    an index belongs to another row, which has an answer.
     """
     due = dict(attempts or {})
     if not due:
@@ -328,13 +333,14 @@ def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, in
 
 
 def done_in(folder: Path, job: JobConfig, source: Input) -> Callable[[Row], bool]:
-    """Return a function that tells whether a row has an answer in the run in ``folder``.
+    """Return a function that tells whether a row has an answer in the run in ``folder``. Each answer counts for one
+    row.
 
-    Each answer there counts for one row. A row is found by its id. Equal fields are required as well if
+    A row is found by its id. In three cases its fields must be equal as well:
 
-    - the two runs don't take ids from the same ``input.id``: an index may belong to another row;
-    - several rows share the id, there or in this input (read only once an id's fields differ);
-    - the rows can be read only once.
+    - The two runs don't take ids from the same ``input.id``. Then an id may be the index of another row.
+    - Several rows share the id, in that run or in this input. The input is searched for this only if fields differ.
+    - The rows can be read only once.
     """
     check_log(folder)
     log, times, id_field = folder / RESULTS, Counter[str](), job.input.id
@@ -364,9 +370,9 @@ def done_in(folder: Path, job: JobConfig, source: Input) -> Callable[[Row], bool
 
 
 def shared_ids(job: JobConfig, source: Input) -> set[str]:
-    """Return the ids that several rows have, including rows that ``input.where`` leaves out.
+    """Return the ids that several rows of the input have. Rows that ``input.where`` leaves out count, too.
 
-    The run that is compared by id may have answered such rows.
+    Another run, which is compared by id, may have answered these rows.
     """
     if job.input.where:  # not with rows from Python
         table = job.input.model_copy(update={"where": {}})

@@ -1,23 +1,22 @@
 """The window: how many requests are kept in flight.
 
-The engine batches continuously: requests beyond ``max_num_seqs`` only wait in its queue. The
-window must be large enough that this queue never runs dry between two polls, and no larger, because
-each waiting request holds its prompt and pixels in host memory. So it
+The engine batches continuously: requests beyond ``max_num_seqs`` only wait in its queue. The window must be so large
+that this queue is never empty between two polls. It should not be larger, because each waiting request holds its prompt
+and pixels in host memory. So the window
 
 - starts at 1.5 × ``max_num_seqs``;
-- grows by a quarter of ``max_num_seqs`` when it is full and the engine's queue still runs
-  dry, up to 4 × ``max_num_seqs``; but not while the KV cache is full, since more requests would be preempted;
-- shrinks by a quarter when memory is short, never below a quarter of
-  ``max_num_seqs`` (other processes may hold the memory, and the run must continue);
-- shrinks by a quarter when requests were preempted while others waited, never below ``max_num_seqs``: the
-  engine's scheduler handles preemption at a cost of about 3 %, while a window too small costs 20 %.
+- grows by a quarter of ``max_num_seqs`` when it is full and the engine's queue is still empty at times, up to 4 ×
+  ``max_num_seqs``; but not while the KV cache is full, since more requests would be preempted;
+- shrinks by a quarter when memory is short, never below a quarter of ``max_num_seqs`` (other processes may hold the
+  memory, and the run must continue);
+- shrinks by a quarter when requests were preempted while others waited, never below ``max_num_seqs``: the engine's
+  scheduler handles preemption at a cost of about 3 %, while a window too small costs 20 %.
 
-After a change it waits for ``COOLDOWN_S``, longer than most requests take, so that it sees the
-effect of one change before it makes the next.
+After a change it waits for ``COOLDOWN_S``, longer than most requests take, to see the effect before the next change.
 
-Measured with max_num_seqs 16 and heavy-tailed answer lengths: relative to the adaptive window, a fixed window
-of 4 gave 0.46 of the throughput, 8 gave 0.68, 16 gave 0.93. From 24 on the noise was larger than the
-difference, with a full KV cache and without. So only a small window is costly.
+Measured with max_num_seqs 16 and heavy-tailed answer lengths: relative to the adaptive window, a fixed window of 4 gave
+0.46 of the throughput, 8 gave 0.68, 16 gave 0.93. From 24 on the noise was larger than the difference, with a full KV
+cache and without. So only a small window is costly.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MEMORY_LOOK_S = 1.0
 
 
 class Window:
-    """The limit for requests in flight, ``size``; ``fixed`` turns adaptation off."""
+    """The limit for requests in flight, ``size``. ``fixed``: True never changes it."""
 
     def __init__(
         self,
@@ -56,9 +55,9 @@ class Window:
         self.size = fixed or _start(max_num_seqs)
 
     def adapt(self, load: EngineLoad, in_flight: int, max_num_seqs: int) -> str:
-        """Change the size if the engine's load calls for it. Return a description for the log, or "" if unchanged.
+        """Change the size if the engine's load requires it. Return a text for the log; "" if the size is unchanged.
 
-        If a restarted engine has another ``max_num_seqs``, the window gets its first size for that number.
+        If a restarted engine has another ``max_num_seqs``, the size starts again from this number.
         """
         if self._fixed:
             return ""

@@ -1,7 +1,7 @@
-"""A Worker: engines, and everything needed to make records of rows with them.
+"""A Worker: engines, with everything needed to turn rows into records.
 
-A run on one machine is one Worker, called by the run's own thread; with ``run.workers`` there is
-one in each process that Ray starts (``cluster/``). The run's loop uses both in the same way.
+A run on one machine has one Worker, which the run's own thread calls. With ``run.workers``, each process that Ray
+starts has one (``cluster/``). The main loop uses both in the same way.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class EngineFacts(NamedTuple):
 class Worker:
     """Engines that turn rows into log lines.
 
-    Every row comes back once, as its record or paused; a row with several generations returns each of them before.
-    One thread calls ``fill`` and ``poll`` in turn until ``is_done``. The constructor loads the models of
-    ``engines`` (names).
+    Every row comes back once: as its record, or paused. The generations of a row with several are returned before. One
+    thread calls ``fill`` and ``poll`` in turn until ``is_done``. The constructor loads the models of ``engines``
+    (names).
 
     Raises:
         JobError, EngineError: the model can't be loaded.
@@ -66,22 +66,26 @@ class Worker:
         )
 
     def fill(self, *, taking: bool = True) -> list[Returned]:
-        """Submit requests while there is room, unless the run is stopping (not ``taking``). Return rows that ended."""
-        settled = [] if taking else self._requests.ended()
+        """Submit requests while there is room, and return rows that ended without an engine. ``taking``: False submits
+        none."""
+        settled = [] if taking else self._requests.take_ended()
         for lane in self._lanes if taking else ():
-            if self._requests.broken and (settled or self.load.in_flight):
+            if self._requests.will_raise and (settled or self.load.in_flight):
                 break  # ``lane.fill`` may raise the input's error: first finish and write running requests
             settled += lane.fill()
-        return [*self._lines(settled), *self._requests.paused()]
+        return [*self._lines(settled), *self._requests.take_paused()]
 
     def poll(self) -> list[Returned]:
-        """Return the lines of requests that the engines have finished."""
+        """Return the lines of requests that the engines have finished since the last call."""
         timeout_s = POLL_S if len(self._lanes) == 1 else _SHARED_POLL_S
         settled = chain.from_iterable(lane.poll(timeout_s) for lane in self._lanes)
         return [*self._lines(settled)]
 
-    def written(self, count: int | None = None) -> None:
-        """Let rows continue whose generations are in the ledger: the first ``count`` returned ones (default: all)."""
+    def note_written(self, count: int | None = None) -> None:
+        """Let rows continue, because their generations are in the ledger now.
+
+        ``count``: how many of the returned generations were written, oldest first; None for all.
+        """
         n_written = len(self._unwritten) if count is None else count
         self._requests.answer([self._unwritten.popleft() for _ in range(n_written)])
 

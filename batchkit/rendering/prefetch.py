@@ -1,4 +1,4 @@
-"""A queue that renders rows ahead of the engine, in threads, limited by rows and decoded pixels."""
+"""A queue of rows that threads render ahead of the engine. Its limits are a number of rows and their decoded pixels."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def read_ahead(
     may_wait: bool,
     weigh: Callable[[Task], int] = lambda task: 0,
 ) -> Prefetch[Task, Task]:
-    """Return a Prefetch that reads ``tasks`` ahead on a thread of its own, because reading the input may block.
+    """Return a Prefetch that only reads ``tasks`` ahead, on its own thread, because reading the input may block.
 
-    ``may_wait``: the input may pause between rows, so each row is handed out as soon as it is read. ``max_bytes``
-    limits the sum of ``weigh`` over the tasks that are not released yet.
+    - ``may_wait``: True if the input may pause between rows. Each row is then returned as soon as it is read.
+    - ``max_bytes``: limit for the sum of ``weigh`` over the tasks that are not released yet.
     """
     return Prefetch(
         tasks,
@@ -51,20 +51,20 @@ def read_ahead(
 
 
 class Prefetch(Generic[Given, Made]):
-    """A queue of rows that several threads render ahead of the engine. It is out of order: a slow image delays no other
-    row.
+    """A queue of rows that several threads render ahead of the engine. Rows may leave it in another order, so that a
+    slow image delays no other row.
 
-    A thread begins no row
+    A thread does not begin another row
 
     - while ``ahead`` rendered rows wait in the queue;
-    - while unreleased requests, in the queue or handed out, hold ``max_bytes`` of decoded pixels. Runs with the same
-      ``holders`` share this limit (``HeldMedia``).
+    - while requests that are not released yet hold ``max_bytes`` of decoded pixels. Runs with the same ``holders``
+      share this limit (``HeldMedia``).
 
-    Each limit is exceeded by at most one row per thread; the first by ``at_once`` rows if rows have no images.
+    Each limit is exceeded by at most one row per thread; the first one by ``at_once`` rows if rows have no images.
 
-    Threads: ``threads`` render threads read a few rows at a time under ``_reading`` and render them concurrently (one
-    row at a time if rows have images, because the other rows would wait for that thread). The worker's thread calls
-    ``get`` and ``release``. ``_changed`` guards all other attributes.
+    Threads: ``threads`` render threads read a few rows at a time under ``_reading`` and render them concurrently. If
+    rows have images, they read one row at a time, because other rows would wait for that thread. The worker's thread
+    calls ``get`` and ``release``. ``_changed`` guards all other attributes.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Prefetch(Generic[Given, Made]):
     def get(self, timeout_s: float) -> Made | None:
         """Return the next rendered row, or None after ``timeout_s``.
 
-        A row that can't be rendered is a Completion with its error. An error from reading the rows is raised
-        after all rows read before it were handed out.
+        A row that can't be rendered is a Completion with its error. If reading the rows failed, the error is raised
+        once all rows before it were returned.
         """
         with self._changed:
             if not self._ready and timeout_s > 0:
@@ -117,7 +117,7 @@ class Prefetch(Generic[Given, Made]):
 
     @property
     def exhausted(self) -> bool:
-        """True once every row was handed out."""
+        """True once every row was returned by ``get``."""
         with self._changed:
             return not self._ready and not self._working and self._error is None
 
@@ -127,13 +127,14 @@ class Prefetch(Generic[Given, Made]):
         return not self._working
 
     @property
-    def broken(self) -> bool:
-        """True once the next ``get`` raises an error from reading the rows."""
+    def will_raise(self) -> bool:
+        """True if reading the rows failed and ``get`` has returned all rows before the failure, so that it raises
+        next."""
         with self._changed:
             return self._error is not None and not self._ready and not self._working
 
     def release(self, made: Made) -> None:
-        """Stop counting the pixels of a row that is settled, so that other rows may be begun."""
+        """Stop counting the pixels of a settled row, so that other rows can begin."""
         if n_bytes := self._weigh(made):
             with self._changed:
                 self._held.free(n_bytes)
@@ -173,7 +174,7 @@ class Prefetch(Generic[Given, Made]):
                 self._changed.notify_all()
 
     def _hand_out(self, rendered: list[Made]) -> int:
-        """Put rendered rows into the queue; return the bytes of pixels that they hold."""
+        """Put rendered rows into the queue, and return the number of bytes of pixels that they hold."""
         n_bytes = sum(map(self._weigh, rendered))
         with self._changed:
             if not self._stopped:
@@ -183,7 +184,8 @@ class Prefetch(Generic[Given, Made]):
         return n_bytes
 
     def _read(self, wanted: int) -> list[Given]:
-        """Return up to ``wanted`` rows, an empty list at the end of the input. Rows read before an error are kept."""
+        """Return up to ``wanted`` rows; an empty list at the end of the input. After a read error, the rows before it
+        are returned."""
         rows: list[Given] = []
         with self._reading:
             try:
@@ -193,7 +195,7 @@ class Prefetch(Generic[Given, Made]):
         return rows
 
     def _begin_next(self) -> bool:
-        """Wait until the limits allow another row, and count it; return False if this thread should end."""
+        """Wait until the limits allow another row, and count it. Return False if this thread should end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (

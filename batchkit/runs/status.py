@@ -196,9 +196,9 @@ def _settings(manifest: Manifest) -> dict[str, Any]:
     named = {
         f"engines.{name}.{option}": value
         for name, notes in manifest.engines.items()
-        for option, value in Ladder(notes.engine_steps).overrides.items()
+        for option, value in Ladder(notes.engine_reductions).overrides.items()
     }
-    return {**Ladder(manifest.engine_steps).overrides, **named}
+    return {**Ladder(manifest.engine_reductions).overrides, **named}
 
 
 def _rate(log: Path) -> float | None:

@@ -1,7 +1,7 @@
 """``checkpoint.json``: counts over a run's logs up to a byte offset, and a checksum of each log up to that offset.
 
-With it, opening a log detects damage before that offset. A missing or damaged checkpoint is ignored, because it is only
-a cache.
+The checksum shows damage before the offset when a log is opened. The checkpoint is only a cache: if it is missing or
+damaged, it is ignored and the whole log is read.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Totals:
         )
 
     def add(self, record: Counted) -> None:
-        """Count one line; the newest record of a row decides whether it is ok or failed."""
+        """Count a record. If the row already has one, the new record decides whether the row is ok or failed."""
         index, error = record.index, record.error
         self.records += 1
         prompt_tokens, completion_tokens = tokens_in(record)
@@ -78,9 +78,11 @@ class Totals:
 
 
 class StepsPoint(NamedTuple):
-    """Counts over ``steps.jsonl`` up to ``checksum.end``.
+    """The part of a checkpoint about ``steps.jsonl``: counts over its generations up to ``checksum.end``.
 
-    ``first``: offset of the first generation whose row has no record yet, or the log's end. A resume reads from there.
+    - ``first``: offset of the first generation whose row has no record yet, or the log's end. A resume reads the log
+      from there.
+    - ``spent``: totals of all generations up to ``checksum.end``.
     """
 
     checksum: Checksum
@@ -89,9 +91,11 @@ class StepsPoint(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Counts over ``results.jsonl`` up to ``checksum.end``, and over ``steps.jsonl`` (``steps``).
+    """The content of ``checkpoint.json``.
 
-    ``vectors``: the size in bytes of each segment of vectors, by file name.
+    - ``totals``: counts over ``results.jsonl`` up to ``checksum.end``.
+    - ``steps``: counts over ``steps.jsonl``.
+    - ``vectors``: size in bytes of each segment of vectors, by file name.
     """
 
     totals: Totals
@@ -104,8 +108,9 @@ class Checkpoint(NamedTuple):
         return cls(Totals(), Checksum(), StepsPoint(Checksum()), {})
 
     def write(self, folder: Path) -> None:
-        """Replace the checkpoint of ``folder``. Logs and vectors must be on disk (fsync) up to the offsets and sizes in
-        it.
+        """Replace the checkpoint of ``folder``.
+
+        Call it only after an fsync of the logs and vectors, up to the offsets and sizes that this checkpoint holds.
 
         Raises:
             OSError: the disk fails.
@@ -140,7 +145,8 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint without checking the logs; None if it is missing or was modified."""
+    """Return the checkpoint of ``folder``; None if it is missing or its own checksum is wrong. The logs are not
+    read."""
     try:
         content = read_bytes(folder / CHECKPOINT, _MOST_BYTES)
         found = orjson.loads(content)
@@ -164,7 +170,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def check_log(folder: Path) -> None:
-    """Check the whole log before a run's records are read: against the checkpoint, then line by line.
+    """Check the log of a run before its records are read: first the checksum of the checkpoint, then every line after
+    it.
 
     Raises:
         StoreError: the log is missing or damaged.
@@ -175,7 +182,9 @@ def check_log(folder: Path) -> None:
 
 
 def damage_in(folder: Path, known: Checkpoint) -> str | None:
-    """Return a message about damage to the logs of ``folder``, with its remedy, or None. ``known``: the checkpoint.
+    """Return a message about damage to the logs of ``folder`` and how to repair it; None if they are undamaged.
+
+    ``known``: the checkpoint of ``folder``.
 
     Raises:
         OSError: a log can't be read.

@@ -20,10 +20,10 @@ from batchkit.errors import StoreError
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Return a descriptor of a file in a run folder; symbolic links are not followed.
+    """Open a file in a run folder and return its descriptor. A symbolic link is refused.
 
     Raises:
-        OSError: as ``descriptor_of``; also if ``path`` is a symbolic link.
+        OSError: ``path`` is a symbolic link, is no regular file, or can't be opened.
     """
     try:
         return descriptor_of(path, flags | os.O_NOFOLLOW)
@@ -54,10 +54,10 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def write_all(file: int, block: bytes | memoryview) -> None:
-    """Write ``block`` to the descriptor ``file``, repeating the system call as needed.
+    """Write all of ``block`` to the descriptor ``file``. ``os.write`` is repeated as long as it writes only a part.
 
     Raises:
-        OSError: as ``os.write``; part of the block may be written then.
+        OSError: the disk fails; a part of the block may have been written.
     """
     rest = memoryview(block)
     while rest:
@@ -65,7 +65,7 @@ def write_all(file: int, block: bytes | memoryview) -> None:
 
 
 def is_same_file(path: Path, file: int, size: int) -> bool:
-    """Return whether the descriptor's file is still the one at ``path``, with ``size`` bytes."""
+    """Return whether ``path`` is still the file of the descriptor ``file`` and has ``size`` bytes."""
     try:
         there = path.lstat()
     except OSError:
@@ -74,10 +74,10 @@ def is_same_file(path: Path, file: int, size: int) -> bool:
 
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Replace ``path`` so that a reader sees either the old content or all of the new.
+    """Replace ``path`` so that a reader sees either the old content or all of the new content.
 
-    ``content`` may come in parts, and may be read from ``path`` itself. Only the process that holds the folder
-    may call this: two writers would share a temporary file.
+    ``content`` may be an iterable of parts, and may be read from ``path`` itself. Only the process that holds the
+    folder may call this, because the name of the temporary file is fixed.
     """
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # left by a killed process, or placed by an attacker
@@ -90,10 +90,10 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` survive a power cut, if its filesystem supports that.
+    """Call fsync on ``folder``, so that new and renamed files in it survive a power cut.
 
-    Some network and FUSE filesystems have no fsync of a folder and answer EINVAL or EBADF, which
-    PostgreSQL's ``fsync_fname`` ignores as well.
+    Some network and FUSE filesystems don't support this and answer EINVAL or EBADF. These errors are ignored, as in
+    PostgreSQL's ``fsync_fname``.
     """
     opened = os.open(folder, os.O_RDONLY)
     try:
@@ -168,7 +168,8 @@ HOMES = ("/tmp",)
 class OwnFolder:
     """A new temporary folder ``batchkit-KIND-…``, removed by ``close``.
 
-    This process and its forks lock a file in the folder while they live, so that ``remove_orphans`` keeps it.
+    The folder has a file that this process and its forks lock while they live. ``remove_orphans`` keeps folders whose
+    file is locked.
     """
 
     def __init__(self, kind: str, home: str | None = None) -> None:

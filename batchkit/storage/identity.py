@@ -1,7 +1,7 @@
-"""The identity of a run: everything that decides its answers.
+"""The identity of a run: all settings and file hashes that decide its answers.
 
-The job file's keys that belong to it are marked ``Identity`` (``config/tables/base.py``). Keys that
-change only the speed (batch sizes, intervals) are marked ``Free``.
+Keys of the job file that decide answers are marked ``Identity`` (``config/tables/base.py``). Keys that change only the
+speed (batch sizes, intervals) are marked ``Free``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _BLOCKS, _BLOCK_BYTES, _END_BYTES = 64, 2**16, 2**20
 
 
 def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the identity of a run: all values that decide its answers, in one dict by dotted key.
+    """Return the identity of a run as one dict by dotted key, with secrets masked.
 
     ``prompt_files``: hashes of the files that the prompts of all rows include.
     """
@@ -90,7 +90,10 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
 
 
 def _of_texts(job: JobConfig) -> dict[str, Any]:
-    """Return the parts of the prompt that may be in separate files, with the texts of these files."""
+    """Return the texts of the system prompt and the user prompt, the tools and the settings of ``retry.reask``, by key.
+
+    Texts are read from their files if the job names files.
+    """
     return {
         "prompt.system": _text(job.prompt.system, job.prompt.system_file),
         "prompt.user": _text(job.prompt.user, job.prompt.user_file),
@@ -100,7 +103,8 @@ def _of_texts(job: JobConfig) -> dict[str, Any]:
 
 
 def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the identity of ``job.engine``; remove from ``found`` the keys that it replaces."""
+    """Return the identity of ``job.engine``. Removes from ``found`` the marked keys that it replaces by hashes or
+    parts."""
     options = found.pop("engine.options")
     its = {
         f"engine.options.{name}": value
@@ -136,7 +140,8 @@ def _of_named_engine(name: str, engine: EngineTable) -> dict[str, Any]:
 
 
 def _of_step(job: JobConfig, step: StepTable) -> dict[str, Any]:
-    """Return the identity of one step: all values that decide its answers, and what later steps see of them."""
+    """Return the identity of one of ``[[steps]]``: all values that decide its answers or the values that later steps
+    get."""
     its = job.of_step(step)
     of_both = ("prompt.", "sampling.")
     found = {
@@ -150,7 +155,10 @@ def _of_step(job: JobConfig, step: StepTable) -> dict[str, Any]:
 
 
 def of_function(job: JobConfig) -> dict[str, str | None]:
-    """Return a hash of the file of ``rollout.function``, None if it can't be read; {} without a rollout."""
+    """Return the hash of the file that contains ``rollout.function``, under the key ``rollout.source``.
+
+    The hash is None if the file can't be read. Without ``[rollout]`` the result is {}.
+    """
     if job.rollout is None:
         return {}
     place = job.rollout.function.rpartition(":")[0]
@@ -163,7 +171,7 @@ def of_function(job: JobConfig) -> dict[str, str | None]:
 
 
 def _files(job: JobConfig) -> Iterator[str]:
-    """Yield the files and folders in the engine's options, or in its server's command, that decide the answers."""
+    """Yield files and folders that the engine's options or its server's command name, and that decide the answers."""
     if job.engine.server is not None and job.engine.server.command is not None:
         yield from files_named(job.engine.server.command)
     for name in _FILE_OPTIONS:
@@ -173,23 +181,23 @@ def _files(job: JobConfig) -> Iterator[str]:
 
 
 def engine_identity(job: JobConfig) -> dict[str, Any]:
-    """Return the part of ``identity`` about the engine and the files that it opens at each start.
+    """Return the part of ``identity`` about the engine and its files. The files are opened again at each start.
 
-    Excludes ``hub_commits``, since loading a model may fetch a newer one.
+    Commits of models on the hub are left out, since loading a model may fetch a newer one.
     """
     found = {k: v for k, v in identity(job).items() if k.startswith(("engine.", "engines."))}
     return {k: v for k, v in found.items() if v is not None and home_of(k) not in _LEARNED}
 
 
 def names_same_model(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether both identities name the same models, regardless of options."""
+    """Return whether the old identity ``then`` and the new one ``now`` name the same models; options may differ."""
     names = {f"engine.{name}" for name in _MODEL}
     keys = {key for each in (then, now) for key in each if home_of(key) in names}
     return not differences(*({key: each.get(key) for key in keys} for each in (then, now)))
 
 
 def hub_commits(job: JobConfig) -> dict[str, str]:
-    """Return the commit in the local cache of each model name on the Hugging Face hub."""
+    """Return the commit hash in the local cache for each model, tokenizer or adapter of the job that is on the hub."""
     names = {name: of for name, of in _hub_names(job).items() if name and not exists(name)}
     if not names:
         return {}
@@ -227,10 +235,13 @@ def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
 
 
 def check_found(then: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity ``then``, completed by what a loaded engine ``found``: hub commits and served models.
+    """Return the identity ``then`` with the facts added that a loaded engine reports: hub commits and served models.
+
+    - ``then``: the identity of the run so far.
+    - ``found``: the reported facts by identity key, for example ``engine.commits``.
 
     Raises:
-        EngineError: ``found`` contradicts ``then``, so the model has changed.
+        EngineError: a reported fact differs from the one in ``then``, so the model has changed.
     """
     if changes := differences({key: then.get(key, {}) for key in found}, found):
         raise EngineError(
@@ -254,15 +265,17 @@ def _marked(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def scoring_of(job: JobConfig) -> str:
-    """Return a hash of ``[scoring]``, by which a start notices that the scoring has changed."""
+    """Return a hash of ``[scoring]``. A start compares it with the manifest's to notice that the scoring has
+    changed."""
     return hash_of(orjson.loads(orjson.dumps(job.scoring.model_dump(), default=str)))
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per key that differs: the key, its old value, its new value.
+    """Return one line per key whose value differs between two identities: the key, the value ``then``, the value
+    ``now``.
 
-    A masked secret of unknown value equals everything. A file that changed while a run used it
-    differs from every file, because some rows saw its old content and some the new one.
+    A masked secret of unknown value equals every value. A file that changed while a run used it differs from every
+    file, because some rows saw its old content and other rows its new content.
     """
     then, now = dict(then), dict(now)
     for key in _found_in(then, now):
@@ -281,9 +294,10 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity of a run that began as ``then`` and continues as ``now``.
+    """Return the identity of a run that began as ``then`` and is continued as ``now``.
 
-    Values that only ``then`` knows are kept: masked secrets, and hashes of files that can't be read now.
+    It is ``now`` with two kinds of values from ``then`` added: masked secrets, and facts of loaded models such as hub
+    commits.
     """
     known: dict[str, Any] = known_of(dict(now), dict(then))
     found = {key: {**then.get(key, {}), **now.get(key, {})} for key in _found_in(then, now)}
@@ -291,14 +305,16 @@ def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _found_in(*identities: Mapping[str, Any]) -> set[str]:
-    """Return the keys in ``identities`` whose value is a dict by name, such as commits by hub name (``_FOUND``)."""
+    """Return the keys of ``identities`` whose value holds facts of loaded models by name (``_FOUND``), such as hub
+    commits."""
     return {key for found in identities for key in found if home_of(key) in _FOUND}
 
 
 def known_of(value: Any, other: Any, key: str = "") -> Any:
-    """Return ``value`` with each masked secret replaced by the value at the same place in ``other``, if that fits.
+    """Return ``value`` with masked secrets replaced by the corresponding parts of ``other``, where they may be the same
+    secret.
 
-    ``key``: the dotted key of ``value``. A ``***`` that masks no secret stays as it is.
+    ``key``: the dotted key of ``value``. A text ``***`` that is no masked secret stays.
     """
     if isinstance(value, dict) and isinstance(other, dict):
         return {
@@ -313,9 +329,9 @@ def known_of(value: Any, other: Any, key: str = "") -> Any:
 
 
 def adapter_fingerprint(folder: str) -> str | None:
-    """Return a hash of the adapter files that vLLM reads; None if ``folder`` is a name or lacks them.
+    """Return a hash of the adapter files in ``folder`` that vLLM reads. Other files, which trainers write, are ignored.
 
-    A folder written by a trainer has more files, which are ignored.
+    Returns None if ``folder`` has no such files, or is a name on the hub.
     """
     paths = [path for name in ADAPTER_FILES if (path := Path(folder, name)).is_file()]
     digest = hashlib.sha256()
@@ -327,10 +343,10 @@ def adapter_fingerprint(folder: str) -> str | None:
 
 
 def model_fingerprint(model: str) -> str | None:
-    """Return a hash of a model's file or files; None if ``model`` is a name.
+    """Return a hash of a model's file, or of the files in its folder; None if ``model`` is a name.
 
-    Small files are read completely. Of large files only both ends and evenly spread blocks are read, since reading
-    a large model would take minutes.
+    Small files are read completely. For large files only both ends and evenly spread blocks are read, since reading a
+    whole large model would take minutes.
     """
     place = Path(model)
     if not model or not (place.is_file() or place.is_dir()):
@@ -357,7 +373,8 @@ def _spans(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _reask(job: JobConfig) -> Any:
-    """Return the settings that decide when and how ``retry.reask`` asks again; None if it never does, or with steps."""
+    """Return the settings that decide when and how ``retry.reask`` asks again; None if it is off, or with
+    ``[[steps]]``."""
     if not job.retry.reask or job.steps:
         return None
     looked_for = [
@@ -368,22 +385,26 @@ def _reask(job: JobConfig) -> Any:
 
 
 def _fingerprint_part(secret: str) -> str:
-    """Mask a secret in a text that the model may see ("Credentials: MD"), like ``_fingerprint_mask``.
+    """Return the mask for a secret inside a text that the model may see ("Credentials: MD"): ``_fingerprint_mask`` of
+    it.
 
-    Credentials of a signed URL get no fingerprint: signed again, the URL leads to the same file.
+    Credentials in a signed URL become a plain ``***`` without a fingerprint: a newly signed URL leads to the same file.
     """
     return MASK if _CREDENTIAL.fullmatch(secret) else _fingerprint_mask(secret)
 
 
 def _fingerprint_mask(secret: str) -> str:
-    """Return a mask that differs for different secrets without showing them; the mask of a mask is itself."""
+    """Return ``***`` and six hex digits of a hash: different for different secrets, without showing them.
+
+    A text that is such a mask already is returned unchanged.
+    """
     if FINGERPRINT.fullmatch(secret):
         return secret
     return MASK + hashlib.sha256(secret.encode()).hexdigest()[:6]
 
 
 def _text(inline: str | None, path: str | None) -> str | None:
-    """Return a template's text, from the job file or from a separate file."""
+    """Return the text ``inline`` from the job file, or the content of the file ``path`` if that is set."""
     if path is None:
         return inline
     try:
@@ -422,7 +443,7 @@ def _json(value: Any, *, sort: bool = True) -> bytes:
 
 
 def _beside(old: Any, new: Any) -> str:
-    """Return ``old → new`` as JSON for a message; of long values only the part that differs."""
+    """Return ``old → new`` as JSON for a message. Long values are cut to the part where they differ."""
     texts = [orjson.dumps(value).decode() for value in (old, new)]
     if any(len(text) > _MOST_SHOWN for text in texts):
         pairs = enumerate(zip(*texts, strict=False))

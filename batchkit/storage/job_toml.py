@@ -30,9 +30,10 @@ def toml_of(
     only_set: bool = False,
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda table: table,
 ) -> str:
-    """Return ``job`` as TOML with secrets masked; with ``only_set``, without defaults.
+    """Return ``job`` as TOML with secrets masked.
 
-    ``change`` may remove or replace parts of its tables.
+    - ``only_set``: leave out keys that have their default value.
+    - ``change``: called with each table as a dict; returns the dict to write.
     """
     table = masked(_without_none(job.model_dump(exclude_defaults=only_set)))
     return tomlkit.dumps(_sections(job, change(table)))
@@ -58,7 +59,8 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
 def without_masked(job: JobConfig) -> JobConfig:
     """Return ``job`` without the secrets that were masked in its ``job.toml``.
 
-    The environment may provide them. A template that uses a secret of ``[vars]`` fails with an error that names it.
+    Engines and templates then look for secrets in the environment. A template that uses a missing secret of ``[vars]``
+    fails with an error that names it.
     """
 
     def plain(engine: EngineTable) -> EngineTable:
@@ -71,12 +73,13 @@ def without_masked(job: JobConfig) -> JobConfig:
 
 
 def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:
-    """Return ``job``, read from a ``job.toml``, with its masked values taken from the job file ``source``."""
+    """Return ``job``, read from a ``job.toml``, with its masked secrets replaced by those in the job file
+    ``source``."""
     return JobConfig.model_validate(known_of(job.model_dump(), source.model_dump()))
 
 
 def check_secrets(job: JobConfig) -> None:
-    """Refuse a job whose secrets are masked, for example one read from a ``job.toml``.
+    """Refuse a job whose secrets are masked, for example a job that was read from a ``job.toml``.
 
     Raises:
         JobError: secrets are masked; the message names their keys.
@@ -92,7 +95,7 @@ def check_secrets(job: JobConfig) -> None:
 def _sections(table: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``values`` of ``table`` for TOML. Dicts whose keys the user chooses become inline tables.
 
-    The order of their keys may matter, but a TOML section has all plain values before tables.
+    The order of these keys may matter, and a TOML section would move plain values before tables.
     """
     return {name: _section(getattr(table, name, None), value) for name, value in values.items()}
 

@@ -1,9 +1,8 @@
-"""The writing side of a run folder: its logs, its vectors, and their checkpoint.
+"""The writing side of a run folder: logs, vectors and the checkpoint.
 
-The logs are the truth; the checkpoint is a cache. A row counts as settled only once its record is in
-``results.jsonl``, and the checkpoint moves only after an fsync. So a kill at any time loses no written line,
-and a power cut loses no line before the checkpoint. A record's vector and its row's generations are on disk
-(fsync) before the record is written.
+The checkpoint is a cache of the logs. A row is settled once its record is in ``results.jsonl``. The checkpoint is
+written only after an fsync of the logs. Therefore a kill loses no written line, and a power cut loses no line before
+the checkpoint. A record's vector and its row's generations are on disk (fsync) before the record is written.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _SHARED_BYTES = 64 << 20
 
 
 class RecordLine(NamedTuple):
-    """A record's line for the log, newline included, and the fields of it that are counted.
+    """A record's line for the log, newline included, and the record as msgspec's ``Counted`` to count it.
 
-    The ledger writes ``vector`` (float32 or float16) to a segment, and adds its position to the line.
+    ``vector`` (float32 or float16) is written to a segment by the ledger, which adds the vector's position to the line.
     """
 
     raw: bytes
@@ -54,7 +53,8 @@ def line_of(
 ) -> RecordLine:
     """Return the log line for ``record`` with ``vector`` (float32, little endian).
 
-    The vector will be stored as ``vector_dtype``; with ``tokens``, as a matrix of one vector per token.
+    - ``vector_dtype``: type in which the vector will be stored.
+    - ``tokens``: number of rows if the vector is a matrix with one vector per token.
     """
     if vector is None:
         return RecordLine(lines.encoded(record), record)
@@ -80,16 +80,19 @@ def rewritten(record: Mapping[str, Any], vector: np.ndarray[Any, Any] | None = N
 class Ledger:
     """The writer of a run's ``results.jsonl``, ``steps.jsonl``, vectors and checkpoint.
 
-    Used by one thread of the process that holds ``lock``, the folder's lock. Records with vectors or generations wait
-    up to 1 s so that several share one fsync; other lines are written at once. Written lines survive a kill. ``flush``
-    writes the waiting records; ``sync`` makes all lines survive a power cut and moves the checkpoint.
+    Lines are written at once and survive a kill. Only records with vectors or generations wait, up to 1 s, so that
+    several share one fsync. ``flush`` writes the waiting records. ``sync`` makes all lines survive a power cut and
+    writes the checkpoint. Only one thread may use it, in the process that holds ``lock``, the folder's lock.
 
-    - ``totals``: counts of records. ``steps``: the generations.
-    - ``messages``: texts about data that was set aside when the logs were opened.
-    - ``lost``: per row, how many generations a record after the checkpoint counts that ``steps.jsonl`` lacks, unless
-      the record says so itself.
+    ``first_segment``: lowest number for new segments of vectors.
 
-    Vectors go to segments with numbers from ``first_segment`` on.
+    Attributes:
+
+    - ``totals``: counts of records.
+    - ``steps``: the log of generations.
+    - ``messages``: lines about data that was set aside when the logs were opened.
+    - ``lost``: number of generations by row that are missing from ``steps.jsonl``, although a record after the
+      checkpoint counts them. Without the number that the record itself gives as lost.
 
     Raises (every method):
         StoreError: a disk operation failed, and the logs end with a whole line; or, when opened, a log was damaged
@@ -112,10 +115,10 @@ class Ledger:
         self.totals = known.totals
         checksum, self._stored = known.checksum, Vectors(folder)
         # By row: generations that records after the checkpoint count, and those known to be lost.
-        self._uncovered = dict[int, Spent]()
+        self._counted_by_row = dict[int, Spent]()
         self._known_lost = dict[int, int]()
         self._records = Log(folder / RESULTS, record_in, checksum, self._take, start=checksum.end)
-        self.steps = StepsLog(folder, self.totals, known.steps, self._uncovered)
+        self.steps = StepsLog(folder, self.totals, known.steps, self._counted_by_row)
         self._vectors = VectorWriter(folder, first_segment, known.vectors)
         self._waiting: list[RecordLine] = []
         self._waiting_bytes = 0
@@ -146,13 +149,16 @@ class Ledger:
     def usage(self) -> Usage:
         """Total tokens used by this run, across all starts.
 
-        A generation that several records of its row contain, after a failure or a restart, counts once.
+        After a failure or a restart, several records of a row may include the same generation. It counts once.
         """
         of = self.steps.spent if self.steps.spent.generations else self.totals
         return Usage(of.prompt_tokens, of.completion_tokens)
 
     def write(self, lines: Iterable[RecordLine | GenerationLine]) -> None:
-        """Write ``lines`` in their order, generations first. At most 1,000 are in memory at a time."""
+        """Write ``lines``: all generations first, then the records, each in the given order.
+
+        Writes after every 1,000 lines, so that a long iterable does not fill the memory.
+        """
         generations = list[GenerationLine]()
         for line in lines:
             if isinstance(line, GenerationLine):
@@ -179,7 +185,8 @@ class Ledger:
             self.steps.settle(line.record.index)
 
     def sync(self) -> float:
-        """Flush, fsync, then move the checkpoint. Return the seconds that this took."""
+        """Flush the waiting records, call fsync on the logs, then write the checkpoint. Return the seconds that this
+        took."""
         self._check_lock()
         for log in (self._records, self.steps.log):
             log.check()
@@ -198,7 +205,7 @@ class Ledger:
         return time.monotonic() - started
 
     def checkpoint(self) -> None:
-        """Write a checkpoint for the whole logs. It relies on an fsync of them; ``sync`` does both."""
+        """Write a checkpoint for the whole logs. The caller must have called fsync on them; ``sync`` does both."""
         Checkpoint(self.totals, self._records.checksum, self.steps.point, self._vectors.ends).write(
             self.folder
         )
@@ -213,11 +220,12 @@ class Ledger:
             self._vectors.close()
 
     def _take(self, line: LogLine[Record]) -> None:
-        """Count a record after the checkpoint. Raises LostVectorError if its vector is missing."""
+        """Count a record that was written after the checkpoint, while the log is opened. Raises LostVectorError if the
+        record's vector is missing."""
         record = line.record
         assert record is not None
         if record.generations and not self.totals.is_settled(record.index):
-            self._uncovered[record.index] = Spent(record.generations, 0, *tokens_in(record))
+            self._counted_by_row[record.index] = Spent(record.generations, 0, *tokens_in(record))
             self._known_lost[record.index] = record.generations_lost or 0
         self.totals.add(record)
         place = record.embedding
@@ -229,7 +237,8 @@ class Ledger:
             self._lock.check()
 
     def _write_some(self, generations: list[GenerationLine]) -> list[GenerationLine]:
-        """Write ``generations``, and records unless they wait for a shared fsync; return a new empty list."""
+        """Write ``generations`` now, and the waiting records unless they wait for a shared fsync; return a new empty
+        list."""
         if generations:
             self._check_lock()
             self.steps.write(generations)
@@ -240,9 +249,9 @@ class Ledger:
         return []
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the waiting records' lines, after an fsync of their vectors.
+        """Write the vectors of the waiting records with an fsync, then yield the records' lines in their order.
 
-        They keep their order, so that the newest record of a row stays the last.
+        The order matters: of several records of a row, the last one in the log counts.
         """
         with_vector = [line for line in self._waiting if line.vector is not None]
         vectors = [line.vector for line in with_vector if line.vector is not None]
@@ -252,7 +261,7 @@ class Ledger:
 
 
 def _needs_other_file(line: RecordLine) -> bool:
-    """Return whether the record needs data in another file: a vector or generations."""
+    """Return whether the record refers to another file: to a vector or to generations in ``steps.jsonl``."""
     return line.vector is not None or line.record.generations is not None
 
 

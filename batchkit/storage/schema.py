@@ -1,7 +1,7 @@
-"""Conversion of a server's answers into values that a record may hold.
+"""Conversion of a server's answers into values that a record can hold.
 
-``choice_of`` and ``possible`` make an answer valid, so that no line is written that a reader would refuse
-(``lines.py``).
+``choice_of`` and ``possible`` replace or drop invalid parts, so that readers (``lines.py``) accept every line that is
+written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_count(value: Any) -> bool:
 
 
 def possible(usage: Usage | None) -> Usage | None:
-    """Return ``usage`` without impossible counts; None if one of the first two is impossible. The answer stays usable."""
+    """Return ``usage`` without invalid counts; None if the prompt tokens or the completion tokens are invalid."""
     if usage is None or not (is_count(usage.prompt_tokens) and is_count(usage.completion_tokens)):
         return None
     parts = {"reasoning_tokens": usage.reasoning_tokens, "cached_tokens": usage.cached_tokens}
@@ -36,16 +36,16 @@ def possible(usage: Usage | None) -> Usage | None:
 
 
 def error_of(error: RowError) -> ErrorInfo:
-    """Return the record's form of ``error``, with secrets masked."""
+    """Return ``error`` as a record stores it, with secrets masked."""
     return ErrorInfo(error.kind, type(error).__name__, masked_text(str(error)), error.retryable)
 
 
 def choice_of(
     text: str, finish_reason: Any, logprobs: Any, reasoning: Any = None, tool_calls: Any = None
 ) -> Choice:
-    """Return a Choice from parts of a server's answer, which may be any JSON.
+    """Return a Choice made from parts of a server's answer, which may have any JSON type.
 
-    Parts of the wrong shape become None, or are left out of a list.
+    A part of the wrong type becomes None. In a list, entries of the wrong type are left out.
     """
     reason = bounded(valid(finish_reason)) if isinstance(finish_reason, str) else None
     thought = valid(reasoning) if isinstance(reasoning, str) and reasoning else None
@@ -60,7 +60,7 @@ def seconds_of(value: float) -> float:
 
 
 def _tool_call(found: Any) -> dict[str, Any] | None:
-    """Return a function call in OpenAI's shape; other APIs send the arguments as an object instead of text."""
+    """Return a tool call in OpenAI's shape, with its arguments as text; other APIs send them as an object."""
     function = found.get("function") if isinstance(found, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
@@ -75,7 +75,8 @@ def _tool_call(found: Any) -> dict[str, Any] | None:
 
 
 def _logprobs(found: Any) -> list[dict[str, Any]] | None:
-    """Return a list of tokens, from either of the two shapes of OpenAI's API; None if it has another shape."""
+    """Return the log probabilities as a list of tokens, from either of OpenAI's two shapes; None for any other
+    value."""
     try:
         if "content" in found:
             return [

@@ -1,9 +1,8 @@
 """``scores.jsonl``: the scores of ``batchkit score``, one line per row, next to ``results.jsonl``.
 
-The log is append-only and holds the model's answers and the scores that were known when the row
-finished. Later scores (deferred scorers, another scoring) are here. A line counts only for the record
-that it was made from. It is ignored once its row was run again, or has another index
-(``--on-change requeue``).
+``results.jsonl`` is append-only and holds the scores that were known when a row finished. Scores that are computed
+later (deferred scorers, another scoring) are in ``scores.jsonl``. Each of its lines belongs to one record. The line is
+ignored if its row was run again, or has another index after ``--on-change requeue``.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ SCORES = "scores.jsonl"
 
 
 class ScoreLine(msgspec.Struct, frozen=True):
-    """The scores of the record of row ``index`` that was finished at ``finished_at``.
+    """The scores of one record: the record of row ``index`` that was finished at ``finished_at``.
 
-    ``input_hash`` is the record's; it is needed because many rows finish within one millisecond.
+    ``input_hash`` is the record's hash. It is compared too, because many rows finish within one millisecond.
     """
 
     index: Count
@@ -48,14 +47,15 @@ _decoder = msgspec.json.Decoder(ScoreLine)
 
 
 class Scores:
-    """A reader of the scores of the run in ``folder``, if any. Call it for rows in ascending order."""
+    """A reader of the ``scores.jsonl`` in ``folder``, if there is one. Ask for rows in ascending order."""
 
     def __init__(self, folder: Path) -> None:
         self._lines = score_lines(folder / SCORES)
         self._line = next(self._lines, None)
 
     def of(self, index: int, input_hash: str | None, finished_at: str | None) -> ScoreLine | None:
-        """Return the scores of the record with this row, hash and time, or None. Raises StoreError if damaged."""
+        """Return the scores of the record with this row index, hash and time, or None. Raises StoreError if a line is
+        damaged."""
         while (line := self._line) is not None and line.index < index:
             self._line = next(self._lines, None)
         if line is None or (line.index, line.input_hash, line.finished_at) != (
@@ -84,7 +84,7 @@ def scored(records: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str
 
 
 def join_scores(folders: Sequence[Path], picked: Sequence[IndexSet]) -> Iterator[ScoreLine]:
-    """Yield the score lines for a merged run, by row: from each folder those of the rows ``picked`` there."""
+    """Yield the score lines of a merged run by row, from each of ``folders`` the rows in its set of ``picked``."""
 
     def of(folder: Path, rows: IndexSet) -> Iterator[ScoreLine]:
         return (line for line in score_lines(folder / SCORES) if line.index in rows)
@@ -93,9 +93,9 @@ def join_scores(folders: Sequence[Path], picked: Sequence[IndexSet]) -> Iterator
 
 
 def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[], None]) -> None:
-    """Replace the scores of a run in one step; ``lines`` must be in input order.
+    """Replace the ``scores.jsonl`` of a run. ``lines`` must be in input order.
 
-    ``before`` is called when all lines are on disk and the old file is not yet replaced.
+    ``before`` is called after all lines are on disk and before the old file is replaced.
 
     Raises:
         StoreError: the file can't be written.
@@ -110,9 +110,10 @@ def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[
 
 
 def references_of(job: JobConfig) -> dict[str, str | None] | None:
-    """Return the right answers by id, from the run in ``scoring.reference_run``; None if that is not set.
+    """Return the reference answers by row id, from the run in ``scoring.reference_run``; None if that is not set.
 
-    With ``input.cross``, an answer counts for all values of its row, unless the reference run has these values, too.
+    With ``input.cross``, a row occurs several times, each time with other values. An answer is used for all of them,
+    unless the reference run has these values, too.
 
     Raises:
         JobError: there is no such run, it has no predictions, or an id names several of its rows.
@@ -148,7 +149,11 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
 
 
 def check_one_row_each(references: Mapping[str, Any], shared_ids: Iterable[str]) -> None:
-    """Raise JobError if an id in ``references`` belongs to several rows: its answer may be for any of them."""
+    """Refuse ids in ``references`` that several rows share, because the answer may belong to any of these rows. Raises
+    JobError if an id of ``references`` is in ``shared_ids``.
+
+    ``shared_ids``: ids that several rows have.
+    """
     if names := sorted(references.keys() & {*shared_ids}):
         raise JobError(
             f"scoring.reference_run: id {names[0]!r} names several rows of this run, and the reference's"

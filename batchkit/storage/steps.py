@@ -1,11 +1,11 @@
-"""``steps.jsonl``: every generation of rows with several, in the order in which they ended.
+"""``steps.jsonl``: every generation of rows that have several, in the order in which they ended.
 
-A generation is in the log before its row requests the next one. So an interrupted row gets the
-answers that it had, and repeats only the requests in flight (``execution/rollouts/open_row.py``).
+A generation is in the log before its row makes the next request. If the row is interrupted, it gets its recorded
+answers when it is run again, and repeats only requests that were in flight (``execution/rollouts/open_row.py``).
 
-A resume needs the lines of rows that have no record yet, which are near the end. So the checkpoint
-stores the offset of the first such line, and counts over all lines (``StepsPoint``); a resume parses
-only the lines from that offset on.
+A resume needs only the lines of rows without a record, which are near the end of the log. The checkpoint
+(``StepsPoint``) stores the offset of the first of these lines, and counts over all lines. So a resume parses the log
+only from that offset on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from batchkit.types import Choice, Completion, Request, Usage, line_of_choice, u
 
 
 class GenerationLine(NamedTuple):
-    """A line of ``steps.jsonl``, newline included, and its generation."""
+    """A generation, and its line for ``steps.jsonl`` with the newline."""
 
     raw: bytes
     generation: Generation
@@ -70,7 +70,10 @@ def generation_line(completion: Completion) -> GenerationLine:
 
 
 def fresh_line(generation: Generation) -> GenerationLine:
-    """Return a recorded generation's line marked as "fresh": its row may make other requests when it is run again."""
+    """Return the line of a recorded generation with the mark ``replay: fresh``.
+
+    The mark allows the row to make other requests when it is run again.
+    """
     return line_with(replace(generation, replay="fresh"))
 
 
@@ -79,7 +82,10 @@ def line_with(generation: Generation) -> GenerationLine:
 
 
 def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
-    """Return the completion of ``request`` from a recorded generation; ``[select]`` must choose its choice again."""
+    """Return a recorded generation, a ``line`` of ``steps.jsonl``, as the completion of ``request``.
+
+    ``selected`` is not set: ``[select]`` has to select the choice again.
+    """
     if "choices" in line:
         choices = tuple(map(_choice, line["choices"]))
     else:
@@ -95,22 +101,26 @@ def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
 
 
 class StepsLog:
-    """The generations of one run folder, open for appending.
+    """The ``steps.jsonl`` of a run folder, open for appending. Use it from one thread; only ``known`` is an exception.
 
-    - ``totals``: the run's counts, which say which rows have a record.
-    - ``point``: the counts of the last checkpoint.
-    - ``uncovered``: per row, the totals of its generations according to a record after the checkpoint.
-    - ``spent``: totals of all generations.
-    - ``lost``: per row, how many of the generations in ``uncovered`` are missing; their tokens are in ``spent``.
+    Parameters:
 
-    Used by one process and one thread, like the Ledger that owns it, except ``known``.
+    - ``totals``: counts over ``results.jsonl``, which tell the rows that have a record.
+    - ``point``: counts over ``steps.jsonl`` at the last checkpoint.
+    - ``counted``: for each row whose record was written after the checkpoint, the number and tokens of the generations
+      that the record counts.
+
+    Attributes:
+
+    - ``spent``: totals of all generations, including lost ones.
+    - ``lost``: for each row in ``counted``, how many of its generations are missing in the file, after a power cut.
 
     Raises:
         StoreError: the disk fails, or the file differs from the last checkpoint.
     """
 
     def __init__(
-        self, folder: Path, totals: Totals, point: StepsPoint, uncovered: Mapping[int, Spent]
+        self, folder: Path, totals: Totals, point: StepsPoint, counted_by_row: Mapping[int, Spent]
     ) -> None:
         self._totals = totals
         self.spent = point.spent
@@ -120,7 +130,7 @@ class StepsLog:
         self._recalled: Container[int] = ()
         self._recalled_end = 0
         counted_end = point.checksum.end
-        there = dict.fromkeys(uncovered, Spent())
+        there = dict.fromkeys(counted_by_row, Spent())
 
         def take(line: LogLine[Generation]) -> None:
             assert line.record is not None
@@ -135,16 +145,16 @@ class StepsLog:
         path = folder / STEPS
         self.log = Log(path, generation_in, point.checksum, take, start=point.first)
         self.lost: dict[int, int] = {}
-        for row, counted in uncovered.items():
+        for row, counted in counted_by_row.items():
             if (n_lost := counted.generations - there[row].generations) > 0:
                 self.lost[row] = n_lost
                 self.spent = self.spent.with_tokens_of(counted, there[row])
 
     def known(self, index: int) -> list[dict[str, Any]]:
-        """Return the recorded generations of a row, in the order of the log.
+        """Return the recorded generations of a row that may be run again, in the order of the log.
 
-        In a retry, generations of earlier attempts have the key ``earlier``. Another thread may call this for rows
-        whose generations are not being written.
+        In a retry, generations of earlier attempts have the key ``earlier``. Another thread may call this for a row,
+        unless generations of that row are being written.
 
         Raises:
             StoreError: the disk fails.
@@ -154,7 +164,7 @@ class StepsLog:
             return [self._read(*place) for place in zip(places[::2], places[1::2], strict=True)]
 
     def recall(self, rows: Container[int]) -> None:
-        """Make ``known`` return also the generations of ``rows``, which have records and are retried."""
+        """Make ``known`` return also the generations of ``rows``. These rows have records and will be retried."""
         self._recalled, self._recalled_end = rows, self.log.end
         for line in read_generations(self.log.path.parent):
             index = -1 if line.record is None else line.record.index
@@ -162,7 +172,7 @@ class StepsLog:
                 self._hold(index, line.offset, line.end)
 
     def write(self, lines: Sequence[GenerationLine]) -> None:
-        """Append ``lines``; they survive a kill from then on."""
+        """Append ``lines``, which then survive a kill."""
         end = self.log.end
         self.log.append(b"".join(line.raw for line in lines))
         for line in lines:
@@ -173,7 +183,7 @@ class StepsLog:
                 self._hold(index, start, end)
 
     def settle(self, index: int) -> None:
-        """Forget the generations of a row that has its record now."""
+        """Forget where the generations of a row are, because the row has its record now."""
         self._places.pop(index, None)
 
     @property
@@ -192,7 +202,10 @@ class StepsLog:
 
 
 def spent_in(folder: Path, point: StepsPoint) -> Spent:
-    """Return the totals of all generations: at the checkpoint's ``point``, and those since. Safe while a run writes."""
+    """Return the totals of all generations in ``folder``. Safe while a run writes.
+
+    ``point``: the totals at the checkpoint; only later lines are read.
+    """
     spent = point.spent
     for line in read_generations(folder, point.checksum.end):
         if line.record is not None:
@@ -201,7 +214,7 @@ def spent_in(folder: Path, point: StepsPoint) -> Spent:
 
 
 def totals_by_step(folder: Path) -> dict[str, Spent]:
-    """Return the totals of all of ``steps.jsonl`` by step name, in the order in which the steps first ended."""
+    """Return totals of the generations in ``steps.jsonl`` by step name, in the order in which the names first occur."""
     found: dict[str, Spent] = {}
     for line in read_generations(folder):
         if (generation := line.record) is not None:

@@ -1,10 +1,12 @@
 """The vectors of a run: ``vectors/000000.arrow``, ``vectors/000001.arrow``, …
 
 Each file is a segment: an Arrow IPC stream with the columns ``index`` (int64: the vector's row), ``vector`` (a
-fixed-size list of float32 or float16) and ``crc32`` (of the vector's bytes). A record names its vector by
-``{"segment", "row", "dimensions"}``. A matrix (``task = "token_embed"``) is stored as ``tokens`` vectors from that
-row on, all in one record batch. A record is written once its vector is on disk. A start never appends to a
-segment of an earlier start, which may have a torn end after a kill; no record names vectors in that end.
+fixed-size list of float32 or float16) and ``crc32`` (of the vector's bytes). A record names its vector by ``{"segment",
+"row", "dimensions"}``. A matrix (``task = "token_embed"``) is stored as ``tokens`` vectors, which begin at ``row`` and
+are all in one record batch.
+
+A record is written once its vector is on disk. Each start writes new segments, because a segment of an earlier start
+may end in a cut-off batch after a kill. No record refers to vectors in a cut-off batch.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _ADVICE = "The next start runs rows without their vector again; before it, resto
 
 
 class VectorType(NamedTuple):
-    """A type of vectors: ``dtype`` "float32" or "float16"; ``dimensions`` is None if their lengths differ."""
+    """The type of a segment's vectors: ``dtype`` "float32" or "float16", and ``dimensions`` (None if the lengths
+    differ)."""
 
     dtype: str
     dimensions: int | None
@@ -70,8 +73,8 @@ def _sizes(folder: Path) -> dict[str, int]:
 class VectorWriter:
     """A writer of vectors to the run in ``folder``. It begins a new segment file for each type of vectors.
 
-    ``first``: the lowest number for a new segment. ``ends``: the size in bytes that each segment of the run must at
-    least have, by file name; at first from the last checkpoint.
+    - ``first``: the lowest number for a new segment.
+    - ``ends``: minimum size in bytes of each existing segment, by file name, from the last checkpoint.
 
     Raises:
         LostVectorError: a segment is missing or shorter now.
@@ -98,7 +101,7 @@ class VectorWriter:
                 )
 
     def write(self, indexes: Sequence[int], vectors: Sequence[Vector]) -> list[VectorPlace]:
-        """Write the vectors of the rows ``indexes``, with an fsync, and return their positions for the records.
+        """Write the vectors of the rows ``indexes`` and call fsync. Return the vectors' positions for the records.
 
         Raises:
             StoreError: the disk fails. Vectors written before are unchanged.
@@ -178,12 +181,13 @@ class Vectors:
         self._read_bytes = 0
 
     def of(self, record: Mapping[str, Any]) -> Vector:
-        """Return a copy of the vector or matrix that ``record`` names. Raises StoreError as ``read``."""
+        """Return a copy of the vector or matrix that ``record`` names. Raises LostVectorError or StoreError as
+        ``read``."""
         place = VectorPlace(**record["embedding"])
         return self.read(record["index"], place).copy()
 
     def read(self, index: int, place: VectorPlace) -> Vector:
-        """Return the vector or matrix of row ``index`` at ``place``, as a view of the segment's file.
+        """Return the vector or matrix of row ``index`` at ``place`` as a view of the mapped segment file.
 
         Raises:
             LostVectorError: it is missing, is damaged, or belongs to another row.
@@ -212,11 +216,12 @@ class Vectors:
         return vector
 
     def fault_at(self, index: int, place: VectorPlace) -> str | None:
-        """Return a message if the vector of row ``index`` at ``place`` is missing, damaged or not finite, otherwise
-        None.
+        """Return a message if the vector of row ``index`` is missing, damaged or not finite; None if it is sound.
+
+        ``place``: the vector's position according to the record.
 
         Raises:
-            StoreError: its file can't be read, so the vector's state is unknown.
+            StoreError: the segment's file can't be read, so the vector's state is unknown.
         """
         import numpy as np
 
@@ -231,7 +236,8 @@ class Vectors:
         return self._segment(number, 0).type
 
     def _segment(self, number: int, row: int) -> _Segment:
-        """Return the segment, opened again if ``row`` is beyond the part that was read: it may have grown."""
+        """Return the segment with this number. It is opened again if ``row`` is after its last vector, since it may
+        have grown."""
         found = self._segments.get(number)
         if found is None or row >= found.n_rows:
             found = self._segments[number] = _Segment(segment_path(self._folder, number))
@@ -256,9 +262,9 @@ class _Batch(NamedTuple):
 
 
 class _Segment:
-    """The undamaged record batches of a segment's file, memory-mapped; a missing file has no batches.
+    """The undamaged record batches of a segment's file, memory-mapped. A missing file has no batches.
 
-    Batch n begins with vector number ``firsts[n]``.
+    ``firsts``: for each batch, the number of its first vector within the segment.
     """
 
     def __init__(self, path: Path) -> None:

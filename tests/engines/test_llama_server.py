@@ -147,7 +147,7 @@ def test_a_context_that_does_not_fit_is_tried_smaller(tmp_path: Path, model: Pat
     assert "next try with max_num_seqs = 4" in ran.stderr
     assert len(records()) == 3
     manifest = json.loads((RUN / "manifest.json").read_text())
-    assert manifest["engine_steps"][0] == {"max_num_seqs": 4}
+    assert manifest["engine_reductions"][0] == {"max_num_seqs": 4}
 
 
 # --- vectors and scores

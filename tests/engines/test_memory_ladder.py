@@ -33,9 +33,9 @@ CLAIMS = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 def all_the_way_down(limits: Mapping[str, Any], fault: Fault) -> list[dict[str, Any]]:
     """Every step that the ladder has for an engine which dies of ``fault`` each time."""
     ladder = Ladder()
-    while ladder.step_down({**limits, **ladder.overrides}, fault) is not None:
-        assert len(ladder.steps) < 1000
-    return ladder.steps
+    while ladder.reduce({**limits, **ladder.overrides}, fault) is not None:
+        assert len(ladder.reductions) < 1000
+    return ladder.reductions
 
 
 def shares(lowest: float) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ SEQS = {"max_num_seqs": 8, "max_num_batched_tokens": 3000}
 
 
 @pytest.mark.parametrize(
-    ("limits", "fault", "steps"),
+    ("limits", "fault", "reductions"),
     [
         (  # requests at once, then tokens, then the share of the GPU
             {"max_num_seqs": 9, "max_num_batched_tokens": 3000, "gpu_memory_utilization": 0.75},
@@ -93,8 +93,10 @@ SEQS = {"max_num_seqs": 8, "max_num_batched_tokens": 3000}
         ),
     ],
 )
-def test_the_way_down(limits: dict[str, Any], fault: Fault, steps: list[dict[str, Any]]) -> None:
-    assert all_the_way_down(limits, fault) == steps
+def test_the_way_down(
+    limits: dict[str, Any], fault: Fault, reductions: list[dict[str, Any]]
+) -> None:
+    assert all_the_way_down(limits, fault) == reductions
 
 
 @pytest.mark.parametrize(
@@ -109,16 +111,16 @@ def test_a_step_that_the_engine_does_not_obey_ends_the_way_down(
     limits: dict[str, Any], fault: Fault
 ) -> None:
     ladder = Ladder()
-    assert ladder.step_down(limits, fault) is not None
-    assert ladder.step_down(limits, fault) is None
-    assert len(ladder.steps) == 1
+    assert ladder.reduce(limits, fault) is not None
+    assert ladder.reduce(limits, fault) is None
+    assert len(ladder.reductions) == 1
 
 
 def test_after_the_claim_the_way_down_goes_on_as_the_next_fault_asks() -> None:
     ladder, limits = Ladder(), {"max_num_seqs": 8, "gpu_memory_utilization": 0.9}
     for fault in (OVER_CLAIM, FULL, WITHOUT_CACHE, OVER_CLAIM):
-        ladder.step_down({**limits, **ladder.overrides}, fault)
-    assert ladder.steps == [
+        ladder.reduce({**limits, **ladder.overrides}, fault)
+    assert ladder.reductions == [
         {"gpu_memory_utilization": 0.8},
         {"max_num_seqs": 4},
         {"max_num_seqs": 2},
@@ -159,6 +161,6 @@ def test_every_way_down_ends_and_each_step_makes_one_option_smaller(
 def test_a_request_alone_gets_fewer_tokens_at_a_time_but_one_for_each_that_may_run() -> None:
     limits = {"max_num_seqs": 1024, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.9}
     ladder, fault = Ladder(), Fault("oom", "OutOfMemoryError", "planted")
-    assert ladder.step_down(limits, fault, alone=True) == {"max_num_batched_tokens": 1024}
+    assert ladder.reduce(limits, fault, alone=True) == {"max_num_batched_tokens": 1024}
     limits |= ladder.overrides
-    assert ladder.step_down(limits, fault, alone=True) == {"gpu_memory_utilization": 0.8}
+    assert ladder.reduce(limits, fault, alone=True) == {"gpu_memory_utilization": 0.8}

@@ -188,7 +188,7 @@ def died(*rows: int, cause: str = "oom", named: int | None = None) -> Step:
     """With these rows in flight: which of them is named as poison."""
 
     def step(suspects: Suspects[int]) -> None:
-        assert suspects.died(rows, cause) == named
+        assert suspects.record_death(rows, cause) == named
 
     return step
 

@@ -392,8 +392,8 @@ def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_togeth
     assert log().count("next engine: [engine];") == 1
     assert "engine judge: out of memory" in log()
     manifest = json.loads((RUN / "manifest.json").read_text())
-    assert manifest["engines"]["judge"]["engine_steps"] == [{"max_num_seqs": 4}]
-    assert manifest["engine_steps"] == []
+    assert manifest["engines"]["judge"]["engine_reductions"] == [{"max_num_seqs": 4}]
+    assert manifest["engine_reductions"] == []
     assert status(RUN).engine_settings == {"engines.judge.max_num_seqs": 4}
     assert (
         "engine judge: an earlier engine ran out of memory; engine settings from then: max_num_seqs = 4"

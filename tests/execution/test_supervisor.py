@@ -240,7 +240,7 @@ def test_memory_that_runs_out_halves_the_batch_and_nothing_else_does(
     world, steps, opened, failed, size, rows, window, before = deepcopy(case)
     with closing(world.supervise(max_num_seqs=size, ladder=Ladder(before))) as engine:
         assert kinds_of(answer_all(engine, requests(0, rows), window=window)) == failed
-        assert engine.ladder.steps == steps
+        assert engine.ladder.reductions == steps
         assert engine.restarts == len(world.opened) - 1
     assert opened is None or world.opened == opened
     if failed:
@@ -262,7 +262,7 @@ def test_an_engine_that_is_killed_at_load_is_tried_once_more_as_it_was() -> None
 
     world.open = killed_at_first  # type: ignore[method-assign]
     with closing(world.supervise()) as engine:
-        assert engine.ladder.steps == []
+        assert engine.ladder.reductions == []
     assert (world.failed_loads, world.opened) == ([8], [8])
 
 
@@ -341,7 +341,7 @@ def test_steps_that_never_helped_are_not_remembered() -> None:
     world = World(dies_at=dict.fromkeys(range(1, 40), "oom"))
     kept: list[Any] = []
     engine = world.supervise(
-        max_engine_restarts=3, remember=lambda history: kept.append(list(history.steps))
+        max_engine_restarts=3, remember=lambda history: kept.append(list(history.reductions))
     )
     with closing(engine), pytest.raises(EngineError):
         answer_all(engine, requests(0, 40))

@@ -16,7 +16,7 @@ from batchkit.storage.manifest import (
     FileFingerprint,
     Manifest,
     StartNote,
-    forget_other_steps,
+    forget_other_reductions,
     read_manifest,
 )
 from tests.support.dry_runs import job
@@ -26,7 +26,7 @@ def of_a_run() -> dict[str, Any]:
     """The manifest of a run that has begun, with keys of a later version."""
     made = Manifest.new(job(), [FileFingerprint("in.jsonl", 3, 4, "ab", 5, "jsonl")])
     start = StartNote.now("run").model_dump(exclude_unset=True) | {"of_a_later_version": [1]}
-    steps = {"engine_steps": [{"max_num_seqs": 4}], "engine_steps_for": "abc"}
+    steps = {"engine_reductions": [{"max_num_seqs": 4}], "engine_reductions_for": "abc"}
     found = made.model_dump(exclude_unset=True) | {"starts": [start]}
     more = {"scored_from": [[1, 2], [0, 0]], "merged_from": ["b"], "of_a_later_version": {"x": 1}}
     table: dict[str, Any] = orjson.loads(orjson.dumps(found | steps | more, default=str))
@@ -76,10 +76,10 @@ def test_only_the_newest_events_are_kept_and_no_secret_in_them(tmp_path: Path) -
 
 def test_steps_of_other_engine_options_are_forgotten(tmp_path: Path) -> None:
     manifest = Manifest.model_validate_json(json.dumps(EVERYTHING))
-    assert not forget_other_steps(manifest, "abc")
-    assert manifest.engine_steps == [{"max_num_seqs": 4}]
-    assert forget_other_steps(manifest, "def")
-    assert (manifest.engine_steps, manifest.engine_steps_for) == ([], "def")
+    assert not forget_other_reductions(manifest, "abc")
+    assert manifest.engine_reductions == [{"max_num_seqs": 4}]
+    assert forget_other_reductions(manifest, "def")
+    assert (manifest.engine_reductions, manifest.engine_reductions_for) == ([], "def")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Parts shared by the endpoints of OpenAI's API: JSON bodies, refusals, and the list of models.
+"""Parts shared by the endpoints of OpenAI's API: JSON bodies, error responses, and the list of models.
 
-See https://platform.openai.com/docs/api-reference, with the additions of `vllm serve` and
-llama.cpp's server. No code here touches the network.
+See https://platform.openai.com/docs/api-reference. ``vllm serve`` and llama.cpp's server have additions to it. No code
+here touches the network.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ _LONGEST_MESSAGE = 1000
 
 
 class ShapeError(ValueError):
-    """An answer that is not in the API's format."""
+    """An answer that does not have the API's format."""
 
 
 class Refusal(NamedTuple):
     """An error response: the HTTP status and the server's message.
 
-    ``signs``: the error's code, type and parameter, if present. The counts are None if the server reports none.
+    - ``signs``: the error's code, type and parameter, if the server sent them.
+    - The token counts are None if the server reports none.
     """
 
     status: int
@@ -79,8 +80,8 @@ class Refusal(NamedTuple):
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:
-    """Return the body as JSON, with images as PNG in data: URIs. Raises RequestError for a value that JSON
-    can't represent."""
+    """Return the body as JSON, with images as PNG in data: URIs. Raises RequestError if JSON can't represent a
+    value."""
     try:
         return orjson.dumps(_with_images(body), option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, OSError, ValueError) as error:
@@ -103,7 +104,7 @@ def refusal_of(status: int, content: bytes) -> Refusal:
 
 
 def in_words(error: Any) -> str:
-    """Return a server's message as one line of at most 1,000 characters, without terminal control characters."""
+    """Return a server's error message as one line of at most 1,000 characters, without terminal control characters."""
     text = valid(error) if isinstance(error, str) else as_json(error).decode()
     return plain(" ".join(text.split()))[:_LONGEST_MESSAGE]
 
@@ -120,7 +121,8 @@ def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | N
 
 
 def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
-    """Return the refusal as the row's error, with the counts that truncation needs, if known."""
+    """Return the refusal as a PromptTooLongError, with the token counts that truncation needs, as far as they are
+    known."""
     error = PromptTooLongError(refusal.message)
     error.prompt_tokens = refusal.prompt_tokens
     error.max_model_len = refusal.max_model_len or max_model_len
@@ -128,16 +130,16 @@ def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
 
 
 def max_model_len(model: Mapping[str, Any]) -> int | None:
-    """Return the context length in a model's entry: vLLM's field, or llama.cpp's context per slot."""
+    """Return the context length in a model's entry of the model list: vLLM's field, or llama.cpp's context per slot."""
     most = model.get("max_model_len") or _meta(model).get("n_ctx")
     return most if is_count(most) and most else None
 
 
 def known_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """Return the properties of the model ``name`` that a server's list of models reports.
+    """Return the properties of the model ``name`` according to a server's list of models.
 
-    If no entry has that name, the only entry of the list counts: many servers answer under any name. vLLM lists the
-    model's folder (``root``); llama.cpp lists its size once it is loaded.
+    If no entry has this name and the list has only one entry, that entry counts: many servers answer under any name.
+    vLLM lists the model's folder (``root``); llama.cpp lists the model's size once it is loaded.
     """
     named = [model for model in models if model.get("id") == name] or models
     if len(named) != 1:
@@ -154,7 +156,7 @@ def _meta(model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """Return a Retry-After header (a number or a date) in seconds, or None if it is invalid."""
+    """Return the value of a Retry-After header (a number or a date) in seconds; None if it is missing or invalid."""
     try:
         return max(0.0, float(value or ""))
     except ValueError:
@@ -163,7 +165,7 @@ def retry_after_s(value: str | None) -> float | None:
 
 
 def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``body`` with images, sound and videos in its messages or its pair in OpenAI's format."""
+    """Return ``body`` with the images, sound and videos of its messages, or of its pair, in OpenAI's format."""
 
     def part(kind: str, found: Any) -> dict[str, Any]:
         if kind == "image":

@@ -31,9 +31,10 @@ SAMPLING = (
 
 
 class Endpoint:
-    """An endpoint of the API: writes the requests of one task and reads the answers. It does not touch the network.
+    """An endpoint of the API: builds the requests of one task and reads the answers. It does not touch the network.
 
-    ``parameters``: the names in the job's ``table`` that the API accepts.
+    - ``table``: the job's table with the parameters (``sampling`` or ``pooling``).
+    - ``parameters``: names in this table that the API accepts.
     """
 
     task = "generate"
@@ -50,8 +51,8 @@ class Endpoint:
 
     @classmethod
     def check_names(cls, params: Mapping[str, Any]) -> None:
-        """Refuse names that the API does not have, because the server would silently ignore them. Raises
-        RequestError with the name."""
+        """Check that the API has all parameters in ``params``, because a server would silently ignore an unknown one.
+        Raises RequestError if the API lacks a parameter; the message names it."""
         for name in params:
             if name == "prompt_logprobs":
                 raise RequestError("sampling.prompt_logprobs: batchkit does not store them")
@@ -63,8 +64,8 @@ class Endpoint:
                 )
 
     def body_of(self, request: Request) -> dict[str, Any]:
-        """Return the request in the API's format. Images are still PIL images (``api.encoded`` converts them).
-        Raises RequestError for a parameter that the API does not have."""
+        """Return the request in the API's format. Images are still PIL images; ``api.encoded`` converts them. Raises
+        RequestError if the API lacks a parameter of the request."""
         self.check_names(request.sampling)
         given = {name: value for name, value in request.sampling.items() if value is not None}
         parameters = self.parameters_of(request, given)
@@ -78,7 +79,8 @@ class Endpoint:
         return {name: value for name, value in body.items() if name not in self._drop}
 
     def encoded(self, body: Mapping[str, Any]) -> Content:
-        """Encode the result of ``body_of``. May be called by another thread. Raises RowError."""
+        """Encode the body that ``body_of`` returned. Another thread may call this. Raises RowError if a value can't be
+        encoded."""
         return Content(encoded(body))
 
     def url(self, base_url: str, request: Request) -> str:
@@ -90,11 +92,13 @@ class Endpoint:
         raise NotImplementedError
 
     def parameters_of(self, request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the request's parameters in the API's format."""
+        """Return the request's parameters ``given`` in the API's format."""
         return given
 
     def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
-        """Convert the server's answer; ``n`` choices were requested (0: unknown).
+        """Convert the server's answer to a completion.
+
+        ``n``: number of choices that were requested; 0 if unknown.
 
         Raises:
             ShapeError: The answer is not in the API's format, or is incomplete.
@@ -125,14 +129,17 @@ class _Choice(msgspec.Struct):
 
     @property
     def reason(self) -> Any:
-        """The reason why the choice ended. SGLang's internal reason is an object, ``{"type": "abort", …}``, which a
-        proxy may pass on. A router sets ``error`` instead."""
+        """The reason why the choice ended.
+
+        SGLang's internal reason is an object ``{"type": "abort", …}``, which a proxy may pass on. A router sets
+        ``error`` instead.
+        """
         reason = "error" if self.error else self.finish_reason
         return reason.get("type") if isinstance(reason, Mapping) else reason
 
     @property
     def failure(self) -> str | None:
-        """The problem if the choice is incomplete, otherwise None."""
+        """A message if the choice is incomplete, otherwise None."""
         if not self.error and self.reason not in BROKEN_OFF:
             return None
         return f"finish_reason is {self.reason}" + (f": {in_words(self.error)}" * bool(self.error))
@@ -152,7 +159,8 @@ class _ChatAnswer(msgspec.Struct):
     error: Any = None
 
     def ordered(self, n: int) -> list[_Choice]:
-        """Return the ``n`` requested choices (0: unknown), or one: some servers ignore ``n``."""
+        """Return the choices in order. There must be ``n`` of them (0: any number), or one, because some servers ignore
+        ``n``."""
         places = [choice.index for choice in self.choices]
         if not any(place is not None for place in places):
             places = [*range(len(places))]
@@ -213,7 +221,8 @@ class Chat(Endpoint):
 
 
 def as_shape(answer: Any, shape: type[T]) -> T:
-    """Convert ``answer`` to ``shape``. Raises ShapeError if that is impossible or the answer holds an error."""
+    """Convert ``answer`` to the type ``shape``. Raises ShapeError if this is impossible, or the answer contains an
+    error."""
     try:
         found = msgspec.convert(answer, shape)
     except (msgspec.ValidationError, OverflowError) as error:
@@ -226,8 +235,10 @@ def as_shape(answer: Any, shape: type[T]) -> T:
 def usage_in(
     counts: Any, sent: str = "prompt_tokens", answered: str = "completion_tokens"
 ) -> Usage | None:
-    """Return the token counts, or None if the server does not report all; the answer is valid in either case. ``sent``
-    and ``answered`` are their names in ``counts``."""
+    """Return the token counts as Usage; None if the server does not report all of them. A missing count is no error.
+
+    ``sent`` and ``answered``: names of the prompt tokens and the completion tokens in ``counts``.
+    """
     if not isinstance(counts, Mapping):
         return None
     reasoning, cached = (
@@ -240,7 +251,8 @@ def usage_in(
 
 
 def json_form(wanted: Any) -> dict[str, Any] | None:
-    """Return ``structured_outputs`` as OpenAI's ``response_format``, which all servers support; None if impossible."""
+    """Return vLLM's ``structured_outputs`` as OpenAI's ``response_format``, which all servers support; None if
+    impossible."""
     if not isinstance(wanted, Mapping) or len(wanted) != 1:
         return None
     if wanted.get("json_object") is True:

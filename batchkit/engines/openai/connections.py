@@ -29,7 +29,7 @@ class Content(NamedTuple):
 
 
 class Response(NamedTuple):
-    """A response. ``is_whole`` is False if ``content`` is only its beginning."""
+    """An HTTP response. ``is_whole`` is False if ``content`` is only the beginning of a body that was too large."""
 
     status: int
     headers: Mapping[str, str]
@@ -59,14 +59,13 @@ def allow_connections(count: int) -> None:
 
 
 class Connections:
-    """HTTP clients that open a new connection for each request. At most ``max_bytes`` of an answer are read.
+    """HTTP clients that open a new connection for each request, and read at most ``max_bytes`` of an answer.
 
-    HTTP/1.1 has no id that ties an answer to its request. If a server or proxy answered twice, late, or with more
-    bytes than announced, every later row on a reused connection would get the answer of the row before it.
-    ``benchmarks/LOG.md`` shows what new connections cost.
+    Connections are not reused, because HTTP/1.1 has no id that ties an answer to its request. If a server or proxy once
+    answered twice, late, or with too many bytes, every later row on that connection would get the answer of the row
+    before it. ``benchmarks/LOG.md`` shows what new connections cost.
 
-    Use only from one event loop. Raises EngineError if the environment's proxy or certificates can't
-    be used.
+    Use it from one event loop only. Raises EngineError if the environment's proxy or certificates can't be used.
     """
 
     def __init__(self, headers: Mapping[str, str], *, trust_env: bool, max_bytes: int) -> None:
@@ -135,8 +134,10 @@ class Connections:
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
-        """Yield a client for one request. After a failure the client is discarded: httpcore may still count the
-        interrupted request's connection, and the next request would wait for it."""
+        """Yield a client for one request. After a failure the client is discarded.
+
+        httpcore may still count the connection of the interrupted request, and the next request would wait for it.
+        """
         client = self._idle.pop() if self._idle else self._new()
         try:
             yield client
@@ -146,8 +147,11 @@ class Connections:
         self._idle.append(client)
 
     def _new(self) -> httpx.AsyncClient:
-        """Create a client for one request at a time. A client with many connections scans all of them for each
-        request; with 64 connections that took seven times as long as everything else here."""
+        """Create a client that is used for one request at a time.
+
+        A client with many connections scans all of them for each request. With 64 connections this took seven times as
+        long as all other code here.
+        """
         import httpx
 
         return httpx.AsyncClient(

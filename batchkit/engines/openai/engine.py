@@ -1,20 +1,21 @@
 """An engine that sends requests to a server with OpenAI's API: OpenAI's own, ``vllm serve``, ``llama-server``.
 
-The server runs at ``engine.base_url``, or the run starts it (``own_server.py``). The server batches; this
-engine keeps requests in flight. There are three kinds of requests without an answer:
+The server runs at ``engine.base_url``, or the run starts it (``own_server.py``). The server makes batches; this engine
+keeps requests in flight. A request without an answer has one of three reasons:
 
-- The row is at fault (400, an answer that takes too long). That row fails.
+- The row is at fault (400, an answer that takes too long). This row fails.
 - Waiting does not help (401, unknown model, no money). EngineError stops the run.
-- The row or the server may be at fault (``NoAnswer``). The row is tried again. It fails after a few attempts
-  if other rows are answered meanwhile; a row that is turned away (429, 502, no connection) fails after
-  ``give_up_s``. While nothing is answered, all requests wait and one-word prompts probe the server
-  (``rate_limiter.py``). After ``give_up_s`` the run stops.
+- The row or the server may be at fault (``NoAnswer``). The row is tried again.
 
-A server may be replaced with another model without any failed request. That must end the run, so the
-list of models is read again after an outage, after a gap, and before the last answer is returned.
+A row that is tried again fails after a few attempts if other rows are answered meanwhile. If the server turned it away
+(429, 502, no connection), it fails after ``give_up_s``. While no row is answered, all requests wait, and one-word
+prompts probe the server (``rate_limiter.py``). After ``give_up_s`` the run stops.
 
-If a server that the run started ends or is given up, the engine counts as dead: the supervisor starts a new
-one and finds the row that kills it.
+A server may be replaced by one with another model without any failed request. This must end the run. So the list of
+models is read again after an outage, after a gap, and before the last answer is returned.
+
+If a server that the run started ends or does not answer any more, the engine counts as dead: the supervisor starts a
+new one and finds the row that kills it.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class OpenAIServerEngine:
             await self._remote.close()
 
     async def _reach(self) -> None:
-        """Check that the server answers. Also watch it if the run started it."""
+        """Check that the server answers. If the run started the server, also watch its process."""
         if self._own is None:
             await self._remote.reach()
         else:
@@ -186,14 +187,14 @@ class OpenAIServerEngine:
     def _begin(self, request: Request) -> None:
         if self._ended is None:
             if not self._unsettled:
-                self._remote.doubt(_GAP_S)
+                self._remote.recheck_models(_GAP_S)
             self._unsettled += 1
             task = self._loop.create_task(self._settle(request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _settle(self, request: Request) -> None:
-        """Put the request's completion into ``_done``, or end the engine, which then returns no more."""
+        """Put the request's completion into ``_done``. An error that concerns all requests ends the engine instead."""
         try:
             completion = await self._answer(request)
         except RowError as error:
@@ -205,7 +206,7 @@ class OpenAIServerEngine:
             completion = Completion(request, error=ServerError(f"{type(error).__name__}: {error}"))
         self._unsettled -= 1
         if not self._unsettled:  # this may be the run's last answer
-            self._remote.doubt()
+            self._remote.recheck_models()
             self._unchecked.append(completion)
             try:
                 await self._remote.check_model()
@@ -227,11 +228,11 @@ class OpenAIServerEngine:
                 task.cancel()
 
     async def _answer(self, request: Request) -> Completion:
-        """Send the request until there is an answer or an error of the row itself.
+        """Send the request until there is an answer or an error of this row.
 
-        Attempts are counted from the first failure on. The row is at fault if a request sent after that failure was
-        answered. A busy server also turns rows away while it answers others, and answers each of them eventually;
-        these rows fail only after ``give_up_s``.
+        Attempts are counted from the first failure. The row is at fault if the server has answered another request that
+        was sent after this failure. A busy server turns rows away while it answers others; these rows fail only after
+        ``give_up_s``.
         """
         tries, since = 0, 0.0
         while True:
@@ -254,7 +255,7 @@ class OpenAIServerEngine:
                     await asyncio.sleep(pause_s(tries))
 
     async def _probe(self, request: Request, place: RequestSlot) -> bool:
-        """Send a one-word prompt to a server that answered nothing; return whether it answers now."""
+        """Send a one-word prompt to a server that has stopped answering; return whether it answers now."""
         try:
             kind = "chat" if request.messages else task_of(request.endpoint, self._task)
             asked = _one_word(kind, {"max_tokens": 1} if self._task == "generate" else {})
@@ -269,7 +270,8 @@ class OpenAIServerEngine:
         return True
 
     async def _ask(self, request: Request, place: RequestSlot) -> Completion:
-        """Call ``Remote.ask``, and report to the limiter whether the server works: an answer or a refusal shows it."""
+        """Send the request once, and report to the rate limiter whether the server works. A refusal also shows that it
+        works."""
         try:
             completion = await self._remote.ask(request)
         except RowTimeoutError as error:
@@ -299,12 +301,13 @@ class OpenAIServerEngine:
 
     @property
     def _silence_s(self) -> float:
-        """Seconds since the first failure of the current outage; 0 if the server answers."""
+        """Seconds since the first failure of the current outage; 0 if there is no outage."""
         since = self._limiter.troubled_since
         return 0.0 if since is None else time.monotonic() - since
 
     def _trouble(self) -> str:
-        """Return the server's error once an outage has lasted some seconds; report it in growing intervals."""
+        """Return the server's error if an outage has lasted for some seconds, otherwise "". Report it in growing
+        intervals."""
         silence_s, where = self._silence_s, self._remote.base_url
         if silence_s < _QUIET_S:
             if self._next_report_s > _QUIET_S:
@@ -321,9 +324,13 @@ class OpenAIServerEngine:
         return trouble
 
     def _give_up_if_silent(self, problem: Exception) -> None:
-        """Raise EngineError if no request has been answered for ``give_up_s``; EngineDied if the run owns the server.
+        """Raise an error if no request has been answered for ``give_up_s``.
 
         While requests run, the limit is at least ``run.row_timeout_s``, because they may still be answered.
+
+        Raises:
+            EngineDied: the run started the server, so a new one may help.
+            EngineError: the server is somebody else's.
         """
         limit_s = self._options.give_up_s
         if self._limiter.running:
@@ -343,7 +350,8 @@ class OpenAIServerEngine:
 
 
 def _one_word(kind: str, sampling: Mapping[str, Any]) -> Request:
-    """Return a one-word request of ``kind`` ("chat" or a task); for speech, one second of silence."""
+    """Return a one-word request of ``kind`` ("chat" or a task). For speech, return a request with one second of
+    silence."""
     request = Request(Row(-1, "", {}), None, None, sampling, "")
     if kind == "chat":
         return replace(request, messages=[{"role": "user", "content": "Hi"}])

@@ -1,4 +1,4 @@
-"""The ``[engine.options]`` of this engine, and the vLLM parameters that llama.cpp's server does not support."""
+"""The ``[engine.options]`` of the OpenAI engine, and the vLLM parameters that llama.cpp's server does not support."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class ServerOptions(Table):
 
 
 def options_of(job: JobConfig) -> ServerOptions:
-    """Return the job's options, and check its sampling. Raises JobError with a list of all problems."""
+    """Return the job's engine options, and check its sampling parameters. Raises JobError with a list of all
+    problems."""
     given = job.engine.options
     problems = problems_with("engine.options", ServerOptions, given, job.engine.kind)
     extra = given.get("extra_body")
@@ -76,7 +77,8 @@ def options_of(job: JobConfig) -> ServerOptions:
 
 
 def check_for_llama_cpp(task: str, body: Mapping[str, Any]) -> None:
-    """Raise RequestError for the first parameter in ``body`` that llama.cpp's server would silently ignore."""
+    """Raise RequestError if llama.cpp's server would silently ignore a parameter in ``body``; the message names the
+    first."""
     for name in _LLAMA_CPP_LACKS.keys() & body.keys():
         own = None if task == "score" else _LLAMA_CPP_LACKS[name]
         hint = f", or use its own engine.options.extra_body.{own}" if own else ""

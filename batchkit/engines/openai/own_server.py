@@ -1,4 +1,4 @@
-"""A server that the run starts. It ends with the run, however the run ends."""
+"""A server process that the run starts. It ends with the run, even if the run is killed."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _ERROR = re.compile(r"error|exception|assert|fatal|failed", re.IGNORECASE)
 
 
 class OwnServer:
-    """The server started by ``command``, on its own port. Its output is appended to ``log`` (default
-    ``engine.log``).
+    """The server started by ``command``, on its own port. ``start`` starts it; a fork server (``isolation/``) ends it
+    with the run.
 
-    Call ``start`` to start it. A fork server (``isolation/``) ends it with the run. ``limits`` are the
-    options that determine how much memory it claims at start.
+    - ``log``: file to which its output is appended (default ``engine.log``).
+    - ``limits`` (attribute): options that determine how much memory it claims at start.
     """
 
     def __init__(
@@ -104,8 +104,10 @@ class OwnServer:
             ) from error
 
     async def come_up(self, is_ready: Callable[[str], Awaitable[bool]]) -> None:
-        """Wait until ``is_ready``, called repeatedly with the path to check, returns True. Raises StartFailed if the
-        server ended or was not ready in time."""
+        """Wait until the server is ready. Raises StartFailed if the server ended, or was not ready in time.
+
+        ``is_ready`` is called repeatedly with the path to check, until it returns True.
+        """
         limit_s = self._table.start_timeout_s
         ended = asyncio.ensure_future(self.death())
         try:
@@ -159,23 +161,27 @@ class OwnServer:
 
 
 def _found(name: str) -> str | None:
-    """Return the path of program ``name``, also if it is in batchkit's Python environment and that is not activated."""
+    """Return the path of program ``name``; None if it is not found.
+
+    Also looks into the Python environment that batchkit runs in, which may not be activated.
+    """
     return shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent)
 
 
 class ClaimedPort(NamedTuple):
-    """A reserved port: no run gives ``number`` to another server until ``claim`` is closed."""
+    """A reserved port ``number``. No run gives it to another server until ``claim`` is closed."""
 
     number: int
     claim: socket.socket
 
 
 def claimed_port(ports: Iterable[int] = ()) -> ClaimedPort:
-    """Reserve a free port from ``ports``; the default is any port below the ephemeral range, from which the system
-    gives no port by chance. Two runs must never get the same port: a server may load for minutes before it binds
-    its port, and meanwhile its run would send rows to the other run's server.
+    """Reserve a free port from ``ports``. By default, take any port below the ephemeral range, where the system itself
+    picks none.
 
-    The claim is the name of a Linux abstract socket. All users see it, and it ends with the process.
+    Two runs must never get the same port. A server may load for minutes before it binds its port; meanwhile its run
+    would send rows to the other run's server. So the port is reserved by a Linux abstract socket whose name contains
+    it. All users see the name, and it disappears with the process.
 
     Raises:
         EngineError: No port is free.
@@ -194,7 +200,7 @@ def claimed_port(ports: Iterable[int] = ()) -> ClaimedPort:
 
 
 def _cause(log: str) -> str:
-    """Return the last log line about memory, otherwise the last one about an error."""
+    """Return the last line of ``log`` about memory; without one, the last line about an error."""
     lines = [" ".join(line.split()) for line in reversed(log.splitlines())]
     errors = (
         line

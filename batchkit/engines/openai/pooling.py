@@ -35,7 +35,7 @@ _OF_ALL = (
 
 
 class _Item(msgspec.Struct):
-    """An item of a response list. ``label`` is null for a class without a name."""
+    """One entry of a response list. ``label`` is null for a class without a name."""
 
     index: int | None = None
     embedding: str | list[float] | None = None
@@ -65,13 +65,17 @@ class _Endpoint(Endpoint):
         return Completion(request, (), _usage(found.usage), latency_s, pooled=pooled)
 
     def pooled_of(self, request: Request, answer: _PoolingAnswer) -> Pooled:
-        """Return the answer's vector, class or scores. Raises like ``completion_of``."""
+        """Return the vector, the class or the scores in the answer. Raises ShapeError or RowError as
+        ``completion_of``."""
         raise NotImplementedError
 
 
 class Embeddings(_Endpoint):
-    """``/embeddings``. Requests base64, as OpenAI's client does: it is exact, a quarter of the size, and saves
-    the server from formatting numbers. Answers with plain numbers are accepted, too."""
+    """The endpoint ``/embeddings``. It requests base64, as OpenAI's client does.
+
+    Base64 is exact, needs a quarter of the bytes, and saves the server from formatting numbers. Answers with plain
+    numbers are accepted, too.
+    """
 
     task = "embed"
     path = "/embeddings"
@@ -98,7 +102,7 @@ class Embeddings(_Endpoint):
 
 
 class Classify(_Endpoint):
-    """``/classify``, which `vllm serve` has next to ``/v1``, not below it."""
+    """The endpoint ``/classify`` of ``vllm serve``. It is next to ``/v1``, not below it."""
 
     task = "classify"
     parameters = ("add_special_tokens", *_OF_ALL)
@@ -117,7 +121,7 @@ class Classify(_Endpoint):
 
 
 class Rerank(_Endpoint):
-    """``/rerank``, in the shape of Jina's API."""
+    """The endpoint ``/rerank``, in the format of Jina's API."""
 
     task = "score"
     path = "/rerank"
@@ -151,8 +155,8 @@ ENDPOINTS: dict[str, type[Endpoint]] = {
 
 
 def _in_order(items: list[_Item] | None, count: int) -> list[_Item]:
-    """Return the ``count`` items of a list, ordered by index. Raises ShapeError if the indexes are not
-    0 to ``count - 1``."""
+    """Return the ``count`` entries of a response list, ordered by index. Raises ShapeError if the indexes are not 0 to
+    ``count - 1``."""
     if items is None or len(items) != count:
         found = "no list" if items is None else f"a list of {len(items)}"
         raise ShapeError(f"found {found}, expected a list of {count}")
@@ -165,7 +169,7 @@ def _in_order(items: list[_Item] | None, count: int) -> list[_Item]:
 
 
 def _vector(found: str | list[float] | None) -> np.ndarray[Any, Any]:
-    """Return a vector's numbers, from either encoding. Raises ShapeError if they are invalid."""
+    """Return a vector's numbers from base64 or from a list. Raises ShapeError if they are invalid."""
     import numpy as np
 
     try:

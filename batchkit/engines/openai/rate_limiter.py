@@ -18,7 +18,7 @@ LEAST_RETRY_AFTER_S = 0.1
 
 
 class Why(Enum):
-    """The reason why an attempt gave no answer."""
+    """A kind of reason why an attempt gave no answer."""
 
     BUSY = auto()  # rejected: too many requests
     DOWN = auto()  # the server can't be reached
@@ -28,10 +28,10 @@ class Why(Enum):
 
 
 class NoAnswer(Exception):
-    """An attempt without an answer. It is the row's failure if other rows are answered, otherwise the server's.
+    """An attempt without an answer. The row is at fault if other rows are answered, otherwise the server.
 
-    ``stops``: the message with which the run stops if every request is refused like this. ``retry_after_s``: the
-    delay that the server asked for.
+    - ``stops``: message with which the run stops if every request is refused in this way.
+    - ``retry_after_s``: delay that the server asked for.
     """
 
     def __init__(
@@ -54,20 +54,26 @@ class RequestSlot(NamedTuple):
 
 
 def pause_s(tries: int) -> float:
-    """Return the seconds to wait after ``tries`` failures in sequence. The time doubles each time and is jittered, so
-    that rows and runs that failed together do not retry together."""
+    """Return the seconds to wait after ``tries`` failures in sequence.
+
+    The time doubles with each failure. It is jittered, so that rows and runs that failed together do not retry
+    together.
+    """
     longest = min(FIRST_PAUSE_S * 2.0 ** min(tries - 1, 16), LONGEST_PAUSE_S)
     return longest * random.uniform(0.5, 1.0)
 
 
 class RateLimiter:
-    """A limiter that allows at most ``most`` requests at a time. The limit is halved when the server reports that it is
-    busy or a request times out, and grows with each answer.
+    """A limiter of concurrent requests to one server. Use it from one event loop only; any thread may read.
 
-    The limiter opens, like a circuit breaker, if the server can't be reached, refuses a request for a reason that may
-    apply to all, or fails as often in sequence as requests are running. While it ``is_open``, one probe at a time is
-    sent, after growing pauses, until one is answered. ``longest_wait_s`` limits the delay that a server may ask for.
-    Use only from one event loop; any thread may read.
+    At most ``most`` requests run at a time. This limit is halved when the server reports that it is busy or when a
+    request times out, and grows with each answer.
+
+    The limiter opens, like a circuit breaker, in three cases: the server can't be reached, it refuses a request for a
+    reason that may apply to all, or it fails as often in sequence as requests are running. While the limiter
+    ``is_open``, one probe at a time is sent, after growing pauses, until one is answered.
+
+    ``longest_wait_s``: maximum delay that a server may ask for.
     """
 
     def __init__(self, most: int, longest_wait_s: float = LONGEST_PAUSE_S) -> None:
@@ -97,7 +103,7 @@ class RateLimiter:
         return 0.0 if pause is None else max(0.0, pause.when() - time.monotonic())
 
     async def enter(self) -> RequestSlot:
-        """Wait for a permit, in the order of the calls."""
+        """Wait for a permit to send a request. Permits are given in the order of the calls."""
         loop = asyncio.get_running_loop()
         place = loop.create_future()
         self._line.append(place)
@@ -106,14 +112,14 @@ class RateLimiter:
         return RequestSlot(loop.time(), is_probe)
 
     def leave(self, place: RequestSlot) -> None:
-        """Return the permit."""
+        """Give the permit back after the request."""
         self.running -= 1
         if place.is_probe:
             self._is_probing = False
         self._admit()
 
     def went_well(self, place: RequestSlot) -> None:
-        """Record an answer. Only an answer to a request sent after the limiter opened closes it again."""
+        """Record an answer. It closes an open limiter only if its request was sent after the limiter opened."""
         self.troubled_since = None
         self._limit = min(self._most, self._limit + GROWTH)
         self.newest_answered = max(self.newest_answered, place.since)
@@ -121,9 +127,9 @@ class RateLimiter:
             self.is_open, self._failures, self._pauses = False, 0, 0
 
     def failed(self, place: RequestSlot, problem: NoAnswer) -> None:
-        """Record a request without an answer.
+        """Record a request without an answer, and lower the limit or open the limiter if needed.
 
-        Requests sent before the last reduction do not lower the limit again.
+        A request sent before the limit was last lowered does not lower it again.
         """
         now = asyncio.get_running_loop().time()
         if self.troubled_since is None:

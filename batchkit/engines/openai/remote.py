@@ -43,9 +43,9 @@ _SHORTEST_KEY = 8  # a shorter key, such as "token", may occur in ordinary text
 
 
 class Remote:
-    """The server at ``base_url``. ``event`` receives messages that the run should report.
+    """A client for the server at ``base_url``. Use it from one event loop only.
 
-    Use only from one event loop.
+    ``event``: called with messages that the run should report.
 
     Raises:
         EngineError: The environment's key, proxy or certificates can't be used.
@@ -78,7 +78,7 @@ class Remote:
 
     @property
     def served(self) -> Mapping[str, Any]:
-        """The model's properties that the server has reported so far, in its lists and in its answers."""
+        """The model's properties that the server has reported so far, in its lists of models and in its answers."""
         answers_as = {} if self._answered_as is None else {"answers_as": self._answered_as}
         seen = [endpoint.seen for endpoint in self._endpoints.values()]
         return {**self._known, **answers_as, **{k: v for one in seen for k, v in one.items()}}
@@ -88,8 +88,8 @@ class Remote:
         await self._connections.close()
 
     async def is_ready(self, path: str) -> bool:
-        """Return whether a starting server is healthy at ``path`` (if it has it) and lists its models. Raises
-        EngineError like ``reach``."""
+        """Return whether a starting server lists its models, and is healthy at ``path`` if it has this path. Raises
+        EngineError if no request would succeed, for example because the server refuses the key."""
         url = f"{self.base_url.removesuffix('/v1')}{path}"
         try:
             status = (await self._exchange("GET", url, None, CONNECT_S)).status
@@ -100,8 +100,11 @@ class Remote:
         return status < 500
 
     async def reach(self) -> None:
-        """Check that the server answers and accepts the key. It may take ``START_S`` to start. Raises EngineError
-        with the address and the remedy."""
+        """Check that the server answers and accepts the key. Wait up to ``START_S`` if it is just starting.
+
+        Raises:
+            EngineError: it does not; the message has the address and the remedy.
+        """
         deadline = time.monotonic() + START_S
         while True:
             try:
@@ -118,14 +121,14 @@ class Remote:
             await asyncio.sleep(_START_PAUSE_S)
 
     def body_of(self, request: Request) -> dict[str, Any]:
-        """Return the request's body. Raises RequestError if this server can't take it."""
+        """Return the request's body. Raises RequestError if this server can't take the request."""
         body = self._endpoint_of(request).body_of(request)
         if self._is_llama_cpp:
             check_for_llama_cpp(task_of(request.endpoint, self._job.task), body)
         return {**body, **self._options.extra_body}
 
     def _endpoint_of(self, request: Request) -> Endpoint:
-        """Return the endpoint of the request's task; a batch line for ``/responses`` uses it, too."""
+        """Return the endpoint of the request's task. It is also used for a batch line written for ``/responses``."""
         return self._endpoints[task_of(request.endpoint, self._job.task)]
 
     @property
@@ -165,7 +168,8 @@ class Remote:
         return completion
 
     async def _refused(self, request: Request, url: str, refusal: api.Refusal) -> Exception:
-        """Return the error for a refusal that concerns this request, or all requests like it."""
+        """Return the exception for an error response, which concerns either this request only or all similar
+        requests."""
         status = refusal.status
         lists_it = any(model.get("id") == self._model for model in self.models)
         task = task_of(request.endpoint, self._job.task)
@@ -199,7 +203,8 @@ class Remote:
         )
 
     def _check_model_of(self, name: Any, lora: str | None) -> None:
-        """Raise EngineError if another model answered. A run never mixes models or adapters."""
+        """Check that the model ``name`` of an answer is the run's model. A run never mixes models or adapters. Raises
+        EngineError if another model answered."""
         if lora and name != lora:
             raise EngineError(
                 f"{self.base_url}: answered as model {name!r}, but the row needs {lora!r} (prompt.lora):"
@@ -214,16 +219,17 @@ class Remote:
                     " again or name it as engine.model, then run the same command again"
                 )
 
-    def doubt(self, after_s: float = 0.0) -> None:
-        """Check the model again before the next request, if its list was read at least ``after_s`` ago."""
+    def recheck_models(self, after_s: float = 0.0) -> None:
+        """Make the next request first read the server's list of models, if the list is at least ``after_s`` old."""
         if time.monotonic() - self._listed_at >= after_s:
             self._may_differ = True
 
     async def check_model(self) -> None:
-        """Read the list of models again if the server was away or idle. Many servers answer under any
-        requested name, and only the list shows the actual model. A server that no longer lists its models is not
-        checked. A server that reports less than before is checked again later: llama.cpp names a model that is
-        still loading, and reports its size afterwards.
+        """Read the list of models again if ``recheck_models`` asked for it, and compare the model's properties.
+
+        Many servers answer under any requested name, so only the list shows the actual model. A server that no longer
+        lists its models is not checked. If it lists fewer properties than before, it is checked again before the next
+        request: llama.cpp names a model that is still loading, and reports its size afterwards.
 
         Raises:
             EngineError: The server has another model now.
@@ -258,9 +264,9 @@ class Remote:
         self._known = {**self._known, **api.known_of(models, self._model)}
 
     async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
-        """Return ``refusal`` with the prompt's token count, if truncation needs it.
+        """Return ``refusal`` with the prompt's full token count, if truncation needs it and the refusal lacks it.
 
-        ``vllm serve`` stops counting at its limit. Its ``/tokenize`` (next to ``/v1``) counts all tokens.
+        ``vllm serve`` stops counting at its limit. Its endpoint ``/tokenize`` (next to ``/v1``) counts all tokens.
         """
         if self._job.retry.on_too_long == "fail" or refusal.prompt_tokens is not None:
             return refusal
@@ -306,7 +312,8 @@ class Remote:
     async def _exchange(
         self, method: str, url: str, content: Content | None, timeout_s: float
     ) -> Response:
-        """Send an HTTP request and return its response. Raises like ``ask`` if the response concerns all requests."""
+        """Send an HTTP request and return its response. Raises EngineError, NoAnswer if the response concerns all
+        requests, or there is none."""
         try:
             response = await self._connections.exchange(method, url, content, timeout_s)
         except (NoAnswer, RowTimeoutError):
@@ -371,7 +378,8 @@ class Remote:
 
     @property
     def _max_model_len(self) -> int | None:
-        """The server's limit for the model, as reported by ``vllm serve`` or ``llama-server``, otherwise the job's."""
+        """The context length that ``vllm serve`` or ``llama-server`` reports for the model, otherwise the job's
+        setting."""
         for model in self.models:
             length = api.max_model_len(model)
             if length is not None and (model.get("id") == self._model or len(self.models) == 1):
@@ -380,7 +388,10 @@ class Remote:
 
 
 def _barred(refusal: api.Refusal, stops: str) -> NoAnswer:
-    """Return a NoAnswer that stops the run if every other request is refused, too; otherwise the row fails."""
+    """Return a NoAnswer for a refusal that may apply to all requests.
+
+    If every other request is refused, too, the run stops with the message ``stops``. Otherwise only the row fails.
+    """
     return NoAnswer(f"the server answered {refusal}", Why.BARRED, stops=stops)
 
 

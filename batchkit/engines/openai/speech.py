@@ -38,7 +38,8 @@ class _SpeechAnswer(msgspec.Struct):
 
 
 class Transcriptions(Endpoint):
-    """The transcription endpoint. Its answers get Whisper's timestamp tokens, like those of a local model."""
+    """The transcription endpoint. Whisper's timestamp tokens are added to its answers, as in the answers of a local
+    model."""
 
     task, table, path = "transcribe", "sampling", "/audio/transcriptions"
     parameters = (
@@ -99,7 +100,10 @@ def _field(name: str, value: Any) -> bytes:
 
 
 def _wav(sound: Audio) -> bytes:
-    """Return a float WAV: a vLLM server without ``soundfile`` does not scale 16-bit samples, and hears noise."""
+    """Return the sound as a WAV file with float samples.
+
+    A vLLM server without ``soundfile`` does not scale 16-bit samples, so the model would get noise.
+    """
     data = sound.samples.astype("<f4").tobytes()
     rate, size = sound.sample_rate, 4  # bytes of a sample
     form = pack("<HHIIHH", 3, 1, rate, size * rate, size, 8 * size)

@@ -1,7 +1,7 @@
 """The messages between a run and its engine's process, and the connection that carries them.
 
-A message is msgpack, checked against its type on arrival. An image is sent as mode, size and pixels, a clip as its
-numbers.
+A message is msgpack, and its type is checked on arrival. An image is sent as mode, size and pixels; sound and video are
+sent as numbers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fi
 
 
 class Open(_Message, frozen=True):
-    """The first message: the job whose engine to open.
+    """The first message to an engine's process: the job whose engine it should open.
 
-    It is pickled, because a job may hold dates or tuples, which JSON and msgpack would change. No other message is
-    pickled, and the run unpickles nothing.
+    The job is pickled, because it may hold dates or tuples, which JSON and msgpack would change. No other message is
+    pickled, and the run itself unpickles nothing.
     """
 
     pickled: bytes
@@ -59,14 +59,14 @@ class Open(_Message, frozen=True):
 
 
 class Submit(_Message, frozen=True):
-    """A request without its row's id and fields, which stay in the run's process."""
+    """A request with its number, without the row's id and fields, which stay in the run's process."""
 
     number: int
     request: Request
 
 
 class Abort(_Message, frozen=True):
-    """Numbers of requests whose answers are no longer needed."""
+    """The numbers of requests whose answers are no longer needed."""
 
     numbers: Sequence[int]
 
@@ -84,13 +84,13 @@ class Ready(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """The job is invalid: the message of a JobError."""
+    """The engine's answer to an invalid job: the message of a JobError."""
 
     message: str
 
 
 class NotStarted(_Message, frozen=True):
-    """The engine did not start: the arguments of StartFailed."""
+    """The engine's answer if it could not start: the arguments of StartFailed."""
 
     message: str
     fault: Fault
@@ -98,15 +98,17 @@ class NotStarted(_Message, frozen=True):
 
 
 class Turn(_Message, frozen=True):
-    """The requests finished in one poll, by number. It is also sent empty, twice a second, to show that the engine
-    is alive."""
+    """The requests that were finished in one poll, by number.
+
+    An empty one is sent twice a second to show that the engine is alive.
+    """
 
     done: Sequence[tuple[int, Completion]]
     load: EngineLoad
 
 
 class Died(_Message, frozen=True):
-    """The engine died; no message follows. ``number``: the request that killed it, if known."""
+    """The last message of an engine that died. ``number``: the request that killed it, if known."""
 
     fault: Fault
     number: int | None
@@ -117,15 +119,14 @@ OfEngine = Ready | Refused | NotStarted | Turn | Died
 
 
 class Unsendable(Exception):
-    """A message with a value that can't be encoded. Nothing was sent."""
+    """A message with a value that can't be encoded. None of it was sent."""
 
 
 class Channel:
-    """A connection that sends messages, and receives messages of the union ``reads``.
+    """A connection that sends messages, and receives messages of the types in ``reads``.
 
-    One thread may send while another receives.
-
-    Values arrive as msgpack decodes them: a tuple becomes a list, a date becomes text.
+    One thread may send while another receives. Values arrive as msgpack decodes them: a tuple becomes a list, a date
+    becomes text.
     """
 
     def __init__(self, connection: Connection, reads: Any) -> None:
@@ -165,7 +166,7 @@ class Channel:
 
 
 def _encoded(value: Any) -> Any:
-    """Convert a value that msgpack does not support to types that it does."""
+    """Convert a value of a type that msgpack does not support; called by msgpack."""
     if isinstance(value, Image.Image):
         place = (value.mode, value.width, value.height, value.tobytes())
         return msgpack.Ext(_IMAGE, msgpack.encode(place))

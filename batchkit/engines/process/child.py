@@ -75,7 +75,7 @@ def _keep_compiled_code() -> None:
 
 
 def tidy() -> None:
-    """Remove shared memory and temporary files that the engine and its workers left."""
+    """Remove shared memory and temporary files that the engine and its workers left behind."""
     # Stopping waits until leftovers are unlinked; Python has no public function for this.
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
@@ -91,7 +91,7 @@ def main(connection: Connection) -> None:
 
 
 def _serve_one(channel: Channel) -> None:
-    """Receive the job, open its engine, and serve it until it is closed or dies."""
+    """Receive the job, open its engine, and answer requests until the run closes the engine or it dies."""
     try:
         engine = load_engine(channel.recv().job)
     except JobError as error:
@@ -115,8 +115,10 @@ def _serve_one(channel: Channel) -> None:
 
 
 def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
-    """Submit, poll and send completions until None arrives. Return False if the engine died. This thread also
-    sends the heartbeat, so that the heartbeat stops if the engine hangs."""
+    """Submit requests, poll, and send completions until the inbox yields None. Return False if the engine died.
+
+    This thread also sends the heartbeat, so that the heartbeat stops if the engine hangs.
+    """
     # Keyed by id(request), which is unique while this dict holds the request.
     in_flight: dict[int, tuple[int, Request]] = {}
     last_sent = 0.0
@@ -159,14 +161,17 @@ def _dropped(
 
 
 def _arrived(inbox: Inbox) -> Iterator[Submit | Abort | None]:
-    """Yield all messages that have arrived."""
+    """Yield all messages that are in the inbox now."""
     with contextlib.suppress(queue.Empty):
         while True:
             yield inbox.get_nowait()
 
 
 def _burst(inbox: Inbox) -> Iterator[Submit | Abort | None]:
-    """Wait for a message; yield it and others that follow within milliseconds, so that requests start together."""
+    """Wait for a message, then yield it and all messages that follow within milliseconds.
+
+    Requests that are sent together then start in the same forward pass.
+    """
     with contextlib.suppress(queue.Empty):
         yield inbox.get(timeout=HEARTBEAT_S)
         until = time.monotonic() + BURST_S
@@ -185,7 +190,7 @@ def _send(channel: Channel, outbox: Outbox) -> None:
 
 
 def _receive(channel: Channel, inbox: Inbox) -> None:
-    """Receive messages in a separate thread, so that the parent never waits for a step to end."""
+    """Receive messages in a separate thread, so that the run never waits for the end of a forward pass."""
     try:
         while True:
             message = channel.recv()

@@ -1,10 +1,10 @@
-"""An engine in a child process, so that its crashes and leaks cannot end the run.
+"""An engine in a child process, so that its crashes and memory leaks cannot end the run.
 
-The parent holds no GPU memory and never waits for a step: it sends requests over a socket and reads
-completions. The child reports why the engine dies; if a signal kills it, its exit code shows the cause.
+The parent holds no GPU memory. It sends requests over a socket and reads completions, and never waits for a forward
+pass. The child reports why the engine dies. If a signal kills the child, its exit code shows the cause.
 
-``isolation/`` starts the child and makes the socket. ``channel.py`` checks the types of all messages; the run
-unpickles nothing.
+``isolation/`` starts the child and makes the socket. ``channel.py`` checks the types of all messages; the run unpickles
+nothing.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _WAIT_S = 0.2
 
 
 class ProcessEngine:
-    """The job's engine in a child process. Its output goes to ``engine.log`` in the run folder.
+    """The job's engine in a child process, whose output goes to ``engine.log`` in the run folder.
 
-    Without a ``launcher`` it creates one, and closes it at the end. ``memory`` detects whether the machine ran
-    out of memory; the default watches from now on.
+    - ``launcher``: starts the child. By default the engine creates a launcher and closes it at the end.
+    - ``memory``: a watch that shows whether the machine ran out of memory. By default a new one.
 
     Raises:
         JobError: The engine's options are invalid.
@@ -153,7 +153,8 @@ class ProcessEngine:
             self._end(kill=False)
 
     def _send(self, message: Submit | Abort) -> None:
-        """Send a message. Raises Unsendable. If the engine is dead, the next poll raises the cause."""
+        """Send a message to the child. If the child is dead, the next ``poll`` raises the cause. Raises Unsendable if a
+        value can't be encoded."""
         try:
             self._channel.send(message)
         except BlockingIOError:
@@ -261,13 +262,14 @@ class ProcessEngine:
 
 
 def _doing(log: str) -> str:
-    """Return what an engine was doing while it loaded, for a message, from the last line of its log that says so."""
+    """Return what the engine was doing while it loaded, for a message; read from the last line of ``log`` that tells
+    it."""
     lines = [line for line in log.splitlines() if line.startswith(DOING)]
     return lines[-1].removeprefix(DOING) if lines else "it loaded"
 
 
 def _last_words(log: str) -> str:
-    """Return the last line of ``log``; after a fatal signal, the signal's name and the innermost frame."""
+    """Return the last line of ``log``. After a fatal signal, return the signal's name and the innermost stack frame."""
     lines = [line for line in log.strip().splitlines() if "resource_tracker" not in line]
     for n, line in reversed(list(enumerate(lines))):
         if line.startswith("Fatal Python error: "):

@@ -1,8 +1,8 @@
 """The launcher of engine processes, and the log that they print to.
 
-Importing vLLM takes longer than loading a small model, and the search for a row that kills the engine restarts it
-many times. So one process imports vLLM, touches no GPU, and forks on request. A fork is like a new
-process: it holds nothing of earlier engines.
+Importing vLLM takes longer than loading a small model, and the search for a row that kills the engine restarts it many
+times. So one process imports vLLM and forks on request. It never touches a GPU. A fork is like a new process: it holds
+nothing of earlier engines.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ _LAST_BYTES = 65536  # large enough for stack dumps of many threads
 
 
 def log_of(log: Path, engine: str) -> Path:
-    """Return the log of ``[engines.NAME]``, which is beside the log of ``[engine]`` (whose name is "")."""
+    """Return the log file of the engine with this name: ``log`` for ``[engine]`` (name ""), a file beside it for
+    ``[engines.NAME]``."""
     return log.with_name(f"{log.stem}.{engine}{log.suffix}") if engine else log
 
 
 class Launcher:
-    """A starter of one engine's processes. They are forks of a process that has imported the engine's libraries; the
+    """A starter of processes for one engine. They are forks of a process that has imported the engine's libraries. The
     first call of ``launch`` starts that process.
 
-    Their output is appended to ``log``. ``environment`` adds variables to this process's own. ``start`` starts the
-    process; tests replace it to fork from a process that has imported vLLM.
+    - ``log``: file to which the processes' output is appended.
+    - ``environment``: variables to add to this process's own.
+    - ``start``: starts the process that forks; tests replace it to share a process that has imported vLLM.
     """
 
     start: ClassVar[type[subprocess.Popen[bytes]]] = subprocess.Popen
@@ -49,14 +51,15 @@ class Launcher:
         self._kind = ""
 
     def launch(self, kind: str) -> Child:
-        """Start a process that serves an engine of ``kind`` over its connection. Raises like ``Server``."""
+        """Start a process that serves an engine of ``kind`` over its connection. Raises EngineError or StoreError as
+        ``isolation``'s ``Server``."""
         if self._server is None or not self._server.is_alive or kind != self._kind:
             self.close()
             self._server, self._kind = self._begin(kind), kind
         return self._server.fork()
 
     def close(self) -> None:
-        """End the process and its forks."""
+        """End the process that forks, and its forks."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -75,10 +78,10 @@ class Launcher:
 
 
 class EngineLog:
-    """The log of one engine: everything printed after this object was created. Processes open the log for
-    appending, so it can be shortened while they print.
+    """The output of one engine: everything printed to its log after this object was created.
 
-    Only one thread of one process shortens it. A line printed at that moment may be lost.
+    Processes open the log for appending, so it can be shortened while they print; a line printed at that moment may be
+    lost. Only one thread of one process may shorten it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +96,7 @@ class EngineLog:
             return 0
 
     def read(self, start: int) -> str:
-        """Return the content from offset ``start`` on, "" if the file was removed."""
+        """Return the log's content from byte ``start`` on; "" if the file was removed."""
         try:
             with open_regular(self.path) as file:
                 file.seek(start)
@@ -106,7 +109,7 @@ class EngineLog:
         return self.read(max(self._start, self.size() - _LAST_BYTES))
 
     def trim(self) -> None:
-        """If the log is larger than ``MOST_BYTES``, keep its last ``KEPT_BYTES``. Cheap otherwise."""
+        """If the log is larger than ``MOST_BYTES``, keep only its last ``KEPT_BYTES``. Cheap if it is smaller."""
         size = self.size()
         if size <= MOST_BYTES:
             return

@@ -1,7 +1,7 @@
-"""Explanations why a model did not load, with a remedy.
+"""Messages that explain why a model did not load, with a remedy.
 
-Causes are recognized by type, or by words of the message where vLLM, transformers and drivers raise plain
-ValueError and RuntimeError. An unknown error is shown as it is.
+Causes are recognized by the exception's type. Where vLLM, transformers and drivers raise plain ValueError and
+RuntimeError, they are recognized by words in the message. An unknown error is shown unchanged.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ _REMEDIES = {
 
 
 def explain(error: BaseException, model: str, fault: str = "") -> str:
-    """Return a message that ``model`` can't be loaded: the first paragraph of ``error``, and a remedy if the types or
-    words of the error or its causes are known. ``fault`` is searched, too."""
+    """Return a message that ``model`` can't be loaded: the first paragraph of ``error``, and a remedy if its cause is
+    known.
+
+    ``fault``: further text that is searched for the words of known causes.
+    """
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
@@ -87,7 +90,7 @@ def _claim() -> str:
 
 
 def _plain(error: BaseException) -> str:
-    """Return the error's text without the arguments and the docs link that pydantic adds."""
+    """Return the error's text without the arguments and the link to its documentation that pydantic adds."""
     if not isinstance(error, ValidationError):
         return str(error)
     problems = error.errors(include_url=False, include_context=False, include_input=False)

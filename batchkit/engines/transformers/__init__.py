@@ -1,10 +1,10 @@
-"""The transformers engine: ``model.generate`` in batches, with token selection by batchkit.
+"""The transformers engine: ``model.generate`` in batches, with tokens selected by batchkit.
 
-It serves machines without vLLM, and checks vLLM's answers. Batches are static: rows of similar length start together,
-each is returned when it ends, and the next batch starts when all have ended.
+It serves machines without vLLM, and is used to check vLLM's answers. Batches are static: rows of similar length start
+together, each is returned when its answer ends, and the next batch starts when all have ended.
 
 batchkit selects tokens itself because ``generate`` has one sampling configuration and one random generator per batch,
-and every row here has its own. ``generate`` also returns nothing before the longest row has ended, and its stop
+while every row has its own. Moreover, ``generate`` returns nothing before the longest row has ended, and its stop
 strings, ``min_tokens`` and logprobs differ from vLLM's.
 """
 
@@ -25,7 +25,8 @@ MAX_NUM_SEQS: int = TransformersOptions.model_fields["max_num_seqs"].default
 
 
 def changing_options(job: JobConfig) -> dict[str, Any]:
-    """Return other attention implementations, for ``registry.changing_options``. Raises JobError."""
+    """Return the attention implementations that are not in force. They may be faster, but may change answers. Raises
+    JobError if the job can't be run."""
     options = options_of(job)
     attentions = ["sdpa", "flash_attention_2"] if find_spec("flash_attn") else ["sdpa"]
     others = [name for name in attentions if name != (options.attn_implementation or "sdpa")]
@@ -43,7 +44,7 @@ def preload() -> None:
 
 
 def open_preflight(job: JobConfig) -> TransformersRenderer:
-    """Return the renderer. Needs the model's config, tokenizer and processor, but not its weights."""
+    """Return the renderer, which needs the model's config, tokenizer and processor, but not its weights."""
     return TransformersRenderer(job, options_of(job))
 
 

@@ -12,7 +12,7 @@ from batchkit.types import Choice
 
 
 class LoadedModel(NamedTuple):
-    """A model in memory. ``eos_ids`` end an answer; ``device`` is where its inputs go."""
+    """A model in memory. ``eos_ids``: tokens that end an answer. ``device``: where the model expects its inputs."""
 
     model: Any
     device: Any
@@ -21,11 +21,12 @@ class LoadedModel(NamedTuple):
 
 
 class _Abandoned(Exception):
-    """An exception that is raised inside ``generate`` to leave it when the batch is over."""
+    """An exception that ``_pause`` raises inside ``model.generate`` to leave it when the batch is over."""
 
 
 class Batch:
-    """A call of ``model.generate``, paused after each forward pass until its rows have chosen their tokens.
+    """A call of ``model.generate`` for several answers, which pauses after each forward pass until their tokens are
+    chosen.
 
     Threads: ``generate`` runs on a thread of the batch. It never runs at the same time as the caller: each waits on a
     queue for the other.
@@ -46,9 +47,10 @@ class Batch:
         return [answer for answer in self.answers if answer.finish_reason is None]
 
     def step(self) -> list[BatchAnswer]:
-        """Give each unfinished answer a token, and return the answers that end with it.
+        """Run one forward pass, give each unfinished answer its next token, and return the answers that end with it.
 
-        Raises whatever the model's code raises; the batch is then over.
+        Raises:
+            Exception: any error of the model's code; the batch is then over.
         """
         if self._chosen is None:
             self._thread.start()
@@ -69,7 +71,8 @@ class Batch:
         return [answer for answer in unfinished if answer.finish_reason is not None]
 
     def end(self) -> None:
-        """Leave ``generate``, and wait until it has released its tensors."""
+        """Stop the thread that runs ``model.generate`` and wait for it, so that its tensors are freed. No effect if it
+        has ended."""
         if self._thread.is_alive():
             self._tokens.put(None)
             self._thread.join()
@@ -96,7 +99,10 @@ class Batch:
             self._logits.put(error)
 
     def _pause(self, input_ids: Any, logits: Any) -> Any:
-        """Return logits that allow only the chosen token of each row; ``generate`` calls this."""
+        """Return logits that allow only the chosen token of each row.
+
+        ``generate`` calls this after each forward pass. It waits until ``step`` has chosen the tokens.
+        """
         self._logits.put(logits)
         tokens = self._tokens.get()
         if tokens is None:
@@ -106,12 +112,11 @@ class Batch:
 
 
 def next_batch(waiting: Sequence[BatchAnswer], size: int) -> list[BatchAnswer]:
-    """Return ``size`` answers of similar length, including the one that has waited longest, so that none waits
-    forever.
+    """Return up to ``size`` answers of similar length, including the one that has waited longest.
 
-    Sorts by the maximum length of the answers, because a finished row costs as much as the others until its batch
-    ends; then by the length of the prompts, to reduce padding. An answer that runs alone is taken when it is the
-    oldest.
+    The answers are sorted by their maximum length first, because a finished row costs as much as the others until its
+    batch ends; then by the length of the prompts, to reduce padding. An answer that must run alone is returned alone
+    once it is the oldest.
     """
     if waiting[0].runs_alone:
         return [waiting[0]]
@@ -122,10 +127,10 @@ def next_batch(waiting: Sequence[BatchAnswer], size: int) -> list[BatchAnswer]:
 
 
 def collate(prompts: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
-    """Join tensors of single rows into the tensors of a batch, padded on the left.
+    """Join the tensors of single rows to the tensors of a batch, padded on the left.
 
-    Tensors with a value per token are padded, all but ``input_ids`` with 0, so the padding is masked. Image tensors
-    are concatenated.
+    Tensors with one value per token are padded with 0, ``input_ids`` with ``pad_token_id``; the attention mask thus
+    hides the padding. Image tensors are concatenated.
 
     Raises:
         RuntimeError: this model's images can't be batched (their tensors differ in shape).
@@ -150,10 +155,13 @@ def _is_by_token(prompt: Mapping[str, Any], name: str) -> bool:
 
 
 class BatchAnswer:
-    """One of the ``n`` answers to a request; ``siblings`` are all of them.
+    """One of the ``n`` answers to a request, with its tokens so far.
 
-    ``seed`` alone determines the sampling, independent of other rows in the batch. ``eos_ids``: the model's own end
-    tokens. ``since``: time of submission. ``runs_alone``: it is never batched with others.
+    - ``siblings``: all answers to the request.
+    - ``seed``: determines the sampling alone, so that other rows in the batch have no influence.
+    - ``eos_ids``: the model's own end tokens.
+    - ``since``: time of submission.
+    - ``runs_alone``: the answer is never batched with others.
     """
 
     def __init__(
@@ -172,7 +180,7 @@ class BatchAnswer:
         self.begin()
 
     def begin(self) -> None:
-        """Remove all tokens, so that the answer starts from the prompt (again, after a failed batch)."""
+        """Remove all tokens, so that the answer starts from the prompt. A failed batch is started again in this way."""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text: str | None = None
@@ -203,7 +211,7 @@ class BatchAnswer:
         return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0, 0]
 
     def take(self, token_id: int, logits: Any) -> None:
-        """Add the token; ``logits`` are the unchanged ones that it was chosen from."""
+        """Append the token ``token_id``. ``logits``: the model's logits, from which its log probability is computed."""
         asked = self.prepared.sampling
         self.token_ids.append(token_id)
         if asked.logprobs is not None:
@@ -215,7 +223,7 @@ class BatchAnswer:
             self.finish_reason = "length"
 
     def to_choice(self) -> Choice:
-        """Return the choice. Its text ends before the token that ended it, unless the request includes that token."""
+        """Return the finished answer. Its text excludes the stop token, unless the request includes it."""
         asked, text = self.prepared.sampling, self._text
         if text is None:
             is_stopped = self.finish_reason == "stop" and not asked.include_stop_str_in_output
@@ -267,7 +275,8 @@ class BatchAnswer:
             yield TopPLogitsWarper(asked.top_p)
 
     def _has_stop_text(self) -> bool:
-        """Return whether the answer contains a stop text, and cut it there; the first ``min_tokens`` don't count."""
+        """Return whether the answer contains a stop text after its first ``min_tokens``. If so, cut the answer
+        there."""
         asked = self.prepared.sampling
         if not asked.stops:
             return False
@@ -289,7 +298,7 @@ class BatchAnswer:
         return text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete character
 
     def _logprob(self, token_id: int, logits: Any, top: int) -> dict[str, Any]:
-        """Return the token and the ``top`` most likely tokens in OpenAI's shape, as in engines/vllm/."""
+        """Return the log probabilities of the token and of the ``top`` likeliest tokens, in OpenAI's shape."""
         logprobs = logits.log_softmax(-1)
         values, token_ids = logprobs.topk(min(top, len(logprobs)))
         likeliest = dict(zip(token_ids.tolist(), values.tolist(), strict=True))

@@ -30,13 +30,14 @@ _REFUSALS = (ValueError, TypeError, LookupError, AssertionError, NotImplementedE
 
 
 class TransformersEngine:
-    """The transformers engine, whose one thread prepares submitted requests and then steps the current batch.
+    """The transformers engine. Its one thread prepares the submitted requests, then runs a forward pass of the current
+    batch.
 
-    A step gives each row of the batch a token, so no row waits ``run.row_timeout_s`` for one; ``run.stall_timeout_s``
-    catches a step that hangs.
+    Each forward pass gives every row of the batch a token, so a single row can't hang (``run.row_timeout_s`` is not
+    used). ``run.stall_timeout_s`` catches a forward pass that hangs.
 
-    When memory runs out, the batch is halved and started again. When a batch fails for another reason, its rows run
-    one by one, so that only the row at fault fails.
+    When memory runs out, the batch is halved and started again. When a batch fails for another reason, its rows run one
+    by one, so that only the row at fault fails.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class TransformersEngine:
         return self._batch
 
     def _step(self, batch: Batch) -> list[Completion]:
-        """Give each unfinished answer a token, and return the completed requests."""
+        """Run one forward pass of the batch, and return the requests whose answers have all ended."""
         unfinished = batch.unfinished
         try:
             ended = batch.step()
@@ -153,10 +154,8 @@ class TransformersEngine:
     def _recover(
         self, batch: Batch, unfinished: Sequence[BatchAnswer], fault: Fault, *, is_refusal: bool
     ) -> list[Completion]:
-        """Queue the ``unfinished`` answers of a failed batch again, or fail a request that ran alone.
-
-        Raises EngineDied if the engine cannot recover.
-        """
+        """Queue the ``unfinished`` answers of a failed batch again. If the batch had only one request, return it as
+        failed. Raises EngineDied if the engine cannot recover."""
         is_oom, size = fault.kind == "oom", len(batch.answers)
         self._end_batch()
         free_memory()
@@ -217,10 +216,8 @@ def _row_error(fault: Fault, *, is_refusal: bool) -> RowError:
 def load_model(
     job: JobConfig, options: TransformersOptions, config: Any, tokenizer: Any
 ) -> LoadedModel:
-    """Load the model on a GPU, or on the CPU without one, unless ``device_map`` is set.
-
-    Raises StartFailed if it cannot be loaded.
-    """
+    """Load the model on a GPU, or on the CPU if there is no GPU. The option ``device_map`` overrides this. Raises
+    StartFailed if the model cannot be loaded."""
     import torch
     from transformers import GenerationConfig
     from transformers.utils import logging as transformers_logging

@@ -1,4 +1,4 @@
-"""The ``[engine.options]`` of this engine, and the vLLM sampling parameters that it supports."""
+"""The ``[engine.options]`` of the transformers engine, and the vLLM sampling parameters that it supports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class TransformersOptions(Table):
-    """Options with vLLM's names, or transformers' names where vLLM has none."""
+    """The engine options, with vLLM's names, or transformers' names where vLLM has none."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: as in the checkpoint
     device_map: str | dict[str, str | int] | None = None  # None: one GPU, or the CPU without one
@@ -46,9 +46,9 @@ class TransformersOptions(Table):
 
 
 def options_of(job: JobConfig) -> TransformersOptions:
-    """Return the job's options with ``chat_template`` read, after checking sampling, model and adapter.
+    """Return the job's engine options, with the content of the file that ``chat_template`` names.
 
-    Raises JobError that lists all mistakes, one line each.
+    Sampling parameters, model and adapter are checked, too. Raises JobError with all mistakes, one line each.
     """
     given, template = job.engine.options, None
     problems = request_checks.problems_with(
@@ -128,8 +128,10 @@ class Sampling(Table):
 
 
 def sampling_of(values: Mapping[str, Any]) -> Sampling:
-    """Return the checked parameters. Raises RequestError that names each parameter that is wrong or that only vLLM
-    supports.
+    """Return the sampling parameters in ``values`` after a check.
+
+    Raises:
+        RequestError: names each parameter that is wrong or that only vLLM supports.
     """
     if problems := request_checks.problems_with("sampling", Sampling, values, "transformers"):
         raise RequestError("\n".join(problems))

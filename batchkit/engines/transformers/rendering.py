@@ -1,4 +1,4 @@
-"""From requests to the model's tensors: chat template, tokenizer, image processor."""
+"""Conversion of requests to the model's tensors: chat template, tokenizer, image processor."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from batchkit.types import CLIPS, Request
 class PreparedPrompt(NamedTuple):
     """A request as the model's inputs.
 
-    ``inputs``: its tensors by ``forward``'s argument names, a batch of one on the CPU. ``max_tokens``: the tokens that
-    the prompt leaves in the context, or the request's own limit if that is less.
+    - ``inputs``: tensors by argument name of the model's ``forward``, for a batch of one, on the CPU.
+    - ``max_tokens``: the request's limit, or the number of tokens that the prompt leaves in the context if that is
+      less.
     """
 
     request: Request
@@ -37,10 +38,8 @@ class PreparedPrompt(NamedTuple):
 
 
 class TransformersRenderer:
-    """A renderer with the model's processor, or its tokenizer if the model takes only text.
-
-    Raises JobError if the model's files are missing, or ``max_model_len`` is more than it supports.
-    """
+    """A renderer that uses the model's processor, or its tokenizer if the model takes only text. Raises JobError if the
+    model's files are missing, or ``max_model_len`` is more than the model supports."""
 
     def __init__(self, job: JobConfig, options: TransformersOptions) -> None:
         from transformers import AutoConfig, AutoProcessor
@@ -71,8 +70,7 @@ class TransformersRenderer:
 
     def prepare(self, request: Request) -> PreparedPrompt:
         """Return the request with its prompt tokenized and its images processed. Raises RowError if the model refuses
-        it.
-        """
+        the request."""
         check_forced_call(request, self._job)
         sampling, parser = self._sampling(request)
         for token_id in sampling.token_ids:
@@ -97,7 +95,11 @@ class TransformersRenderer:
         return PreparedPrompt(request, sampling, text, inputs, max_tokens, parser)
 
     def _sampling(self, request: Request) -> tuple[Sampling, AnswerParser | None]:
-        """Return the sampling parameters as the answer parser needs them, and the parser (None without one)."""
+        """Return the request's sampling parameters, and the parser of reasoning and tool calls (None if the job has
+        none).
+
+        The parser may change the parameters, for example to keep special tokens in the text.
+        """
         sampling = sampling_of(request.sampling)
         if self._parsing is None:
             return sampling, None
@@ -136,10 +138,11 @@ class TransformersRenderer:
         )
 
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``message`` as vLLM passes it to the chat template.
+        """Return ``message`` in the form in which vLLM passes it to the chat template.
 
-        The role "developer" becomes "system" if the template does not know it. The reasoning of an earlier answer gets
-        both names that templates read. Arguments of tool calls become dicts; OpenAI's API has them as JSON text.
+        - The role "developer" becomes "system" if the template does not know it.
+        - The reasoning of an earlier answer is stored under both names that templates read.
+        - Arguments of tool calls become dicts; in OpenAI's API they are JSON text.
         """
         made = dict(message)
         if made["role"] == "developer" and "developer" not in str(self._chat_template):
@@ -156,9 +159,10 @@ class TransformersRenderer:
         return made
 
     def _content(self, message: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-        """Return the content as chat templates of models with images expect it: in parts, without the images' data.
+        """Return the message's content as a list of parts without the images' data, as templates of models with images
+        expect it.
 
-        As in vLLM, the result of a tool is one text.
+        The result of a tool becomes one text, as in vLLM.
         """
         content = message["content"] or ""
         if clips := _types(content) & {*CLIPS}:
@@ -175,7 +179,7 @@ class TransformersRenderer:
         ]
 
     def _plain(self, content: str | Sequence[Mapping[str, Any]]) -> str:
-        """Return the parts as one text, as vLLM does for a chat template that does not support parts."""
+        """Return the text parts joined to one text, as vLLM does for a chat template that does not support parts."""
         if isinstance(content, str):
             return content
         if any(part["type"] != "text" for part in content):

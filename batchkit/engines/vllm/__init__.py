@@ -1,6 +1,6 @@
 """The vLLM engine. Only this folder imports vLLM.
 
-vLLM's front end runs in this process; ``core.py`` decides where its engine core runs.
+vLLM's front end runs in this process. ``core.py`` decides whether its engine core runs here or in another process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ MAX_NUM_SEQS = 256  # vLLM's smallest default
 
 
 def preload() -> None:
-    """Import the modules that vLLM imports before it forks its engine, without starting a device. vLLM's log goes to
-    a file in this process, because a worker's error appears only there."""
+    """Import the modules that vLLM needs before the engine's process is forked, without starting a device.
+
+    Also make vLLM log to a file, because a worker's error appears only in its log.
+    """
     if os.environ.get("VLLM_LOGGING_LEVEL") == QUIET:
         del os.environ[
             "VLLM_LOGGING_LEVEL"
@@ -33,7 +35,10 @@ def preload() -> None:
 
 
 def open_preflight(job: JobConfig) -> VllmRenderer | PoolingRenderer:
-    """Check options and sampling with vLLM's classes. Needs only the model's config and tokenizer."""
+    """Check options and sampling parameters with vLLM's own classes, and return a renderer.
+
+    This needs the model's config and tokenizer, but not its weights.
+    """
     vllm_config = check_config(job)
     from vllm.renderers import renderer_from_config
 

@@ -1,7 +1,7 @@
-"""The adapters of ``[engine.loras]``: their files, and the vLLM options derived from them.
+"""The LoRA adapters of ``[engine.loras]``: their files, and the vLLM options that they need.
 
-vLLM copies a smaller matrix into the corner of a larger one, so an adapter of another model may load and give
-wrong answers. Therefore this module compares sizes.
+vLLM copies a smaller matrix into the corner of a larger one. So an adapter made for another model may load and give
+wrong answers. Therefore this module compares the sizes of the matrices.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Adapter:
 
     @cached_property
     def request(self) -> Any:
-        """The adapter for vLLM. Name and number come from its files, because vLLM's prefix cache uses them as key."""
+        """The adapter as vLLM's ``LoRARequest``.
+
+        Its name and number are derived from its files, because vLLM's prefix cache uses them as key.
+        """
         from vllm.lora.request import LoRARequest
 
         digest = adapter_fingerprint(str(self.folder)) or ""
@@ -87,7 +90,7 @@ def adapters_of(job: JobConfig) -> list[Adapter]:
 
 
 def lora_options(adapters: Sequence[Adapter], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's options for ``adapters``; the user's options in ``given`` take precedence."""
+    """Return the vLLM options that ``adapters`` need. The user's options in ``given`` take precedence."""
     if not adapters:
         return {}
     highest = max(adapter.rank for adapter in adapters)
@@ -129,7 +132,8 @@ class _Unusable(Exception):
 
 
 def _folder_of(place: str) -> Path:
-    """Return the adapter's folder: ``place`` itself, or the folder with the files of that name from the hub."""
+    """Return the folder with the adapter's files: ``place`` if it is a folder, otherwise the download of this name on
+    the hub."""
     folder = Path(place)
     if folder.is_dir():
         return folder
@@ -142,7 +146,8 @@ def _folder_of(place: str) -> Path:
 
 @cache
 def _from_hub(place: str) -> Path:
-    """Download the adapter's files unless they are in the hub's cache."""
+    """Return the folder in the hub's cache with the files of the adapter ``place``; download them if they are not
+    there."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -187,7 +192,7 @@ def _shapes_in(path: Path) -> Shapes:
 
 
 def _weights_of(model_config: Any) -> Shapes:
-    """Return the shapes of the model's weights if they are in a folder and not quantized."""
+    """Return the shapes of the model's weights; empty if they are not in a folder, or quantized."""
     folder, shapes = Path(model_config.model), dict[str, Sequence[int]]()
     if getattr(model_config.hf_config, "quantization_config", None) is None:
         for path in folder.glob("*.safetensors"):
@@ -197,7 +202,12 @@ def _weights_of(model_config: Any) -> Shapes:
 
 
 def _misfits(shapes: Shapes, config: Any, weights: Shapes) -> Iterator[str]:
-    """Yield the sizes in ``shapes`` that do not fit the model with transformers' ``config`` and ``weights``."""
+    """Yield a text for each matrix of an adapter whose size does not fit the model.
+
+    - ``shapes``: shapes of the adapter's tensors.
+    - ``config``: the model's transformers config.
+    - ``weights``: shapes of the model's weights.
+    """
     for name, shape in shapes.items():
         module, _, side = name.removesuffix(".weight").rpartition(".lora_")
         weight = weights.get(f"{module.removeprefix('base_model.model.')}.weight", ())

@@ -1,10 +1,12 @@
 """The place where vLLM's engine core (scheduler and model) runs.
 
-On a CPU it runs in this process, which starts faster. On a GPU, or with very many concurrent requests, it has a
-separate process, as with ``vllm.LLM``. There the Python code of a step is the bottleneck and must not share the GIL
-with the code that submits requests and reads answers. ``VLLM_ENABLE_V1_MULTIPROCESSING`` in the environment overrides
-this (0: in this process). An error in another process loses its type on the way here, so the core writes its cause of
-death to a file.
+On a CPU the core runs in this process, which starts faster. On a GPU, or with very many concurrent requests, it has its
+own process, as with ``vllm.LLM``. There, the Python code of a forward pass is the bottleneck. It must not share the GIL
+with the code that submits requests and reads answers. The variable ``VLLM_ENABLE_V1_MULTIPROCESSING`` overrides this
+(0: in this process).
+
+An error in the core's process would reach this process without its type, so the core writes its cause of death to a
+file.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _LONGEST_FOLDER = 70
 
 
 class CoreWatch:
-    """A watch over vLLM's engine core: decides where it runs, and finds out why it died. Create it before the LLM."""
+    """A watch over vLLM's engine core. It decides where the core runs, and finds out why it died. Create it before the
+    LLM."""
 
     def __init__(self, max_num_seqs: int) -> None:
         from vllm import envs
@@ -56,8 +59,8 @@ class CoreWatch:
             _vllms().process.run_engine_core = staticmethod(run_engine_core)
 
     def fault_of(self, error: BaseException, llm: Any = None) -> Fault:
-        """Return the core's own error if it left one, or the signal that ended it, otherwise the fault of
-        ``error``."""
+        """Return the fault of the core: its own error if it saved one, or the signal that ended it, otherwise the fault
+        of ``error``."""
         if self._cause is None:
             return fault_of(error)
         with suppress(OSError, ValueError):
@@ -75,7 +78,8 @@ class CoreWatch:
 
 
 def next_outputs(client: Any) -> Any:
-    """Return the next outputs of a core in another process. vLLM's ``get_output`` would wait forever for a killed one.
+    """Return the next outputs of a core in another process. vLLM's own ``get_output`` would wait forever if the core
+    was killed.
 
     Raises:
         Exception: The core died.
@@ -95,7 +99,7 @@ def next_outputs(client: Any) -> Any:
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """Run vLLM's function of this name in the core's process, and save the error that ends it."""
+    """Run vLLM's function of the same name in the core's process, and save the error that ends it."""
     _vllms().process._send_engine_dead = _keep_and_send
     try:
         _vllms().run(*args, **kwargs)
@@ -118,7 +122,7 @@ class _Vllms(NamedTuple):
 
 @cache
 def _vllms() -> _Vllms:
-    """Return vLLM's class with its original functions, which this module replaces."""
+    """Return vLLM's class with its original functions, some of which this module replaces."""
     from vllm.v1.engine.core import EngineCoreProc
 
     return _Vllms(EngineCoreProc, EngineCoreProc.run_engine_core, EngineCoreProc._send_engine_dead)

@@ -1,8 +1,8 @@
-"""``vllm.LLM`` with continuous input.
+"""The vLLM engine: ``vllm.LLM`` with continuous input.
 
-``LLM.generate`` takes a list, renders all of it on one thread, and fails the whole call for one bad
-prompt. Here a separate thread renders requests, and they are added one by one to the LLM's engine
-while it steps. Its batch stays full, and a refused request fails only its own row.
+``LLM.generate`` takes a list, renders all of it on one thread, and fails the whole call for one bad prompt. Here, a
+separate thread renders requests, and they are added one by one while the LLM's engine runs. The batch stays full, and a
+refused request fails only its own row.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _MOST_TRIES = 3  # attempts to prepare a request again whose images the engine h
 
 
 class _Unprepared(NamedTuple):
-    """A request to prepare, with images that vLLM's renderer wrongly assumes to be in the engine's cache.
+    """A request to prepare.
 
-    ``tries``: the number of earlier attempts to prepare it.
+    - ``images``: hashes of images that vLLM's renderer wrongly assumes to be in the engine's cache.
+    - ``tries``: number of earlier attempts to prepare the request.
     """
 
     request: Request
@@ -53,10 +54,10 @@ class _Unprepared(NamedTuple):
 
 
 class VllmEngine:
-    """An engine that adds requests to ``vllm.LLM`` one by one, while it runs others.
+    """An engine that adds requests to ``vllm.LLM`` one by one while others run.
 
-    Threads: the processor's thread calls every method and steps the engine; a second thread renders what
-    ``submit`` queued. They exchange requests only through ``_inbox`` and ``_prepared``. Once the model is loaded,
+    Threads: the processor's thread calls every method and runs the forward passes. A second thread renders the requests
+    that ``submit`` queued. They exchange requests only through ``_inbox`` and ``_prepared``. Once the model is loaded,
     only the second thread uses vLLM's renderer.
     """
 
@@ -141,8 +142,11 @@ class VllmEngine:
         )
 
     def _count_unfinished(self) -> int:
-        """Return the output tokens of running requests, counted a few times a second, minus those of requests that
-        have finished since the last count."""
+        """Return the number of output tokens of the running requests.
+
+        They are counted a few times a second. Between two counts, the tokens of requests that have finished are
+        subtracted.
+        """
         now = time.monotonic()
         if now >= self._next_token_look:
             self._next_token_look = now + _TOKEN_LOOK_S
@@ -197,9 +201,9 @@ class VllmEngine:
             raise EngineDied(fault, request=request)
 
     def _admit_burst(self, timeout_s: float) -> None:
-        """Wait for a request, and for others that follow within milliseconds.
+        """Wait for a request, and for others that follow within milliseconds, then add all of them to the engine.
 
-        Otherwise the first would start alone, and the others would wait until its step ends.
+        Otherwise the first one would start alone, and the others would wait until its forward pass ends.
         """
         self._admit(timeout_s)
         while self._preparing and len(self._running) < self.max_num_seqs:
@@ -209,7 +213,11 @@ class VllmEngine:
                 break
 
     def _admit(self, wait_s: float = 0) -> None:
-        """Add prepared requests to the engine. A request that can't be prepared or is refused becomes a failed one."""
+        """Add prepared requests to the engine. A request that can't be prepared or is refused becomes a failed
+        completion.
+
+        ``wait_s``: how long to wait for the first one.
+        """
         while self._preparing:
             try:
                 prepared = self._prepared.get(wait_s > 0, wait_s or None)
@@ -295,7 +303,11 @@ class VllmEngine:
             self._complete()
 
     def _refuse(self, prepared: Prepared) -> None:
-        """Prepare a refused request again if it has images, a few times; then fail it. Only the core's log says why."""
+        """Handle a request that the engine refused without a reason, which only the core's log has.
+
+        A request with images is prepared again, a few times, because an image may be missing in the engine's cache.
+        Otherwise the request fails.
+        """
         images = _images_of(prepared.inputs[0].prompt)
         if images and prepared.tries <= _MOST_TRIES:
             self._queue(_Unprepared(prepared.request, images, prepared.tries))
@@ -313,10 +325,10 @@ class VllmEngine:
             self._done.append(completion)
 
     def _abort_stuck(self) -> None:
-        """Abort running requests that got no token for ``run.row_timeout_s``. vLLM schedules requests in the order of
-        their arrival, so the first ones are running.
+        """Abort running requests that got no token for ``run.row_timeout_s``.
 
-        With ``n > 1``, several scheduler requests belong to one request.
+        vLLM schedules requests in the order of their arrival, so the first ones are running. With ``n > 1``, one
+        request has several entries in vLLM's scheduler.
         """
         now = time.monotonic()
         if now < self._next_stuck_check:
@@ -339,7 +351,7 @@ class VllmEngine:
                 self._abort(self._running[number], tokens, silence_s)
 
     def _pop_aborted(self, found: Prepared | Completion) -> bool:
-        """Forget the request if it was aborted; return whether it was."""
+        """Return whether the request was aborted, and forget that it was."""
         return self._aborted.pop(id(found.request), None) is not None
 
     def _drop(self, running: _Running) -> None:
@@ -360,7 +372,8 @@ class VllmEngine:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in vLLM's engine. ``numbers`` are the ids of its inputs there; ``outputs`` are the finished ones."""
+    """A request in vLLM's engine. ``numbers``: vLLM's ids of its inputs. ``outputs``: outputs of inputs that have
+    finished."""
 
     prepared: Prepared
     numbers: list[str]

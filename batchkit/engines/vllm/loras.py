@@ -1,7 +1,7 @@
-"""vLLM's LoRA adapter for each request, and a check that rows with and without adapters may share a batch.
+"""vLLM's LoRA adapter for each request, and a test that rows with and without adapters may share a batch.
 
-vLLM's CPU build (0.32) gives a row without an adapter the adapter in its last slot if both kinds are in one
-batch. Answers do not show this, so it is tested when the model is loaded. If the test fails, rows without an
+vLLM's CPU build (0.32) has a bug: a row without an adapter gets the adapter in the last slot if both kinds of rows are
+in one batch. Answers do not show this, so it is tested when the model is loaded. If the test fails, rows without an
 adapter get an adapter whose weights are all 0.
 """
 
@@ -32,7 +32,7 @@ Answer = Sequence[Mapping[int, float]]
 
 
 class Loras:
-    """The adapters of ``job`` in ``llm``, each loaded once.
+    """The adapters of ``job``, each loaded once into ``llm``.
 
     Raises:
         EngineError: vLLM refuses an adapter, or mixes up rows with different adapters.
@@ -64,7 +64,7 @@ class Loras:
                 )
 
     def of(self, request: Request) -> Any:
-        """Return vLLM's ``LoRARequest``, or None for the base model."""
+        """Return vLLM's ``LoRARequest`` for the request's adapter, or None for the base model."""
         return self._of_all or self._by_name[request.lora or ""]
 
     def close(self) -> None:
@@ -72,7 +72,8 @@ class Loras:
             self._zero.cleanup()
 
     def _first_answer(self, adapter: Adapter) -> Answer:
-        """Load an adapter and return its answer to the test prompt. First print its name, in case loading crashes."""
+        """Load an adapter and return its answer to the test prompt. Its name is printed before, in case loading
+        crashes."""
         place = f"engine.loras.{adapter.name}: {adapter.folder}"
         print(f"{DOING}it loaded {place}", file=sys.stderr, flush=True)
         try:
@@ -81,8 +82,10 @@ class Loras:
             raise EngineError(f"{place}: {type(error).__name__}: {error}") from error
 
     def _base_is_right(self) -> bool:
-        """Return whether a row without an adapter and a row with each adapter give the same answers together as
-        alone. Also return False if an adapter changes too little to tell."""
+        """Return whether rows without an adapter get the same answer in a batch with adapters as alone.
+
+        Also return False if the adapters change the answer too little to tell.
+        """
         alone = self._alone
         for name in alone.keys() - {""}:
             if _distance(alone[""], alone[name]) <= self._clear:
@@ -96,8 +99,10 @@ class Loras:
         return True
 
     def _mixed_up(self) -> str:
-        """Return the names of two adapters that vLLM mixes up in one batch, or "". Adapters with similar answers are
-        not compared."""
+        """Return the names of two adapters that vLLM mixes up in one batch; "" if there are none.
+
+        Adapters with similar answers are not compared.
+        """
         for name in self._alone.keys() - {""}:
             pair = self._answers([self._by_name[""], self._by_name[name]])
             for own, answer in zip(("", name), pair, strict=True):
@@ -109,7 +114,7 @@ class Loras:
         return ""
 
     def _answers(self, loras: Sequence[Any]) -> list[Answer]:
-        """Return the answers to one short prompt with each of ``loras``, in one batch."""
+        """Return the answers to a short prompt, one with each of ``loras``, computed in one batch."""
         from vllm import SamplingParams
 
         tokens = self._llm.get_tokenizer().encode(_PROMPT)[:_MOST_PROMPT_TOKENS]
@@ -136,8 +141,11 @@ def _of_all_rows(job: JobConfig) -> Any:
 
 
 def _distance(a: Answer, b: Answer) -> float:
-    """Return the mean difference of token log probabilities, up to the first position where the most likely token
-    differs. Rounding affects the mean less than the maximum."""
+    """Return the mean difference between the token log probabilities of two answers.
+
+    Positions after the first one with different likeliest tokens are not compared. The mean is used because rounding
+    affects it less than the maximum.
+    """
     found = list[float]()
     for of_a, of_b in zip(a, b, strict=True):
         found += [*_differences(of_a, of_b), *_differences(of_b, of_a)]
@@ -147,7 +155,10 @@ def _distance(a: Answer, b: Answer) -> float:
 
 
 def _differences(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
-    """Return the differences per token. A token that ``b`` does not list is at most as likely as its last one."""
+    """Return the difference of log probabilities for each token in ``a``.
+
+    A token that ``b`` does not list counts as the least likely one in ``b``, since it is at most that likely.
+    """
     least = min(b.values())
     return [
         abs(logprob - b[token]) if token in b else max(0.0, logprob - least)
@@ -156,7 +167,7 @@ def _differences(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
 
 
 def _zero_adapter(like: Adapter, folder: Path) -> Adapter:
-    """Make an adapter that changes nothing: the matrices of ``like`` with rank 1, all 0."""
+    """Write an adapter that changes nothing to ``folder``: the matrices of ``like`` with rank 1, all 0."""
     import numpy as np
     from safetensors.numpy import save_file
 

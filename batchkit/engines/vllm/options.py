@@ -1,4 +1,4 @@
-"""A job's engine options, sampling and pooling parameters as vLLM's own classes, and the environment of vLLM."""
+"""A job's engine options, sampling and pooling parameters as objects of vLLM's own classes; the environment of vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ _NEEDED = {
 
 
 def check_config(job: JobConfig) -> Any:
-    """Return the job's ``VllmConfig``. Raises JobError for wrong names or values, or a model that can't do the task."""
+    """Return vLLM's ``VllmConfig`` for the job. Raises JobError if an option has a wrong name or value, or the model
+    can't do the task."""
     set_environment()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -108,10 +109,8 @@ _LONG_PROMPT = 0.04  # of max_model_len, where vLLM itself bounds the prefill of
 
 
 def speed_options(job: JobConfig) -> dict[str, Any]:
-    """Return the speed options that the installed vLLM has: for each, the value in force or a list of other values.
-
-    Raises as ``check_config``.
-    """
+    """Return the speed options that the installed vLLM has: for each, the value in force, or a list of other values to
+    try. Raises JobError as ``check_config``."""
     config = check_config(job)
     from vllm.engine.arg_utils import EngineArgs
 
@@ -126,7 +125,7 @@ def speed_options(job: JobConfig) -> dict[str, Any]:
 
 
 def _other_values(job: JobConfig, config: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Yield other values of options for which doubling or halving makes no sense."""
+    """Yield options with a list of other values to try, for options that cannot simply be doubled or halved."""
     cache, scheduler = config.cache_config, config.scheduler_config
     if (claimed := cache.kv_cache_memory_bytes) is not None:
         yield "kv_cache_memory_bytes", [2 * claimed]
@@ -146,9 +145,7 @@ def _other_values(job: JobConfig, config: Any) -> Iterator[tuple[str, list[Any]]
 
 def changing_options(job: JobConfig) -> dict[str, Any]:
     """Return options that may make the job faster but change its answers, each with values that are not in force.
-
-    Raises as ``check_config``.
-    """
+    Raises JobError as ``check_config``."""
     config = check_config(job)
     model, cache = config.model_config, config.cache_config
     found: dict[str, Any] = {}
@@ -162,7 +159,8 @@ def changing_options(job: JobConfig) -> dict[str, Any]:
 
 
 def why_not_bounded(sampling: Mapping[str, Any], vllm_config: Any) -> str | None:
-    """Return why vLLM can't limit the reasoning to ``thinking_token_budget``; None if it can, or no budget is set."""
+    """Return why vLLM can't limit the reasoning to ``thinking_token_budget``; None if it can, or if no budget is
+    set."""
     found = getattr(vllm_config, "reasoning_config", None)
     if sampling.get("thinking_token_budget") is None or (found is not None and found.enabled):
         return None
@@ -205,7 +203,7 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
 
 
 def _reasoning_config(given: Mapping[str, Any]) -> Any:
-    """Return ``engine.options.reasoning_config`` as vLLM's class: vLLM does not accept a dict for this option."""
+    """Return ``engine.options.reasoning_config`` as an object of vLLM's class, because vLLM does not accept a dict."""
     from vllm.config.reasoning import ReasoningConfig
 
     try:
@@ -217,10 +215,10 @@ def _reasoning_config(given: Mapping[str, Any]) -> Any:
 
 
 def sampling_params(sampling: Mapping[str, Any]) -> Any:
-    """Return ``vllm.SamplingParams`` from a dict, with its names and types checked.
+    """Return ``vllm.SamplingParams`` from a dict, after a check of names and types.
 
-    vLLM itself accepts ``seed="x"`` and hangs on it later; msgspec finds wrong types, but ignores
-    unknown names, so names are compared with the struct's own.
+    vLLM itself accepts ``seed="x"`` and hangs later. msgspec finds wrong types but ignores unknown names, so the names
+    are compared with the fields of vLLM's struct.
 
     Raises:
         RequestError: a name or a type is wrong; the message names the parameter.
@@ -262,7 +260,10 @@ def limits_of(vllm_config: Any) -> dict[str, Any]:
 
 
 def set_environment(log_level: str = QUIET) -> None:
-    """Set the variables that vLLM and transformers read when they are imported. Log settings of the user are kept."""
+    """Set the environment variables that vLLM and transformers read when they are imported.
+
+    The user's own log settings are kept.
+    """
     for name, value in {
         # Errors reach us as exceptions; vLLM would also print its whole state.
         "VLLM_LOGGING_LEVEL": log_level,
@@ -281,8 +282,11 @@ def set_environment(log_level: str = QUIET) -> None:
 def pooling_params(
     given: Mapping[str, Any], task: str | None = None, *, of_pair: bool = False
 ) -> Any:
-    """Return ``vllm.PoolingParams`` from a dict, with its names and types checked. ``of_pair``: also allow the limits
-    of a pair's texts, which are parameters of vLLM's server. Raises RequestError that names the wrong parameter."""
+    """Return ``vllm.PoolingParams`` from a dict, after a check of names and types. Raises RequestError if a name or a
+    type is wrong; the message names the parameter.
+
+    ``of_pair``: also allow the length limits of a pair's texts, which are parameters of vLLM's server only.
+    """
     import msgspec
     from vllm import PoolingParams
 
@@ -335,7 +339,10 @@ def check_pooling(job: JobConfig, model_config: Any) -> None:
 
 
 def check_task(job: JobConfig, vllm_task: str | None, model_config: Any) -> None:
-    """Raise JobError if a model that vLLM runs for ``vllm_task`` cannot do the job's task."""
+    """Check that a model can do the job's task. Raises JobError if the model cannot do the task.
+
+    ``vllm_task``: the pooling task for which vLLM runs the model; None if it generates.
+    """
     task, model = job.task, f"{job.engine.model} ({', '.join(model_config.architectures)})"
     labels = getattr(model_config.hf_config, "num_labels", 0)
     if vllm_task in _NEEDED[task]:

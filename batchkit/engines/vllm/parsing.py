@@ -1,6 +1,6 @@
 """vLLM's parsers of reasoning and tool calls, used as in vLLM's server.
 
-A parser reads a ``ChatCompletionRequest`` and changes its generation parameters where it needs to.
+vLLM's parser reads a ``ChatCompletionRequest``, and may change the request's sampling parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADJUSTED = ("skip_special_tokens", "spaces_between_special_tokens", "structured_
 
 
 def unknown_parsers(job: JobConfig) -> list[str]:
-    """Return one line for each parser of the job that vLLM does not have."""
+    """Return one line for each parser that the job names and vLLM does not have."""
     engine = job.engine
     if engine.reasoning_parser is None and engine.tool_call_parser is None:
         return []
@@ -43,15 +43,18 @@ def unknown_parsers(job: JobConfig) -> list[str]:
 
 
 def parsing_of(job: JobConfig, tokenizer: Any, model_config: Any = None) -> Parsing | None:
-    """Return the job's parsers, or None if it names none. ``model_config`` is vLLM's, or None with another engine.
-    Raises JobError if the parsers don't fit each other or the model's tokenizer."""
+    """Return the job's parsers, or None if it names none. Raises JobError if the parsers don't fit each other or the
+    model's tokenizer.
+
+    ``model_config``: vLLM's config of the model; None with another engine.
+    """
     if job.engine.reasoning_parser is None and job.engine.tool_call_parser is None:
         return None
     return Parsing(job, tokenizer, model_config)
 
 
 class Parsing:
-    """The job's parsers. Raises like ``parsing_of``."""
+    """The job's parsers of reasoning and tool calls. Raises JobError as ``parsing_of``."""
 
     def __init__(self, job: JobConfig, tokenizer: Any, model_config: Any) -> None:
         from vllm.parser import ParserManager
@@ -91,10 +94,13 @@ class Parsing:
     def parser_of(
         self, request: Request, params: Any, chat_template_kwargs: Mapping[str, Any]
     ) -> AnswerParser:
-        """Return a parser for the answers to ``request``. It changes ``params``, which has attributes of vLLM's
-        SamplingParams (``ADJUSTED``): it may need special tokens in the text, or a grammar for calls that
-        ``tool_choice`` requires. Raises RequestError if vLLM refuses the tools, or their combination with other
-        parameters."""
+        """Return a parser for the answers to ``request``, and change ``params`` as the parser needs it. Raises
+        RequestError if vLLM refuses the tools, or their combination with other parameters.
+
+        The parser may need special tokens in the text, or a grammar for calls that ``tool_choice`` requires.
+
+        ``params``: an object with attributes of vLLM's SamplingParams (``ADJUSTED``).
+        """
         chat = _chat_request(request, params)
         kwargs = dict(chat_template_kwargs)
 
@@ -115,16 +121,21 @@ class Parsing:
 
 
 class AnswerParser:
-    """A parser of the answers to one request. ``make`` creates vLLM's parser, a new one for each of the ``n`` answers,
-    because parsers have state."""
+    """A parser of the answers to one request.
+
+    ``make`` creates one of vLLM's parsers. Each of the ``n`` answers gets a new one, because parsers have state.
+    """
 
     def __init__(self, make: Any, chat: Any, chat_template_kwargs: Mapping[str, Any]) -> None:
         self._make, self._chat = make, chat
         self._kwargs = chat_template_kwargs
 
     def open_grammar(self, request: Any) -> None:
-        """Set where the grammar of ``request`` (vLLM's EngineCoreRequest) starts: after the reasoning, or immediately
-        if the prompt already ended the reasoning."""
+        """Set where the grammar applies in an answer: after the reasoning, or at once if the prompt already ended the
+        reasoning.
+
+        ``request``: vLLM's EngineCoreRequest.
+        """
         parser = self._make()
         ids = request.prompt_token_ids or []
         request.reasoning_ended = self._chat.resolve_reasoning_ended(parser, ids)
@@ -134,7 +145,8 @@ class AnswerParser:
     def parsed(
         self, done: Completion, prompt_token_ids: Sequence[int], token_ids: Sequence[Sequence[int]]
     ) -> Completion:
-        """Return ``done`` with parsed answers; ``token_ids`` are the tokens of each choice."""
+        """Return the completion ``done`` with reasoning and tool calls parsed. ``token_ids``: the tokens of each
+        choice."""
         parsers = [self._make() for _ in done.choices]
         try:
             choices = [

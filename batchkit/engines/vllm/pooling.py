@@ -1,7 +1,7 @@
-"""Vectors, classes and scores: the requests and outputs of vLLM's pooling tasks.
+"""The requests and outputs of vLLM's pooling tasks: vectors, classes and scores.
 
-vLLM's own IO processors build the prompts and compute the scores, as in ``LLM.embed``, ``classify`` and
-``score``. A pair needs several prompts: one per document, and for some models one for the query.
+vLLM's own IO processors build the prompts and compute the scores, as in ``LLM.embed``, ``classify`` and ``score``. A
+pair needs several prompts: one per document, and for some models one for the query.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ class _Processor(NamedTuple):
 
 
 class PoolingRenderer:
-    """A renderer like ``VllmRenderer``, for tasks that do not generate text. ``processors`` are vLLM's IO processors
-    for the job's task and for other tasks of the model, which batch lines may use."""
+    """A renderer for tasks that do not generate text. It has the interface of ``VllmRenderer``.
+
+    ``processors``: vLLM's IO processors for the job's task, and for other tasks of the model, which batch lines may
+    use.
+    """
 
     def __init__(
         self, job: JobConfig, renderer: Any, vllm_config: Any, processors: Mapping[str, Any]
@@ -56,7 +59,8 @@ class PoolingRenderer:
         return RenderedPrompt(self._text(inputs), tokens)
 
     def prepare(self, request: Request) -> Prepared:
-        """Prepare like ``VllmRenderer.prepare``; the result may have several inputs."""
+        """Tokenize the request's prompts and process their images. The result has one input per prompt. Raises RowError
+        if vLLM refuses the request."""
         is_pair = request.pair is not None
         of_request = self._processor_of(request)
         params = pooling_params(request.sampling, of_request.vllm_task, of_pair=is_pair)
@@ -77,7 +81,8 @@ class PoolingRenderer:
         return Prepared(request, inputs, text=text)
 
     def forget(self, images: Iterable[str]) -> None:
-        """Forget images like ``VllmRenderer.forget``."""
+        """Make the next request with one of these images (given by hash) send the image in full, as
+        ``VllmRenderer.forget``."""
         self._prompts.forget(images)
 
     def completion(
@@ -96,7 +101,8 @@ class PoolingRenderer:
         return Completion(request, (), usage, latency_s, prompt=prepared.text, pooled=pooled)
 
     def _processor_of(self, request: Request) -> _Processor:
-        """Return the processor of the request's task. Raises WrongTaskError if the model does not support it."""
+        """Return the IO processor for the request's task. Raises WrongTaskError if the model does not support the
+        task."""
         task = task_of(request.endpoint, self._task)
         if (found := self._processors.get(task)) is not None:
             return found
@@ -107,7 +113,7 @@ class PoolingRenderer:
         )
 
     def _parts(self, request: Request, of_request: _Processor, params: Any) -> list[Any]:
-        """Split a request into parts, as vLLM's processor does; the processor renders one prompt from each part."""
+        """Split a request into parts, as vLLM's IO processor does. One prompt is rendered from each part."""
         from vllm.entrypoints.pooling import typing as contexts
 
         common: dict[str, Any] = {
@@ -158,7 +164,7 @@ class PoolingRenderer:
         check_length(request, tokens, self._max_model_len, generates=False)
 
     def _text(self, inputs: Sequence[EngineInput]) -> str:
-        """Return the text that the model sees, with each input on a new line."""
+        """Return the text that the model sees, one line per input."""
         prompts = [given.prompt for given in inputs]
         return "\n".join(
             prompt.get("prompt") or self._tokenizer.decode(_tokens(prompt)) for prompt in prompts
@@ -184,8 +190,11 @@ class PoolingRenderer:
         return Pooled(probabilities=found.tolist(), label=label)
 
     def _of_tokens(self, prompt: Mapping[str, Any], matrix: Any) -> Pooled:
-        """Return the tokens' vectors, with entities if the task is ``token_classify``. ``entities`` is None if
-        ``matrix`` lacks a line per token and a column per label (some reward models), or if the prompt has images."""
+        """Return the vectors of the prompt's tokens; for ``token_classify`` also the named entities.
+
+        ``entities`` is None if the prompt has images, or if ``matrix`` does not have one line per token and one column
+        per label (some reward models).
+        """
         if not len(matrix):
             raise RequestError("the model gave numbers for none of the prompt's tokens")
         entities, offsets = None, prompt.get("prompt_token_offsets") or ()
@@ -200,7 +209,7 @@ class PoolingRenderer:
 
 
 def processors_without_model(job: JobConfig, renderer: Any, vllm_config: Any) -> dict[str, Any]:
-    """Return vLLM's IO processors of the job's task before the model is loaded."""
+    """Return vLLM's IO processors for the job's task. The model need not be loaded."""
     from vllm.entrypoints.pooling.factories import init_pooling_io_processors
     from vllm.renderers.chat_utils import ChatTemplateConfig
 
@@ -217,7 +226,7 @@ def processors_without_model(job: JobConfig, renderer: Any, vllm_config: Any) ->
 def _processors_by_task(
     job: JobConfig, processors: Mapping[str, Any]
 ) -> dict[TaskName, _Processor]:
-    """Return the processors by task. Raises JobError if there is none for the job's task."""
+    """Return the IO processors by task. Raises JobError if there is none for the job's task."""
     from vllm.tasks import SCORE_TYPE_MAP
 
     names: dict[str, TaskName] = {"embed": "embed", "token_embed": "token_embed"}
@@ -237,10 +246,10 @@ def _processors_by_task(
 
 
 def _special_tokens(job: JobConfig, tokenizer: Any) -> frozenset[int]:
-    """Return all special tokens except the one for unknown words, which represents a part of the text.
+    """Return the ids of all special tokens, except the token for unknown words, which represents a part of the text.
 
     Raises:
-        JobError: The tokenizer is not a fast one; only these report token positions.
+        JobError: The tokenizer is not a fast one; only fast tokenizers report token positions.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise JobError(
@@ -257,7 +266,10 @@ def _score_input(content: Content) -> Any:
 
 
 def _part_name(pair: Pair, parts: int, number: int) -> str:
-    """Return which part of ``pair`` the input ``number`` of ``parts`` was made from, for a message."""
+    """Return a name for the part of ``pair`` that the input with this ``number`` was made from, for a message.
+
+    ``parts``: the total number of inputs.
+    """
     if parts == len(pair.documents):
         return f"document {number}"
     return f"document {number - 1}" if number else "query"

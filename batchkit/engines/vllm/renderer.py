@@ -46,7 +46,7 @@ class EngineInput(NamedTuple):
 class Prepared(NamedTuple):
     """A request in vLLM's format: one input, or several whose outputs form one answer.
 
-    ``text``: what the model sees, if the record should hold it and vLLM's outputs do not.
+    ``text``: text that the model sees. Set only if the record should contain it and vLLM's outputs don't.
     """
 
     request: Request
@@ -57,7 +57,7 @@ class Prepared(NamedTuple):
 
 
 class VllmRenderer:
-    """A converter of requests to vLLM's inputs: chat template, tokenizer, image processor. Use from one thread."""
+    """A converter of requests to vLLM's inputs: chat template, tokenizer, image processor. Use it from one thread."""
 
     def __init__(self, job: JobConfig, renderer: Any, vllm_config: Any) -> None:
         from vllm.renderers import ChatParams
@@ -98,10 +98,10 @@ class VllmRenderer:
         return Prepared(request, [EngineInput(prompt, params)], parser=parser)
 
     def forget(self, images: Iterable[str]) -> None:
-        """Send these images (given by their hashes) in full the next time they are used.
+        """Make the next request with one of these images (given by hash) send the image in full.
 
-        vLLM's renderer sends an image only once. If that prompt was refused before it reached the engine, all later
-        prompts would refer to an image that the engine never received.
+        vLLM's renderer sends each image only once. If the first prompt with it was refused before it reached the
+        engine, later prompts would refer to an image that the engine does not have.
         """
         cache = self._renderer.mm_processor_cache
         for image in images:
@@ -125,7 +125,7 @@ class VllmRenderer:
             cached_tokens=output.num_cached_tokens or None,
         )
         if self._speech is not None:
-            choices = [structs.replace(c, text=self._speech.said(c.text)) for c in choices]
+            choices = [structs.replace(c, text=self._speech.spoken_text(c.text)) for c in choices]
         done = Completion(prepared.request, choices, usage, latency_s, prompt=output.prompt)
         is_led = prepared.inputs[0].params.structured_outputs is not None
         if is_led and any(choice.finish_reason == "error" for choice in choices):
@@ -166,7 +166,8 @@ class VllmRenderer:
         return self._renderer.render_cmpl([prompt], tokenization)[0]
 
     def _check_heard(self, request: Request) -> None:
-        """Raise MediaError for sound whose end vLLM would silently drop."""
+        """Check that vLLM uses all of the request's sound; it would silently drop the end of long sound. Raises
+        MediaError if the sound is too long."""
         sounds = [clip for clip in request.all_clips if isinstance(clip, Audio)]
         if not sounds or self._model_config.hf_config.model_type not in _CUT_OFF:
             return
@@ -207,7 +208,7 @@ class VllmRenderer:
 
 
 def _tokenization(job: JobConfig) -> dict[str, Any]:
-    """Return the changes to vLLM's own ``TokenizeParams``."""
+    """Return the fields of vLLM's ``TokenizeParams`` that the job changes, with their new values."""
     changed: dict[str, Any] = {}
     if job.retry.on_too_long != "fail":
         # vLLM stops counting at its limit, but truncation needs the full count.
@@ -218,8 +219,12 @@ def _tokenization(job: JobConfig) -> dict[str, Any]:
 
 
 def counted(render: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Return ``render({})``. If vLLM stopped counting tokens at its limit, call ``render`` again without a limit, so
-    that the row's error has the full token count."""
+    """Return ``render({})``. If vLLM stopped counting tokens at its limit, call ``render`` again without a limit.
+
+    The error of the row then has the full token count.
+
+    ``render``: called with changes to vLLM's ``TokenizeParams``.
+    """
     from vllm.exceptions import VLLMValidationError
 
     try:
@@ -233,7 +238,7 @@ def counted(render: Callable[[Mapping[str, Any]], Any]) -> Any:
 
 @contextmanager
 def refusing(request: Request) -> Iterator[None]:
-    """Convert exceptions that vLLM raises for ``request`` to errors of its row."""
+    """Convert exceptions that vLLM raises in the block, for ``request``, to errors of its row."""
     from vllm.exceptions import VLLMValidationError
 
     try:
@@ -249,7 +254,8 @@ def refusing(request: Request) -> Iterator[None]:
 
 
 def _tools_of(request: Request) -> list[Any] | None:
-    """Return the tools in the form that vLLM's server passes to the chat template. Raises RequestError."""
+    """Return the tools in the form in which vLLM's server passes them to the chat template. Raises RequestError if a
+    tool is invalid."""
     if request.tools is None:
         return None
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
@@ -290,7 +296,8 @@ def _data_of(request: Request) -> dict[str, Any]:
 
 
 def _as_vllm_has_it(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with placeholders for clips, and earlier reasoning under the name that vLLM's server uses."""
+    """Return a message as vLLM's server would pass it on: placeholders for clips, and its own name for earlier
+    reasoning."""
     found = dict(message)
     if isinstance(content := found.get("content"), list):
         found["content"] = [
@@ -303,7 +310,8 @@ def _as_vllm_has_it(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placeholder(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a placeholder for a clip: its part without the data, which vLLM allows for parts with a uuid."""
+    """Return a placeholder for a clip: its part of the message without the data. vLLM allows this for parts with a
+    uuid."""
     return {"type": f"{part['type']}_url", f"{part['type']}_url": None, "uuid": "clip"}
 
 
@@ -313,7 +321,8 @@ def refusal(error: Any) -> RowError:
 
 
 def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] | None:
-    """Convert to OpenAI's format: each token's text, logprob and alternatives, most likely first."""
+    """Return vLLM's log probabilities in OpenAI's format: each token's text, logprob and alternatives, most likely
+    first."""
     if logprobs is None:
         return None
     content = []

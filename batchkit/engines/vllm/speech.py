@@ -20,7 +20,8 @@ _WRONG_MARK, _MARK = "<|prev|>", "<|startofprev|>"  # vLLM's name for the token,
 
 
 def timestamp_options(job: JobConfig, model_config: Any) -> dict[str, Any]:
-    """Return the vLLM options that apply Whisper's timestamp rules, or {} if they can't or need not be applied."""
+    """Return the vLLM options that make the model follow Whisper's timestamp rules; {} if they can't or need not be
+    applied."""
     if not _follows_rules(job, model_config):
         return {}
     os.environ[_NEW_RUNNER] = "0"
@@ -65,7 +66,7 @@ class SpeechPrompts:
             self._rule_ids = [self._marks[_END], self._marks[_FIRST_STAMP]]
 
     def limit(self, params: Any, speech: Speech) -> None:
-        """Restrict ``params`` to tokens that fit the request: a language, or text with timestamps."""
+        """Restrict ``params`` to the tokens that the request asks for: a language, or text with timestamps."""
         if self.has_stamps:
             params.skip_special_tokens = False  # timestamps may count as special tokens
         if speech.asks_language and self._languages:
@@ -73,10 +74,10 @@ class SpeechPrompts:
         elif speech.timestamps and self._rule_ids:
             params.extra_args = {**(params.extra_args or {}), "timestamps": self._rule_ids}
 
-    def said(self, answer: str) -> str:
-        """Return the spoken text in an answer, without the language that some models put first."""
-        said: str = self._model.post_process_output(answer)
-        return said
+    def spoken_text(self, answer: str) -> str:
+        """Return the spoken text in ``answer``, without the name of the language that some models write first."""
+        spoken_text: str = self._model.post_process_output(answer)
+        return spoken_text
 
     def prompt(self, request: Request) -> Any:
         """Return the prompt as vLLM's input. Raises RowError."""

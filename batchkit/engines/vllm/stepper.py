@@ -1,8 +1,8 @@
-"""A driver of vLLM's engine that keeps the device from waiting for the stepping thread.
+"""A driver of vLLM's engine that keeps the device from waiting for Python code.
 
-Without it, that thread updates each running request's detokenizer, log probabilities and statistics for each token
-between two steps. batchkit reads only finished answers, so tokens reach vLLM's output processor when their request
-has ended. Waiting requests are added while the device works.
+Between two forward passes, vLLM updates the detokenizer, log probabilities and statistics of each running request, for
+each token. batchkit reads only finished answers. So tokens are collected here, and reach vLLM's output processor when
+their request has ended. Waiting requests are added while the device works.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from batchkit.engines.base import EngineLoad
 
 
 class Stepper:
-    """A driver that steps ``engine``, a vLLM LLMEngine. ``meanwhile`` is called in each step while the device works; it
-    may add requests.
+    """A driver that runs the forward passes of ``engine``, a vLLM LLMEngine.
 
-    Tokens of requests with stop strings or log probabilities are processed in each step, because vLLM needs them.
+    Tokens of requests with stop strings or log probabilities are processed after each forward pass, because vLLM needs
+    them.
+
+    ``meanwhile``: called in each forward pass while the device works; it may add requests.
     """
 
     def __init__(self, engine: Any, meanwhile: Callable[[], None]) -> None:
@@ -42,22 +44,23 @@ class Stepper:
             self._get_output = partial(self._of_other_process, client)
 
     def step(self) -> list[Any]:
-        """Return the RequestOutputs of one step."""
+        """Run one forward pass and return its RequestOutputs."""
         outputs: list[Any] = self._engine.step()
         return outputs
 
     @property
     def running(self) -> int:
-        """The number of requests that ran in the last step."""
+        """The number of requests that ran in the last forward pass."""
         return self._load.running
 
     def load(self) -> EngineLoad:
-        """Return the scheduler's load in the last step, and the preemptions since the last call."""
+        """Return the scheduler's load in the last forward pass, and the number of preemptions since the last call."""
         preempted, self._preempted = self._preempted, 0
         return self._load._replace(preempted=preempted)
 
     def tokens(self) -> dict[str, int]:
-        """Return the number of tokens of each unfinished request, by vLLM's request number, in the order of arrival."""
+        """Return the number of output tokens of each unfinished request by vLLM's request id, in the order of
+        arrival."""
         return {
             number: len(held.new_token_ids)
             if (held := self._held.get(number)) is not None

@@ -1,9 +1,13 @@
 """OpenAI Whisper's timestamp rules, as a logits processor for vLLM.
 
 Without them, Whisper answers with ``<|notimestamps|>``, or gives one pair of timestamps to many sentences. The rules
-are ``ApplyTimestampRules`` in https://github.com/openai/whisper/blob/main/whisper/decoding.py: an answer starts with a
-timestamp, timestamps come in pairs and never decrease, and a timestamp is written where all timestamps together are
-more likely than any other token. vLLM imports this module by name in the process of its engine core.
+are ``ApplyTimestampRules`` in https://github.com/openai/whisper/blob/main/whisper/decoding.py:
+
+- An answer starts with a timestamp.
+- Timestamps come in pairs and never decrease.
+- A timestamp is written where all timestamps together are more likely than any other token.
+
+vLLM imports this module by name in the process of its engine core.
 """
 
 from __future__ import annotations
@@ -19,15 +23,21 @@ NEVER = float("-inf")
 
 
 class _Answer(NamedTuple):
-    """A running answer and the ids of ``<|endoftext|>`` and ``<|0.00|>``. Text tokens have ids below ``end``,
-    timestamps have ids from ``first`` on."""
+    """A running answer: its ``tokens``, and the ids of two special tokens.
+
+    - ``end``: the id of ``<|endoftext|>``. Text tokens have lower ids.
+    - ``first``: the id of ``<|0.00|>``. Timestamps have ids from here on.
+    """
 
     tokens: Sequence[int]
     end: int
     first: int
 
     def allowed(self, n_ids: int) -> tuple[int, int]:
-        """Return the lowest ids of a text (or end) token and of a timestamp that may come next."""
+        """Return the lowest id of a text token, and the lowest id of a timestamp, that may come next.
+
+        ``n_ids``: size of the vocabulary; as a lowest id it forbids all timestamps.
+        """
         if not self.tokens:
             return self.end + 1, self.first
         if self.tokens[-1] < self.first:
@@ -39,8 +49,10 @@ class _Answer(NamedTuple):
 
 
 class TimestampRules(LogitsProcessor):
-    """A logits processor that applies the rules to requests with ``timestamps`` in their ``extra_args``: the ids of
-    ``<|endoftext|>`` and ``<|0.00|>``."""
+    """A logits processor that applies the rules to requests with ``timestamps`` in their ``extra_args``.
+
+    The value is a list with the ids of ``<|endoftext|>`` and ``<|0.00|>``.
+    """
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self._answers: dict[int, _Answer] = {}  # keyed by row of the batch

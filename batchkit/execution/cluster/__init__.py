@@ -1,6 +1,7 @@
-"""Several workers, placed and pinned to their GPUs by Ray. Only this package uses Ray.
+"""Several workers, which Ray starts and assigns to GPUs. Only this package uses Ray.
 
-The run hands out rows in leases (``leases``) and is the only writer (``pool``). Each process
-that Ray starts runs a Worker (``actor``). ``session`` joins or starts Ray, and computes which
-resources a worker needs.
+- ``session``: joins or starts Ray, and computes the resources of a worker.
+- ``actor``: the code in each process that Ray starts; it runs a Worker.
+- ``leases``: decides which rows each worker gets.
+- ``pool``: the run's side, which is the only writer of the run folder.
 """

@@ -1,7 +1,7 @@
-"""The worker's side of a run on Ray: a Worker on its own thread, in a process that Ray starts.
+"""The code of a worker's process, which Ray starts: a Worker on a separate thread.
 
-A call to ``exchange`` delivers rows and returns records. It is always short, because it is also the
-worker's heartbeat. Rows travel as they were read; this process opens the images and texts that they name.
+The run calls ``exchange`` to send rows and get records. The call is always short, because it is also the worker's
+heartbeat. Rows are sent as they were read; this process opens the images and texts that they name.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Placement(NamedTuple):
 
 @dataclass
 class WorkerReport:
-    """A worker's answer to a call: ``lines`` and ``events`` since the last call.
+    """The result of a call of ``exchange``: ``lines`` and ``events`` since the last call.
 
-    ``failure``: why the worker can't continue; a JobError if every other worker would fail, too.
+    ``failure``: why the worker can't continue. It is a JobError if every other worker would fail, too.
     """
 
     place: Placement
@@ -63,9 +63,9 @@ class WorkerReport:
 
 
 class Actor:
-    """One worker's process, which starts to load its models in the constructor. Ray calls it from one thread.
+    """The process of one worker. The constructor starts to load the models. Ray calls the methods from one thread.
 
-    ``known``: history of the engines of earlier workers, by engine name.
+    ``known``: histories of earlier workers' engines, by engine name.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Actor:
         self._thread.start()
 
     def exchange(self, tasks: Sequence[Task], taking: bool, written: int) -> WorkerReport:
-        """Take ``tasks``; wait for settled rows, and return all that were settled since the last call.
+        """Take new ``tasks``, wait for settled rows, and return those that were settled since the last call.
 
-        ``taking``: False while the run is stopping, so that no request is submitted. ``written``: number of returned
-        generations that the run has written to the ledger since the last call.
+        - ``taking``: False while the run is stopping, so that no request is submitted.
+        - ``written``: how many returned generations the run has written to the ledger since the last call.
         """
         self._taking = taking
         for task in tasks:
@@ -155,7 +155,7 @@ class Actor:
             self._bring(worker, worker.poll())
             with self._changed:
                 written, self._written = self._written, 0
-            worker.written(written)
+            worker.note_written(written)
             if not taking and not worker.load.in_flight:
                 time.sleep(POLL_S)
 
@@ -178,7 +178,8 @@ class Actor:
 
 
 def _brief(line: Returned) -> Returned:
-    """Return ``line`` without decoded fields that the run does not read, to send less. Its bytes still hold them."""
+    """Return ``line`` without decoded fields that the run does not read, to send fewer bytes. The encoded line has
+    them."""
     if isinstance(line, RecordLine):
         counted = {name: getattr(line.record, name) for name in Counted.__struct_fields__}
         return line._replace(record=Counted(**counted))
@@ -189,7 +190,8 @@ def _brief(line: Returned) -> Returned:
 
 
 def _engine_log(folder: Path, number: int) -> Path:
-    """Return the path of the engine's log: in the run folder if this machine has it, or else in a temporary folder."""
+    """Return the path of the engine's log. It is in the run folder if this machine has it, otherwise in a temporary
+    folder."""
     own = Path(tempfile.gettempdir(), f"batchkit-{os.getuid()}", folder.name)
     log = Path(LOG)
     return (folder if folder.is_dir() else own) / f"{log.stem}.worker-{number}{log.suffix}"

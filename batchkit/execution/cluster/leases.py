@@ -1,13 +1,13 @@
 """Leases: which rows each worker on Ray holds, and which rows it gets next.
 
-A row is handed out as a lease: the worker holds it until its record comes back. If the worker dies, the
-row is handed out again. A worker holds the number of rows that its engine can use, so a slow one gets fewer.
-Near the end of the input each worker gets a share of the remaining rows, in proportion to the rows that it
-has answered, down to single rows; so all workers end at about the same time. Rows with the same prefix go
-to the same worker, whose engine has it in its prefix cache.
+A worker holds a row until it returns the row's record. If the worker dies, the row is given to another one. The number
+of rows that a worker holds depends on its engine, so a slow worker gets fewer.
 
-Rows that a worker held when it died are replayed in halves (``bisection.py``), by the first worker that
-holds no other row. So a row that kills workers is found, and the other rows are answered.
+- Near the end of the input, each worker gets a share of the remaining rows, in proportion to the rows that it has
+  answered, down to single rows. So all workers end at about the same time.
+- Rows with the same prefix go to the same worker, whose engine has the prefix in its cache.
+- Rows that a worker held when it died are suspects. The first worker that holds no other row replays them in halves
+  (``bisection.py``). So a row that kills workers is found, and the other rows are answered.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ MOST_TO_END_A_GROUP = 64  # the rest of a longer group may go to another worker
 
 
 class Leases:
-    """The rows that workers hold. ``workers``: the workers that may get rows, by number.
+    """The rows that each worker holds.
 
-    ``quarantined``: indexes of rows that killed an engine or a worker before; each goes out alone.
+    - ``workers``: the workers that may get rows, by number.
+    - ``quarantined``: indexes of rows that killed an engine or a worker in an earlier start; each is given out alone.
     """
 
     def __init__(self, workers: Sequence[RayWorker], *, quarantined: Collection[int] = ()) -> None:
@@ -44,7 +45,7 @@ class Leases:
 
     @property
     def n_held(self) -> int:
-        """Rows that workers hold, plus the row that was read but not handed out."""
+        """The number of rows that workers hold, including one row that was read but not yet given out."""
         return sum(len(worker.held) for worker in self.workers.values()) + bool(self._next)
 
     @property
@@ -53,19 +54,19 @@ class Leases:
         return not (self.n_held or self._suspects)
 
     def die(self, number: int, cause: str) -> Task | None:
-        """Plan the replay of the rows that a dead worker held. Return the poison row if this death proves it."""
+        """Record that a worker died: its rows will be replayed. Return the poison row if this death proves one."""
         worker = self.workers[number]
         worker.capacity = 0
         worker.deaths_in_a_row += 1
         held, worker.held = list(worker.held.values()), {}
         if held and number == self._replaying:
-            return self._suspects.died(held, cause)
+            return self._suspects.record_death(held, cause)
         if held:
             self._suspects.interpose(held)
         return None
 
     def give_up(self, number: int) -> None:
-        """Remove a worker. Another one replays its rows, which are not suspects."""
+        """Remove a worker without suspecting its rows. Another worker gets them."""
         worker = self.workers.pop(number)
         worker.is_given_up = True
         if worker.held:
@@ -74,10 +75,10 @@ class Leases:
     def lease(
         self, number: int, left: int | None, next_task: Callable[[], Task | None]
     ) -> Sequence[Task]:
-        """Return the rows to hand to this worker now: a group of suspects to replay, or else new rows.
+        """Return the rows to give to this worker now: a group of suspects to replay, otherwise new rows.
 
-        ``next_task`` returns the next row, or None if none can be read yet. ``left``: number of rows that have
-        not been handed out, or None if unknown.
+        - ``left``: number of rows that were not given out yet; None if unknown.
+        - ``next_task``: returns the next row; None if no row can be read at this moment.
         """
         worker = self.workers[number]
         if number == self._replaying and worker.held:
@@ -95,7 +96,7 @@ class Leases:
         return tasks
 
     def _suspected(self, number: int) -> Sequence[Task]:
-        """Return suspects for this worker to replay, unless it holds a row or another worker holds suspects."""
+        """Return suspects for this worker to replay. Empty if it holds a row, or if another worker holds suspects."""
         worker = self.workers[number]
         if not self._suspects or worker.held or not worker.capacity:
             return ()
@@ -108,7 +109,7 @@ class Leases:
     def _new(
         self, worker: RayWorker, left: int | None, next_task: Callable[[], Task | None]
     ) -> list[Task]:
-        """Return new rows up to the worker's capacity, and the following rows that share the last one's prefix."""
+        """Return new rows up to the worker's capacity, and further rows with the same prefix as the last one."""
         room = worker.capacity - len(worker.held)
         n = min(room, MOST_IN_A_LEASE, self._share(worker, left) - len(worker.held))
         most = n + MOST_TO_END_A_GROUP if n == room else n
@@ -124,7 +125,8 @@ class Leases:
         return tasks
 
     def _share(self, worker: RayWorker, left: int | None) -> int:
-        """Return how many of the unanswered rows this worker may hold: a share in proportion to its answered rows."""
+        """Return how many rows this worker may hold near the end of the input, in proportion to the rows that it has
+        answered."""
         if left is None or not worker.capacity:
             return worker.capacity
         answered = sum(one.settled + 1 for one in self.workers.values() if one.capacity)
@@ -137,7 +139,7 @@ class Leases:
 
 @dataclass
 class Life:
-    """One process of a worker, from its wait for resources to its death."""
+    """One process of a worker: from waiting for resources to its death."""
 
     actor: Any
     histories: Mapping[str, EngineHistory]  # of its engines, by name
@@ -165,10 +167,12 @@ class Life:
 
 
 class RayWorker:
-    """A worker across all processes that Ray started for it (``lives``), and the rows that the newest one holds.
+    """A worker, which may be restarted as another process, and the rows that its newest process holds.
 
-    ``capacity``: number of rows that it may hold; 0 while its model loads. ``settled``: number of rows that it
-    returned, as a record or paused; ``rows``: number of records. ``up_since``: when its engine was first loaded.
+    - ``lives``: all its processes so far.
+    - ``capacity``: how many rows it may hold; 0 while its model loads.
+    - ``settled``: how many rows it has returned, as a record or paused. ``rows``: how many records.
+    - ``up_since``: when its engine was first loaded.
     """
 
     def __init__(self, number: int) -> None:
@@ -180,7 +184,8 @@ class RayWorker:
         self.up_since: float | None = None
 
     def settle(self, indices: Collection[int]) -> list[Task]:
-        """Remove the rows with these indexes from ``held``, because the worker has returned them; return them."""
+        """Remove the rows with these indexes from ``held``, because the worker has returned them. Return their
+        tasks."""
         settled = [self.held.pop(index) for index in indices]
         self.settled += len(settled)
         if settled:

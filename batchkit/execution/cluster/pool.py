@@ -1,7 +1,4 @@
-"""The run's side of workers on Ray: hands out rows and collects the records.
-
-If a worker dies, another worker answers its rows.
-"""
+"""The run's side of workers on Ray: gives rows to them and collects the records."""
 
 from __future__ import annotations
 
@@ -36,10 +33,12 @@ HEAVY_ROW_BYTES = 16 * 1024  # smaller rows don't count toward the limit on byte
 
 
 class RayPool:
-    """The workers of a run with ``run.workers``; has the interface of Worker.
+    """The workers of a run with ``run.workers``. It has the interface of Worker.
 
-    The constructor returns once the first worker is ready; the others follow. ``opening``: how workers open their
-    engines, except for settings that belong to each process.
+    The constructor returns once the first worker is ready; the others follow. If a worker dies, another one answers its
+    rows.
+
+    ``opening``: how workers open their engines, without settings that belong to a single process.
 
     Raises:
         JobError: Ray is not installed, or this machine has no room for the workers.
@@ -72,7 +71,7 @@ class RayPool:
             self._held = held.pop_all()
 
     def fill(self, *, taking: bool) -> list[Returned]:
-        """Call every worker that has no pending call, with rows up to its capacity (no rows unless ``taking``).
+        """Call ``exchange`` of every worker that has no pending call. With ``taking``, send it rows up to its capacity.
 
         Raises:
             JobError, EngineError: no worker is left, or none can load the model.
@@ -80,7 +79,7 @@ class RayPool:
         # Raised here and not in poll(), which may have lines to return.
         if self._broken is not None:
             raise self._broken
-        if self._tasks.broken and self._leases.are_settled:  # rows in flight are finished first
+        if self._tasks.will_raise and self._leases.are_settled:  # rows in flight are finished first
             self._tasks.get(timeout_s=0)  # raises the input's error
         for worker in self._leases.workers.values():
             life, tasks = worker.life, list[Task]()
@@ -96,7 +95,7 @@ class RayPool:
         return []
 
     def poll(self) -> list[Returned]:
-        """Return the lines of all workers whose calls have returned."""
+        """Return the lines from all calls of workers that have returned."""
         import ray
         from ray.exceptions import RayError
 
@@ -118,8 +117,8 @@ class RayPool:
         self._watch_head()
         return lines
 
-    def written(self) -> None:
-        """Note that the returned generations are in the ledger; the next calls tell their workers."""
+    def note_written(self) -> None:
+        """Remember that all returned generations are in the ledger; the next call of each worker tells it."""
         for worker in self._workers:
             worker.life.written += worker.life.returned
             worker.life.returned = 0
@@ -151,7 +150,8 @@ class RayPool:
                     return worker.life.engine
 
     def _hiring(self) -> Callable[[int], Any]:
-        """Return a function that starts a worker as a Ray actor. Ray must not restart it, so that each death shows."""
+        """Return a function that starts a worker as a Ray actor. Ray itself must not restart it, so that no death is
+        hidden."""
         import ray
 
         made = ray.remote(Actor).options(
@@ -161,7 +161,7 @@ class RayPool:
         return lambda number: made.remote(number, start, self._engines, self._known, sys.path)
 
     def _watch_head(self) -> None:
-        """Stop the run if Ray's head does not accept connections any more."""
+        """Stop the run if Ray's head node does not accept connections any more."""
         import ray
 
         now = time.monotonic()
@@ -195,7 +195,7 @@ class RayPool:
 
     def _next_task(self) -> Task | None:
         """Return the next task, or None if none can be read now."""
-        return None if self._tasks.broken else self._tasks.get(timeout_s=0)
+        return None if self._tasks.will_raise else self._tasks.get(timeout_s=0)
 
     def _unread(self) -> int | None:
         """Return the number of rows not handed out yet; None if unknown."""
@@ -230,7 +230,7 @@ class RayPool:
         return report.lines
 
     def _learn(self, worker: RayWorker, history: EngineHistory) -> None:
-        """Pass a worker's smaller engine settings to workers that start later, since their machines are alike."""
+        """Use a worker's reduced engine settings for workers that start later, since their machines are alike."""
         name = history.engine
         none = EngineHistory(engine=name)
         before = self._known.get(name, none)
@@ -239,7 +239,7 @@ class RayPool:
         newest = [one.life.histories.get(name, none) for one in self._workers if one.lives]
         learned = EngineHistory(
             sum(life.restarts for life in lives),
-            max((one.steps for one in newest), key=len),
+            max((one.reductions for one in newest), key=len),
             name,
         )
         if learned != before:
@@ -247,7 +247,8 @@ class RayPool:
             self._hear(learned)
 
     def _bury(self, worker: RayWorker, error: Exception) -> list[Returned]:
-        """Start a new process for a worker that died or was lost. Return the record of a row proven to be at fault."""
+        """Start a new process for a worker that died or was lost. If a row is now proven to be the cause, return its
+        record."""
         import ray
         from ray.exceptions import ActorUnavailableError, RayActorError
 
@@ -289,7 +290,8 @@ class RayPool:
         return line
 
     def _give_up(self, worker: RayWorker, failure: JobError | EngineError) -> None:
-        """Continue without this worker, or stop the run if no other worker can do better."""
+        """Continue without this worker. Stop the run instead if the failure would occur on every worker, or no worker
+        is left."""
         import ray
 
         if isinstance(failure, JobError) and not any(one.life.engine for one in self._workers):
@@ -307,7 +309,8 @@ class RayPool:
             self._broken = EngineError(f"all {n} workers failed; the last: {failure}")
 
     def _watch(self) -> None:
-        """Kill workers that don't answer for ``run.stall_timeout_s``. Report once that a worker waits for resources."""
+        """Kill workers that don't answer for ``run.stall_timeout_s``. Report workers that wait for resources, once
+        each."""
         import ray
 
         now, stall_s = time.monotonic(), self._start.job.run.stall_timeout_s
@@ -335,16 +338,17 @@ class RayPool:
 
 
 def _weight(task: Task) -> int:
-    """Return what a row counts toward the limit on bytes read ahead: its size if it is large, otherwise 0."""
+    """Return the bytes that a row counts toward the limit on rows read ahead: its size if it is large, otherwise 0."""
     n_bytes = size_of(task.row.fields.values(), 2**30)
     return n_bytes if n_bytes >= HEAVY_ROW_BYTES else 0
 
 
 def _wait(calls: Sequence[Any], n: int, timeout_s: float) -> list[Any]:
-    """Return the ``calls`` that have ended, once ``n`` of them have, or after ``timeout_s``.
+    """Wait until ``n`` of ``calls`` have ended, at most ``timeout_s``. Return the ended ones.
 
     Raises:
-        Interrupted: a signal came; Ray's compiled code turns this exception into a SystemError.
+        Interrupted: a signal came. Ray's compiled code turns this exception into a SystemError, which is turned back
+            here.
     """
     import ray
 

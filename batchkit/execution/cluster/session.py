@@ -30,7 +30,8 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 
 @contextmanager
 def session(job: JobConfig) -> Iterator[None]:
-    """Connect to Ray inside the block: to the caller's Ray, a cluster, or one started for this run.
+    """Connect to Ray inside the block: to the Ray that the caller has started, to a cluster, or to one started for this
+    run.
 
     Raises:
         JobError: Ray is not installed or not running at the address, or this machine has too few GPUs.
@@ -74,7 +75,7 @@ def _join(address: str) -> None:
 
 
 def knock(address: str) -> None:
-    """Raise OSError if nothing listens at ``host:port``; Ray itself would wait for minutes."""
+    """Raise OSError if nothing listens at ``host:port``. Without this check, Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
@@ -111,10 +112,10 @@ def _begin(job: JobConfig, folder: str) -> None:
 
 @contextmanager
 def _on_this_machine_alone() -> Iterator[None]:
-    """Make Ray listen on 127.0.0.1 only and require a token for every call, if it starts inside the block.
+    """Make Ray listen on 127.0.0.1 only and require a token for every call, if it is started inside the block.
 
-    Ray has no argument for the address; it reads an environment variable when it is imported. If the program has
-    imported it before, only Ray's private constant can change that, so it is set here.
+    Ray has no argument for the address: it reads an environment variable when it is imported. If the program has
+    imported Ray before, the variable comes too late; then Ray's private constant is changed instead.
     """
     # Ray sets RAY_AUTH_MODE and leaves it set: child processes then could not join a Ray without tokens.
     names = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
@@ -141,7 +142,7 @@ def _token() -> str:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Restore our SIGTERM handler after the block, in which Ray installs one that raises SystemExit.
+    """Restore batchkit's SIGTERM handler after the block. In the block, Ray installs a handler that raises SystemExit.
 
     Raises:
         Interrupted: SIGTERM came.
@@ -172,10 +173,12 @@ def _check_gpus(job: JobConfig) -> None:
 
 
 def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
-    """Return the resources to request from Ray for one worker that loads ``engines``, by Ray's names.
+    """Return the resources that one worker requests from Ray, by Ray's names.
 
-    By default, ``num_gpus`` is the maximum over its engines, if the cluster has GPUs. Without GPUs, the
-    cores are divided among the workers, and Ray sets each worker's OpenMP threads to its cores.
+    By default, ``num_gpus`` is the largest number that one of its engines needs, if the cluster has GPUs. Without GPUs,
+    the cores are divided among the workers, and Ray sets each worker's OpenMP threads to its cores.
+
+    ``engines``: names of the engines that the worker loads.
     """
     import ray
 
@@ -193,5 +196,5 @@ def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
 
 
 def cause_of(error: Exception) -> str:
-    """Return type and message in at most 300 characters, because Ray's messages fill pages."""
+    """Return the error's type and the first 300 characters of its message; Ray's messages fill pages."""
     return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", 300)

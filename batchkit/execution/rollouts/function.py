@@ -1,4 +1,4 @@
-"""``[rollout]``: calls the user's function for each row, with an object to generate with."""
+"""``[rollout]``: calls the user's function for each row, and gives it an object that makes generations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Function = Callable[[Mapping[str, Any], "Generate"], Awaitable[str | dict[str, A
 
 
 class Rollout:
-    """A solver that answers rows with the function that a program passed, or that the job names."""
+    """A solver that answers each row with a user's function: one passed in Python, or the one that the job names."""
 
     def __init__(self, start: Start) -> None:
         assert start.job.rollout is not None
@@ -60,7 +60,9 @@ class Rollout:
 
 
 def with_function(job: JobConfig, function: Any) -> JobConfig:
-    """Return ``job`` with ``function`` as its rollout; a hash of its source in the name lets a resume notice changes.
+    """Return ``job`` with ``function`` as its rollout.
+
+    The function's name in the job contains a hash of its source, by which a resume notices changes.
 
     Raises:
         JobError: it is not a coroutine function, or does not fit the job.
@@ -134,9 +136,9 @@ def loaded_function(name: str) -> Function:
 
 
 def _import_file(path: Path) -> Any:
-    """Import the module in ``path``. It is run again each time, because the file may have changed.
+    """Import the module in ``path``. It is executed each time, because the file may have changed.
 
-    Like a script, it may import modules from its own folder.
+    Like a script, the module may import modules from its own folder.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -183,9 +185,9 @@ def _answer(value: Any) -> tuple[str, Any]:
 
 
 def _row_error(error: BaseException) -> RowError:
-    """Return the error of a row whose function raised ``error``.
+    """Return the row's error after its function raised ``error``.
 
-    A RowError stays as it is; of a group of RowErrors, the first is returned. Any other exception becomes a
+    A RowError is returned unchanged; for a group of RowErrors, the first one. Any other exception becomes a
     RolloutError with its traceback.
     """
     if isinstance(error, BaseExceptionGroup):
@@ -196,11 +198,10 @@ def _row_error(error: BaseException) -> RowError:
 
 
 class Generate:
-    """The object that a rollout's function generates with.
+    """An object that makes the generations of a row; the rollout's function gets it as its second argument.
 
-    ``await generate(prompt)`` makes one generation of the row; ``await generate.many(prompts)`` makes several at
-    the same time. After a restart, generations that were answered before are not sent again: the function gets the
-    recorded answers.
+    ``await generate(prompt)`` makes one generation; ``await generate.many(prompts)`` makes several at the same time.
+    After a restart, generations that were answered before are not sent again: the function gets the recorded answers.
     """
 
     def __init__(self, row: OpenRow, start: Start) -> None:
@@ -222,11 +223,12 @@ class Generate:
     ) -> Completion:
         """Generate an answer to ``prompt``: chat messages in OpenAI's shape, with or without images, or a text.
 
-        A text is sent as the user's message; with ``chat=False`` it is the whole prompt, without a chat template.
+        The arguments are copied, so the function may change them afterwards.
 
-        ``sampling``: names of ``vllm.SamplingParams``; they override the job's ``[sampling]``. ``step`` names this
-        generation in ``steps.jsonl`` and in tables. ``engine`` is one of ``[engines]``. The arguments are copied, so
-        the function may change them afterwards.
+        - ``step``: name of this generation in ``steps.jsonl`` and in tables.
+        - ``engine``: one of ``[engines]``.
+        - ``chat``: False makes a text the whole prompt, without a chat template. By default it is the user's message.
+        - ``sampling``: parameters of ``vllm.SamplingParams``; they override the job's ``[sampling]``.
 
         Raises:
             RowError: this generation failed. If the function does not catch it, the row fails with it.
@@ -264,12 +266,12 @@ class Generate:
     async def many(
         self, prompts: Sequence[Prompt], *, return_exceptions: bool = False, **arguments: Any
     ) -> list[Any]:
-        """Return the completions of all ``prompts``, in order; for ``arguments`` see ``__call__``.
+        """Return the completions of all ``prompts``, in order. ``arguments``: as for a single call.
 
-        With ``return_exceptions``, a failed one is replaced by its error.
+        ``return_exceptions``: return the error of a failed generation in its place, instead of raising it.
 
         Raises:
-            RowError: one of them failed; the others are cancelled.
+            RowError: one of the generations failed; the others are cancelled.
         """
         tasks = [asyncio.ensure_future(self(prompt, **arguments)) for prompt in prompts]
         try:
@@ -317,7 +319,7 @@ def _messages(prompt: Any) -> list[Mapping[str, Any]]:
 
 
 def _json_copy(name: str, value: Any) -> Any:
-    """Return a copy of an argument in JSON's types, so that the function can't change the request later.
+    """Return a copy of an argument in JSON's types. Later changes by the function then don't change the request.
 
     Raises:
         RequestError: the value can't be converted to JSON.

@@ -1,4 +1,4 @@
-"""One row with several generations, in progress: its requests, and their answers from the engine or the ledger."""
+"""A row in progress that has several generations: its requests, and their answers from the engine or the ledger."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class Asked(NamedTuple):
 
 
 class OpenRow:
-    """A row in progress. Only the event loop's thread uses it, except ``pending``, which ``Rollouts`` guards.
+    """A row in progress. Only the event loop's thread uses it; ``pending`` is an exception, which ``Rollouts`` guards.
 
-    ``pending``: requests without an answer. ``since``: time of the row's last answer, or of its beginning.
+    - ``pending``: requests without an answer.
+    - ``since``: time of the row's last answer; before the first answer, time of its beginning.
     """
 
     def __init__(self, task: Task, start: Start, rollouts: Rollouts) -> None:
@@ -72,20 +73,24 @@ class OpenRow:
 
     @property
     def fault(self) -> ReplayError | None:
-        """The error if the row made other requests than before it was interrupted. Valid once the row has ended."""
+        """An error if the row made other requests than before it was interrupted, otherwise None. Valid once the row
+        has ended."""
         return self._replay.fault
 
     def idle_s(self, now: float) -> float:
-        """Return how long the row has waited for neither a generation nor rendering, in seconds; 0 if it waits now."""
+        """Return for how many seconds the row has waited neither for a generation nor for rendering; 0 if it waits for
+        one."""
         return 0.0 if self.pending or self._n_rendering else now - self.since
 
     async def ask(
         self, render: Render, step: str = "", engine: str = "", *, takes_long: bool = True
     ) -> Completion | None:
-        """Make a request with ``render``, and return its completion; None if ``render`` returns None (skipped step).
+        """Make a request with ``render``, and return its completion, from the ledger if it was recorded before.
 
-        The completion comes from the ledger if it was recorded before, otherwise from the engine. It has ``error`` set
-        if the generation failed. ``takes_long``: call ``render`` in a thread, because it opens files or waits.
+        Returns None if ``render`` returns None, which means that a step is skipped. The completion has ``error`` set if
+        the generation failed.
+
+        ``takes_long``: True calls ``render`` in a thread, because it opens files or waits.
 
         Raises:
             RowError: raised by ``render``.
@@ -108,7 +113,8 @@ class OpenRow:
         return completion
 
     async def opened(self, render: Callable[[], Request]) -> Request:
-        """Render a request in a thread, without sending it. Its media count as memory in use until ``close``."""
+        """Render a request in a thread, without sending it. Its media count as memory in use until the row is
+        closed."""
         request = await self._rendered(render)
         assert request is not None
         return request
@@ -122,8 +128,9 @@ class OpenRow:
     def outcome(self, last: Completion | None, choices: Sequence[Choice]) -> Completion:
         """Return the completion that settles the whole row, with ``choices`` as its answer.
 
-        Its usage and latency are sums over the row's generations. ``last``: the generation whose prompt and parsed
-        value the row's record gets, or None.
+        Usage and latency are sums over the row's generations.
+
+        ``last``: the generation whose prompt and parsed value the row's record gets, or None.
         """
         row = self.task.row
         request = Request(row, None, None, {}, input_hash(row.fields), self.task.attempt)
@@ -146,7 +153,7 @@ class OpenRow:
             self.since = time.monotonic()
 
     def _with_call(self, request: Request, call: Call) -> Request:
-        """Return ``request`` as generation ``call`` of this row, with its hash and the row's attempt number."""
+        """Return ``request`` marked as generation ``call`` of this row, with its hash and the row's attempt number."""
         attempt, asked = self.task.attempt, request_hash(request, self._start.job, call.engine)
         sampling = with_temperature(request.sampling, attempt, self._start.job.retry)
         call = call._replace(request_hash=asked)
@@ -164,15 +171,16 @@ class OpenRow:
 
 
 class Replay:
-    """The recorded generations of one row, which answer its requests again after an interruption, one each.
+    """The recorded generations of one row. After an interruption, each of them answers one request.
 
     A request is found by a hash of its content, so concurrent calls may come in another order than before. Equal
-    requests are counted (``_hash_of_equal``). A row that made a new request and left a recorded answer unused is at
-    ``fault``. There is no fault
+    requests are counted (``_hash_of_equal``).
 
-    - in a retry: it gets the answers of ``earlier`` attempts, but not their errors;
-    - without ``strict``;
-    - if lines of the row have ``replay: fresh``: another function wrote them, or one of them was damaged.
+    ``fault`` is set if the row made a new request and left a recorded answer unused. There is no fault
+
+    - in a retry, which gets answers of ``earlier`` attempts, but not their errors;
+    - if ``strict`` is False;
+    - if lines of the row have ``replay: fresh``: another function made them, or one of them was damaged.
     """
 
     def __init__(self, task: Task, *, strict: bool) -> None:
@@ -189,8 +197,8 @@ class Replay:
     def find(self, call: Call) -> tuple[Call, Mapping[str, Any] | None]:
         """Return ``call`` and its recorded generation.
 
-        Without a recorded one, return None instead, and ``call`` with the next unused number: the ledger will store
-        the new generation under it.
+        If there is no recorded one, return ``call`` with the next unused number, and None. The ledger will store the
+        new generation under this number.
         """
         times = self._asked[call.step, call.request_hash]
         self._asked[call.step, call.request_hash] += 1
@@ -206,7 +214,7 @@ class Replay:
 
     @property
     def fault(self) -> ReplayError | None:
-        """The error if the requests differ from the recorded ones, otherwise None. Valid once the row has ended."""
+        """An error if the requests differ from the recorded ones, otherwise None. Valid once the row has ended."""
         if self._new is None or not (self._strict and self._left):
             return None
         return ReplayError(
@@ -217,9 +225,9 @@ class Replay:
 
 
 def request_hash(request: Request, job: JobConfig, engine: str) -> str:
-    """Return 16 hex digits, equal for equal requests to the same engine with the same model.
+    """Return 16 hex digits that are equal for equal requests to the same engine with the same model.
 
-    The model counts because a retry may name another one.
+    The model is included because a retry may use another model.
     """
     asked = {
         "messages": request.messages,
@@ -243,9 +251,10 @@ def _model(engine: EngineTable) -> tuple[Any, ...]:
 
 
 def _hash_of_equal(request_hash: str, times: int) -> str:
-    """Return the hash of a request that equals ``times`` earlier ones of its row; it differs from theirs.
+    """Return the hash of a request of which the row has already made ``times`` equal ones.
 
-    So several samples of one prompt keep their answers, even if some were in flight when the row was interrupted.
+    Each of them has another hash. So several samples of one prompt keep their answers, even if some were in flight when
+    the row was interrupted.
     """
     if times == 0:
         return request_hash

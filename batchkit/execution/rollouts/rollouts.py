@@ -34,7 +34,11 @@ def _solver_of(start: Start) -> Steps | Rollout | Transcription:
 
 
 class Waiting(NamedTuple):
-    """Requests that wait for one engine. ``further``: of rows that already had an answer; ``first``: of other rows."""
+    """Requests that wait for one engine.
+
+    - ``further``: requests of rows that have had an answer.
+    - ``first``: requests of rows that have not.
+    """
 
     further: deque[Asked]
     first: deque[Asked]
@@ -55,19 +59,22 @@ class Rollouts:
     """A source of requests from rows with several generations.
 
     ``get`` returns requests for an engine, and the outcome of each row as a Completion with ``generations``.
-    ``may_wait``: reading ``tasks`` may block.
 
-    Rows begin as the engines have room: at most ``rollout.concurrency`` at the same time (for ``[[steps]]`` 4,096, and
-    at most 256 that wait for no generation). No row begins while ``media.max_memory_bytes`` of decoded pixels are held.
+    Rows begin when the engines have room, at most ``rollout.concurrency`` at the same time. With ``[[steps]]``, the
+    limit is 4,096, and 256 for rows that wait for no generation. No row begins while the decoded media in memory exceed
+    ``media.max_memory_bytes``.
 
-    While there are rows to read, requests of rows that already had an answer come first, so that rows end soon. Once
-    the input has been read, they come last: then the last rows begin early, and the run ends sooner.
+    While there are rows to read, requests of rows that already had an answer are returned first, so that rows end soon.
+    Once the input has been read, they are returned last: then the last rows begin early, and the run ends sooner.
 
-    A row that waits only for engines that are not in ``engines`` is paused: it is dropped, and begins again, with its
-    recorded generations, once its engine is loaded.
+    A row is paused if it waits only for engines that are not in ``engines``. It is dropped, and begins again with its
+    recorded generations once its engine is loaded.
 
     Threads: the event loop's thread runs the coroutines; ``run.render_threads`` render; the worker's thread calls
-    ``get``, ``ended``, ``answer`` and ``release``. ``_changed`` guards the state shared by the first and the last.
+    ``get``, ``take_ended``, ``answer`` and ``release``. ``_changed`` guards the state that the event loop and the
+    worker share.
+
+    ``may_wait``: True if reading ``tasks`` may block.
     """
 
     def __init__(
@@ -91,10 +98,10 @@ class Rollouts:
         self._loop = RowLoop(self._fail, self._end_late_rows)
 
     def get(self, engine: str, timeout_s: float) -> Request | Completion | None:
-        """Return the next request to submit, or a row's outcome; None after ``timeout_s``.
+        """Return the next request for ``engine``, or the outcome of a row; None after ``timeout_s``.
 
-        If reading the rows failed, or an error stopped the event loop, raises that error once the rows that have begun
-        have ended.
+        Raises the error that occurred while rows were read or that stopped the event loop, once all begun rows have
+        ended.
         """
         waiting = self._waiting[engine]
         if len(self._waiting) > 1:  # other engines may have answers
@@ -122,13 +129,13 @@ class Rollouts:
                     return request
                 self.release(request)  # its row has ended or cancelled it
             is_over = not self._open
-        if is_over and self._tasks.broken:
+        if is_over and self._tasks.will_raise:
             self._tasks.get(timeout_s=0)  # raises the input's error
         self._end_blocked_row()
         return None
 
-    def ended(self) -> list[Completion]:
-        """Return the outcomes of rows that have ended. For a run that is stopping and submits no more requests.
+    def take_ended(self) -> list[Completion]:
+        """Return the outcomes of rows that have ended. Used while the run is stopping and submits no more requests.
 
         Waits up to ``_DRAIN_S`` for rows that were just answered.
         """
@@ -138,14 +145,14 @@ class Rollouts:
             ended, self._ended = [*self._ended], deque()
             return ended
 
-    def paused(self) -> list[PausedRow]:
+    def take_paused(self) -> list[PausedRow]:
         """Return the rows that were paused since the last call."""
         with self._changed:
             paused, self._paused = self._paused, []
             return paused
 
     def answer(self, completions: Iterable[Completion]) -> None:
-        """Hand each completion to the row that requested it. The ledger must have written it already."""
+        """Give each completion to the row that requested it. The ledger must have written the generation before."""
         answered: list[tuple[OpenRow, Asked, Completion]] = []
         with self._changed:
             for completion in completions:
@@ -158,24 +165,25 @@ class Rollouts:
             self._loop.soon(self._deliver, answered)
 
     def release(self, request: Request) -> None:
-        """Free the pixels of an answered request."""
+        """Free the decoded media of an answered request."""
         if request.media_bytes:
             self._loop.soon(self.renders.free, request)
 
     @property
     def exhausted(self) -> bool:
-        """True once every row has ended or was paused, and all outcomes were handed out."""
+        """True once every row has ended or was paused, and all outcomes were returned."""
         with self._changed:
             is_handed_out = not (self._open or self._is_ready or self._paused)
             return self._tasks.exhausted and is_handed_out
 
     @property
-    def broken(self) -> bool:
-        """True once the next ``get`` raises an error."""
+    def will_raise(self) -> bool:
+        """True if reading the rows has failed and all begun rows have ended, so that the next ``get`` raises the
+        error."""
         with self._changed:
             if self._error is not None:
                 return not self._ended
-            return self._tasks.broken and not self._open and not self._is_ready
+            return self._tasks.will_raise and not self._open and not self._is_ready
 
     def close(self) -> None:
         """Drop the rows that have not ended."""
@@ -184,7 +192,8 @@ class Rollouts:
         self.renders.close()
 
     async def generated(self, row: OpenRow, request: Request) -> Completion:
-        """Queue a row's request for its engine, and return the completion. Cancelled if the row ends first."""
+        """Queue a row's request for its engine, and return the completion. The wait is cancelled if the row ends
+        first."""
         asked = Asked(request, asyncio.get_running_loop().create_future())
         self._queue(row, asked)
         try:
@@ -215,7 +224,7 @@ class Rollouts:
         self._pause_soon(row)
 
     def _forget(self, row: OpenRow, asked: Asked) -> None:
-        """Remove a request that the row no longer waits for."""
+        """Remove a request whose answer the row no longer waits for."""
         with self._changed:
             if row.pending.get(asked.request.key) is not asked:  # it was answered
                 return
@@ -225,7 +234,7 @@ class Rollouts:
         self._pause_soon(row)
 
     def _begin(self) -> None:
-        """Begin more rows if few requests wait."""
+        """Begin more rows if few requests wait for the engines."""
         with self._changed:
             table = self._job.rollout
             room = min(
@@ -248,7 +257,7 @@ class Rollouts:
 
     def _read(self, most: int) -> list[Task]:
         tasks: list[Task] = []
-        while len(tasks) < most and not self._tasks.broken:
+        while len(tasks) < most and not self._tasks.will_raise:
             try:
                 task = self._tasks.get(timeout_s=0)
             except BaseException:  # ``get`` raises it again once all rows have ended
@@ -275,7 +284,7 @@ class Rollouts:
             self._fail(error)
 
     def _end(self, row: OpenRow, outcome: Completion) -> None:
-        """Record the row's outcome unless it has one, and cancel its open requests."""
+        """Record the row's outcome, unless it already has one, and cancel its open requests."""
         with self._changed:
             if self._open.get(row.row.index) is not row:
                 return
@@ -326,7 +335,8 @@ class Rollouts:
             self._changed.notify_all()
 
     def _end_late_rows(self) -> None:
-        """Fail rows that neither generate nor return for ``run.row_timeout_s``."""
+        """Fail rows that have done nothing for ``run.row_timeout_s``: no generation runs, and their code has not
+        returned."""
         now, limit_s = time.monotonic(), self._job.run.row_timeout_s
         with self._changed:
             late = [row for row in self._open.values() if row.idle_s(now) > limit_s]
@@ -339,7 +349,7 @@ class Rollouts:
                 row.coroutine.cancel()
 
     def _end_blocked_row(self) -> None:
-        """End the run if a row's code blocks the event loop for ``run.row_timeout_s``."""
+        """Stop the run if a row's code blocks the event loop for ``run.row_timeout_s``."""
         limit_s = self._job.run.row_timeout_s
         if self._error is not None or not self._loop.check_blocked(limit_s):
             return

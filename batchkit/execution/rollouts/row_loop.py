@@ -1,6 +1,6 @@
-"""The event loop for the code of all rows, on its own thread, with threads for blocking work.
+"""The event loop that runs the code of all rows on its own thread, with further threads for blocking work.
 
-Also finds the place in the user's code where something went wrong.
+It also finds the place in the user's code where an error or a block occurred.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _ROW: ContextVar[OpenRow | None] = ContextVar("row", default=None)
 class RowLoop:
     """An event loop on its own thread, which runs the rows' code.
 
-    ``fail`` gets exceptions raised outside of a row's own code. ``look`` is called once a second; it ends rows that
-    take too long.
+    Threads: the loop's thread runs the rows' code, ``fail``, ``look`` and functions passed to ``soon``. Another thread
+    calls the methods, except ``start``.
 
-    Threads: the loop's thread runs the rows' code, ``fail``, ``look`` and functions passed to ``soon``; another
-    thread calls the methods, except ``start``.
+    - ``fail``: called with an exception that was raised outside of a row's own code.
+    - ``look``: called once a second, to end rows that take too long.
     """
 
     def __init__(self, fail: Callable[[BaseException], None], look: Callable[[], None]) -> None:
@@ -78,7 +78,7 @@ class RowLoop:
     def check_blocked(self, limit_s: float) -> bool:
         """Return whether some code has run for ``limit_s`` without an ``await``.
 
-        The loop must be late in two checks, a second apart: after a pause of the whole process it needs time to run.
+        The loop must be late in two checks, a second apart, because it also is late after a pause of the whole process.
         """
         now = time.monotonic()
         if now >= self._looked_at + _LOOK_S:
@@ -88,7 +88,7 @@ class RowLoop:
 
     @property
     def running(self) -> tuple[OpenRow | None, str]:
-        """The row whose code runs now (None if it is a callback), and the stack of that code."""
+        """The row whose code runs now (None for a callback), and the stack of that code."""
         where = shown_code(self._thread)
         task = asyncio.current_task(self._loop)
         return task.row if isinstance(task, RowTask) else None, where
@@ -139,10 +139,10 @@ Render = Callable[[], Request | None]
 
 
 class RenderRoom:
-    """Threads that render requests, limited by media memory.
+    """Threads that render requests, limited by the memory for media.
 
-    No rendering begins while ``held``, the count of decoded media in memory, is full. Used on the event loop's thread,
-    except ``is_full``.
+    While ``held``, the count of decoded media in memory, is full, no rendering begins. Use it on the event loop's
+    thread; only ``is_full`` may be read by others.
     """
 
     def __init__(self, threads: int, held: HeldMedia) -> None:
@@ -164,7 +164,7 @@ class RenderRoom:
             return request
 
     def free(self, request: Request) -> None:
-        """Release the pixels of ``request``."""
+        """Subtract the decoded media of ``request`` from the memory in use."""
         self._held.free(request.media_bytes)
         self._freed.set()
 
@@ -180,8 +180,8 @@ class RenderRoom:
 class DaemonThreads(ThreadPoolExecutor):
     """A ThreadPoolExecutor (asyncio requires one) whose threads don't keep the process alive.
 
-    The user's code on them may never end. At most ``most`` threads are started, one with each of the first calls.
-    A thread that has taken work finishes it.
+    This matters because the user's code on these threads may never end. At most ``most`` threads are started, one with
+    each of the first calls. A thread finishes the work that it has begun.
     """
 
     def __init__(self, most: int, name: str) -> None:

@@ -1,4 +1,4 @@
-"""``[[steps]]`` as a coroutine: one generation after another, except steps that ``when`` skips."""
+"""``[[steps]]`` as a coroutine: one generation after another. A step whose ``when`` is false is skipped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Steps:
         self._start, self._renderer = start, start.renderer
 
     async def solve(self, row: OpenRow) -> Completion:
-        """Return the row's outcome: the answer of its last step, the selected candidate, or a failed step's error."""
+        """Return the row's outcome: the answer of its last step, the selected candidate, or the error of a failed
+        step."""
         answers: dict[str, dict[str, Any]] = {}
         done: list[Completion] = []
         last: Completion | None = None
@@ -66,7 +67,10 @@ class Steps:
         )
 
     def _candidates(self, done: Sequence[Completion]) -> list[Completion]:
-        """Return the answers to select from, one completion each: of the newest step with several, or the newest."""
+        """Return the answers to select from, one completion each.
+
+        They are the answers of the newest step with several, otherwise the newest step's single answer.
+        """
         judged = next((each for each in reversed(done) if len(each.choices) > 1), done[-1])
         parses = judged.request.step in self._start.job.parsing
         chosen = [replace(judged, selected=number) for number in eligible(judged, parses=parses)]
@@ -91,7 +95,8 @@ class Steps:
         return completion
 
     def _answer(self, step: StepTable, completion: Completion, row: Row) -> dict[str, Any]:
-        """Return the values that templates of later steps see; names without a value are left out."""
+        """Return the values of a step's answer that templates of later steps can use. Values that are None are left
+        out."""
         found: dict[str, Any] = {
             "text": completion.text,
             "reasoning": completion.reasoning,

@@ -1,4 +1,4 @@
-"""``task = "transcribe"`` as a coroutine: transcribes a recording's chunks at the same time, and joins the texts."""
+"""``task = "transcribe"`` as a coroutine: transcribes the chunks of a recording concurrently, then joins the texts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Transcription:
 
 
 async def _language(row: OpenRow, recording: Recording) -> str | None:
-    """Ask the model for the recording's language, and return it; None if the answer names no language."""
+    """Ask the model for the recording's language and return it; None if the answer names none."""
     completion = await row.ask(recording.language_request, LANGUAGE, takes_long=False)
     assert completion is not None
     if completion.error is not None and not isinstance(completion.error, EmptyTextError):
@@ -81,7 +81,8 @@ async def _language(row: OpenRow, recording: Recording) -> str | None:
 
 
 async def _heard(row: OpenRow, recording: Recording, part: SoundPart) -> list[Segment]:
-    """Transcribe a chunk and return its segments. Speech that got no text is transcribed once more, alone."""
+    """Transcribe a chunk and return its segments. If speech in it got no text, that part is transcribed once more,
+    alone."""
     segments = await _asked(row, recording, part.heard, PART)
     sound = recording.sound
     sure = _credible(segments, sound)
@@ -111,9 +112,9 @@ async def _asked(row: OpenRow, recording: Recording, span: Span, step: str) -> l
 
 
 def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> list[Segment]:
-    """Split a model's answer about ``span`` of a recording into segments, by the time stamps in the answer.
+    """Return the segments of a model's answer, split at the time stamps in it. ``span``: the sound that the model got.
 
-    An answer without time stamps is one segment. A last segment without an end lasts until the end of ``span``,
+    An answer without time stamps is one segment. If the last segment has no end, it lasts until the end of ``span``,
     unless the answer was cut off.
     """
     if not _STAMP.search(text):
@@ -133,7 +134,10 @@ def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> li
 
 
 def joined(parts: Sequence[SoundPart], of_parts: Sequence[list[Segment]]) -> list[Segment]:
-    """Join the segments of chunks, whose sound overlaps: keep those whose middle is in their chunk's own span."""
+    """Join the segments of neighboring chunks, whose sound overlaps.
+
+    A segment is kept if its middle is in its chunk's ``own`` span; the own spans don't overlap.
+    """
     found: list[Segment] = []
     was_cut = False
     for part, segments in zip(parts, of_parts, strict=True):
@@ -163,7 +167,7 @@ def coverage_of(segments: Sequence[Segment], sound: Sound) -> Coverage | None:
 
 
 def _credible(segments: Iterable[Segment], sound: Sound) -> list[Segment]:
-    """Return the segments with enough letters for their sound; with fewer, the model has left speech out."""
+    """Return the segments that have enough letters for their length. A segment with fewer letters lacks some speech."""
     found = []
     for segment in segments:
         sound_s = sound.seconds_in(segment["start"], segment["end"])
@@ -173,7 +177,7 @@ def _credible(segments: Iterable[Segment], sound: Sound) -> list[Segment]:
 
 
 def _without_repeat(before: str, text: str) -> str:
-    """Return ``text`` without its first words if they repeat the last words of ``before``."""
+    """Return ``text`` without first words that repeat the last words of ``before``, the segment before it."""
     left, right = before.split()[-_SAME_WORDS:], text.split()
     same = SequenceMatcher(
         None, [*map(_bare, left)], [*map(_bare, right[:_SAME_WORDS])], autojunk=False
