@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChildRefusal(Exception):
-    """A handler's refusal to answer a question, with a ``kind`` and a message."""
+    """An error with which a handler refuses to answer a question; ``kind`` tells the client which one."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -23,11 +23,11 @@ class ChildRefusal(Exception):
 
 
 def answer_all(connection: Connection, answer: Callable[[bytes], Any]) -> None:
-    """Answer the questions that arrive over ``connection``, one at a time, until the caller ends.
+    """Answer the questions that arrive over ``connection``, one at a time, until the client ends.
 
-    Each reply is ``marshal``'s bytes of a pair: "value" and the result of ``answer``, or the kind and message of
-    the exception that it raised. The kind is that of a ChildRefusal, "memory" for a MemoryError, or "error".
-    After "memory" this process ends, so that the next one starts with little memory in use.
+    Each reply is a pair, encoded by ``marshal``. It is "value" and the result of ``answer``, or the kind and the
+    message of an exception: the kind of a ChildRefusal, "memory" for a MemoryError, otherwise "error". After "memory"
+    this process ends, so that the next one starts with little memory in use.
     """
     with contextlib.suppress(EOFError, OSError):  # the caller has ended
         kind = ""
@@ -47,7 +47,7 @@ def answer_all(connection: Connection, answer: Callable[[bytes], Any]) -> None:
 
 
 def limit_memory(n_bytes: int) -> int:
-    """Limit this process's memory to ``n_bytes``, or to its hard limit if that is lower."""
+    """Limit this process's memory to ``n_bytes``, or to its hard limit if that is lower. Return the limit."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = n_bytes if most == resource.RLIM_INFINITY else min(n_bytes, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))
@@ -55,7 +55,7 @@ def limit_memory(n_bytes: int) -> int:
 
 
 def die_with_parent(*, is_over: bool = False) -> None:
-    """Have the kernel kill this process when the thread that started it ends. ``is_over`` cancels this.
+    """Make the kernel kill this process when the thread that started it ends. ``is_over``: True cancels this.
 
     Raises:
         OSError: The kernel refused.

@@ -1,4 +1,4 @@
-"""Fork servers and their children, which are killed if an answer takes too long."""
+"""The client of fork servers: starts them, and kills their children if an answer takes too long."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _of_thread = threading.local()
 
 
 class Gone(Exception):
-    """A process that ended before it answered; ``returncode`` is None if it is unknown."""
+    """An error for a process that ended before it answered. ``returncode``: None if it is unknown."""
 
     def __init__(self, returncode: int | None) -> None:
         super().__init__(f"exit code {returncode}")
@@ -36,15 +36,17 @@ class Gone(Exception):
 
 
 def ask(handler: str, task: str, question: bytes, timeout_s: float) -> tuple[str, Any]:
-    """Send ``question`` to this thread's child for ``handler`` and return its reply (see ``child.answer_all``).
+    """Send ``question`` to this thread's child for ``handler``, and return its reply (see ``child.answer_all``).
 
-    If the child was killed from outside, a new one is asked once. A child that exceeded its own CPU time is not
-    replaced.
+    If the child was killed from outside, a new child is asked once. If it was killed because it exceeded its CPU time,
+    it is not replaced.
+
+    ``task``: the child's purpose in words, for messages.
 
     Raises:
         TimeoutError: No reply came in time; the child was killed.
         Gone: The child died before it replied.
-        EngineError: No child could be started; ``task`` says in words what it is for.
+        EngineError: No child could be started.
     """
     try:
         answer = _child_of_thread(handler, task).ask(question, timeout_s)
@@ -57,10 +59,13 @@ def ask(handler: str, task: str, question: bytes, timeout_s: float) -> tuple[str
 
 
 def server_of(handler: str, task: str) -> Server:
-    """Return the fork server for ``handler``, started on first use. It ends when its last reference is dropped.
+    """Return the fork server for ``handler``, which is started on first use and ends when its last reference is
+    dropped.
+
+    ``task``: its purpose in words, for messages.
 
     Raises:
-        EngineError: It could not be started; ``task`` says in words what it is for.
+        EngineError: It could not be started.
     """
     with _starting:
         found = _servers.get(handler)
@@ -76,8 +81,8 @@ def server_of(handler: str, task: str) -> Server:
 
 
 def _bare(folder: str) -> dict[str, str]:
-    """Return an environment without this process's variables, which may hold secrets, except library paths
-    and the time zone."""
+    """Return an environment with only library paths and the time zone of this process: other variables may hold
+    secrets."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in os.environ}
     return {
         **kept,
@@ -95,11 +100,14 @@ def _bare(folder: str) -> dict[str, str]:
 
 
 class Server:
-    """A fork server. Any thread may use it. It ends with this process or with this object.
+    """A fork server, which imports a handler and forks children that run it. Any thread may use it. It ends with this
+    process or with this object.
 
-    ``task`` says in words what it is for. ``arguments`` go to the handler. ``environment`` returns its
-    variables, given the server's ``folder``, which is deleted when the server ends. Its printed output goes to
-    ``output``. ``start`` starts the process.
+    - ``task``: its purpose in words, for messages.
+    - ``arguments``: passed to the handler.
+    - ``environment``: returns the server's variables, given its ``folder``, which is deleted when the server ends.
+    - ``output``: where its printed output goes.
+    - ``start``: starts the process.
     """
 
     def __init__(
@@ -194,7 +202,7 @@ class Server:
         self._control.settimeout(None)
 
     def _gone(self) -> Gone:
-        """Wait for the server, which closed its end of the socket, and return how it ended."""
+        """Wait until the server has ended, and return how. It has closed its end of the socket before."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LAST_WORDS_S)
         return Gone(self._process.returncode)
@@ -206,7 +214,7 @@ class Server:
 class Child:
     """A fork of ``server``. It answers one question at a time and ends with this object.
 
-    ``returncode`` is set when the process has ended; it stays None if its server ended at the same time.
+    ``returncode``: set when the process has ended. It stays None if its server ended at the same time.
     """
 
     def __init__(self, server: Server, connection: Connection, life: socket.socket) -> None:
@@ -217,7 +225,7 @@ class Child:
         self._close = weakref.finalize(self, _close, connection, life)
 
     def ask(self, question: bytes, timeout_s: float) -> bytes:
-        """Return the reply to ``question``. Raises TimeoutError or Gone; the process has then been ended."""
+        """Return the reply to ``question``. Raises TimeoutError or Gone; in both cases the process has ended."""
         try:
             self.connection.send_bytes(question)
             if self.connection.poll(timeout_s):
@@ -247,8 +255,10 @@ class Child:
         return True
 
     def end(self, timeout_s: float = _END_S) -> bool:
-        """Have the server kill the process, and return whether it ended within ``timeout_s``. If it ends later,
-        ``returncode`` stays None."""
+        """Make the server kill the process. Return whether it ended within ``timeout_s``.
+
+        If it ends later, ``returncode`` stays None.
+        """
         with contextlib.suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)
         is_gone = self.has_ended(timeout_s)

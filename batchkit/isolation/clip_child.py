@@ -1,7 +1,7 @@
 """The handler that decodes sound and video with PyAV and its bundled FFmpeg.
 
-The first bytes of a file select the demuxer. FFmpeg must not guess it: it would follow the addresses in a
-playlist.
+The demuxer is chosen by the first bytes of a file. FFmpeg must not guess it, because it would then open the addresses
+in a playlist.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def _answer(question: bytes) -> Any:
 
 
 def _check_bytes(start: bytes, n_bytes: int) -> None:
-    """Refuse a WAV, AVI or AIFF that is shorter than its header says; FFmpeg would read it as a complete file."""
+    """Refuse a WAV, AVI or AIFF file that is shorter than its header says, because FFmpeg would accept it as
+    complete."""
     if (order := _SIZE_ORDER.get(start[:4])) is None:
         return
     said = int.from_bytes(start[4:8], order) + 8
@@ -122,7 +123,7 @@ def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
 
 
 def _gathered(frames: Iterator[Any]) -> Iterator[Any]:
-    """Merge small frames into larger ones: for small frames, the function calls take longer than resampling."""
+    """Merge small frames into larger ones. For small frames, function calls would take longer than resampling."""
     fifo, kind = av.AudioFifo(), None
     for frame in frames:
         found = frame.format.name, frame.layout.name, frame.sample_rate
@@ -139,8 +140,11 @@ def _gathered(frames: Iterator[Any]) -> Iterator[Any]:
 
 
 def _resampled(frames: Iterator[Any], sample_rate: int) -> Iterator[Any]:
-    """Resample to ``sample_rate``, in a number format that ``_mono`` reads. FFmpeg's resampler is skipped where it
-    would only convert the number format, because that takes longer than decoding."""
+    """Resample frames to ``sample_rate``, in a number format that ``_mono`` reads.
+
+    Frames that have this rate are not resampled: FFmpeg would only convert the number format, which takes longer than
+    decoding.
+    """
     resampler = None
     for frame in frames:
         if (
@@ -166,8 +170,10 @@ def _mono(frame: Any) -> Any:
 
 
 def _video(clip: Any, max_seconds: float) -> tuple[int, int, int, float]:
-    """Return the upright width and height, the number of frames, and the length in seconds. Only the first
-    frame is decoded; the number and the length come from the packets, which is faster."""
+    """Return the upright width and height, the number of frames, and the length in seconds.
+
+    Only the first frame is decoded. The number and the length come from the packets, which is faster.
+    """
     stream = _stream(clip, "video")
     _check_length(clip, stream, max_seconds)
     first, times = None, list[float]()
@@ -188,8 +194,10 @@ def _video(clip: Any, max_seconds: float) -> tuple[int, int, int, float]:
 def _frames(
     clip: Any, width: int, height: int, chosen: Sequence[int], max_seconds: float
 ) -> tuple[int, float, float, list[float], bytes]:
-    """Return the number of all frames, the frame rate, the length in seconds, the times of the ``chosen`` frames, and
-    their upright RGB pixels, ``width`` × ``height``."""
+    """Return the ``chosen`` frames as upright RGB pixels of ``width`` × ``height``, after four facts about the video.
+
+    The facts are the number of all frames, the frame rate, the length in seconds, and the times of the chosen frames.
+    """
     stream = _stream(clip, "video")
     _check_length(clip, stream, max_seconds)
     times, pixels = list[float](), list[bytes]()
@@ -208,8 +216,10 @@ def _frames(
 
 
 def _still(clip: Any, side: int) -> tuple[int, int, bytes]:
-    """Return width, height and upright RGB pixels of the middle frame, or of an earlier one if key frames are rare. No
-    side is longer than ``side``."""
+    """Return width, height and upright RGB pixels of the middle frame, scaled so that no side is longer than ``side``.
+
+    If key frames are rare, an earlier frame is returned.
+    """
     stream, frame = _stream(clip, "video"), None
     middle_s = (_stated_s(clip, stream) or 0.0) / 2
     if middle_s:
@@ -234,7 +244,7 @@ def _rgb(frame: Any, width: int, height: int) -> bytes:
 
 
 def _quarter_turns(frame: Any) -> int:
-    """Return how often the frame must be rotated by 90° to the left to be upright: 0 to 3."""
+    """Return how often the frame must be rotated by 90° to the left (0 to 3) to be upright."""
     return int(round(frame.rotation / 90) % 4)
 
 
@@ -270,7 +280,8 @@ def _stated_s(clip: Any, stream: Any) -> float | None:
 
 
 def _check_whole(clip: Any, stream: Any, seconds: float) -> None:
-    """Refuse a file with less sound or video than its header states: FFmpeg decodes a truncated file without error."""
+    """Refuse a file with less sound or video than its header states, because FFmpeg decodes a cut-off file without
+    error."""
     said = _stated_s(clip, stream)
     if said is None or not _is_short(seconds, said):
         return
@@ -299,7 +310,8 @@ def _time(pts: int | None, time_base: Any, before: Sequence[float], stream: Any)
 
 
 def _seconds_of(times: Sequence[float], stream: Any) -> float:
-    """Return the length in seconds of frames shown at ``times``; the last one counts with the average duration."""
+    """Return the length in seconds of frames shown at ``times``. The last frame is assumed to have the average
+    duration."""
     shown = max(times, default=0.0) - min(times, default=0.0)
     return shown * len(times) / (len(times) - 1) if shown > 0 else 1 / _rate(stream)
 

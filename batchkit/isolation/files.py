@@ -1,5 +1,7 @@
-"""Readers of PDFs, sound and video in a child process, because such a file may crash the library that reads it, or
-make it run forever."""
+"""Readers of PDFs, sound and video in a child process.
+
+Such a file may crash the library that reads it, or make it run forever.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,20 @@ _KILLED = -signal.SIGKILL
 
 
 class UnreadableFileError(Exception):
-    """An error of the file itself, so trying again is useless."""
+    """An error in the file itself, so another attempt is useless."""
 
 
 class FileProcessError(Exception):
-    """An error of the child process, which gave no answer. Another attempt may succeed."""
+    """An error of the child process, which did not answer. Another attempt may succeed."""
 
 
 class FileReader(NamedTuple):
-    """A reader of one kind of file: the handler's module, its ``task`` and ``library`` in words, a ``remedy`` for
-    broken files, and the ``package`` it needs (import name, extra, reason)."""
+    """A reader of one kind of file.
+
+    - ``handler``: the module that reads the file in the child process.
+    - ``task``, ``library``, ``remedy``: texts for messages about broken files.
+    - ``package``: the package that it needs (import name, extra, reason).
+    """
 
     handler: str
     task: str
@@ -45,8 +51,11 @@ class FileReader(NamedTuple):
     def ask(
         self, place: str, memory_bytes: int, what: str, *arguments: Any, seconds: float = 0
     ) -> Any:
-        """Call the handler's function ``what`` (such as "pages") with ``arguments`` for the file at ``place``, and
-        return its result. The handler may use ``memory_bytes``; ``seconds`` are added to its usual time limit.
+        """Call a function of the handler for the file at ``place``, and return its result.
+
+        - ``what``: the function's name, such as "pages". ``arguments``: its arguments.
+        - ``memory_bytes``: memory that the handler may use.
+        - ``seconds``: added to its usual time limit.
 
         Raises:
             UnreadableFileError: The file is broken, refused, or needs a password.

@@ -25,7 +25,7 @@ def main(connection: Connection) -> None:
 
 
 def _last_in(question: bytes) -> str | None:
-    """Return the last match of a pattern in a text, or its first group if the pattern has groups."""
+    """Return the last match of a pattern in a text. If the pattern has groups, return the first group of this match."""
     pattern, text = marshal.loads(question)
     signal.setitimer(signal.ITIMER_PROF, TIMEOUT_S)
     try:

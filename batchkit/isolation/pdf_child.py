@@ -47,7 +47,8 @@ def _reason(error: pdfium.PdfiumError, place: str) -> str:
 
 
 def _opened_document(place: str) -> pdfium.PdfDocument:
-    """Return the PDF at ``place``. The two PDFs used last stay open, because a thread may need pages of two in turn."""
+    """Return the PDF at ``place``. The last two PDFs stay open, because a thread may alternate between the pages of
+    two."""
     status = Path(place).stat()
     key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     document = _open.pop(key, None)

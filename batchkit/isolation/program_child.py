@@ -1,4 +1,4 @@
-"""The handler that turns into another program: it receives a command and runs it in a new process group."""
+"""The handler that replaces itself by another program. It receives a command and runs it in a new process group."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """The fork server: ``python -m batchkit.isolation.server FD FOLDER HANDLER [ARGUMENT…]``.
 
-It imports HANDLER, starts no threads, and forks for each request it receives over FD. The fork calls the
-handler's ``main``. The server ends with the process that started it; it then kills its forks with their process
-groups and deletes FOLDER. A handler may define ``prepare``, which is called once with the arguments, and
-``tidy``, which the server calls after each fork has ended.
+It imports HANDLER, starts no threads, and forks for each request that it receives over FD. The fork calls the handler's
+``main``. The server ends with the process that started it; it then kills its forks with their process groups, and
+deletes FOLDER.
+
+A handler may also define ``prepare``, which is called once with the arguments, and ``tidy``, which the server calls
+after each fork has ended.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ _MOST_SAID = 2000
 
 
 class Fork(NamedTuple):
-    """A request for a fork, as the fork receives it: a message and descriptors. The fork sends its process id over
-    ``life``; when it has ended, the server sends its exit code over ``life``."""
+    """A request for a fork, as the fork receives it: a message and file descriptors.
+
+    The fork sends its process id over ``life``. When the fork has ended, the server sends its exit code over ``life``.
+    """
 
     message: bytes
     life: socket.socket
@@ -81,12 +85,14 @@ def main() -> None:
 def serve(
     control: socket.socket, *, ends_with_caller: bool = True, tidy: Callable[[], None] | None = None
 ) -> Fork | None:
-    """Fork for each request on ``control``. Return the request in the fork. Return None in the server when the
-    other end of ``control`` is closed or the parent has ended.
+    """Fork for each request on ``control``, until its other end is closed or the parent has ended.
 
-    A request is a message with descriptors; the first one is the fork's ``life``. With ``ends_with_caller``, a
-    fork is killed when the other end of its ``life`` is closed or the server ends, and the rest of its process
-    group is killed when it ends. ``tidy`` is called after each fork has ended.
+    Returns the request in a fork, and None in the server at its end. A request is a message with descriptors; the first
+    one is the fork's ``life``.
+
+    - ``ends_with_caller``: a fork is killed when the other end of its ``life`` is closed or the server ends. When the
+      fork ends, the rest of its process group is killed.
+    - ``tidy``: called after each fork has ended.
     """
     woken, waker = socket.socketpair()
     waker.setblocking(False)
@@ -156,13 +162,13 @@ def _forked(request: Fork, lives: dict[int, socket.socket]) -> bool:
 
 
 def _ended(lives: dict[int, socket.socket]) -> list[int]:
-    """Return the forks that have ended. They are not reaped yet, so their ids are not reused."""
+    """Return the forks that have ended. They are not reaped yet, so that their process ids are not reused."""
     look = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return [pid for pid in lives if os.waitid(os.P_PID, pid, look) is not None]
 
 
 def _kill(pid: int) -> None:
-    """Kill a fork that is not reaped yet, and its process group if it leads one."""
+    """Kill a fork that is not reaped yet. If it leads a process group, kill the group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)

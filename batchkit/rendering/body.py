@@ -4,9 +4,9 @@ https://platform.openai.com/docs/api-reference/batch defines the bodies:
 
 - ``/v1/chat/completions`` has ``messages``, ``/v1/completions`` has ``prompt``;
 - ``/v1/responses`` is read by ``responses.py``;
-- for pooling models, as in ``vllm run-batch``, ``/v1/embeddings`` has ``input`` or ``messages``, and ``/v1/score`` and
+- for pooling models, as in ``vllm run-batch``: ``/v1/embeddings`` has ``input`` or ``messages``, and ``/v1/score`` and
   ``/v1/rerank`` have a query and documents;
-- ``/classify``, which run-batch does not support, is like ``/v1/embeddings``.
+- ``/classify``, which run-batch does not support, has the keys of ``/v1/embeddings``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _IGNORED = {
 
 
 def messages_of(body: Any) -> tuple[Any, str | None]:
-    """Return a generation's prompt as (chat messages, plain text); one of the two is None.
+    """Return the prompt in the body of a line that generates, as (chat messages, plain text). One of the two is None.
 
     Raises:
         RequestError: the body has neither, or a key that a batch does not support.
@@ -133,11 +133,12 @@ def _structured_outputs(response_format: Any) -> dict[str, Any]:
 def row_sampling(
     sampling: Mapping[str, Any], fields: Mapping[str, Any], *, column: str | None, with_body: bool
 ) -> Mapping[str, Any]:
-    """Return the sampling parameters of a row: ``sampling``, overridden by the row's own values.
+    """Return ``sampling`` overridden by the row's own sampling parameters.
 
-    ``with_body``: the row is a batch line, whose ``body`` may have parameters. ``column``: the field with a table of
-    parameters. Null is ignored, because in Parquet every row has the keys of all rows; so is NaN, which pandas uses for
-    null.
+    Null is ignored, because in Parquet every row has the keys of all rows. NaN, pandas' form of null, is ignored too.
+
+    - ``column``: name of the field with a table of parameters.
+    - ``with_body``: True if the row is a batch line, whose ``body`` may have parameters.
 
     Raises:
         RequestError: the column is not a table, or the body has an unknown response format.
@@ -166,7 +167,8 @@ def with_temperature(
 
 
 class Sides(NamedTuple):
-    """A query and documents to compare it with, each as text or as content parts, whose images are not loaded yet."""
+    """The two sides of a pair: a query, and documents to compare it with. Each is a text, or content parts with unread
+    images."""
 
     query: Any
     documents: list[Any]
@@ -196,16 +198,17 @@ def endpoint_of(url: Any, task: TaskName) -> str | None:
 
 
 def task_of(endpoint: str | None, task: TaskName) -> TaskName:
-    """Return the task that answers a batch line for ``endpoint``; without an endpoint, the job's ``task``.
+    """Return the task that answers a batch line for ``endpoint``. Without an endpoint, this is the job's ``task``.
 
-    A job that embeds or classifies each token does so for lines of "embeddings" or "classify", too.
+    A job that embeds or classifies each token also does so for lines of "embeddings" or "classify".
     """
     found = _TASKS.get(endpoint or "", task)
     return task if _FOR_EACH_TOKEN.get(task) == found else found
 
 
 def in_chat_terms(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``fields``; if they are a line for ``/v1/responses``, its body is converted to ``/v1/chat/completions``.
+    """Return ``fields``. If they are a line for ``/v1/responses``, the body is converted to one for
+    ``/v1/chat/completions``.
 
     Raises:
         RequestError: the body has an unsupported key.
@@ -269,7 +272,7 @@ def sides_of(body: Any) -> Sides:
 
 
 def contents_of(body: Any) -> list[Mapping[str, Any]]:
-    """Return the messages of a body in which images may be; for a pair, its query and documents."""
+    """Return the parts of a body that may contain images: its messages, or the query and the documents of a pair."""
     names = [name for name in (*_QUERY, *_DOCUMENTS) if name in _checked(body)]
     sides = [body[name] for name in names]
     parts = [one for side in sides for one in (side if isinstance(side, list) else [side])]
@@ -278,7 +281,7 @@ def contents_of(body: Any) -> list[Mapping[str, Any]]:
 
 
 def texts_in(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only those keys of a body that hold text for the model: messages, input or prompt, query and documents."""
+    """Return the keys of a body that contain text for the model: messages, input or prompt, query and documents."""
     names = (next((n for n in group if n in body), None) for group in (_TEXTS, _QUERY, _DOCUMENTS))
     return {name: body[name] for name in names if name is not None}
 
@@ -323,7 +326,8 @@ def _side(body: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _content(side: Any) -> Any:
-    """Return one side of a pair as text, or as the content parts in vLLM's ``{"content": [parts]}``."""
+    """Return one side of a pair: as text, or as a list of content parts if it has vLLM's form ``{"content":
+    [parts]}``."""
     content = side.get("content") if isinstance(side, Mapping) else side
     if isinstance(content, str) or (isinstance(side, Mapping) and isinstance(content, list)):
         return content

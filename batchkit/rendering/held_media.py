@@ -9,8 +9,8 @@ Holders = set[object]
 class HeldMedia:
     """A count of the bytes of decoded media that one run holds, from rendering a row to writing its record.
 
-    The runs in ``holders`` share ``max_bytes`` equally. The size of a row that is being rendered is not known yet, so
-    it counts as large as the row before it. A run that holds nothing may always begin one row, so that runs never wait
+    The runs in ``holders`` share ``max_bytes`` equally. While a row is being rendered, its size is unknown and is
+    estimated by that of the row before it. A run that holds nothing may always begin one row; otherwise runs could wait
     for each other forever. Not thread-safe: the caller holds a lock.
     """
 
@@ -26,11 +26,11 @@ class HeldMedia:
         return expected > 0 and expected >= self._max_bytes // n_runs
 
     def begin(self) -> None:
-        """Count a row that is about to be rendered, with an estimated size."""
+        """Count a row that is about to be rendered, with an estimate of its size."""
         self._n_begun += 1
 
     def end(self, n_bytes: int) -> None:
-        """Replace the estimate for a row by its size ``n_bytes``, now that it is rendered."""
+        """Replace the estimate of a row that was rendered by its real size ``n_bytes``."""
         self._n_begun -= 1
         self._newest_bytes = n_bytes
         self.free(-n_bytes)
@@ -40,7 +40,7 @@ class HeldMedia:
         (self._holders.add if self._held_bytes else self._holders.discard)(self)
 
     def close(self) -> None:
-        """Stop sharing the limit, so that the other runs get this run's part."""
+        """Stop counting for this run. The other runs in ``holders`` then share the limit."""
         self._holders.discard(self)
         # A later ``free`` or ``end`` must not add this run to the shared set again.
         self._holders = Holders()

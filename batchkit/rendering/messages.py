@@ -1,4 +1,4 @@
-"""Chat messages: reading them from a row, loading their images and clips, and showing them as text."""
+"""Chat messages of a row: checking them, loading their images and clips, and showing them as text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def loaded(messages: Any, load: Load) -> list[Message]:
 
 
 def media_sources(messages: Any, *kinds: str) -> list[Any]:
-    """Return the sources of images and clips of these ``kinds``; [] if ``messages`` are not chat messages."""
+    """Return the sources of images and clips of these ``kinds`` in ``messages``; [] if they are not chat messages."""
     return [
         _source_in(part)
         for message in (messages if isinstance(messages, list) else [])
@@ -54,7 +54,7 @@ def media_sources(messages: Any, *kinds: str) -> list[Any]:
 def with_note(request: Request) -> Request | None:
     """Return ``request`` with the text ``request.note`` added to its prompt; None if it has no note.
 
-    The note goes after the plain prompt, or after the user's last text, or after the last message.
+    The note is added at the end of a plain prompt, after the user's last text in a chat, or as a last message.
     """
     note, messages = request.note, request.messages or ()
     if not note:
@@ -70,7 +70,7 @@ def with_note(request: Request) -> Request | None:
 
 
 def as_text(request: Request, image: str = "<image>") -> str:
-    """Return a request's prompt as text for people, without a chat template, with ``image`` in place of each image."""
+    """Return a request's prompt as text for people, without a chat template. ``image``: text in place of each image."""
     return "\n".join(_lines(request, image))
 
 
@@ -143,8 +143,8 @@ def placed(
 ) -> list[dict[str, Any]]:
     """Split a prompt's ``text`` into content parts, with each clip at its place mark.
 
-    ``places``: the mark of each kind of clip. ``clips``: the parts of each kind, in order; those that are used are
-    removed from the lists.
+    - ``places``: the mark that stands for a clip, by kind.
+    - ``clips``: the content parts with clips, by kind and in order. Parts that are used are removed from these lists.
 
     Raises:
         RequestError: the text has more marks than there are clips.
@@ -170,7 +170,8 @@ def with_parts(content: Content, load: Load) -> Content:
 
 
 def _loaded_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return copies of tool calls, with arguments as text (OpenAI's shape). Copies, because vLLM modifies what it gets."""
+    """Return copies of tool calls with their arguments as text (OpenAI's shape). vLLM modifies the tool calls that it
+    gets."""
     if not isinstance(calls, list):
         raise RequestError(f"messages: tool_calls is {shown(calls)}, expected a list")
     copies = []
@@ -197,7 +198,7 @@ def _loaded_part(part: Any, load: Load) -> Any:
 
 
 def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
-    """Return ``made``, an image part that was loaded, with OpenAI's ``detail`` of ``part``, which only servers read."""
+    """Return the loaded image part ``made`` with the key ``detail`` of the original ``part``. Only servers use it."""
     url = part.get("image_url")
     detail = url.get("detail") if isinstance(url, Mapping) else part.get("detail")
     if not isinstance(detail, str):
@@ -208,7 +209,7 @@ def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
 
 
 def _source_in(part: Mapping[str, Any]) -> Any:
-    """Return the path, URL or bytes to which the ``part`` of an image or a clip refers."""
+    """Return the path, URL or bytes in a content ``part`` of an image or a clip."""
     kind = part["type"]
     if kind == "input_audio":
         sound = part.get("input_audio")

@@ -1,12 +1,13 @@
 """The order in which rows go to the engine.
 
-- Rows with the same adapter come together, since the engine holds only few adapters at the same time, and can't reuse
-  the cached values of another adapter.
-- Rows with the same images or the same prefix come together, since the engine caches their values only for a while.
-- At the end of the input, rows with the longest allowed answers come first, since a long answer that begins last runs
+- Rows with the same adapter run next to each other. The engine holds only few adapters at the same time, and can't
+  reuse the cached values of another adapter.
+- Rows with the same images or the same prefix run next to each other, since the engine caches their values only for a
+  while.
+- At the end of the input, rows with the longest allowed answers run first. A long answer that begins last would run
   alone in the engine.
 
-Rows are moved only within a bounded look-ahead; rows that share nothing keep their order.
+Rows are moved only within a limited look-ahead. Rows that share nothing keep their order.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ _Seen = tuple[RowHint, Row, int]  # the number is the size of the row's fields i
 def well_ordered(
     rows: Iterator[Row], hint: Callable[[Row], RowHint], look_ahead: int
 ) -> Iterator[tuple[Row, int]]:
-    """Yield all ``rows``, reordered, each with a number that is equal for adjacent rows with the same prefix.
+    """Yield all ``rows`` in a better order, each with a group number: adjacent rows with the same prefix have the same
+    number.
 
-    ``hint`` forecasts a row's request. Up to ``look_ahead`` rows are held, fewer if they exceed ``LOOK_AHEAD_BYTES``;
-    at most twice that number overtake a row. An error from reading is raised after all rows read before it.
+    Up to ``look_ahead`` rows are held, fewer if they exceed ``LOOK_AHEAD_BYTES``. At most twice that number overtake a
+    row. An error from reading is raised after all rows that were read before it.
+
+    ``hint``: forecasts a row's request.
     """
     coming: list[_Seen] = []
     lora = ""  # adapter of the row yielded last
@@ -67,7 +71,8 @@ def well_ordered(
 
 
 def _grouped(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
-    """Yield ``rows`` grouped by adapter (``lora`` first), then by prompt prefix, each with its group's number."""
+    """Yield ``rows`` grouped by adapter, then by prompt prefix, each with its group's number. ``lora``: the first
+    adapter."""
     by_lora: dict[str, list[_Seen]] = {lora: []}
     for seen in rows:
         by_lora.setdefault(seen[0].lora, []).append(seen)
@@ -76,7 +81,7 @@ def _grouped(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
 
 
 def _grouped_by_prefix(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
-    """Group rows of one adapter by the text that follows the prefix shared by all of them."""
+    """Yield rows of one adapter grouped by their beginning. A prefix that all of them share is ignored."""
     beginnings = [hint.beginning for hint, _, _ in rows]
     shared = len(commonprefix(beginnings))  # noqa: RUF071 - by characters is intended
     groups: dict[str, list[_Seen]] = {}
@@ -86,9 +91,9 @@ def _grouped_by_prefix(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, 
 
 
 def size_of(values: Iterable[Any], most: int) -> int:
-    """Estimate the memory of ``values`` and everything in them, in characters and bytes; stop counting above ``most``.
+    """Estimate the memory of ``values`` and everything in them, in characters and bytes. Stop counting above ``most``.
 
-    Each part of a list counts at least ``_OF_PART``, so this also ends for a list that contains itself.
+    Each part of a list counts at least ``_OF_PART``, so that counting also stops for a list that contains itself.
     """
     size = 0
     waiting: list[Iterable[Any]] = [values]

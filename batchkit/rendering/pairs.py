@@ -15,8 +15,10 @@ MakePart = Callable[[str, Any], dict[str, Any]]
 
 
 def pair_of(templates: PromptTemplates, names: Mapping[str, Any], part: MakePart) -> Pair:
-    """Return the query and documents of a row with fields ``names``, from the job's templates; ``part`` loads their
-    images.
+    """Return the query and the documents of a row, rendered from the job's templates.
+
+    - ``names``: the row's fields.
+    - ``part``: makes a content part from the source of an image.
 
     Raises:
         RowError: a template can't be rendered, or the documents are not texts.
@@ -50,7 +52,10 @@ def _documents(templates: PromptTemplates, names: Mapping[str, Any]) -> tuple[li
 def _images_of_each(
     templates: PromptTemplates, names: Mapping[str, Any], documents: int | None
 ) -> Sequence[Sequence[Any]]:
-    """Return the sources of each document's images. ``documents``: number of documents; None if the row has no list."""
+    """Return the sources of images for each document.
+
+    ``documents``: the number of documents; None if the row has a single one instead of a list.
+    """
     given = [sources_of(template, names) for template in templates.files.document_images]
     if documents is None:
         return [[source for sources in given for source in sources]]

@@ -1,4 +1,4 @@
-"""Rendering of a row into a request: fills in templates, loads images, merges sampling parameters."""
+"""Rendering of a row to a request: fills in templates, loads images, merges sampling parameters."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ LoadMedia = Callable[[str, Any, MediaTable], Media]
 class PromptRenderer:
     """A renderer that turns the rows of one job into requests. Several threads may share it.
 
-    The threads then call these functions concurrently: ``load``, which decodes an image or a clip (by default to the
-    form that the job's engine takes), and ``adjust_sampling``, which adapts a row's sampling parameters to the engine.
-    Each request gets ``chat_template_kwargs``, in addition to those in the engine's options.
+    - ``load``: decodes an image or a clip, by default to the form that the job's engine takes. Called by several
+      threads.
+    - ``adjust_sampling``: adapts a row's sampling parameters to the engine. Called by several threads.
+    - ``chat_template_kwargs``: put into each request, in addition to those in the engine's options.
 
     Raises:
         JobError: a template or template file of the job is invalid, or its ``media.root`` is a URL that can't be
@@ -132,9 +133,9 @@ class PromptRenderer:
     def _request(
         self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str, note: str
     ) -> Request:
-        """Return the request for ``row``, rendered from ``fields``.
+        """Return the request for ``row``, rendered from ``fields`` instead of the row's own fields.
 
-        ``fields``: the row's fields, with the texts of its files, and with one text cut if the prompt was too long.
+        ``fields``: the row's fields, with the texts of its files. If the prompt was too long, one text in them is cut.
         """
         own, endpoint = self._own_prompt(fields), None
         if own == "body":
@@ -178,10 +179,11 @@ class PromptRenderer:
         return with_media_bytes(request) if self.opens_files else request
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
-        """Return ``request`` with its row's longest text cut in the middle, after ``error`` has shown its length.
+        """Return ``request`` with the longest text of its row cut in the middle. ``error`` tells how long the prompt
+        was.
 
-        Returns None if no cut helps, or without ``retry.on_too_long = "truncate-middle"``. If the result is still too
-        long, pass it in again for a larger cut.
+        Returns None if no cut helps, or if ``retry.on_too_long`` is not "truncate-middle". If the result is still too
+        long, call this again with it; the next cut is larger.
         """
         if self._job.retry.on_too_long != "truncate-middle":
             return None
@@ -222,9 +224,9 @@ class PromptRenderer:
         return [found for template in templates for found in sources_of(template, row.fields)]
 
     def hint(self, row: Row) -> RowHint:
-        """Return a forecast of the row's request, without opening files.
+        """Return a forecast of the row's request, made without opening files. Rows are ordered by it.
 
-        A row that can't be rendered gets a prefix that matches no other row.
+        The forecast for a row that can't be rendered equals no other one.
         """
         try:
             own = self._own_prompt(row.fields)
@@ -236,7 +238,7 @@ class PromptRenderer:
         return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0, lora or "")
 
     def _files(self, row: Row) -> str:
-        """Return the names of all files in the prompt, by which ``hint`` compares prompts.
+        """Return a text with the names of all files in the row's prompt. Rows with equal texts run next to each other.
 
         Returns "" if the prompt has no files, or if their templates are rendered in a separate process.
         """
@@ -251,15 +253,18 @@ class PromptRenderer:
         return "\n".join(map(_known_by, [*media, *paths]))
 
     def _beginning(self, row: Row) -> str:
-        """Return the text by which ``hint`` compares prompts without files: the fields that they use, or the row's own
-        prompt.
+        """Return ``RowHint.beginning`` for a row whose prompt has no images, clips or text files.
+
+        It consists of the first ``_BEGINNING`` characters of each field that the templates use, in their order, or of
+        the row's own prompt. Rows with equal texts run next to each other.
         """
         own = self._own_prompt(row.fields)
         names = self.templates.fields_in_order if own is None else [own]
         return "\n".join([str(row.fields.get(name, row.index))[:_BEGINNING] for name in names])
 
     def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``fields`` with the text of each file in ``prompt.texts``, and a batch line's body as chat."""
+        """Return ``fields`` with the text of each file in ``prompt.texts``. The body of a batch line is converted to
+        chat."""
         if self._own_prompt(fields) == "body":
             fields = self._line(fields)
         if not self.templates.files.texts:
@@ -271,7 +276,8 @@ class PromptRenderer:
         return {**fields, **texts}
 
     def _line(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a batch line; in a job that generates, a body for ``/v1/responses`` is converted to chat."""
+        """Return the batch line ``fields``. In a job that generates, a body for ``/v1/responses`` is converted to
+        chat."""
         return in_chat_terms(fields) if self._job.task == "generate" else fields
 
     def _longest_text(self, row: Row, fields: Mapping[str, Any]) -> TextPlace | None:
@@ -284,7 +290,8 @@ class PromptRenderer:
         return longest_text(fields, self.templates.names | {own})
 
     def _is_shown(self, row: Row, fields: Mapping[str, Any], place: TextPlace) -> bool:
-        """Return whether the prompt contains the text at ``place``; a template may read another part of the same field."""
+        """Return whether the prompt contains the text at ``place``. A template may use only another part of the same
+        field."""
         if len(place.path) == 1:
             return True
         try:
@@ -296,7 +303,10 @@ class PromptRenderer:
         return any(getattr(without, part) != getattr(whole, part) for part in parts)
 
     def _own_prompt(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the field with the row's prompt (messages, body or prompt); None if the job's templates make it."""
+        """Return the name of the field with the row's own prompt: messages, body or prompt.
+
+        Returns None if the job's templates make the prompt.
+        """
         if self._user is not None or self._job.pair.is_set:
             return None
         if self._job.task == "score":
@@ -310,7 +320,10 @@ class PromptRenderer:
     def _content(
         self, fields: Mapping[str, Any], own: str | None
     ) -> tuple[Sequence[Message] | None, str | None]:
-        """Return (messages, plain text), one of which is None, from the job's templates or from the row itself."""
+        """Return the prompt as (chat messages, plain text), one of which is None.
+
+        ``own``: the field with the row's own prompt; None if the job's templates make the prompt.
+        """
         if own == "messages":
             return loaded(fields["messages"], self._part), None
         if own == "body":
@@ -343,16 +356,17 @@ class PromptRenderer:
         return messages, None
 
     def _with_places(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``fields`` with the place mark of each kind of clip under its name, for example ``audio``.
+        """Return ``fields`` with a place mark under the name of each kind of clip, such as ``audio``.
 
-        A column with such a name can be read as ``{{ row.audio }}``.
+        A template writes ``{{ audio }}`` where the clip belongs. A column with such a name is still ``{{ row.audio
+        }}``.
         """
         if not self._places or not self._job.prompt.chat:
             return fields
         return {ROW: {**self._job.vars, **fields}, **fields, **self._places}
 
     def _pair(self, fields: Mapping[str, Any]) -> Pair:
-        """Return the pair, from the job's templates or from the row's body."""
+        """Return the row's query and documents, from the job's templates or from the row's body."""
         if self._job.pair.is_set:
             return pair_of(self.templates, fields, self._part)
         if "body" not in fields:
@@ -426,7 +440,8 @@ class PromptRenderer:
     def _row_sampling(
         self, fields: Mapping[str, Any], own: str | None, task: TaskName
     ) -> Mapping[str, Any]:
-        """Return the sampling parameters of a row with this ``task`` and its own prompt in the field ``own``."""
+        """Return the sampling parameters of a row. ``own``: the field with its own prompt, or None. ``task``: the row's
+        task."""
         if task != "generate":
             of_job = self._sampling
             if task != self._job.task:

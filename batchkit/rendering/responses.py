@@ -1,7 +1,7 @@
-"""Conversion of a batch line for ``/v1/responses`` to ``/v1/chat/completions``.
+"""Conversion of a batch line for ``/v1/responses`` to one for ``/v1/chat/completions``.
 
-https://platform.openai.com/docs/api-reference/responses/create, as far as a model without memory between
-requests can answer it: messages with text and images, functions and their outputs, and a format for the text.
+https://platform.openai.com/docs/api-reference/responses/create defines the line. A model without memory between
+requests can answer these parts of it: messages with text and images, functions and their outputs, and a text format.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def _part(part: Any, place: str) -> dict[str, Any]:
 
 
 def _response_format(form: Any) -> dict[str, Any]:
-    """Return the ``response_format`` for chat, where the name and the schema are one level deeper."""
+    """Return the ``response_format`` of chat for the text format ``form``. In chat, name and schema are one level
+    deeper."""
     kind = form.get("type") if isinstance(form, Mapping) else None
     if kind in ("text", "json_object"):
         return {"type": kind}

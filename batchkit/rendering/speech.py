@@ -22,7 +22,8 @@ _OF_LINES = ("file_url", "file")  # keys of a batch line's body: vLLM's and Open
 
 
 class Recording(NamedTuple):
-    """A row's decoded recording and its chunks (``parts``). ``request`` is for all of it; its clip has the samples."""
+    """A row's decoded recording, and its chunks (``parts``). ``request``: a request for the whole recording, with its
+    samples."""
 
     request: Request
     sound: Sound
@@ -34,7 +35,8 @@ class Recording(NamedTuple):
         return self.request.speech
 
     def asked_with(self, **changes: Any) -> Recording:
-        """Return the recording with these ``changes`` to the settings in ``speech``."""
+        """Return the recording with ``changes`` to the settings of its request (``speech``), for example another
+        language."""
         speech = self.speech._replace(**changes)
         return self._replace(request=replace(self.request, speech=speech))
 
@@ -54,9 +56,9 @@ class Recording(NamedTuple):
 
 
 class SpeechRenderer:
-    """A renderer for a job that transcribes, with the interface of ``PromptRenderer``.
+    """A renderer for a job that transcribes. It has the interface of ``PromptRenderer``.
 
-    ``recording`` gives all chunks of a row; ``render`` returns only the row's first request.
+    ``recording`` returns all chunks of a row; ``render`` returns only the request for the first one.
 
     Raises:
         JobError: a template of the job is invalid.

@@ -35,7 +35,7 @@ _NO = ("", "false", "no", "none", "0")  # values of ``when`` that skip a step
 
 
 class StepsRenderer:
-    """A renderer for a job with steps, with the interface of ``PromptRenderer``.
+    """A renderer for a job with steps. It has the interface of ``PromptRenderer``.
 
     Methods without a parameter ``step`` are about the first step.
 
@@ -80,7 +80,7 @@ class StepsRenderer:
         self._ambiguous = next(whole, None)
 
     def check(self, row: Row) -> None:
-        """Raise TemplateError if a template reads ``steps`` and the row has a field of that name."""
+        """Raise TemplateError if a template uses ``steps`` and the row has a field of that name."""
         if self._ambiguous is not None and STEPS in row.fields:
             raise TemplateError(
                 f"{self._ambiguous}: the row has a field {STEPS!r}, but in templates this name is for the"
@@ -88,7 +88,9 @@ class StepsRenderer:
             )
 
     def runs(self, step: str, row: Row) -> bool:
-        """Return whether a step runs for a row, or False if its ``when`` skips it; ``row`` as for ``render_step``.
+        """Return whether a step runs for a row. It returns False if the step's ``when`` is false.
+
+        ``row``: the row with the answers of earlier steps (``with_answers``).
 
         Raises:
             RowError: the template ``when`` can't be rendered.
@@ -97,13 +99,14 @@ class StepsRenderer:
         return when is None or when.text(row.fields).strip().lower() not in _NO
 
     def step_takes_long(self, step: str) -> bool:
-        """Return True if ``runs`` and ``render_step`` open files, or wait for a process."""
+        """Return True if rendering this step opens files or waits for a process, so that it should run in a thread."""
         when, renderer = self._when.get(step), self._by_name[step]
         return renderer.takes_long or renderer.opens_files or bool(when and when.is_apart)
 
     def render_step(self, step: str, row: Row) -> Request:
-        """Return the request of a step, with an empty ``input_hash``; ``row`` has the answers of earlier steps
-        (``with_answers``).
+        """Return the request of a step. Its ``input_hash`` is empty.
+
+        ``row``: the row with the answers of earlier steps (``with_answers``).
 
         Raises:
             RowError: as for ``PromptRenderer.render``.
@@ -111,7 +114,7 @@ class StepsRenderer:
         return self._by_name[step].render(row, 1, "")
 
     def render(self, row: Row, attempt: int = 1) -> Request:
-        """Return the first request of a row, from the first step that is not skipped."""
+        """Return the row's first request: that of the first step that is not skipped."""
         if row.error is not None:
             raise row.error
         self.check(row)
@@ -138,7 +141,7 @@ class StepsRenderer:
         return self._first.hint(with_answers(row, {}))
 
     def _misread(self) -> Iterator[str]:
-        """Yield a message for each template that reads an unknown step, or an unknown key of a step's answer."""
+        """Yield a message for each template that uses an unknown step, or an unknown key of a step's answer."""
         for number, place, name, part in self._reads():
             if name is None or hasattr(dict, name):  # steps.items()
                 continue
@@ -147,7 +150,8 @@ class StepsRenderer:
                 yield f"{place}: steps.{name} {problem}"
 
     def _reads(self) -> Iterator[tuple[int, str, str | None, str | None]]:
-        """Yield each read of ``steps``: number of the reading step, its template, the step read, the answer's key."""
+        """Yield each use of ``steps`` in a template: the number of the template's step, the template, the step used,
+        the key used."""
         for number, step in enumerate(self.job.steps):
             for place, source in self._sources(step.name):
                 for name, part in keys_read(source, STEPS):
@@ -193,7 +197,8 @@ def renderer_of(
     adjust_sampling: AdjustSampling | None = None,
     load: LoadMedia | None = None,
 ) -> Renderer:
-    """Return the renderer for the rows of ``job``. Raises JobError if a template is invalid."""
+    """Return the renderer for the rows of ``job``. It depends on the job's task, and on whether the job has steps.
+    Raises JobError if a template is invalid."""
     made: type[Renderer] = StepsRenderer if job.steps else PromptRenderer
     if job.task == "transcribe":
         made = SpeechRenderer

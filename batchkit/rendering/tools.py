@@ -1,4 +1,4 @@
-"""The tools of a request, and other settings of a row for tools and its chat template."""
+"""The tools of a request, and a row's variables for its chat template."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class JobTools:
 
 
 def ignored_tools(request: Request, prompt: str | None) -> str:
-    """Return a warning if the model's chat template left the request's tools out of the ``prompt``; otherwise ""."""
+    """Return a warning if the ``prompt``, made by the model's chat template, lacks the request's tools; otherwise
+    ""."""
     names = [tool["function"]["name"] for tool in request.tools or ()]
     if prompt is None or not names or request.tool_choice == "none":
         return ""
@@ -74,7 +75,8 @@ def ignored_tools(request: Request, prompt: str | None) -> str:
 
 
 def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -> RequestTools:
-    """Return the tools of an OpenAI batch line's body (by default ``of_job``), with the body's choice.
+    """Return the tools in the body of an OpenAI batch line, with the body's ``tool_choice``. ``of_job``: returns the
+    default.
 
     Raises:
         RequestError: the definitions or the choice are invalid.
@@ -93,7 +95,7 @@ def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -
 
 
 def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body's variables for the chat template, with ``reasoning_effort`` and, for pairs, ``instruction``.
+    """Return the variables for the chat template in a body, with ``reasoning_effort`` and, for pairs, ``instruction``.
 
     Raises:
         RequestError: they are not a table, or one has a name that only the job may set.
@@ -114,7 +116,7 @@ def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> RequestTools:
-    """Return the tools of one row after checking them; ``key`` and ``choice_key`` name them in errors.
+    """Return the tools of one row after a check. ``key`` and ``choice_key``: their names in errors.
 
     Raises:
         RequestError: the definitions or the choice are invalid.
@@ -136,7 +138,7 @@ def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> Request
 
 
 def _without_nulls(definitions: Any) -> Any:
-    """Return ``definitions`` without keys that are null: in Parquet each tool has the parameters of all."""
+    """Return ``definitions`` without keys that are null. In Parquet, each tool has the parameters of all tools."""
     if isinstance(definitions, list):
         return [_without_nulls(one) for one in definitions]
     if not isinstance(definitions, Mapping):

@@ -1,12 +1,13 @@
 """Cuts in the middle of a row's longest text, for a prompt that is too long.
 
 Only the engine knows how many tokens a text has. So the size of a cut is estimated from the token count of the refused
-prompt, tried, and made larger if the prompt is still too long. Two or three prompts are enough.
+prompt, and tried. If the prompt is still too long, the cut is made larger. Two or three tries are enough.
 
-An estimate keeps at least an eighth of the last cut's text: if the middle of a text has far fewer tokens than its ends,
-the estimate removes too much. An engine may refuse a prompt that should fit by its token count, for example a server
-that includes the whole answer in its count; then half is kept. Every cut is shorter than the one before, and a row is
-cut at most ``_MOST_CUTS`` times.
+- An estimate keeps at least an eighth of the text after the last cut. If the middle of a text has far fewer tokens than
+  its ends, the estimate would remove too much.
+- An engine may refuse a prompt whose token count should fit, for example a server that adds the whole answer to its
+  count. Then half of the text is kept.
+- Every cut is larger than the one before, and a row is cut at most ``_MOST_CUTS`` times.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def longest_text(
     names: Container[str],
     is_shown: Callable[[TextPlace], bool] = lambda place: True,
 ) -> TextPlace | None:
-    """Return the longest text in the fields called ``names``, at any depth.
+    """Return the place of the longest text in the fields called ``names``, at any depth; None if there is no text.
 
-    Of the ten longest, the first for which ``is_shown`` is true is preferred: another one may not be in the prompt.
+    A long text may not be in the prompt. So of the ten longest, the first for which ``is_shown`` is true is taken.
     """
     used = {name: value for name, value in fields.items() if name in names}
     longest = nlargest(_MOST_TEXTS, _texts(used, ()), key=lambda place: place.length)
@@ -52,9 +53,9 @@ def longest_text(
 def next_cut(
     length: int, last: Cut | None, error: PromptTooLongError, max_tokens: int
 ) -> Cut | None:
-    """Return the cut of a text of ``length`` characters to try after ``error``; None if no cut helps.
+    """Return the next cut to try for a text of ``length`` characters after ``error``; None if no cut helps.
 
-    Leaves room for an answer of ``max_tokens``, but at most half of the context.
+    The cut leaves room for an answer of ``max_tokens``, but at most half of the context.
     """
     tokens, max_model_len = error.prompt_tokens, error.max_model_len
     times = 1 if last is None else last.times + 1

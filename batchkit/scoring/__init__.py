@@ -1,7 +1,8 @@
-"""Scoring: a prediction is extracted from an answer's text, and scorers compare it with the correct answer.
+"""Scoring: an extractor reads the prediction from an answer's text, and scorers compare it with the correct answer.
 
-A scorer scores one record; a metric (``metrics``) summarizes many. A score is a number from 0 to 1 (``reward``: 0 to
-10) or None for "unscored", which is never the same as 0. Failed rows are never scored.
+A scorer scores one record; a metric (``metrics``) summarizes many. A score is a number, usually from 0 to 1
+(``reward``: 0 to 10; word and character error rates may exceed 1), or None for "unscored", which is never the same as
+0. Failed rows are never scored.
 
 Scores of deferred scorers (``deferred``) are None here; ``batchkit.commands.score`` fills them in when all rows have
 finished.
@@ -32,9 +33,9 @@ _BLANK = "the answer has no text"
 
 
 class Scored(NamedTuple):
-    """The prediction in an answer and its scores; a score of None means unscored.
+    """The prediction in an answer, and its scores. A score of None means unscored.
 
-    ``unscored`` gives the reason, unless only the prediction or the reference is missing.
+    ``unscored``: the reason, unless simply the prediction or the reference is missing.
     """
 
     prediction: str | None
@@ -45,8 +46,8 @@ class Scored(NamedTuple):
 class Scoring:
     """An object that scores answers by the rules of ``table`` (``[scoring]``). Immutable.
 
-    ``references``: the correct answers by row id, if ``reference_run`` supplies them. ``say`` is called with a message
-    for each row on which an extractor or scorer failed.
+    - ``references``: the correct answers by row id, if ``reference_run`` provides them.
+    - ``say``: called with a message for each row on which an extractor or scorer failed.
     """
 
     def __init__(
@@ -80,14 +81,14 @@ class Scoring:
         return fields_of(self._table)
 
     def table_for(self, fields: Mapping[str, Any]) -> ScoringTable:
-        """Return the settings for a row: ``[scoring]``, overridden by the first of its rules that matches the row."""
+        """Return the settings for a row: ``[scoring]``, overridden by the first rule that matches the row."""
         return next((table for fits, table in self._rules if fits(fields)), self._table)
 
     def score(self, text: str, fields: Mapping[str, Any], row_id: str) -> Scored:
         """Return the prediction in ``text`` and its scores. Never raises, whatever the model wrote.
 
-        A blank text is unscored, unless the scorer counts missing words. Blank texts occur in the log only as one of
-        several choices, or for a recording without speech.
+        A blank text is unscored, unless the scorer counts missing words. Blank texts occur only as one of several
+        choices, or as the transcript of a recording without speech.
         """
         if not text.strip() and not {*ERROR_RATES} & {*self.scorers}:
             return self.score_prediction(None, fields, row_id, [_BLANK])
@@ -103,7 +104,7 @@ class Scoring:
         row_id: str,
         why: Iterable[str] = (),
     ) -> Scored:
-        """Score a prediction that was already extracted; ``why`` gives the reasons if it is None."""
+        """Return the scores of a prediction that was already extracted. ``why``: the reasons if it is None."""
         table, reasons = self.table_for(fields), [*why]
         reference = self.reference(fields, row_id)
         scores: dict[str, float | None] = {}
@@ -121,7 +122,7 @@ class Scoring:
         return self.found(text, fields, row_id) is None
 
     def found(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> str | None:
-        """Return what the extractor finds in the answer, without its default, or None."""
+        """Return the prediction that the extractor finds in the answer, without its default, or None."""
         table = self.table_for(fields)
         find = partial(extracted, text, table, may_default=False)
         return self._tried(f"the extractor {table.extract}", row_id, find, [])
@@ -139,10 +140,11 @@ class Scoring:
     def _tried(
         self, who: str, row_id: str, make: Callable[[], T | None], reasons: list[str]
     ) -> T | None:
-        """Return the result of ``make`` (a call of the extractor or scorer ``who``). If it fails, add the reason and
-        return None.
+        """Return the result of ``make``. If it fails, append the reason to ``reasons`` and return None.
 
         A failure to score must not lose the answer, which took GPU time.
+
+        - ``who``: the extractor or scorer that ``make`` calls, for the message.
         """
         try:
             return make()

@@ -1,4 +1,4 @@
-"""Extractors: one function each, which reads the prediction from an answer's text.
+"""Extractors: functions that read the prediction from an answer's text.
 
 An extractor returns None if it finds nothing. CONTRIBUTING.md explains how to add one.
 """
@@ -52,7 +52,8 @@ _FAILURE = 50  # cost of each failed attempt, in characters
 
 
 def whole(text: str, table: ScoringTable) -> str | None:
-    """Return the text without surrounding white space, or the ``answer`` or ``prediction`` in a JSON object."""
+    """Return the text without surrounding white space. If it is a JSON object, return its ``answer`` or
+    ``prediction``."""
     text = text.strip()
     if text.startswith("{") and text.endswith("}"):
         for key in _ANSWERS:
@@ -82,7 +83,7 @@ REWARD = OrElse(reward, default_reward)
 
 
 def regex(text: str, table: ScoringTable) -> str | None:
-    """Return the last match of ``pattern``, or its first group if the pattern has groups."""
+    """Return the last match of ``pattern``. If the pattern has groups, return the first group of this match."""
     found = last_match(table.pattern or "", text)
     return None if found is None else found.strip()
 
@@ -126,7 +127,8 @@ def _json_in(text: str) -> Iterator[Any]:
 
 
 def _read_in_vain(error: Exception, length: int) -> int:
-    """Return how many characters of a text of ``length`` the JSON decoder read before ``error``."""
+    """Return how many characters the JSON decoder read before it failed with ``error``, in a text of ``length``
+    characters."""
     if not isinstance(error, JSONDecodeError):
         return _DEAR  # too deep
     # For this error, pos is where the string begins; the error has no separate type.
@@ -134,7 +136,8 @@ def _read_in_vain(error: Exception, length: int) -> int:
 
 
 def _as_json(value: Any) -> str | None:
-    """Return ``value`` as JSON. Not by orjson: a model's JSON may have huge numbers and deep nesting."""
+    """Return ``value`` as JSON; None if this is impossible. orjson is not used: a model may write huge numbers or deep
+    nesting."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
@@ -174,7 +177,8 @@ _WAIT_S = 120.0  # maximum wall time of a match, even if its process gets no CPU
 
 
 class Unscorable(Exception):
-    """Raised for an answer that can't be scored, with the reason. Rows with the same cause have the same text."""
+    """An error for an answer that can't be scored. Its text is the reason, and is equal for rows with the same
+    cause."""
 
 
 def check_length(what: str, text: str, most: int) -> None:
@@ -184,7 +188,8 @@ def check_length(what: str, text: str, most: int) -> None:
 
 
 def last_match(pattern: str, text: str) -> str | None:
-    """Return the last match of ``pattern`` in ``text``, or its first group if the pattern has groups.
+    """Return the last match of ``pattern`` in ``text``. If the pattern has groups, return the first group of this
+    match.
 
     Raises:
         Unscorable: Matching takes too much time or memory.

@@ -1,7 +1,7 @@
-"""Metrics: the scores of many records, summarized in one table.
+"""Metrics: summaries of the scores of many records, in one table.
 
 The mean of a scorer is the plain mean over the rows that it scored. Unscored and failed rows are counted separately and
-never count as 0. Scores from 0 to 1 are shown in percent, a reward from 0 to 10 as it is.
+never count as 0. Scores from 0 to 1 are shown in percent; rewards, from 0 to 10, are not converted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = {
 
 @dataclass
 class Group:
-    """The scores of a group of rows. ``scored``: rows with at least one score."""
+    """The scores of a group of rows. ``scored``: number of rows with at least one score."""
 
     scored: int = 0
     unscored: int = 0
@@ -63,7 +63,7 @@ class Group:
         self.unscored += not is_scored
 
     def mean(self, name: str) -> float | None:
-        """Return the mean in percent (reward: 0 to 10), or None if no row has this score."""
+        """Return the mean of the score ``name`` in percent (reward: from 0 to 10); None if no row has this score."""
         values = self.scores.get(name)
         return round(math.fsum(values) / len(values), 10) if values else None
 
@@ -184,7 +184,7 @@ def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> Scor
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return the ``names`` of scores in the order of a table's columns."""
+    """Return the ``names`` of scores in the order of the score table's columns."""
     order = {name: place for place, name in enumerate(_NAMES)}
     return sorted(names, key=lambda name: order.get(name, len(order)))
 

@@ -77,7 +77,7 @@ def rouge_l(texts: TextPair, how: Comparison) -> float:
 def _common_subsequence(one: list[str], other: list[str]) -> int:
     """Return the length of the longest common subsequence of words.
 
-    It needs one bit per word of ``one`` (Hyyrö 2004, Bit-parallel LCS-length computation); the table of ``rouge_score``
+    This needs one bit per word of ``one`` (Hyyrö 2004, Bit-parallel LCS-length computation), while ``rouge_score``
     needs 8 bytes per pair of words.
     """
     places: dict[str, int] = {}

@@ -23,7 +23,7 @@ _LONG_INT = re.compile(r"\d{19}")
 
 
 class NotJson(Exception):
-    """Raised for a text that is not JSON, with the reason."""
+    """An error for a text that is not JSON, with the reason."""
 
 
 def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
@@ -82,7 +82,8 @@ def _value(text: str) -> Any:
 
 
 def _loads(text: str) -> Any:
-    """Return the value of JSON ``text``, with integers beyond 64 bits. Raises ValueError if it is invalid."""
+    """Return the value of JSON ``text``. Integers beyond 64 bits are kept exactly. Raises ValueError if it is
+    invalid."""
     value = orjson.loads(text)
     if _LONG_INT.search(text) is None:
         return value
@@ -127,7 +128,7 @@ def _validator(schema: bytes) -> Any:
 
 
 def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
-    """Check the schema key ``pattern`` like jsonschema, but with the time limit for ``scoring.pattern``."""
+    """Check the schema key ``pattern`` as jsonschema does, but with the time limit for regular expressions."""
     from jsonschema import ValidationError
 
     if isinstance(value, str) and last_match(f"({pattern})", value) is None:

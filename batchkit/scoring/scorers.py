@@ -1,7 +1,8 @@
-"""Scorers: one function each, which compares a prediction with the correct answer.
+"""Scorers: functions that compare a prediction with the correct answer.
 
-A scorer returns a number from 0 to 1 (``reward``: to 10; ``wer`` and ``cer`` may be over 1), or None for "unscored",
-which is never the same as 0. The correct answer is None if the row has none. CONTRIBUTING.md explains how to add one.
+A scorer returns a number from 0 to 1 (``reward``: to 10; ``wer`` and ``cer`` may exceed 1), or None for "unscored",
+which is never the same as 0. The correct answer is None if the row has none. CONTRIBUTING.md explains how to add a
+scorer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def checked(score: float | None) -> float | None:
 
 
 def of_two(compare: Callable[[str, str, ScoringTable], float | None]) -> Scorer:
-    """Return a scorer from a function that compares two texts; a row without the correct answer is unscored."""
+    """Return a scorer made from a function that compares two texts. A row without a correct answer is unscored."""
 
     def score(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
         if reference is None:
@@ -87,7 +88,7 @@ rouge_l, sacrebleu = _of_words("rouge-l"), _of_words("sacrebleu")
 def numeric(prediction: str, reference: str, table: ScoringTable) -> float | None:
     """Return 1 if prediction and reference have the same numbers in the same order, within the tolerance, otherwise 0.
 
-    The tolerance is a fraction of the reference. Return None if the reference has no number.
+    Returns None if the reference has no number. The tolerance is a fraction of each number of the reference.
     """
     right, found = numbers_in(reference), numbers_in(prediction)
     if not right:
@@ -121,9 +122,10 @@ def check_installed() -> None:
 
 
 def _error_rate(name: str) -> Scorer:
-    """Return a scorer for a transcript's error rate by ``jiwer``, after Whisper's own text normalizer.
+    """Return a scorer for the error rate of a transcript. ``name``: ``jiwer``'s function, for words or characters.
 
-    The rate: substituted, missing and added words or characters per word or character of the reference (None if 0).
+    The rate is the number of substituted, missing and added words (or characters), divided by the number in the
+    reference; None if that is 0. Both texts go through Whisper's own text normalizer before.
     """
 
     @of_two

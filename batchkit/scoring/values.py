@@ -42,10 +42,10 @@ def in_digits(number: float) -> str:
 
 
 def vote_of(prediction: str, choices: Sequence[str]) -> str | None:
-    """Return a key for counting votes: it is equal for predictions with the same meaning.
+    """Return a key for counting votes. Predictions with the same meaning have the same key.
 
-    With ``choices``, it is the matching choice, or None. Otherwise it is the number, or the text without case, extra
-    white space, surrounding brackets and quotation marks, and a final full stop.
+    With ``choices``, the key is the matching choice, or None. Without, it is the number, or the text without case,
+    extra white space, surrounding brackets and quotation marks, and a final full stop.
     """
     if choices:
         return chosen(prediction, choices)
@@ -56,7 +56,7 @@ def vote_of(prediction: str, choices: Sequence[str]) -> str | None:
 
 
 def chosen(text: str, choices: Sequence[str]) -> str | None:
-    """Return the choice that equals ``text``, or else the only choice that it contains as a separate word.
+    """Return the choice that equals ``text``; otherwise the only choice that ``text`` contains as a separate word.
 
     Case is ignored if no choice matches with the right case. A single letter must match exactly, because "a" in a
     sentence is the article.
@@ -75,10 +75,10 @@ def _named(text: str, choices: Sequence[str], flags: re.RegexFlag) -> list[str]:
 
 
 def parse_reward(text: str, default: float | None = None) -> float | None:
-    """Return the score in ``text``, at most 10, or ``default`` if it has no number.
+    """Return the score in ``text``, at most 10; ``default`` if the text has no number. A minus sign is ignored.
 
     The order of the search is: ``Score``, ``Rating``, ``x/10``, ``x out of 10``, a number that is the whole text, the
-    first number. A minus sign is ignored.
+    first number.
     """
     for pattern in _PATTERNS:
         if found := pattern.search(text):

@@ -40,8 +40,9 @@ class Audit:
 
 
 def audit(folder: Path) -> Audit:
-    """Compare the database of the server in ``folder`` with its files and runs, without writing. While a server is
-    running, unfinished uploads may be reported as problems.
+    """Compare the database of the server in ``folder`` with its files and run folders. Nothing is written.
+
+    While a server is running, unfinished uploads may be reported as problems.
 
     Raises:
         JobError: The folder has no server database.

@@ -133,8 +133,11 @@ def _made(asked: NewBatch, now: int) -> Object:
 
 
 def moved(batch: Object, status: Status, now: float, **more: Any) -> Object | None:
-    """Return a copy of the batch in state ``status`` since ``now``, with the fields ``more``. Return None if its
-    current state does not allow this change."""
+    """Return a copy of the batch in the new state ``status`` since ``now``; None if its current state does not allow
+    this.
+
+    ``more``: further fields to change.
+    """
     if status not in _NEXT.get(batch["status"], ()):
         return None
     return {**batch, "status": status, f"{status}_at": int(now), **more}
@@ -149,8 +152,10 @@ def problem(code: str, message: str, *, param: str | None = None) -> Object:
 
 
 class Outputs(NamedTuple):
-    """The ids of a batch's output file and error file. They are derived from the batch id, so that writing the files
-    again replaces them."""
+    """The ids of a batch's output file and error file.
+
+    They are derived from the batch id, so writing the files again replaces them.
+    """
 
     answers: str
     errors: str

@@ -23,8 +23,12 @@ _ARRAY = (
 
 
 class CheckedBatch(NamedTuple):
-    """The result of checking an input file. ``rows``: its number of requests. ``problems``: at most 100 problems, with
-    line numbers. ``model``: the model that all lines name."""
+    """The result of checking an input file.
+
+    - ``rows``: its number of requests.
+    - ``problems``: at most 100 problems, with line numbers.
+    - ``model``: the model that all lines name.
+    """
 
     rows: int
     problems: list[Object]
@@ -35,7 +39,10 @@ def check_file(
     path: Path, endpoint: str, models: Mapping[str, ServedModel], most_rows: float
 ) -> CheckedBatch:
     """Check an input file: every line is a request for ``endpoint`` with a unique id, and all lines name the same
-    model. The file is read once. ``most_rows``: the limit of the user's key."""
+    model.
+
+    The file is read once. ``most_rows``: the limit of the user's API key.
+    """
     rows, seen, problems, asked = 0, set[int](), list[Object](), list[ServedModel]()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -106,8 +113,11 @@ def _problems_in_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
 def _problems_in_body(
     body: Any, endpoint: str, models: Mapping[str, ServedModel], asked: list[ServedModel]
 ) -> Iterator[Object]:
-    """Yield the problems of a request's body. ``asked`` holds the model of the first valid line, which this function
-    adds; later lines must name the same model."""
+    """Yield the problems of a request's body.
+
+    ``asked``: a list with the model of the first valid line, which this function appends. Later lines must name the
+    same.
+    """
     if not isinstance(body, dict):
         yield problem(
             "missing_required_parameter", "body is missing: it must be a JSON object", param="body"

@@ -1,7 +1,6 @@
-"""The server's clock. It reads the machine's time once at the start; from then on it only counts seconds and never
-jumps.
+"""The server's clock. It reads the machine's time once at the start, and from then on only counts seconds.
 
-With a clock that somebody sets forward and back, the server would expire all batches and remove all files.
+If somebody set the machine's clock forward and back, a server that used it would expire all batches and files.
 """
 
 from __future__ import annotations

@@ -191,8 +191,10 @@ def _kept_part(form: Form, upload: str, owner: str, settings: Settings, store: S
 
 
 def _joined(upload: Object, parts: list[Path], digest: str | None, settings: Settings) -> Object:
-    """Join the parts of an upload into one stored file, and return its file object. Raise ApiProblem if the MD5
-    checksum does not match ``digest``."""
+    """Join the parts of an upload into one stored file, and return its file object.
+
+    ``digest``: expected MD5 checksum of the file, or None. Raises ApiProblem if it does not match.
+    """
     incoming = settings.incoming / new_id("parts")
     try:
         with incoming.open("wb") as file:

@@ -1,5 +1,7 @@
-"""Stored contents of uploaded and generated files. A content is complete and synced to disk before the database refers
-to it."""
+"""The stored contents of uploaded and generated files.
+
+A content is complete and synced to disk before the database refers to it.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,10 @@ def kept_file(form: Form, owner: str, settings: Settings, store: Store) -> Objec
 
 
 def add_stored(store: Store, settings: Settings, kind: Kind, owner: str, doc: Object) -> None:
-    """Add an object with a stored content to the database. If the key's storage limit is reached, remove the content
-    and raise ApiProblem."""
+    """Add an object whose content is already stored to the database.
+
+    If the key's storage limit is reached, remove the content and raise ApiProblem.
+    """
     with room_for(doc["id"], doc["bytes"], owner, settings, store):
         store.add(kind, owner, doc)
 
@@ -83,7 +87,10 @@ def room_for(
     name: str, n_bytes: int, owner: str, settings: Settings, store: Store
 ) -> Iterator[None]:
     """Check that ``n_bytes`` more fit into the owner's storage limit, and hold the store's lock while the caller
-    writes. If they don't fit, or the caller raises ApiProblem, remove the content called ``name``."""
+    writes.
+
+    If they don't fit, or if the block raises ApiProblem, remove the content called ``name``.
+    """
     most = settings.limits_of(owner).bytes
     try:
         with store.lock:
@@ -111,7 +118,7 @@ def take_in(incoming: Path, settings: Settings, kind: str) -> Path:
 
 
 def link(path: Path, purpose: str, folder: Path) -> None:
-    """Link a content into ``folder``, from which request lines may open files by id, if its ``purpose`` allows that."""
+    """Link a stored content into ``folder``, if its ``purpose`` allows it. Request lines may open files there by id."""
     if purpose in _FOR_LINES:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / path.name).hardlink_to(path)

@@ -33,7 +33,7 @@ _WHY = {
 
 
 class Finished(NamedTuple):
-    """The result of a batch: its final ``status``, its other changed fields (``more``), and its file objects."""
+    """The result of a batch: its final ``status``, further changed fields (``more``), and the objects of its files."""
 
     status: Status
     more: Object
@@ -83,7 +83,8 @@ def _status_of(batch: Object, n_left: int) -> Status:
 
 
 class _Exported(NamedTuple):
-    """The sets of row indexes that succeeded and that failed, and the token usage of all answers."""
+    """The rows of an exported batch: indexes of those that succeeded and of those that failed, and their total token
+    usage."""
 
     ok: Any = frozenset()
     failed: Any = frozenset()

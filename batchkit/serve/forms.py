@@ -27,8 +27,7 @@ def described(file: str, **fields: Any) -> dict[str, Any]:
 
 
 class Form:
-    """A received form: its fields by name, and its file. ``path`` is the temporary file, None if the form had no
-    file."""
+    """A received form. ``path``: the temporary file with its uploaded file; None if the form had no file."""
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}
@@ -36,8 +35,8 @@ class Form:
         self.filename = ""
 
     def file(self, name: str) -> Path:
-        """Return the path of the form's file; ``name`` names the field in the error. Raise ApiProblem if there is no
-        file."""
+        """Return the path of the form's uploaded file. Raise ApiProblem if there is none. ``name``: the field, for the
+        error."""
         if self.path is None:
             raise ApiProblem(
                 400, f"{name}: the form has no file; send one in this field", param=name
@@ -52,8 +51,8 @@ class Form:
 
 @asynccontextmanager
 async def received(request: Request, folder: Path) -> AsyncIterator[Form]:
-    """Receive the form of a request, and write its file to ``folder``. When the context ends, the file is removed
-    unless the caller has moved it.
+    """Receive the form of a request, and write its uploaded file to ``folder``. At the end of the block, the file is
+    removed unless the caller has moved it.
 
     Raises:
         ApiProblem: The body is not a form with one file.

@@ -23,12 +23,12 @@ def is_page(path: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware that passes only permitted requests to ``app`` and stores the key's name in
+    """ASGI middleware that passes only permitted requests to ``app``, with the key's name in
     ``scope["state"]["owner"]``.
 
-    ``keys`` is the result of ``read_keys``, or None if the server needs no key. Without keys, the host must be this
-    machine: a web page could point its own host name at this address (DNS rebinding). With keys, that page has no
-    key.
+    ``keys``: the result of ``read_keys``; None if the server needs no key. Without keys, the request's host must be
+    this machine. Otherwise a web page could point its own host name at this address (DNS rebinding). With keys this
+    check is not needed, because the page has no key.
     """
 
     def __init__(

@@ -30,8 +30,10 @@ DRAIN_S = 25.0  # less than the 30 s that Kubernetes waits before it kills
 
 
 class Lifecycle:
-    """A thread that moves unfinished batches to their next state. Two more threads check input files and write results;
-    the runners of ``runner.py`` run the batches."""
+    """A thread that moves unfinished batches to their next state.
+
+    Two more threads check input files and write results. The runners (``runner.py``) run the batches.
+    """
 
     def __init__(self, settings: Settings, store: Store, say: Say) -> None:
         self._settings, self._store, self._say = settings, store, say
@@ -117,8 +119,11 @@ class Lifecycle:
             self._wait_after(error, f"{batch['id']}: {batch['status']}: ")
 
     def _wait_after(self, error: Exception, what: str) -> None:
-        """Report an error, such as a full disk or a bug, and wait before the next try. One error must not stop the
-        service."""
+        """Report an error, such as a full disk or a bug, and wait before the next try, so that one error never stops
+        the service.
+
+        ``what``: what failed, for the message.
+        """
         if not isinstance(error, BatchkitError | OSError):
             traceback.print_exc()
         self._say(f"{what}{error}; retrying in {_AGAIN_S:.0f} s")

@@ -13,9 +13,12 @@ from batchkit.serve.settings import ServedModel, Settings
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """A slot for one loaded model. If it has several ``models``, they take turns in it. ``name`` is part of the log's
-    file name, "" for the first place. ``elsewhere`` has the names of models in other places. ``environment`` has
-    variables for the engine's processes, for example its GPUs."""
+    """A slot for one loaded model. If it has several ``models``, they take turns in it.
+
+    - ``name``: part of the name of the engine's log; "" for the first place.
+    - ``elsewhere``: names of the models in other places.
+    - ``environment``: variables for the engine's processes, for example its GPUs.
+    """
 
     name: str
     models: Collection[ServedModel]
@@ -27,16 +30,21 @@ class ModelPlace:
         return any(model.job.run.workers is not None for model in self.models)
 
     def is_for(self, name: str) -> bool:
-        """Return True if batches of the model called ``name`` run in this place. The first place also has batches of
-        models that the server no longer offers."""
+        """Return True if batches of the model called ``name`` run in this place.
+
+        The first place also has the batches of models that the server no longer offers.
+        """
         is_here = any(name == model.name for model in self.models)
         return is_here or (not self.name and name not in self.elsewhere)
 
 
 def places_of(settings: Settings, say: Say) -> list[ModelPlace]:
-    """Assign the server's models to places. A model on a remote server has a place of its own. So has each local model
-    if the GPUs have room for all of them: the visible GPUs, or ``run.worker_gpus`` if all jobs set it (0 means no GPU).
-    Otherwise, all local models share one place."""
+    """Assign the server's models to places.
+
+    Each model on a remote server has its own place. So has each local model, if the GPUs have room for all of them;
+    these are the visible GPUs, or ``run.worker_gpus`` if all jobs set it (0 means no GPU). Otherwise all local models
+    share one place.
+    """
     models = {model.name: model for model in settings.models.values()}
     here = {name: model for name, model in models.items() if is_loaded_here(model.job.engine)}
     obstacle, environments = _side_by_side(here)

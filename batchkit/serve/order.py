@@ -1,10 +1,10 @@
-"""The order in which batches run: by priority first, then batches close to their deadline.
+"""The order in which batches run: by priority first, then batches that are close to their deadline.
 
-Within the same rank, all keys get equal shares of the engine (``execution/shared_engines.py``). Among the batches of
-one key, the one with the fewest rows left runs first, so a short batch never waits for a long one.
+Among batches of equal rank, all keys get equal shares of the engine (``execution/shared_engines.py``). Among the
+batches of one key, the one with the fewest rows left runs first, so a short batch never waits for a long one.
 
-Of several models, one is loaded at a time. It is replaced when no batch needs it, or when a batch of a better rank
-needs another model.
+If a place has several models, one is loaded at a time. It is replaced when no batch needs it, or when a batch of a
+better rank needs another model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ _HALF_S = 60.0  # half-life of the measured rate
 
 
 class BatchTurn(NamedTuple):
-    """A batch that should run now. ``rank``: its negative priority, then 0 if its deadline is close; the lowest runs
-    first."""
+    """A batch that should run now.
+
+    ``rank``: its negative priority, then 0 if its deadline is close and 1 otherwise. The lowest rank runs first.
+    """
 
     rank: tuple[int, int]
     stored: Stored
 
 
 class Order:
-    """The scheduler of one place's batches. It knows the loaded model, and measures how fast rows are answered to see
-    which deadlines are close. Call it only under the runner's lock."""
+    """The scheduler for the batches of one place. Call it only under the runner's lock.
+
+    It knows the loaded model, and measures how fast rows are answered, to see which deadlines are close.
+    """
 
     def __init__(self) -> None:
         self._rows = self._seconds = 0.0
@@ -47,8 +51,11 @@ class Order:
     def chosen(
         self, waiting: Sequence[Stored], left: Mapping[str, int], now: float, most: int
     ) -> list[BatchTurn]:
-        """Return the batches that should run now, at most ``most``. ``left`` has the number of rows left in batches
-        that are already running, by batch id."""
+        """Return the batches that should run now, at most ``most``.
+
+        - ``waiting``: all unfinished batches of this place.
+        - ``left``: number of rows left by batch id, for batches that already run.
+        """
         has_several = len({stored.doc["model"] for stored in waiting}) > 1
         by = now + _LOAD_S if has_several else now
         turns = self._of_one_model(
@@ -67,8 +74,8 @@ class Order:
         return found
 
     def _of_one_model(self, turns: list[BatchTurn]) -> list[BatchTurn]:
-        """Return the batches of the loaded model. Before that, switch to another model if it has a batch of a better
-        rank."""
+        """Return the batches of the loaded model. If another model has a batch of a better rank, switch to this model
+        before."""
         if turns:
             first = min(turns, key=_place)
             ranks = (turn.rank for turn in turns if turn.stored.doc["model"] == self._model)

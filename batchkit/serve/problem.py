@@ -30,6 +30,8 @@ class ApiProblem(Exception):
 
 
 def missing(kind: str, name: str) -> ApiProblem:
-    """Return a 404 error for an object that does not exist. Objects of other API keys get the same error, so that a
-    user can't find out whether they exist."""
+    """Return a 404 error for an object that does not exist.
+
+    Objects of other API keys get the same error, so that a user can't find out whether they exist.
+    """
     return ApiProblem(404, f"No such {kind} object: {name}", param="id", code="not_found")

@@ -1,7 +1,7 @@
-"""The runner of one place's batches: runs them at the same time, on one engine that stays loaded.
+"""The runner of one place's batches: it runs them at the same time, on one engine that stays loaded.
 
-The engine takes requests by the rank of their batch (``execution/shared_engines.py``). A batch that must give way is
-stopped like an interrupted run: its running requests finish, and it resumes later. After the engine process has
+The engine takes requests by the rank of their batch (``execution/shared_engines.py``). A batch of lower rank may be
+stopped like an interrupted run: its running requests finish, and it is resumed later. After the engine process has
 died, the batches run one at a time for a while, to find the one that caused it.
 """
 
@@ -43,8 +43,11 @@ class Running(NamedTuple):
 
 
 class Runner:
-    """A pool of threads that run batches. The lifecycle calls ``look`` regularly to start and stop them. The threads
-    live as long as the engine, because the kernel kills an engine process when the thread that started it ends."""
+    """A pool of threads that run batches. The lifecycle calls ``look`` regularly to start and stop them.
+
+    The threads live as long as the engine, because the kernel kills an engine process when the thread that started it
+    ends.
+    """
 
     def __init__(
         self, settings: Settings, store: Store, say: Say, place: ModelPlace, media_holders: Holders
@@ -108,7 +111,7 @@ class Runner:
             self.stop(name, drain_s)
 
     def close(self) -> None:
-        """Wait for the runs to end after ``stop_all``, then release the engine."""
+        """Wait until all runs have ended, then release the engine. Call ``stop_all`` before."""
         while self._running:
             time.sleep(_LOOK_S)
         self._engines.close()

@@ -17,7 +17,7 @@ DAY_S = 86_400
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that the server offers. ``job`` sets the engine and its options; a batch's run adds its own input and
+    """A model that the server offers. ``job``: the engine and its options. A batch's run adds its own input and
     name."""
 
     job: JobConfig
@@ -90,8 +90,7 @@ class Settings:
         return next((key.limits for key in keys if key.name == owner), KeyLimits())
 
     def media_of(self, owner: str) -> Path:
-        """Return the folder of links to the files that request lines of this key may open. A link is named by the file
-        id."""
+        """Return the folder with the files that request lines of this key may open, as links named by file id."""
         return self.media / (owner or "-")  # a key can't have this name
 
     @property

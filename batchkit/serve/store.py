@@ -104,9 +104,12 @@ class Store:
         *,
         adding: tuple[Object, ...] = (),
     ) -> Object | None:
-        """Replace the object called ``name`` with ``change(object)``, and add the objects ``adding`` (files and events)
-        in the same transaction. Return the new object. If ``change`` returns None or the object does not exist, return
-        None and write nothing."""
+        """Replace the object called ``name`` with ``change(object)``, and return the new object.
+
+        If the object does not exist or ``change`` returns None, write nothing and return None.
+
+        ``adding``: further objects (files and events) to add in the same transaction.
+        """
         with self._transaction() as db:
             found = db.execute("SELECT owner, doc FROM objects WHERE id = ?", (name,)).fetchone()
             changed = None if found is None else change(orjson.loads(found[1]))

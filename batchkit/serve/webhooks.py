@@ -40,8 +40,11 @@ def ended_event(batch: str, status: str, now: float) -> Object:
 
 
 def key_of(secret: str) -> bytes:
-    """Return the signing key in ``secret``: the base64 text after ``whsec_``, or the whole secret without this prefix.
-    Raise ValueError if the text is not valid base64."""
+    """Return the signing key in ``secret``: the base64 text after ``whsec_``, or the whole secret if it has no such
+    prefix.
+
+    Raises ValueError if the text is not valid base64.
+    """
     text = secret.removeprefix("whsec_")
     return text.encode() if text == secret else base64.b64decode(text, validate=True)
 
@@ -59,10 +62,10 @@ def signed(event: Object, body: bytes, key: bytes, now: float) -> dict[str, str]
 
 
 class Webhooks:
-    """A thread that sends the events in the database to ``url``. It removes an event when the receiver has accepted it,
-    or after the last of several retries.
+    """A thread that sends the events in the database to ``url``.
 
-    An event may be sent twice. After a restart, the server continues with unsent events.
+    An event is removed when the receiver has accepted it, or after the last of several retries. It may be sent twice.
+    After a restart, the server continues with unsent events.
 
     Raises:
         JobError: The URL or the secret can't be used.

@@ -1,7 +1,6 @@
-"""Reading of the input's rows, which are numbered, filtered and limited here.
+"""Reading of the input's rows: ids, filter, limit and shard for all formats.
 
-A format is one module with one generator (``reader.Reader``). Ids, ``where`` and ``limit`` are handled here for all
-formats. CONTRIBUTING.md explains how to add a format.
+Each format is one module with one generator (``reader.Reader``). CONTRIBUTING.md explains how to add a format.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from batchkit.types import Row
 
 
 def never(index: int) -> bool:
-    """Return False. As argument ``skip`` of a reader, it skips no row."""
+    """Return False. As the argument ``skip`` of a reader, this function skips no row."""
     return False
 
 
@@ -39,18 +38,15 @@ def read_rows(
     """Yield the rows of the input lazily: filtered by ``where``, limited, of one ``shard``, and multiplied by
     ``cross``.
 
-    ``files`` maps the files found by an earlier ``fingerprint`` to their hashes; files that appeared later are not
-    read. A row that is a file, or a page of one, has that hash in its field ``sha256``, so that it counts as another
-    row if the file changes.
-
     ``Row.index`` is the position in the unfiltered input, over all files and ``cross`` values. A row that can't be read
-    has ``error`` set; it passes every filter, so that it becomes a failed record.
+    has ``error`` set. It passes every filter, so that it becomes a failed record. Threads may share the iterator if
+    they hold one lock around ``next``.
 
-    Rows for which ``skip(index)`` is true are not yielded but count toward the limit. They are skipped without parsing
-    if the format allows it, unless both ``where`` and ``limit`` are set, because the limit counts rows that the filter
-    kept. ``skip`` may be called twice for a row and must return the same value.
-
-    Threads may share the iterator if they hold one lock around ``next``.
+    - ``files``: hashes of the files that an earlier ``fingerprint`` found; other files are not read. A row that is a
+      file, or a page of one, gets the hash in its field ``sha256``. So it counts as another row if the file changes.
+    - ``skip``: returns True for the index of a row that should not be yielded; such rows count toward the limit. They
+      are not parsed if the format allows that, unless both ``where`` and ``limit`` are set, because the limit counts
+      rows that the filter kept. It may be called twice for a row, and must return the same value.
 
     Raises:
         InputError: The rest of the input can't be read; the rows before it were yielded.
@@ -60,7 +56,10 @@ def read_rows(
 
 
 def _of_shard(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterator[Row]:
-    """Yield rows like ``read_rows``, without ``cross``."""
+    """Yield the rows of ``table.shard`` (all rows if it is not set), not yet multiplied by ``cross``.
+
+    ``skip`` and ``files``: as in ``read_rows``.
+    """
     if table.shard is None:
         yield from _rows(table, skip, files)
         return
@@ -74,7 +73,10 @@ def _of_shard(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterat
 
 
 def _rows(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterator[Row]:
-    """Yield rows like ``read_rows``, for all shards."""
+    """Yield the rows of all shards, filtered and limited, not yet multiplied by ``cross``.
+
+    ``skip`` and ``files``: as in ``read_rows``.
+    """
     keeps = compile_where(table.where, table.filled)
     filtered = bool(table.where or table.filled)
     checked = not filtered  # True once a readable row has shown that the fields in `where` exist
@@ -109,10 +111,10 @@ def _rows(table: InputTable, skip: Skip, files: Mapping[str, str]) -> Iterator[R
 
 
 def count_rows(table: InputTable, files: Mapping[str, str] | None = None) -> int:
-    """Return the number of rows that ``read_rows`` would yield. Parses rows only if a filter or ``shard`` is set.
+    """Return the number of rows that ``read_rows`` would yield. Rows are parsed only if a filter or ``shard`` is set.
 
     Raises:
-        InputError: As ``read_rows``, for errors that show without parsing.
+        InputError: as ``read_rows``, for errors that show without parsing.
     """
     if table.is_filtered:
         return sum(1 for _ in read_rows(table, files=files))
@@ -138,11 +140,13 @@ def _id_key(path: str, table: InputTable) -> str | None:
 def crossed(
     cross: Mapping[str, Sequence[Any]], read: Callable[[Skip], Iterator[Row]], skip: Skip
 ) -> Iterator[Row]:
-    """Yield each row of ``read`` once for each combination of the values in ``cross``, except where ``skip(index)`` is
+    """Yield each row once for each combination of the values in ``cross``, except rows for which ``skip(index)`` is
     true.
 
-    The n variants of the row at position i have the indexes i × n to i × n + n - 1, so ``Row.index`` depends only on
+    The n variants of the row at position i have the indexes i × n to i × n + n - 1. So ``Row.index`` depends only on
     the input and on ``cross``. A row that already has a column with the name of a key gets ``error`` set.
+
+    ``read``: yields the rows of the input, without those that its argument skips.
     """
     if not cross:
         yield from read(skip)

@@ -21,8 +21,8 @@ MAX_CELL_CHARS = 2**26
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
     """Yield the rows of a CSV file (see ``Reader``). Blank lines are skipped, and quoting is checked strictly.
 
-    A fault within one line fails its row. A fault over several lines stops reading: a quote was not closed, so the
-    number of rows in it is unknown.
+    A fault within one line fails its row. A fault that spans several lines, such as an unclosed quote, stops reading,
+    because the number of rows in it is unknown.
     """
     # The limit belongs to the csv module, not to a reader; it is only ever raised.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_CHARS))
@@ -64,8 +64,9 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def _separator(path: str, beginning: bytes) -> str:
-    """Return the character between columns: a tab in ``.tsv``, otherwise a comma, or another one if the header has no
-    comma.
+    """Return the character between columns: a tab in ``.tsv``.
+
+    In other files it is the first of comma, semicolon, tab and ``|`` that the header contains (default: a comma).
     """
     if suffix_of(path) == ".tsv":
         return "\t"

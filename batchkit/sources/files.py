@@ -1,4 +1,4 @@
-"""Opening of input files, and errors for files that can't be opened; ``finding`` finds the files."""
+"""Opening of input files, and errors for files that can't be opened. ``finding.py`` finds the files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOT_TEXT = {  # first bytes of files that no text format can read
 def open_input(
     path: str, *, text: bool = True, may_be_empty: bool = False
 ) -> Iterator[io.BufferedReader[Any]]:
-    """Open ``path`` for reading bytes, decompressed; with ``text``, after a UTF-8 byte order mark.
+    """Open ``path`` for reading bytes, decompressed. With ``text``, a UTF-8 byte order mark is skipped.
 
     Raises:
         InputError: the file is missing, not a regular file (a pipe, a device), unreadable now or while it is being
@@ -56,10 +56,9 @@ def open_input(
 
 
 def name_of(path: str) -> str:
-    """Return the part of ``path`` that names the file.
+    """Return the part of ``path`` that is the file's name and suffix, without the query of a URL.
 
-    A URL loses its query; of a chained URL, the first part counts: ``zip://a.jsonl`` in
-    ``zip://a.jsonl::s3://b/c.zip``.
+    A chained URL names the file in its first part: ``zip://a.jsonl`` in ``zip://a.jsonl::s3://b/c.zip``.
     """
     # Not urlsplit: to it "memory://a.jsonl" is a host, and "#" in a key ends the path.
     if "://" not in path:
@@ -85,10 +84,11 @@ def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
 
 
 def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
-    """Open a URL, or a local file with a suffix of ``COMPRESSIONS``, which is decompressed.
+    """Open a URL, or a compressed local file (with a suffix in ``COMPRESSIONS``).
 
-    Local files are opened without fsspec, which would wait for a pipe. fsspec does not decompress either: of a zip
-    archive it would read only the first member. Parquet and other binary files are copied if they are not seekable.
+    fsspec is not used for local files, because it would wait for a pipe. It is not used for decompression, because it
+    would read only the first member of a zip archive. Parquet and other binary files are copied if they are not
+    seekable.
     """
     import fsspec
 
@@ -116,7 +116,8 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
 
 
 def _can_seek(file: Any) -> bool:
-    """Return False for a file that a web server sends only as a whole, even if fsspec says otherwise."""
+    """Return whether ``file`` is really seekable. Some web servers send only whole files, although fsspec claims
+    otherwise."""
     try:
         return bool(file.seekable()) and file.seek(0, os.SEEK_END) >= 0 == file.seek(0)
     except ValueError:
@@ -124,7 +125,8 @@ def _can_seek(file: Any) -> bool:
 
 
 def _unpacked(packed: Any, suffix: str) -> Any:
-    """Return the decompressed stream. Arrow is used where possible: Python's bz2 takes a damaged stream for its end."""
+    """Return the decompressed stream. Python's bz2 mistakes a damaged stream for the end, so Arrow is used where
+    possible."""
     if suffix == ".xz":
         return _XzStream(packed)
     import pyarrow as pa
@@ -133,9 +135,9 @@ def _unpacked(packed: Any, suffix: str) -> Any:
 
 
 class _XzStream:
-    """The unpacked bytes of a file with one xz stream.
+    """The decompressed bytes of a file with one xz stream.
 
-    ``lzma.LZMAFile`` reads several streams, and takes a stream with a damaged beginning for the end of the file.
+    ``lzma.LZMAFile`` is not used: it reads several streams, and mistakes a stream with a damaged beginning for the end.
     """
 
     def __init__(self, packed: Any) -> None:
@@ -164,8 +166,9 @@ class _XzStream:
 
 
 class _Foreign(io.RawIOBase):
-    """An fsspec file that raises all errors as OSError. ``io.BufferedReader`` needs a raw file, hence the base
-    class.
+    """An fsspec file whose errors are all raised as OSError.
+
+    ``io.BufferedReader`` needs a raw file, hence the base class.
     """
 
     def __init__(self, file: Any) -> None:
@@ -227,5 +230,6 @@ def is_empty(path: str) -> InputError:
 
 
 def remote_error(path: str, error: Exception) -> InputError:
-    """Return the error for a filesystem that cannot be set up: no package, no access, no such protocol."""
+    """Return the error for a remote filesystem that can't be opened: a package is missing, no access, unknown
+    protocol."""
     return InputError(f"{path}: can't be opened: {failure(error, path)}")

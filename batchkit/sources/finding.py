@@ -26,7 +26,8 @@ _CACHE = re.compile(r"\b(?:(?:simple|file|block)cache|cached)::")  # fsspec's ca
 
 
 class Listing(NamedTuple):
-    """The input's files in order. ``left_out`` is a text about other files that were found, or ""."""
+    """The input's files in order. ``left_out``: a text about other files that were found and not used; "" if there are
+    none."""
 
     files: list[str]
     left_out: str = ""
@@ -40,8 +41,9 @@ class _Matches(NamedTuple):
 def listing(table: InputTable) -> Listing:
     """Return the paths and URLs that ``input.path`` names.
 
-    Matches of a glob pattern are sorted; in natural order (``page-2`` before ``page-10``) if each file, or each page,
-    is a row. With ``input.format = "auto"``, a folder or pattern that contains images, clips or PDFs gives only these.
+    Matches of a glob pattern are sorted. If each file, or each page, is a row, the order is natural (``page-2`` before
+    ``page-10``). With ``input.format = "auto"``, a folder or pattern that contains images, clips or PDFs gives only
+    these.
 
     Raises:
         InputError: ``input.path`` is not set, no file matches it, or it is ambiguous.
@@ -82,7 +84,7 @@ def _is_folder(path: str, table: InputTable) -> bool:
 
 
 def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool) -> str | None:
-    """Return the format if each file, or each page, is a row; None if the files contain rows."""
+    """Return the format of the files if each file, or each page, is a row; None if a file contains many rows."""
     if table.format != "auto":
         return table.format if table.format in ROWS_ARE_FILES else None
     kinds = Counter(format_with(suffix_of(file)) for file in files)
@@ -107,7 +109,7 @@ def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool
 def _chosen(
     path: str, table: InputTable, kind: str, found: _Matches, is_in_folder: bool
 ) -> Listing:
-    """Return the files of the given ``kind``, or all files if the job names the format itself."""
+    """Return the found files of the format ``kind``. If the job names the format itself, return all files."""
     are_named = kind == table.format and not (kind == "pdf" and is_in_folder)
     files = [file for file in found.files if are_named or format_with(suffix_of(file)) == kind]
     files.sort(key=_natural)
@@ -148,7 +150,8 @@ def _local(path: str, is_in_folder: bool) -> _Matches:
 
 
 def _listed(folder: str) -> list[dict[str, Any]]:
-    """List a folder like fsspec's ``ls``. A broken link counts as a folder, so that listing it fails later."""
+    """Return the entries of a local folder, as fsspec's ``ls`` does. A broken link counts as a folder, so listing it
+    fails."""
     try:
         os.lstat(f"{folder or '.'}/.")  # fails for a folder that can be listed but not searched
         paths = [*map(str, Path(folder).iterdir())]
@@ -162,7 +165,7 @@ def _is_file(path: str) -> bool:
 
 
 def _check_different(files: Iterable[str]) -> None:
-    """Raise InputError if links lead to one file twice, as a folder ``latest`` often does."""
+    """Raise InputError if a file is found twice through links; a folder ``latest`` is often such a link."""
     known: dict[str, str] = {}
     for path in files:
         other = known.setdefault(os.path.realpath(path), path)
@@ -199,21 +202,25 @@ def _remote(path: str, is_in_folder: bool) -> _Matches:
 
 
 def _spelled(match: str, pattern: str, glob_url: str) -> str:
-    """Return the URL of ``match``, written like ``glob_url``; a store may return ``/a`` or another scheme."""
+    """Return the URL of ``match`` with the scheme and host of ``glob_url``. A store may return ``/a`` or another
+    scheme."""
     ours, theirs = _fixed(glob_url), _fixed(pattern)
     return ours + match.removeprefix(theirs) if match.startswith(theirs) else match
 
 
 def _fixed(pattern: str) -> str:
-    """Return the folder of all matches: ``pattern`` up to the last slash before its first special character."""
+    """Return the folder that contains all matches: ``pattern`` up to the last slash before its first special
+    character."""
     before = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     return before[: before.rfind("/") + 1]
 
 
 def _matches(ls: _List, pattern: str) -> dict[str, dict[str, Any]]:
-    """Return the matches of a glob pattern by name, as ``ls`` describes them; hidden names are skipped.
+    """Return the entries that match a glob pattern, by name; hidden names are skipped.
 
-    Unlike ``glob``, it raises an error for a folder that can't be listed, because its rows would be missing.
+    Unlike ``glob``, this raises an error for a folder that can't be listed, because its rows would be missing.
+
+    ``ls``: lists a folder.
     """
     root = _fixed(pattern)
     try:
@@ -227,7 +234,7 @@ def _matches(ls: _List, pattern: str) -> dict[str, dict[str, Any]]:
 def _matching(
     ls: _List, listed: Iterable[dict[str, Any]], parts: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the entries at or below ``listed`` that match the ``parts`` of a pattern."""
+    """Yield the entries in ``listed``, and in folders among them, that match the remaining ``parts`` of a pattern."""
     head, *rest = parts
     listed = [*listed]
     if head == "**" and rest:

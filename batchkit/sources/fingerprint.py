@@ -25,7 +25,8 @@ def fingerprint(
 ) -> list[FileFingerprint]:
     """Return one fingerprint per input file, in order.
 
-    A local file that has the path, size and times of one in ``previous`` gets the sha256 of that one and is not read.
+    ``previous``: fingerprints of an earlier start. A local file with the path, size and times of one of them is not
+    read; its sha256 is copied.
 
     Raises:
         InputError: no file matches, or one is empty or can't be read.
@@ -49,7 +50,8 @@ def fingerprint(
 
 
 def _columns(path: str, table: InputTable) -> tuple[str, ...]:
-    """Return the columns of a local table, or an empty tuple if it can't be read, which reading its rows reports later."""
+    """Return the columns of a local table; an empty tuple if it can't be read. Reading its rows reports the error
+    later."""
     if "://" in path:  # even to know its format, it would be opened
         return ()
     format_ = load_format(format_of(path, table))
@@ -62,7 +64,7 @@ def _columns(path: str, table: InputTable) -> tuple[str, ...]:
 
 
 def content_hash(path: str) -> str:
-    """Return the hash of a file's content, as ``sha256`` in its fingerprint.
+    """Return the hash of a file's content, which equals ``sha256`` in the file's fingerprint.
 
     Raises:
         InputError: it can't be read.
@@ -75,8 +77,8 @@ def changed_files(
 ) -> dict[str, str]:
     """Return how each changed file of the input differs from its earlier fingerprint in ``then``, by path.
 
-    Compares the size and the time of local files. ``thorough``: also the content if a file's ctime differs, remote
-    files, and whether other files match now.
+    Only the size and time of local files are compared. ``thorough``: also compare the content if a file's ctime
+    differs, compare remote files, and look for further files that match now.
 
     Raises:
         InputError: a remote file can't be examined.
@@ -115,7 +117,10 @@ def _difference(old: FileFingerprint | None, new: FileFingerprint) -> str | None
 def _local(
     path: str, known: Mapping[tuple[str, int, int, int], str], *, is_row: bool
 ) -> FileFingerprint:
-    """Return the fingerprint of a local file, which may be empty only if it is a row itself (``is_row``)."""
+    """Return the fingerprint of a local file. ``is_row``: True if the file is a row itself; only then it may be empty.
+
+    ``known``: hashes by path, size and times.
+    """
     try:
         with open_regular(path) as file:
             stat = os.fstat(file.fileno())  # before the content: a write meanwhile shows later
@@ -151,6 +156,6 @@ def _remote(path: str) -> FileFingerprint:
 
 
 def _content(filesystem: Any, name: str) -> str:
-    """Return a hash of the content of a remote file, for a store that gives no ETag or time to notice a change."""
+    """Return a hash of a remote file's content, for stores that provide no ETag or time which would show a change."""
     with filesystem.open(name, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -29,7 +29,8 @@ ROWS_ARE_FILES = ("files", "clips", "pdf")  # a file is a row, or each of its pa
 
 
 def format_of(path: str, table: InputTable) -> str:
-    """Return the name of the format of ``path``. A JSON Lines file is opened to see if it has OpenAI batch requests.
+    """Return the name of the format of ``path``. A JSON Lines file is opened to see whether its lines are OpenAI
+    requests.
 
     Raises:
         InputError: ``input.format`` is "auto" and the suffix is unknown.
@@ -60,7 +61,8 @@ def format_of(path: str, table: InputTable) -> str:
 
 
 def read_as(path: str, table: InputTable) -> str:
-    """Return the format that the name of a file gives it: equal bytes may give other rows under another name."""
+    """Return the format as which a file is read, by its name or the job. Under another name, equal bytes may give other
+    rows."""
     if table.is_run:
         return "run"
     suffix = suffix_of(path)

@@ -39,17 +39,20 @@ _REST = 8  # the pause after a check is at least this many times the time that t
 
 
 class Input(NamedTuple):
-    """The source of the rows.
+    """The source of a run's rows.
 
-    - ``files``: fingerprints that show whether the input is that of an earlier start; None for rows that can be read
-      only once, whose run can't be resumed.
-    - ``read`` yields the rows for whose index its argument is false; ``everything`` does so without ``limit``.
-    - ``size`` returns the total number of rows, or None if unknown.
-    - ``has_ids``: row ids do not depend on positions. ``id``: the field that identifies rows from Python, or None.
-    - ``changes`` returns how the input now differs from ``files``, by path; with True it checks thoroughly, which may
-      take as long as making ``files``.
+    - ``files``: fingerprints, which show whether the input is the one of an earlier start. None for rows that can be
+      read only once; such a run can't be resumed.
+    - ``read``: yields the rows, except those for whose index its argument is true. ``everything`` does so without
+      ``limit``.
+    - ``size``: returns the total number of rows, or None if unknown.
+    - ``has_ids``: True if row ids do not depend on positions. ``id``: the field that identifies rows from Python, or
+      None.
+    - ``changes``: returns how the input now differs from ``files``, by path. With the argument True the check is
+      thorough, which may take as long as making ``files``.
     - ``labels``: pandas' index of the rows, if any.
-    - ``left_out``: a text about other files in the input's folder. ``if_empty``: the message for an input without rows.
+    - ``left_out``: a text about unused files in the input's folder. ``if_empty``: the message for an input without
+      rows.
     - ``sample_of``: the number of rows in the whole input if only a sample is read.
     """
 
@@ -67,7 +70,7 @@ class Input(NamedTuple):
 
 
 def from_job(job: JobConfig) -> Input:
-    """Return the job's own input. It consists of the files that match now; later files are not read."""
+    """Return the job's own input: the files that match now. Files that appear later are not read."""
     unlimited = job.input.model_copy(update={"limit": None})
     files = fingerprint(job.input, _known_files(job.folder))
     paths = {file.path: file.sha256 for file in files}
@@ -144,12 +147,12 @@ def from_python(rows: Any, table: InputTable) -> Input:
 def watched(
     rows: Iterator[Row], source: Input, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Row]:
-    """Yield ``rows``, and check every few seconds that their ``source`` has not changed since the run began.
+    """Yield ``rows``, and check every few seconds whether their ``source`` has changed since the run began.
 
-    The check is thorough when the rows end or can't be read any further.
+    At the end, or if the rows can't be read any further, the check is thorough.
 
     Raises:
-        ChangedInputError: The source has changed; rows of both states may have been read.
+        ChangedInputError: The source has changed. Rows from before and after the change may have been read.
     """
     next_look = now() + LOOK_S
     try:
@@ -168,7 +171,8 @@ def watched(
 
 
 def check_unchanged(changes: Mapping[str, str], because: InputError | None = None) -> None:
-    """Raise ChangedInputError if there are ``changes``, by path. ``because``: a reading error that they may explain."""
+    """Raise ChangedInputError if there are ``changes`` (by path). ``because``: a reading error that they may
+    explain."""
     if not changes:
         return
     path, how = next(iter(changes.items()))
@@ -184,9 +188,9 @@ def check_unchanged(changes: Mapping[str, str], because: InputError | None = Non
 
 
 def distrusted(files: list[FileFingerprint], changed: Collection[str]) -> list[FileFingerprint]:
-    """Return ``files`` with fingerprints that never match for those that ``changed`` during the run.
+    """Return ``files`` with new fingerprints for those that ``changed`` during the run. The new ones never match.
 
-    The next start then treats them as changed, even if they were changed back, and compares their rows.
+    The next start then compares the rows of these files, even if the files were changed back.
     """
     paths = {*changed} & {file.path for file in files} or {file.path for file in files}
     return [
@@ -241,9 +245,9 @@ class Total:
 
 
 def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint]) -> list[str]:
-    """Return one line for each file whose content differs.
+    """Return one line for each file whose content differs between two lists of fingerprints.
 
-    Moving or touching a file changes nothing, unless its new name selects another format.
+    Moving or touching a file is no change, unless its new name selects another format.
     """
     if len(then) == len(now) and all(map(_same, then, now)):
         return []
@@ -280,7 +284,7 @@ def _columns_changed(then: Sequence[str], now: Sequence[str]) -> str:
 
 
 def _lines_added(then: FileFingerprint, now: FileFingerprint) -> int:
-    """Return the number of lines appended to a local text file, 0 if it differs otherwise."""
+    """Return the number of lines appended to a local text file; 0 if it differs in another way."""
     path = Path(now.path)
     if path.suffix not in (".jsonl", ".csv", ".tsv", ".txt") or now.size <= then.size:
         return 0

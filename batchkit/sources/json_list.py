@@ -50,7 +50,7 @@ def _parsed(path: str, content: bytes) -> Any:
 
 
 def _list(path: str, value: Any, records: str | None) -> list[Any]:
-    """Return the list of rows in ``value``, the whole file's JSON: itself, or the list at the key ``records``."""
+    """Return the list of rows in ``value``, the parsed file: ``value`` itself, or the list at its key ``records``."""
     if records is None:
         if isinstance(value, list):
             return value
@@ -81,7 +81,7 @@ def _list(path: str, value: Any, records: str | None) -> list[Any]:
 
 
 def _is_lines(content: bytes) -> bool:
-    """Return whether the file is JSON Lines: the first line is an object by itself, and more lines follow."""
+    """Return whether the file is JSON Lines. Its first line is then a whole object, and more lines follow."""
     first, _, rest = content.partition(b"\n")
     try:
         return isinstance(msgspec.json.decode(first), dict) and bool(rest.strip())

@@ -29,9 +29,9 @@ _decode = msgspec.json.Decoder().decode
 
 
 def reader(parse: Callable[[bytes, str, int], Found]) -> Reader:
-    """Return a reader that yields the result of ``parse`` for each non-blank line.
+    """Return a reader for files with one row per line. It yields the result of ``parse`` for each non-blank line.
 
-    ``parse`` gets the line, its file, and its number from 1.
+    ``parse``: gets the line, the file's path, and the line's number from 1.
     """
 
     def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
@@ -46,7 +46,7 @@ def reader(parse: Callable[[bytes, str, int], Found]) -> Reader:
 
 
 def parse_object(line: bytes, path: str, number: int) -> dict[str, Any] | RequestError:
-    """Return the JSON object in ``line``, or the error of its row.
+    """Return the JSON object in ``line``. If there is none, return the error with which the row fails.
 
     Raises:
         InputError: the first line shows that the whole file has another format.
@@ -88,7 +88,7 @@ def _not_text(line: bytes, bad: UnicodeDecodeError) -> str:
 
 
 def is_batch(path: str) -> bool:
-    """Return whether the file has OpenAI batch requests, by its first valid line.
+    """Return whether the file's first valid line is an OpenAI batch request.
 
     Raises:
         InputError: as ``open_input``.
@@ -118,7 +118,7 @@ def _batch_request(line: bytes, path: str, number: int) -> Found:
 
 
 def _prompt(line: bytes, path: str, number: int) -> Found:
-    """Return the line as the field ``prompt``, without its line end; other white space is kept."""
+    """Return the line as the field ``prompt``. Only its line end is removed."""
     try:
         return {"prompt": line.removesuffix(b"\n").removesuffix(b"\r").decode()}
     except UnicodeDecodeError as bad:

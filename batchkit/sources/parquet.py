@@ -1,4 +1,4 @@
-"""Parquet files, read one small batch at a time; bytes stay bytes."""
+"""Parquet files, read one small batch at a time. Values of type bytes are not decoded to text."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def _row(row: Any, place: str) -> Found:
 
 
 def _open(path: str, file: object) -> Any:
-    """Return the Parquet file, buffered, so that a column chunk is read page by page as a stream.
+    """Return the Parquet file. It is buffered, so that a column chunk is read page by page.
 
-    INT96, in which Spark writes times, is read in microseconds: in nanoseconds, Arrow's default, times before 1677 or
+    INT96, in which Spark writes times, is read in microseconds. In nanoseconds, Arrow's default, times before 1677 or
     after 2262 would change.
     """
     try:

@@ -25,9 +25,11 @@ _NO_ROWS = bytes | bytearray | memoryview | io.IOBase
 
 
 class Values(NamedTuple):
-    """Rows given from Python. ``read`` yields them from the first one on; only once if ``size`` is None.
+    """Rows given from Python. ``read`` yields them from the first one on; if ``size`` is None, it can be called only
+    once.
 
-    ``labels``: the index of a DataFrame or Series of pandas. ``id``: the field that names the rows, or None.
+    - ``labels``: the index of a DataFrame or Series of pandas.
+    - ``id``: the field that identifies the rows, or None.
     """
 
     read: Callable[[], Iterator[Any]]
@@ -37,13 +39,13 @@ class Values(NamedTuple):
 
 
 def python_rows(rows: Any, key: str | None) -> Values:
-    """Return ``rows`` as ``Row``s. A single str or dict is one row.
+    """Return ``rows`` as ``Row`` objects. A single str or dict is one row.
 
-    The ids are the values of the field ``key``, or of ``id`` if ``key`` is None and the first row has an ``id``. Dicts
-    and lists are copied, so the caller may change the originals. A value that is not a row becomes a row with an error.
+    The ids are the values of the field ``key``; if ``key`` is None, those of ``id`` if the first row has it. Dicts and
+    lists are copied, so the caller may change the originals. A value that is not a row becomes a row with an error.
 
-    Tables are DataFrames of pandas, datasets of ``datasets``, and all objects that give an Arrow stream, as those of
-    polars and pyarrow do. They are recognized by their methods, since none of these packages need be installed.
+    Tables are DataFrames of pandas, datasets of ``datasets``, and all objects that give an Arrow stream, such as those
+    of polars and pyarrow. They are recognized by their methods, since none of these packages need be installed.
 
     Raises:
         JobError: no value of ``rows`` can be a row; for an iterator, its first value decides.
@@ -112,7 +114,7 @@ def _values(rows: Any) -> Values:
 
 
 def _of_stream(rows: Any) -> Values:
-    """Return the rows of an Arrow stream, read once as they arrive; whole if the object can give several streams."""
+    """Return the rows of an Arrow stream. They can be read only once, unless the object can give several streams."""
     import pyarrow as pa
 
     try:
@@ -143,7 +145,7 @@ def _of_pandas(frame: Any) -> Iterator[Any]:
 
 
 def _each(rows: Any) -> Iterator[Any]:
-    """Yield the rows of a dataset. A row that can't be created, for example with a broken image, becomes an error."""
+    """Yield the rows of a dataset. If a row can't be created, for example with a broken image, yield its error."""
     values = iter(rows) if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows)))
     for n in range(n_rows := len(rows)):
         try:
@@ -170,9 +172,9 @@ def _row(index: int, value: Any, key: str | None) -> Row:
 
 
 def _copied(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """Return a copy of the dicts and lists in ``value``, which a generator may change for its next row.
+    """Return ``value`` with copies of the dicts and lists in it, because a generator may reuse them for its next row.
 
-    One-dimensional arrays, which pandas makes of lists in a Parquet file, become lists.
+    One-dimensional arrays become lists: pandas makes arrays of lists in a Parquet file.
 
     Raises:
         _TooDeepError: they are nested more than ``levels`` deep.
@@ -225,9 +227,8 @@ def _listed(column: Any) -> list[Any]:
 
 
 def _are_columns(rows: Mapping[Any, Any]) -> bool:
-    """Return whether ``rows`` is a table by column, like ``dataset[:10]`` and ``frame.to_dict("list")``, or several
-    datasets.
-    """
+    """Return whether the dict ``rows`` is not one row but a table by column, such as ``dataset[:10]``, or several
+    datasets."""
     if any(hasattr(it, "column_names") for it in rows.values()):
         return True
     are_lists = all(

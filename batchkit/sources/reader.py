@@ -1,4 +1,4 @@
-"""The parts that all formats share: the signature of a reader, checks, and texts of errors."""
+"""The parts that all formats share: a reader's signature, checks, and texts of errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; flatten it"
 
 
 class Broken(NamedTuple):
-    """A row that can't be read. ``fields`` has what is known without reading it, for example the name of its file."""
+    """A row that can't be read. ``fields``: its known fields, for example the name of its file."""
 
     fields: dict[str, Any]
     error: RowError
@@ -39,8 +39,8 @@ class Reader(Protocol):
     def __call__(self, path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
         """Yield one value for every row of ``path``, in order, and keep none of them longer than needed.
 
-        ``index`` is the number of the file's first row in the whole input. ``skip`` is called with such a number; for a
-        row to skip, None is yielded.
+        - ``index``: the number of the file's first row in the whole input.
+        - ``skip``: called with a row's number. If it returns True, None is yielded for this row.
 
         Raises:
             InputError: the rest of the file can't be divided into rows.
@@ -51,8 +51,10 @@ class Reader(Protocol):
 class Format:
     """A format of input files.
 
-    ``id``: default field for the row's id. ``is_table``: all rows of a file have the same fields. ``find`` is set if
-    ``input.path`` does not name the files themselves: it returns them, and a text about files that were left out.
+    - ``id``: default field for the row's id.
+    - ``is_table``: True if all rows of a file have the same fields.
+    - ``find``: set if ``input.path`` does not name the files directly. It returns the files, and a text about unused
+      files.
     """
 
     read: Reader
@@ -88,7 +90,8 @@ def is_too_deep(value: Any) -> bool:
 
 
 def fault(path: str, lines: int | str, problem: str) -> RequestError:
-    """Return the error of a row that can't be read; ``lines`` are numbers from 1, as in an editor."""
+    """Return the error with which a row that can't be read fails. ``lines``: its line numbers from 1, as in an
+    editor."""
     word = "line" if isinstance(lines, int) else "lines"
     return RequestError(f"{path} {word} {lines}: {problem}")
 
@@ -105,7 +108,7 @@ def shown(value: object, width: int = 60) -> str:
 
 
 def one_of(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion for ``name``: the nearest of ``known``, or all of them."""
+    """Return a suggestion for the unknown ``name``: the most similar of ``known``, or a list of all of them."""
     names = [str(key) for key in known]
     if (near := nearest(name, names)) is not None:
         return f"did you mean {near!r}?"
@@ -123,10 +126,12 @@ def row_of(
     *,
     others_have_ids: bool = False,
 ) -> Row:
-    """Return the Row for a value ``found`` by a reader. Its id is the field ``key``, or its index if ``key`` is None.
+    """Return the Row for a value that a reader ``found``. Its id is the field ``key``; if ``key`` is None, its index.
 
-    A row that can't be read, or lacks its id, has ``error`` set and a fallback id that no other row has. A row without
-    ``key`` also gets a fallback id if rows of other files have ids, since one of these may be equal to its index.
+    A row that can't be read, or lacks its id, has ``error`` set and a fallback id that no other row has.
+
+    ``others_have_ids``: True if rows of other files have ids. A row without ``key`` then also gets a fallback id, since
+    an id may be equal to its index.
     """
     if isinstance(found, RequestError):
         found = Broken({}, found)

@@ -21,9 +21,9 @@ _LOCKS = [threading.Lock() for _ in range(64)]
 
 
 def input_hash(fields: Mapping[str, Any]) -> str:
-    """Return 16 hex digits that are equal for rows with equal fields, whatever the order of the fields.
+    """Return 16 hex digits that are equal for rows with equal fields. The order of the fields does not matter.
 
-    Inside a field the order of keys matters, because a prompt may show it.
+    Within a field, the order of keys matters, because a prompt may show it.
     """
     in_order = dict(sorted(fields.items(), key=lambda field: str(field[0])))
     try:
@@ -35,7 +35,7 @@ def input_hash(fields: Mapping[str, Any]) -> str:
 
 
 def _content(value: Any) -> Any:
-    """Return the full content of a value that has no JSON type, since its ``repr`` may be an address or be cut."""
+    """Return the full content of a value that has no JSON type. Its ``repr`` might be an address or be cut."""
     kind = type(value).__name__
     if isinstance(value, Mapping):
         return dict(value)
@@ -80,10 +80,9 @@ def is_picture(value: Any) -> bool:
 
 
 def loaded(picture: Any) -> int | None:
-    """Decode the PIL image ``picture`` and return its ``orientation_of``. Threads that share an image wait for each
-    other.
+    """Decode the PIL image ``picture`` and return its EXIF orientation (``orientation_of``).
 
-    Raises Pillow's exceptions for a broken file.
+    Threads that share an image wait for each other. Raises Pillow's exceptions for a broken file.
     """
     with _LOCKS[id(picture) // 16 % len(_LOCKS)]:
         picture.load()
@@ -100,7 +99,7 @@ def orientation_of(picture: Any) -> int | None:
 
 
 def _look_of(picture: Any) -> list[Any]:
-    """Return the attributes that, besides its bytes, decide how a picture looks."""
+    """Return the attributes that decide how a picture looks, in addition to its bytes."""
     orientation, mode = loaded(picture), picture.mode
     palette = bytes(picture.getpalette("RGBA") or ()) if mode in ("P", "PA") else b""
     return [mode, palette, repr(picture.info.get("transparency")), orientation]

@@ -15,13 +15,13 @@ from batchkit.storage.index_set import IndexSet
 
 
 def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: Totals) -> Input:
-    """Return ``source`` limited to ``size`` random rows, each with all values of ``input.cross``.
+    """Return ``source`` limited to a random sample of ``size`` rows, each with all values of ``input.cross``.
 
-    The same ``seed`` gives the same rows; a larger sample contains a smaller one. ``settled`` rows, which have records,
-    are counted in addition.
+    The same ``seed`` gives the same rows, and a larger sample contains a smaller one. ``settled``: rows that have
+    records; they count in the size of the source, even outside the sample.
 
     Raises:
-        InputError: As ``read_rows``.
+        InputError: as ``read_rows``.
     """
     indexes = indexes_of(source, table)
     chosen = IndexSet(drawn(indexes, table, size, seed=seed))
@@ -29,7 +29,8 @@ def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: 
 
 
 def only(source: Input, chosen: IndexSet, *, of: int, settled: Totals) -> Input:
-    """Return ``source`` limited to the ``chosen`` rows, out of ``of``; ``settled`` as for ``sampled``."""
+    """Return ``source`` limited to the ``chosen`` rows. ``of``: number of rows before. ``settled``: as for
+    ``sampled``."""
     in_all = len(chosen | settled.completed | settled.failed_rows)
     return source._replace(
         read=lambda skip: source.read(lambda index: index not in chosen or skip(index)),

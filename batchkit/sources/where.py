@@ -17,11 +17,13 @@ def is_blank(value: Any) -> bool:
 def compile_where(
     where: Mapping[str, Any], filled: Set[str] = frozenset()
 ) -> Callable[[Mapping[str, Any]], bool]:
-    """Return a function ``keeps(fields)`` that is true for rows that match the filter.
+    """Return a function that takes a row's fields and returns whether the row matches the filter.
 
-    Every field in ``where`` must exist and equal its value, or one in its list; no field in ``filled`` may be blank. A
-    value also matches its text, because CSV has no numbers: ``year = 2020`` must find "2020". Midnight matches its day,
-    because Excel stores dates as midnight.
+    Every field in ``where`` must exist and equal its value, or one of the values in its list. A value also matches its
+    text, because CSV has no numbers: ``year = 2020`` must find "2020". Midnight matches its day, because Excel stores
+    dates as midnight.
+
+    ``filled``: fields that must not be blank.
     """
     allowed = {
         key: (values, {text for value in values for text in _texts(value)})
@@ -42,7 +44,8 @@ def compile_where(
 
 
 def check_fields(where: Mapping[str, Any], fields: Mapping[str, Any], path: str) -> None:
-    """Raise InputError if ``fields``, of the first readable row, lack one in ``where``, which may be a typo."""
+    """Raise InputError if the first readable row lacks a field of ``where``, which may be misspelled. ``fields``: of
+    that row."""
     for key in where:
         if key not in fields:
             raise InputError(

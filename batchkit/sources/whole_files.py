@@ -1,4 +1,4 @@
-"""Images and clips, each of which is a row, and PDFs, each of whose pages is a row.
+"""Files that are rows: each image or clip is a row, and so is each page of a PDF.
 
 PDFs are opened in a separate process (``isolation.pdf_child``).
 """
@@ -23,7 +23,7 @@ _MEMORY_BYTES = 2**31
 
 
 def _read_file(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """Yield the row of an image or clip (see ``Reader``); the file is not opened."""
+    """Yield the row of an image or clip (see ``Reader``) without opening the file."""
     yield None if skip(index) else _fields(path, table)
 
 
@@ -55,8 +55,9 @@ def _read_pdf(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[
 
 
 def _n_pages(place: str, path: str) -> int:
-    """Return the number of pages. An error that is not the file's must stop the run: later rows would get other
-    indexes.
+    """Return the number of pages.
+
+    If an error is not the file's own, it must stop the run, because all later rows would get other indexes.
 
     Raises:
         MediaError: the file is broken.
@@ -81,7 +82,7 @@ def _page(file: dict[str, Any], place: str, page: int, n_pages: int) -> Found:
 
 @contextmanager
 def _opened(path: str) -> Iterator[str]:
-    """Yield the path at which the PDF's process can open the file; a remote or compressed file is copied."""
+    """Yield a path at which the PDF's process can open the file. A remote or compressed file is copied for this."""
     if (missing := PDF_READER.missing) is not None:
         raise InputError(f"{path}: {missing}")
     with open_input(path, text=False, may_be_empty=True) as file, TemporaryFile() as copy:

@@ -61,7 +61,8 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def _is_computed(path: str, file: IO[bytes]) -> bool:
-    """Return whether the saved values of formulas are current; some programs leave the calculation to Excel."""
+    """Return whether the saved values of formulas are current. Some programs let Excel compute them when it opens the
+    file."""
     try:
         with ZipFile(file) as archive:
             return _TO_COMPUTE.search(archive.read("xl/workbook.xml")) is None
@@ -107,7 +108,8 @@ def _sheet(path: str, workbook: Any, name: str | None) -> Any:
 
 
 def _values(saved: Any, written: Any, *, is_computed: bool) -> Iterator[Sequence[Any]]:
-    """Yield rows of values from the ``saved`` sheet; the same sheet as ``written`` shows which cells are formulas."""
+    """Yield rows of values from the sheet ``saved``. ``written``: the same sheet with formulas instead of saved
+    values."""
     for cells, formulas in zip(saved.iter_rows(), written.iter_rows(), strict=True):
         yield [
             _plain(cell.value)
@@ -118,12 +120,12 @@ def _values(saved: Any, written: Any, *, is_computed: bool) -> Iterator[Sequence
 
 
 def _has_value(cell: Any) -> bool:
-    """Return whether a formula has a saved value. Without one, the cell has a number's type."""
+    """Return whether the cell of a formula has a saved value. A cell without one has the type of a number."""
     return cell.value is not None or cell.data_type != "n"
 
 
 def _plain(value: Any) -> Any:
-    """Return text without escapes, and whole floats as int: Google Sheets writes 1.0 where Excel writes 1."""
+    """Return a cell's value with escapes in text resolved, and whole floats as int: Google Sheets writes 1.0 for 1."""
     if isinstance(value, str) and "_x00" in value:
         return _ESCAPED.sub(lambda escape: chr(int(escape[1], 16)), value)
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:

@@ -80,9 +80,9 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
 
 
 def load_media(kind: str, source: Source, media: MediaTable) -> Media:
-    """Return the decoded image, sound or video of ``source``; ``kind`` is "image", "audio" or "video".
+    """Return the decoded image, sound or video that ``source`` names. ``kind``: "image", "audio" or "video".
 
-    ``load_image`` describes sources and exceptions. For a clip, a PDF page or a PIL image is not allowed.
+    Sources and exceptions are those of ``load_image``. For sound and video, a PDF page or a PIL image is not allowed.
     """
     try:
         return _image(source, media) if kind == "image" else _clip(kind, source, media)
@@ -136,7 +136,8 @@ def load_clip_bytes(source: Source, media: MediaTable) -> bytes:
 
 
 def load_for_server(kind: str, source: Source, media: MediaTable) -> Media:
-    """Return media in the form that a server takes: a video as its undecoded file, other media like ``load_media``.
+    """Return media in the form in which a server gets them: a video as its file, other media decoded as by
+    ``load_media``.
 
     A video whose format ``media_type`` does not know is sent as "video/mp4".
     """
@@ -147,13 +148,14 @@ def load_for_server(kind: str, source: Source, media: MediaTable) -> Media:
 
 
 def media_type(kind: str, data: bytes) -> str | None:
-    """Return the MIME type of a clip, found by its first bytes; None for a format that browsers don't play."""
+    """Return the MIME type of sound or video by its first bytes; None for a format that browsers don't play."""
     names = (name for mark, name in _TYPES.items() if mark.match(data[:64]))
     return next((name.format(kind=kind) for name in names), None)
 
 
 def load_still(source: Source, side: int, media: MediaTable) -> Image.Image:
-    """Return a frame near the middle of a video, no side longer than ``side`` pixels. Raises as ``load_media``."""
+    """Return a frame near the middle of a video, scaled so that no side is longer than ``side`` pixels. Raises
+    MediaError as for ``load_media``."""
     return decode_still(load_clip_bytes(source, media), shown(source, "video"), side, media)
 
 
@@ -217,9 +219,9 @@ def _read(source: str, name: str, media: MediaTable) -> bytes:
 
 
 class SharedMedia:
-    """A thread-safe cache of images and clips by name, so that rows with the same image share one copy.
+    """A thread-safe cache of images, sound and video by name, so that rows with the same image share one copy.
 
-    Its references are weak: an entry goes with the last request that uses it, so the cache needs no limit.
+    It needs no size limit: it holds weak references, so an entry disappears with the last request that uses it.
     """
 
     def __init__(self) -> None:
@@ -228,10 +230,10 @@ class SharedMedia:
         self._loading: WeakValueDictionary[Hashable, threading.Lock] = WeakValueDictionary()
 
     def get(self, name: Hashable, load: Callable[[], _Shared]) -> _Shared:
-        """Return the media called ``name``; call ``load`` if no request holds it.
+        """Return the media called ``name`` from the cache. If no request holds it, call ``load``.
 
-        If several threads ask for the same name, one of them loads it. Callers must not modify the result. Raises what
-        ``load`` raises.
+        If several threads ask for the same name, only one of them loads it. Callers must not modify the result. An
+        exception of ``load`` is raised to the caller.
         """
         with self._guard:
             loading = self._loading.setdefault(name, threading.Lock())

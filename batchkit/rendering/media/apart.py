@@ -27,12 +27,13 @@ _SPARE_BYTES = 2**30  # memory for a reader's library and its buffers
 
 
 def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> Image.Image:
-    """Return page ``page`` (from 1; None: the only page) of the PDF ``data``, at ``media.pdf_dpi`` and within its
-    limits.
+    """Return one page of the PDF ``data`` as an image, at ``media.pdf_dpi`` and within the limits of ``media``.
+
+    ``page``: its number from 1; None for the only page.
 
     Raises:
-        MediaError: the PDF is broken or needs a password; it has no such page, or several and ``page`` is None; or the
-            page's pictures need more than ``media.max_decode_bytes``.
+        MediaError: the PDF is broken or needs a password; it lacks the page, or has several and ``page`` is None; or
+            the page's pictures need more than ``media.max_decode_bytes``.
     """
     with _asking(PDF_READER, data, name, media) as asked:
         if page is None and (n_pages := asked("pages")) > 1:
@@ -108,8 +109,9 @@ def decode_still(data: bytes, name: str, side: int, media: MediaTable) -> Image.
 def _asking(
     reader: FileReader, data: bytes, name: str, media: MediaTable
 ) -> Iterator[Callable[..., Any]]:
-    """Yield a function that asks the process ``reader`` about the file ``data``; ``name`` is the file's name in
-    messages.
+    """Yield a function that asks the process ``reader`` about the file with the content ``data``.
+
+    ``name``: the file's name for messages.
 
     Raises:
         MediaError: the file is broken, or a package that is needed to read it is not installed.
@@ -126,7 +128,7 @@ def _asking(
 
 
 def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
-    """Return evenly spaced frame indexes from first to last, chosen like vLLM's own loader."""
+    """Return the indexes of evenly spaced frames, from the first to the last frame, chosen as by vLLM's own loader."""
     import numpy as np
 
     wanted = media.video_frames
@@ -136,7 +138,8 @@ def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
 
 
 def _need_bytes(full: Size, size: Size, n_frames: int, name: str, media: MediaTable) -> int:
-    """Return the memory to decode frames: all twice at ``size``, one at ``full``. Raises MediaError above the limit."""
+    """Return the memory that decoding needs: ``n_frames`` twice at ``size``, and one frame at ``full`` size. Raises
+    MediaError if it is more than ``media.max_decode_bytes``."""
     need_bytes = 2 * 3 * n_frames * size.width * size.height + 4 * full.width * full.height
     if need_bytes > media.max_decode_bytes:
         raise MediaError(

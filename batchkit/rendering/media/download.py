@@ -1,9 +1,8 @@
 """Downloads of images from http(s) URLs, only from hosts that the job names.
 
-An entry of ``media.allow_urls`` is a host for ports 80 and 443, or ``host:port``. A name must
-resolve to public addresses only, so that neither a listed name nor a redirect leads into the
-network that batchkit runs in. A literal address (``10.0.0.5``, ``127.0.0.1:8123``, ``[::1]:80``)
-is the user's explicit choice and is allowed without this check.
+An entry of ``media.allow_urls`` is a host for ports 80 and 443, or ``host:port``. A host name must resolve to public
+addresses only. So neither a listed name nor a redirect leads into the local network. A literal address (``10.0.0.5``,
+``127.0.0.1:8123``, ``[::1]:80``) is the user's explicit choice, and is allowed without this check.
 """
 
 from __future__ import annotations
@@ -35,18 +34,19 @@ _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 
 class _Hop(NamedTuple):
-    """An allowed URL, with the checked addresses of its host."""
+    """One URL in a chain of redirects, which is allowed, with the checked addresses of its host."""
 
     url: httpx.URL
     addresses: list[str]
 
 
 def fetch(url: str, name: str, media: MediaTable, *, timeout_s: float = TIMEOUT_S) -> bytes:
-    """Return the body at ``url``; follows at most ``MAX_REDIRECTS`` redirects and checks every hop.
+    """Return the body at ``url``. At most ``MAX_REDIRECTS`` redirects are followed, and each one is checked.
 
-    Connects only to the addresses that were checked: the name is resolved once per hop, so it
-    can't change in between. Uses no proxy. ``timeout_s`` covers everything except name resolution,
-    which has its own limits.
+    The host's name is resolved once per redirect. Connections go only to the addresses that were checked then, without
+    a proxy, so a name can't change in between.
+
+    ``timeout_s``: limit for everything except name resolution, which has its own limits.
 
     Raises:
         MediaError: refused, unreachable, too slow, over ``media.max_bytes``, or not status 200.
@@ -88,7 +88,8 @@ def _tls() -> ssl.SSLContext:
 
 
 def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
-    """Return ``url`` with its host's addresses. Raises MediaError if ``media.allow_urls`` or an address forbids it."""
+    """Return ``url`` with the addresses of its host. Raises MediaError if ``media.allow_urls`` does not allow it, or an
+    address is not public."""
     at = name if shown(url) == name else f"{name}: redirected to {shown(url)}"
     try:
         parsed = httpx.URL(url)
@@ -117,7 +118,8 @@ def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
 
 
 def _public_addresses(host: str, port: int, at: str) -> list[str]:
-    """Return the addresses of ``host`` (itself, or those of its name). Raises MediaError if one is not public."""
+    """Return the addresses of ``host``, which is a name or an address. Raises MediaError if an address is not
+    public."""
     try:
         return [str(ipaddress.ip_address(host))]
     except ValueError:
@@ -170,7 +172,7 @@ async def _get(client: httpx.AsyncClient, hop: _Hop, name: str, media: MediaTabl
 
 
 async def _connect(client: httpx.AsyncClient, hop: _Hop) -> httpx.Response:
-    """Try the checked addresses in order; return the first response, whose body is not read yet."""
+    """Try the host's checked addresses in order. Return the first response; its body is not read yet."""
     problem = httpx.ConnectError("its name has no address")
     for address in hop.addresses:
         request = client.build_request(

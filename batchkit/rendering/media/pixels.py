@@ -75,7 +75,7 @@ LARGEST_ASPECT = 200
 
 
 def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
-    """Return the image in ``data`` as described at ``load_image``; ``name`` is for messages.
+    """Return the image in the file ``data``, converted as ``load_image`` describes. ``name``: for messages.
 
     Raises:
         MediaError: not a readable image, or too large to decode.
@@ -105,7 +105,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
 
 
 def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
-    """Return ``image``, which is in memory already, as a new RGB image as described at ``load_image``.
+    """Return a copy of an ``image`` in memory, converted as ``load_image`` describes. ``name``: for messages.
 
     Raises:
         MediaError: it has no pixels, or can't be converted to RGB.
@@ -120,7 +120,8 @@ def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
 
 
 def target_of(full: Size, name: str, media: MediaTable) -> Size:
-    """Return the image's size for the model. Raises MediaError if no model accepts the aspect ratio of ``full``."""
+    """Return the size in which the model gets an image of size ``full``. Raises MediaError if no model accepts the
+    aspect ratio."""
     limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
     if media.factor is None:
         return target_size(*full, **limits)
@@ -160,7 +161,7 @@ def _open(data: bytes, name: str) -> ImageFile:
 
 
 def _has_pages(data: bytes) -> bool:
-    """Return whether the second image in a TIFF is a page, not a smaller copy or a mask of the first."""
+    """Return whether a TIFF has several pages. Its second image may also be a smaller copy or a mask of the first."""
     second = TiffImageFile(io.BytesIO(data))
     try:
         second.seek(1)
@@ -170,7 +171,7 @@ def _has_pages(data: bytes) -> bool:
 
 
 def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
-    """Return the peak memory, in bytes, to decode ``image`` and average it down, without the result."""
+    """Return the peak memory, in bytes, to decode ``image`` and average it down. The result is not included."""
     drafted = Size(*image.size)
     decoded = _stored_bytes(image.mode, drafted) * _COPIES.get(image.format or "", 1)
     if isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > 1:
@@ -215,7 +216,8 @@ def _scaled(
 
 
 def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
-    """Return ``image`` as L (gray) or RGB, without transparency, averaged down by ``factor``; maybe itself."""
+    """Return ``image`` as L (gray) or RGB without transparency, averaged down by ``factor``. May return ``image``
+    itself."""
     if image.mode in ("L", "RGB") and not image.has_transparency_data:
         return image.reduce(factor) if factor != (1, 1) else image  # reduce(1) would copy
     if image.mode in ("I", "F"):
@@ -268,10 +270,11 @@ class Size(NamedTuple):
 def target_size(width: int, height: int, *, min_pixels: int, max_pixels: int) -> Size:
     """Return a size with the aspect ratio of ``width`` × ``height`` whose number of pixels is within the limits.
 
-    A size within the limits is kept. Otherwise both sides are scaled by √(limit / (width · height)), rounded down when
-    shrinking and up when growing; in integers, so without float errors. ``max_pixels`` always holds: if it conflicts
-    with the aspect ratio (a side would fall below one pixel) or with ``min_pixels``, the longer side is cut. Both sides
-    must be at least 1.
+    A size within the limits is returned unchanged. Otherwise both sides are scaled by √(limit / (width · height)),
+    rounded down when shrinking and up when growing. Integers avoid float errors. Both sides must be at least 1.
+
+    ``max_pixels`` always holds. If it conflicts with the aspect ratio (a side would fall below one pixel) or with
+    ``min_pixels``, the longer side is cut.
     """
     pixels = width * height
     if pixels > max_pixels:
@@ -288,11 +291,12 @@ def target_size(width: int, height: int, *, min_pixels: int, max_pixels: int) ->
 
 
 def smart_size(width: int, height: int, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
-    """Return the size of ``smart_resize`` in transformers' Qwen-VL processors: both sides multiples of ``factor``.
+    """Return the size that transformers' Qwen-VL processors choose (``smart_resize``): both sides are multiples of
+    ``factor``.
 
-    Within the limits, sides are rounded to the nearest multiple; outside of them they are scaled by
-    √(limit / pixels), down to a multiple when shrinking and up when growing. The processor keeps such a
-    size, but refuses one whose longer side is more than ``LARGEST_ASPECT`` times the shorter.
+    Within the limits, sides are rounded to the nearest multiple. Outside of them, they are scaled by √(limit / pixels),
+    down to a multiple when shrinking and up when growing. The processor then does not resize the image. It refuses an
+    image whose longer side is more than ``LARGEST_ASPECT`` times the shorter one.
     """
     wide, high = (round(side / factor) * factor for side in (width, height))
     if wide * high > max_pixels:

@@ -1,4 +1,4 @@
-"""Detection of sound and silence in a recording, which is cut into chunks that are short enough for a model."""
+"""Detection of sound and silence in a recording, to cut it into chunks that are short enough for a model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class Span(NamedTuple):
 
 
 class SoundPart(NamedTuple):
-    """A chunk of a recording.
+    """A chunk of a recording, which is sent to the model as one request.
 
-    The model gets the sound in ``heard``, which overlaps the neighbors. Only its text for ``own`` is used; the own
-    spans of all chunks make up the recording. ``is_cut``: the chunk ends within speech, because there was no silence.
+    - ``heard``: the span that the model gets. It overlaps those of the neighboring chunks.
+    - ``own``: the part of it whose text is kept. The own spans of all chunks cover the recording once.
+    - ``is_cut``: the chunk ends within speech, because there was no silence.
     """
 
     own: Span
@@ -66,7 +67,7 @@ class Sound:
         return float(self._has_sound[_frame(start) : _frame(end)].sum() * FRAME_S)
 
     def without(self, covered: Iterable[tuple[float, float]], within: Span) -> list[Span]:
-        """Return the spans inside ``within`` that have sound and are in no span of ``covered``.
+        """Return the spans with sound inside ``within`` that are in no span of ``covered``.
 
         They show which sound a transcript lacks. Sound within 0.1 s of a covered span, and spans shorter than 0.14 s,
         are left out.
@@ -80,10 +81,11 @@ class Sound:
         return [span for span in found if span.seconds >= _SHORTEST_SOUND_S]
 
     def parts(self, most_s: float, overlap_s: float) -> list[SoundPart]:
-        """Return the chunks of the recording; what the model hears of each is at most ``most_s`` seconds long.
+        """Return the chunks of the recording. The sound that the model gets for each is at most ``most_s`` seconds
+        long.
 
-        A chunk ends in the middle of the longest silence of its second half or, without silence, at its quietest
-        moment. It overlaps its neighbors by ``overlap_s``, but never beyond a silence into the next speech.
+        A chunk ends in the middle of the longest silence of its second half; without a silence, at its quietest moment.
+        It overlaps each neighbor by ``overlap_s``, but not beyond the silence between them.
         """
         cuts, silences = [0.0], [Span(0.0, 0.0)]
         while self.seconds - max(0.0, cuts[-1] - overlap_s) > most_s:
@@ -110,7 +112,8 @@ class Sound:
         return Span(start, end)
 
     def _silence(self, earliest: float, latest: float) -> Span:
-        """Return the longest silence between the times ``earliest`` and ``latest``; of equal ones, the last.
+        """Return the longest silence between the times ``earliest`` and ``latest``; if several are equally long, the
+        last.
 
         Without a silence of at least 0.1 s, return an empty span at the quietest moment.
         """

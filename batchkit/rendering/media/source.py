@@ -30,20 +30,23 @@ _PAGE = re.compile(  # RFC 8118; a URL may have a query
 
 
 class PageOf(NamedTuple):
-    """The path or URL of a file, and a page number in it, or None."""
+    """The path or URL of a file, and the number of a page in it (None without a page)."""
 
     file: str
     page: int | None
 
 
 def page_of(source: str) -> PageOf:
-    """Return ``scans/a.pdf`` and 3 for ``scans/a.pdf#page=3``."""
+    """Split ``scans/a.pdf#page=3`` into the path ``scans/a.pdf`` and the page number 3."""
     match = _PAGE.fullmatch(source)
     return PageOf(source, None) if match is None else PageOf(match[1], int(match[2]))
 
 
 def is_for_fetch(source: str, media: MediaTable) -> bool:
-    """Return whether ``source`` is a URL to download. If the root is a folder, this is any URL except ``file://``."""
+    """Return whether ``source`` is a URL to download, not a file below ``media.root``.
+
+    If the root is a folder, this is any URL except ``file://``.
+    """
     scheme = _SCHEME.match(source)
     if scheme is None or scheme[0].lower() == "file://":
         return False
@@ -143,13 +146,13 @@ def shown(source: object, kind: str = "image") -> str:
 
 
 def line(text: str) -> str:
-    """Return ``text`` for a message, on one printable line, cut if it is long."""
+    """Return ``text`` for a message: on one line, printable, and cut if it is long."""
     found = text if text.isprintable() else repr(text)
     return found if len(found) <= 200 else f"{found[:120]}… ({len(found)} characters)"
 
 
 def check_named(source: str, name: str) -> None:
-    """Raise MediaError if ``source`` is an empty text: the template that should name a file gave nothing."""
+    """Raise MediaError if ``source`` is an empty text, because the template that should name a file gave nothing."""
     if not source:
         raise MediaError(
             f"{name}: the template in prompt.images, videos, audios or texts gave no text; check the row's field"
@@ -241,7 +244,7 @@ def _opened_filesystem(url: str, thread: int, process: int) -> tuple[Any, str]:
 
 
 def _below(source: str, name: str, root: str) -> str:
-    """Return the path of ``source`` relative to ``root``. Raises MediaError if it leads outside of ``root``."""
+    """Return the path of ``source`` relative to ``root``. Raises MediaError if the path leads outside of ``root``."""
     check_named(source, name)
     folder = root if root.endswith("/") else root + "/"
     if source.startswith(folder):

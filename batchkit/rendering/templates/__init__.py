@@ -1,8 +1,8 @@
 """The Jinja templates of a job, rendered with a row's fields.
 
-A plain template (``plain``) is rendered in the caller's thread. Any other template may run forever or use all memory,
-and Python can't stop it in a thread: it is rendered in a process that can be killed (``child``), within limits of time,
-memory and text.
+A template that can't hang (``plain``) is rendered in the caller's thread. Any other template may run forever or use all
+memory, and Python can't stop it in a thread. So it is rendered in a process that can be killed (``child``), within
+limits of time, memory and text.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _CANT_BE_COMPILED = (JinjaError, RecursionError, MemoryError, SyntaxError, Value
 
 
 class RowTemplate:
-    """A Jinja template with the text ``source``; ``key`` is its name in errors. Several threads may share it.
+    """A Jinja template. Several threads may share it.
 
-    ``keeps_type``: a template that is only ``{{ expression }}`` gives the value of the expression, for example bytes or
-    a list, instead of text.
+    - ``source``: the template's text. ``key``: its name in errors.
+    - ``keeps_type``: if the template is only ``{{ expression }}``, its value is that of the expression, for example
+      bytes or a list, instead of text.
 
     Raises:
         JobError: it is not a valid template.
@@ -140,14 +141,16 @@ class RowTemplate:
         return f"{self.key}: {self.source!r} is undefined"
 
     def _check(self) -> None:
-        """Raise Jinja's exception if the template has a mistake. Constants are not evaluated, since that may never end."""
+        """Raise Jinja's exception if the template has a mistake. Constants are not computed, since that may never
+        end."""
         if self._expression is None:
             reading().compile(self.source)
         else:
             reading().compile_expression(self._expression)
 
     def _compiled(self) -> Callable[[Mapping[str, Any]], Any]:
-        """Return a function that renders the template from one dict of names, since a column may be called "self"."""
+        """Return a function that renders the template. It takes a dict instead of keywords, since a column may be named
+        "self"."""
         environment = with_functions()
         if self._expression is not None:
             return environment.compile_expression(self._expression, undefined_to_none=False)

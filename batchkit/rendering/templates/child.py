@@ -1,6 +1,6 @@
 """The process that renders templates which may hang or need too much memory.
 
-It refuses a template that needs more memory or makes more text than any prompt has.
+It refuses a template that needs more memory, or makes more text, than a prompt can have.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A test for templates that can't hang, which are rendered in the run's own process.
+"""A test for templates that can't hang, so that the run's own process can render them.
 
-A list of allowed constructs decides; any other template is rendered in a process that can be
-killed. A filter may make its input up to 16 times longer, twice. A loop may read only its own
-item and contains no other loop, so sizes are not multiplied.
+Only listed constructs are allowed; any other template is rendered in a process that can be killed. A filter may make
+its input up to 16 times longer, and two such filters are allowed. A loop may use only its own item and contains no
+other loop, so that sizes are not multiplied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST_GROWTH = 2  # growing filters, one applied to the other
 
 
 def is_plain(tree: nodes.Template) -> bool:
-    """Return whether the template can't hang; ``tree`` must come from the sandbox's parser."""
+    """Return whether the template ``tree`` can't hang. The tree must come from the parser of ``sandbox.reading``."""
     return (
         all(map(_is_known, tree.find_all(nodes.Node)))
         and all(map(_is_simple, tree.find_all(nodes.For)))

@@ -1,4 +1,4 @@
-"""The templates of a job's prompt or pair, and the files that they name for every row (for example a sample image)."""
+"""The templates of a job's prompt or pair, and files that all rows use, for example a sample image."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
 
 
 def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
-    """Return the number that a template gives, maybe as text. Raises RequestError if its value is no number."""
+    """Return the number that a template gives; it may still be a text of digits. Raises RequestError if the template's
+    value is not a number."""
     found = template.value(names)
     if not isinstance(number := from_json(found), int | float):
         raise RequestError(f"{template.key}: found {shown(found)}, expected a number")
@@ -148,11 +149,11 @@ def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
 
 
 def constant_files(job: JobConfig) -> dict[str, str]:
-    """Return a hash of each prompt file that is the same for all rows, because its template reads no field of the row.
+    """Return a hash of each prompt file that is the same for all rows, because its template uses no field of the row.
 
     The hashes become part of the run's identity, so that a changed sample image is noticed. A hash is stored under the
-    template's key, followed by the file's number if there are several. Web addresses are left out, and so are files
-    that can't be read, with which each row fails later.
+    template's key, followed by the file's number if there are several. Left out are web addresses, and files that can't
+    be read: each row reports them later.
 
     Raises:
         JobError: a template is not valid.
@@ -176,7 +177,7 @@ def _hashes(key: str, template: RowTemplate, job: JobConfig) -> Iterator[tuple[s
 
 
 def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str]) -> set[str]:
-    """Return the row's fields that ``prompt`` and ``templates`` read."""
+    """Return the row's fields that ``prompt`` and ``templates`` use."""
     names = set[str]().union(*map(fields_read, templates))
     if prompt is not None:
         made = PromptTemplates(job.model_copy(update={"prompt": prompt}))

@@ -1,7 +1,7 @@
-"""Jinja's sandbox in two forms: for parsing and for rendering.
+"""Jinja's sandbox in two forms: one for parsing and one for rendering.
 
-Both refuse private attributes, and changes to a row's values: a template that appended to a list
-would change the row and its hash.
+Both refuse private attributes and changes to a row's values. A template that appended to a list would change the row
+and its hash.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _OPERATORS = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
 
 class _Method:
-    """A method of a row's value, as a template gets it. It can only be called: printing it would show an address."""
+    """A method of a row's value, as a template gets it. It can only be called; printed, it would show a memory
+    address."""
 
     def __init__(self, method: Any) -> None:
         self._method = method
@@ -34,7 +35,7 @@ class _Method:
     def _refuse(self, *args: Any) -> Any:
         """Raise TypeError for a template that uses the method without calling it.
 
-        It may mean a field of that name: for ``data.items``, Jinja takes the method of dict.
+        The template may mean a field of that name: for ``data.items``, Jinja returns the method of dict.
         """
         name = self._method.__name__
         raise TypeError(
@@ -54,18 +55,19 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _only_called(super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return ``obj[argument]``; for a dict only its keys, while Jinja would also return its methods."""
+        """Return ``obj[argument]``. For a dict, only its keys are looked up; Jinja would also return its methods."""
         if isinstance(obj, Mapping) and isinstance(argument, str) and argument not in obj:
             return self.undefined(obj=obj, name=argument)
         return _only_called(super().getitem(obj, argument))
 
     def handle_exception(self, source: str | None = None) -> NoReturn:
-        """Re-raise the error being handled. Jinja would write a new traceback, which batchkit never shows."""
+        """Raise the current error again. Jinja would make a new traceback, which batchkit never shows."""
         raise
 
 
 class _Reading(ImmutableSandboxedEnvironment):
-    """An environment that only parses. Jinja computes constants when it compiles, and ``9**9**9`` would never end."""
+    """An environment that only parses templates. Jinja computes constants when it compiles, and ``9**9**9`` never
+    ends."""
 
     intercepted_binops = _OPERATORS
 
@@ -81,7 +83,7 @@ def _never_called(context: Context, *args: Any, **kwargs: Any) -> Any:
 
 
 def _indented(value: Any, *args: Any, **kwargs: Any) -> str:
-    """Return the indented text. It replaces Jinja's own filter, which modifies a list passed to it."""
+    """Return the indented text. This filter replaces Jinja's own, which modifies a list that it gets."""
     return do_indent(value if isinstance(value, str) else str(value), *args, **kwargs)
 
 
@@ -90,10 +92,11 @@ def _only_called(value: Any) -> Any:
 
 
 def with_functions(names: Set[str] = frozenset()) -> ImmutableSandboxedEnvironment:
-    """Return an environment for rendering that has only Jinja's functions called ``names``, for example ``range``.
+    """Return an environment for rendering in which only Jinja's functions called ``names`` exist, for example
+    ``range``.
 
-    Without ``range`` among them, a row that lacks a field ``range`` gives an error instead of the function. Compiling
-    and rendering are certain to end only for templates that ``is_plain`` allows.
+    Without ``range`` in ``names``, a template that uses a missing field ``range`` gets an error instead of the
+    function. Only templates that ``is_plain`` allows are certain to end.
     """
     made = _Sandbox(undefined=StrictUndefined, keep_trailing_newline=True)
     made.globals = {name: made.globals[name] for name in names}
@@ -107,16 +110,15 @@ def reading() -> ImmutableSandboxedEnvironment:
 
 
 def fields_read(source: str) -> set[str]:
-    """Return the row's fields that a template reads; a Jinja function that is only called (``range(3)``) is no
-    field.
-    """
+    """Return the row's fields that a template uses. A Jinja function that is only called, as in ``range(3)``, is not a
+    field."""
     return find_undeclared_variables(reading().parse(source)) - functions_called(source)
 
 
 def functions_called(source: str) -> set[str]:
-    """Return the names of Jinja's functions, such as ``range``, that a template only calls.
+    """Return the names of Jinja's functions, such as ``range``, that a template calls.
 
-    A name that it also uses without a call is a field of the row, and is left out.
+    A name that is also used without a call is a field of the row, so it is left out.
     """
     tree = reading().parse(source)
     called = Counter(
@@ -133,7 +135,8 @@ def names_printed(source: str) -> Iterator[str]:
 
 
 def keys_read(source: str, table: str) -> Iterator[tuple[str | None, str | None]]:
-    """Yield (key, part) of each ``table.key.part``; None for a missing or computed one, as in ``table[name]``."""
+    """Yield (key, part) for each ``table.key.part`` in a template. A missing or computed one is None, as in
+    ``table[name]``."""
     tree = reading().parse(source)
     if table not in find_undeclared_variables(tree):
         return

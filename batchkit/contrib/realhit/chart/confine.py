@@ -1,8 +1,8 @@
-"""Permanent removal of this process's rights before it runs a chart's code, which a model wrote.
+"""Permanent removal of this process's rights, before it runs the code of a chart that a model wrote.
 
-There are three layers, in case one has a hole: Landlock (files), seccomp (system calls: no new
-process, no network, no access to other processes), and dropped capabilities, even for root. The process can
-still see that a path exists and read the clock.
+There are three layers, in case one has a hole: Landlock (files), seccomp (system calls: no new process, no network, no
+access to other processes), and dropped capabilities, even for root. The process can still see that a path exists, and
+read the clock.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _SCOPED = {6: 0b11}
 
 
 def what_is_missing() -> str | None:
-    """Return what this machine lacks for confining a process, or None. Changes nothing."""
+    """Return what this machine lacks to confine a process; None if it lacks nothing. Changes nothing."""
     if sys.platform != "linux":
         return f"the sandbox needs Linux (Landlock and seccomp), but this is {sys.platform}"
     return landlock_missing() or seccomp_missing()
 
 
 def confine(*, readable: Path, writable: Path) -> None:
-    """Restrict this process, which must have one thread: it may read only below ``readable`` and what Python needs,
-    and write files only in ``writable``.
+    """Restrict this process, which must have only one thread. It may then read files only below ``readable`` and those
+    that Python needs, and write files only in ``writable``.
 
     Raises:
         OSError: A layer could not be set up. Other layers stay active; do not run any code.
@@ -66,7 +66,8 @@ def confine(*, readable: Path, writable: Path) -> None:
 
 
 def _python() -> Iterator[Path]:
-    """Yield the folders of Python's modules and libraries, not their parents, which may be a home folder."""
+    """Yield the folders of Python's modules and libraries. Their parent folders are left out; one may be a home
+    folder."""
     paths = sysconfig.get_paths()
     yield from {Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     for entry in map(Path, sys.path):

@@ -1,7 +1,7 @@
 """A seccomp filter that allows only a list of system calls (man 2 seccomp).
 
-New calls of later kernels are refused, because they are not in the list. Refused calls fail with EPERM, so
-Python code gets a readable PermissionError.
+System calls of later kernels are not in the list, so they are refused. A refused call fails with EPERM, which Python
+shows as a readable PermissionError.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ class _Call(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """A condition on one 32-bit half of a system call's argument (``half`` 0: low, 1: high), masked with ``mask``.
+    """A condition on one 32-bit half of a system call's argument. BPF loads only 32 bits at a time.
 
-    It must equal ``value``, or differ from it if ``equal`` is False. BPF loads only 32 bits at a time.
+    - ``half``: 0 for the low half, 1 for the high half.
+    - ``mask``: applied to the half before it is compared.
+    - ``equal``: whether the masked half must equal ``value``, or must differ from it.
     """
 
     argument: int
@@ -176,10 +178,10 @@ def restrict_calls() -> None:
 
 
 def _program(machine: str, pid: int) -> Iterator[bytes]:
-    """Yield classic BPF instructions. A call that no rule allows is refused at the end.
+    """Yield the filter's classic BPF instructions. At the end, a call that no rule allows is refused.
 
-    32-bit calls kill the process, because their numbers would be read as 64-bit ones. x32 calls
-    have other numbers and match no rule.
+    32-bit calls kill the process, because their numbers would be taken for 64-bit ones. x32 calls have other numbers,
+    so no rule allows them.
     """
     yield _instruction(_LOAD, _AT_ARCHITECTURE)
     yield _instruction(_EQUAL, _AUDIT_ARCHITECTURE[machine], 1, 0)
@@ -226,9 +228,11 @@ def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
 def _rule(
     number: int | None, conditions: Iterable[_Condition], action: int = _ALLOW
 ) -> Iterator[bytes]:
-    """Yield instructions that take ``action`` for a call that meets all ``conditions``; later rules decide other calls.
+    """Yield instructions that take ``action`` for a call that meets all ``conditions``. Later rules decide about other
+    calls.
 
-    The accumulator holds the call's number at the start of each rule.
+    At the start of each rule, the accumulator holds the number of the current call. ``number``: the number that the
+    rule is about; None, for a call that this machine lacks, yields nothing.
     """
     if number is None:
         return
