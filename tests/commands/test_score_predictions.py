@@ -104,6 +104,20 @@ def test_a_run_s_own_openai_files_score_as_the_run_did(tmp_path: Path) -> None:
     assert (found.to_json()["total"], found.to_json()["failed"], missing) == (1, 1, 4)
 
 
+@pytest.mark.parametrize("format_name", ["csv", "parquet"])
+def test_a_reference_column_in_an_export_of_ours_is_not_the_prediction(
+    tmp_path: Path, format_name: str
+) -> None:
+    rows = [{"id": "q1", "say": "1 + 1?", "answer": "right"}]
+    base = {"output": {"keep": ["answer"]}}
+    folder = run(job(tmp_path, rows, scoring={}, **base))
+    export(folder, format_name)
+    scoring = {"extract": "text", "scorers": ["em"], "reference": "answer"}
+    made = job(tmp_path, rows, scoring=scoring, **base)
+    found, _ = score_predictions(made, folder / f"results.{format_name}", quiet)
+    assert found.to_json()["overall"]["em"] == 0, "the answer of the dry run, not the reference"
+
+
 RESPONSE = {
     "object": "response",
     "status": "incomplete",
@@ -177,7 +191,7 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
     assert not (tmp_path / "output").exists()
     done = batchkit(*args, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "needs a job" in done.stderr
+    assert "needs the rows" in done.stderr
     done = batchkit("score", "job.toml", *args[1:], cwd=tmp_path)
     assert "\n4 rows of the input have no prediction\n" in done.stdout
 

@@ -37,6 +37,7 @@ PREDICTIONS = {
 """Functions that convert an entry in the form of another tool, and return any other entry unchanged."""
 _IDS = ("id", "Id", "custom_id", "query_id")
 _PREDICTIONS = ("prediction", "answer")
+_OF_OURS = ("status", "finish_reason")  # an entry with ``text`` and one of these is of batchkit's own export
 _TEXTS = ("text", "response", "Response", "output")
 _TABLES = ("csv", "parquet", "xlsx")
 
@@ -131,7 +132,7 @@ def _scored(scoring: Scoring, found: Prediction, fields: Mapping[str, Any], row_
 
 
 class Prediction(NamedTuple):
-    """A prediction for a row: the ``prediction`` itself, or the whole ``text`` of an answer."""
+    """A prediction for a row: the ``prediction`` itself, or the ``text`` of an answer, from which it is extracted."""
 
     prediction: str | None
     text: str | None
@@ -141,16 +142,19 @@ class Prediction(NamedTuple):
 def read_predictions(path: Path) -> dict[str, Prediction]:
     """Return the predictions in a file, by row id.
 
-    An entry is a line, a table row, or a member of the list (or of ``results``) in a ``.json`` file. It has an
-    ``id`` and a ``prediction`` or a ``text``, or it is a line of OpenAI's batch output.
+    An entry is a line, a table row, or a member of the list (or of ``results``) in a ``.json`` file. It has an ``id``,
+    and a prediction or a text; or it is a line of OpenAI's batch output.
 
+    - The prediction is ``prediction`` or ``answer``. The text is the first of ``text``, ``response``, ``Response`` and
+      ``output``.
+    - In batchkit's own exports, ``answer`` is a column of the input and is ignored.
     - Failures: entries marked as failed, null, and a blank text.
     - A blank prediction without a text is an answer, because a metric may score it 0.
-    - If several entries have the same id, the last one is used, because earlier ones may have failed.
+    - If an id repeats, the last entry counts, if at least one of the two failed.
 
     Raises:
-        JobError: The file is missing or not JSON, a line lacks an id or both other keys, or two different answers
-            have the same id.
+        JobError: The file is missing or not JSON; an entry has no id, or neither a prediction nor a text; or an id has
+            two different answers.
     """
     found: dict[str, Prediction] = {}
     conversions = [SEAM.load(name) for name in SEAM.names()]
@@ -167,7 +171,9 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
             )
         found[str(row_id)] = made
     if not found:
-        raise JobError(f"{path}: has no predictions")
+        raise JobError(
+            f"{path}: has no predictions; it needs one line per row, with an id and a prediction or a text"
+        )
     return found
 
 
@@ -213,13 +219,16 @@ def _of_response(body: Mapping[str, Any]) -> tuple[str, bool]:
 def _prediction(entry: Mapping[str, Any], where: str) -> Prediction:
     if entry.get("status") == "failed":
         return Prediction(None, None, failed=True)
+    # In batchkit's own export, an ``answer`` is a column of the input: often the reference, never the prediction.
+    is_ours = "text" in entry and any(name in entry for name in _OF_OURS)
+    predictions = ("prediction",) if is_ours else _PREDICTIONS
     known = _PREDICTIONS + _TEXTS
     if not any(name in entry for name in known):
         names = ", ".join(map(str, entry))
         raise JobError(
             f"{where}: has neither a prediction nor a text, only {names}; it needs one of {', '.join(known)}"
         )
-    prediction, text = _text(_first(entry, _PREDICTIONS)), _text(_first(entry, _TEXTS))
+    prediction, text = _text(_first(entry, predictions)), _text(_first(entry, _TEXTS))
     answer = text if prediction is None else prediction
     is_blank = text is not None and not text.strip() and not (prediction or "").strip()
     if answer is None or is_blank:
@@ -236,7 +245,7 @@ def _text(value: Any) -> str | None:
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each entry of the file, with its position for error messages."""
     if not path.exists():
-        raise JobError(f"--predictions {path}: no such file")
+        raise JobError(f"--predictions {path}: no such file; check the path")
     if path.suffix == ".json":
         yield from _members(path)
         return
