@@ -6,7 +6,6 @@ SPEED_OPTIONS = (
         "block_size",
         "compilation_config",
         "cpu_offload_gb",
-        "data_parallel_size",
     ),
     *("device_map", "disable_log_stats", "distributed_executor_backend", "download_dir"),
     *("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "give_up_s"),

@@ -116,8 +116,11 @@ def test_a_judge_that_does_not_fit_the_run_is_refused_and_the_run_stays_as_it_is
 @pytest.mark.parametrize(
     ("judge", "words"),
     [
-        ({}, r"scoring\.judge: set either engine"),
-        ({"step": "judge", "engine": {"kind": "dry-run"}}, r"scoring\.judge: set either engine"),
+        ({}, r"scoring\.judge: set engine"),
+        (
+            {"step": "judge", "engine": {"kind": "dry-run"}},
+            r"scoring\.judge: engine and step are both set",
+        ),
         ({"step": "juge"}, r"scoring\.judge\.step: found 'juge', .* draft, judge; did you mean"),
         ({"step": "draft"}, r"steps\.draft: .* answer = false"),
         ({"step": "judge", "prompt": {"user": "?"}}, r"prompt comes from steps\.judge"),

@@ -167,7 +167,7 @@ def test_price_of_gpus_is_that_of_all_starts() -> None:
     ("tables", "gpus"),
     [
         ({}, 1),
-        ({"engine": {"options": {"tensor_parallel_size": 4, "data_parallel_size": 2}}}, 8),
+        ({"engine": {"options": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}}}, 8),
         ({"engine": {"options": {"tensor_parallel_size": 2}}, "run": {"workers": 3}}, 6),
         ({"run": {"workers": 4, "worker_gpus": 0.5}}, 2),
     ],

@@ -125,7 +125,7 @@ class JobConfig(Table):
     @property
     def engine_gpus(self) -> int:
         """The number of GPUs that ``engine`` needs."""
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
         given = [self.engine.options.get(size) for size in sizes]
         return math.prod(size for size in given if isinstance(size, int))
 

@@ -145,7 +145,9 @@ class MediaTable(Table):
     @model_validator(mode="after")
     def _ordered(self) -> MediaTable:
         if self.min_pixels > self.max_pixels:
-            raise ValueError(f"min_pixels {self.min_pixels} is over max_pixels {self.max_pixels}")
+            raise ValueError(
+                f"min_pixels {self.min_pixels} is over max_pixels {self.max_pixels}; lower the one or raise the other"
+            )
         if self.video_fps is not None and "video_frames" in self.model_fields_set:
             raise ValueError("video_frames and video_fps are both given; keep one")
         return self

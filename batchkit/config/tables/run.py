@@ -86,7 +86,7 @@ class RunTable(Table):
     as `max_completion_tokens`."""
     price_per_gpu_hour: Free[PositiveFloat | None] = None
     """Price of one GPU for one hour, including loading. The number of GPUs is `tensor_parallel_size` ×
-    `pipeline_parallel_size` × `data_parallel_size`, or `run.worker_gpus`, times `run.workers`."""
+    `pipeline_parallel_size`, or `run.worker_gpus`, times `run.workers`."""
     price_per_million_tokens: Free[_InAndOut | None] = None
     """Price of a million prompt tokens and of a million completion tokens, for example `[0.15, 0.60]`."""
 
@@ -202,7 +202,9 @@ def words_of(command: str | Sequence[str]) -> list[str]:
     """
     words = split_command(command) if isinstance(command, str) else [*command]
     if not words or not words[0]:
-        raise ValueError("the command is empty")
+        raise ValueError(
+            "the command is empty; give a program with its arguments, or leave the key out"
+        )
     if isinstance(command, str) and (operator := next(filter(_SHELL.fullmatch, words), None)):
         raise ValueError(
             f"no shell runs the command, so {operator!r} would be an argument of {words[0]}; write"

@@ -32,8 +32,10 @@ class JudgeTable(Table):
 
     @model_validator(mode="after")
     def _coherent(self) -> JudgeTable:
-        if (self.step is None) == (self.engine is None):
-            raise ValueError("set either engine (a second model) or step (one of [[steps]])")
+        if self.step is None and self.engine is None:
+            raise ValueError("set engine (a second model) or step (one of [[steps]])")
+        if self.step is not None and self.engine is not None:
+            raise ValueError("engine and step are both set; keep one")
         if self.step is not None:
             for name, value in (("sampling", SamplingTable()), ("prompt", PromptTable())):
                 if getattr(self, name) != value:
