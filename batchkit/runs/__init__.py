@@ -1,1 +1,1 @@
-"""Readers of a run on disk: its index, newest records, table, scores and steps."""
+"""Readers of a run on disk: its index, newest records, table, scores and generations."""

@@ -26,10 +26,11 @@ _IF_SET = (
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """Yield the records of a run as rows (see ``Reader``).
+    """Yield the records of a run as rows (see ``Reader``). Failed rows are skipped unless ``input.where`` selects a
+    ``status``.
 
-    ``path`` is the run's ``results.jsonl``. A path to its ``scores.jsonl`` yields nothing: that file is in the list
-    only to get a fingerprint. Failed rows are skipped unless ``input.where`` selects a ``status``.
+    ``path``: the run's ``results.jsonl``. For its ``scores.jsonl``, nothing is yielded: that file is an input file only
+    to get a fingerprint.
     """
     if Path(path).name != RESULTS:
         return
@@ -46,7 +47,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def found(table: InputTable) -> tuple[list[str], str]:
-    """Return the files from which the rows of the run in ``input.path`` come, and a note on missing rows or columns.
+    """Return the files with the rows of the run in ``input.path``, and a note about missing rows or columns.
 
     Raises:
         InputError: The folder has no run, or the run has no answers.
@@ -61,7 +62,7 @@ def found(table: InputTable) -> tuple[list[str], str]:
 
 
 def _left_out(folder: Path, table: InputTable) -> str:
-    """Return a note on rows of the run that this input skips, as of the run's last checkpoint."""
+    """Return a note about rows of the run that this input skips. They are counted at the run's last checkpoint."""
     try:
         total = read_manifest(folder).total
     except StoreError as error:
@@ -82,13 +83,13 @@ def _left_out(folder: Path, table: InputTable) -> str:
 
 
 def _inputs(folder: Path) -> InputRows:
-    """Return the rows of the run's input, restricted to files that a reader of the run may open."""
+    """Return the rows of the run's own input. Only files that a reader of the run may open are read."""
     reach = Reach.of(folder)
     return InputRows(reach.job, reach=reach)
 
 
 def _lacking(folder: Path, table: InputTable) -> str:
-    """Return a note if rows lack columns of the run's own input, otherwise ""."""
+    """Return a note if rows will lack columns of the run's own input, otherwise ""."""
     rows, first = _inputs(folder), next(read_scored(folder), None)
     if first is not None and rows.row(first) is None:
         return f"{table.path}: its rows have only the columns in the run's output.keep, because {rows.problem}"
@@ -103,9 +104,9 @@ def _lacking(folder: Path, table: InputTable) -> str:
 
 
 def _fields(record: dict[str, Any], inputs: InputRows) -> dict[str, Any]:
-    """Return a record as an input row: the columns of the run's own input and the parts of the answer, by name.
+    """Return a record as an input row: the columns of the run's own input, and the parts of the answer, by name.
 
-    If a column has the name of a part of the answer, it is only in ``fields``, which also has the kept columns.
+    A column that has the name of a part of the answer is found only in ``fields``, with the other kept columns.
     """
     row = inputs.row(record)
     columns = {**({} if row is None else row.fields), **(record.get("fields") or {})}

@@ -32,10 +32,11 @@ def key_of(row_id: str, input_hash: str) -> int:
 class Records:
     """The content of ``results.jsonl``.
 
-    - ``totals`` count all records; ``at_checkpoint`` those in the part that the checkpoint covers.
-    - ``torn_bytes``: bytes of lines that are not records. ``vector_fault`` describes the first bad vector.
-    - The arrays have one entry per record, in log order: row, ``key_of``, number of ``generations`` (without those that
-      the record itself calls lost), whether it is an answer, and whether its vector is intact.
+    - ``totals``: counts of all records. ``at_checkpoint``: counts of those that the checkpoint covers.
+    - ``torn_bytes``: bytes of lines that are not records.
+    - ``vector_fault``: a message about the first bad vector.
+    - The arrays have one entry per record, in log order: row, ``key_of``, number of generations (without those that the
+      record itself calls lost), whether it is an answer, and whether its vector is intact.
     """
 
     totals: Totals = field(default_factory=Totals)
@@ -50,7 +51,11 @@ class Records:
 
     @classmethod
     def of(cls, lines: Iterable[LogLine[Record]], vectors: Vectors, checkpoint_end: int) -> Records:
-        """Read the records in ``lines`` and check their vectors. Raise StoreError if a vector file can't be read."""
+        """Read the records in ``lines`` and check their vectors.
+
+        ``checkpoint_end``: byte offset up to which the checkpoint covers the log. Raises StoreError if a vector file
+        can't be read.
+        """
         found, is_behind = cls(), False
         for line in lines:
             if line.end > checkpoint_end and not is_behind:
@@ -65,7 +70,7 @@ class Records:
 
     @cached_property
     def newest(self) -> Numbers:
-        """The position in the arrays of each row's newest record, in row order."""
+        """The positions, in the arrays, of each row's newest record, in row order."""
         return last_of_each(np.frombuffer(self.rows, np.uint32))
 
     @cached_property
@@ -75,9 +80,10 @@ class Records:
         return found
 
     def others(self, rows: array[int], keys: array[int]) -> dict[int, int]:
-        """Return the rows whose newest record belongs to another row of the input, with the key that it should have.
+        """Return the rows whose newest record belongs to another row of the input, each with the key that it should
+        have.
 
-        ``rows`` are rows of the input, and ``keys`` their ``key_of``; each has a record.
+        ``rows``: rows of the input that have a record. ``keys``: the ``key_of`` of each of them.
         """
         wanted = np.frombuffer(keys, np.uint32)
         theirs = np.frombuffer(rows, np.uint32)
@@ -97,10 +103,11 @@ class Records:
         return [*dict.fromkeys(row for row, has_vector in pairs if not has_vector)]
 
     def kept(self, unknown: IndexSet, mixed: Mapping[int, int]) -> list[bool]:
-        """Return for each record whether a repair keeps it: if its row is known, its vector is intact, and no newer
-        answer exists.
+        """Return for each record whether a repair keeps it. It does if the row is known, the vector is intact, and no
+        newer answer exists.
 
-        ``mixed`` has the expected key of each row whose record has another key.
+        - ``unknown``: rows that the input does not have.
+        - ``mixed``: rows whose record belongs to another row, with the key that is expected.
         """
         keep, answer_of = list[bool](), dict[int, int]()
         columns = zip(self.rows, self.keys, self.is_answer, self.has_vector, strict=True)
@@ -131,8 +138,8 @@ class Records:
 class Calls:
     """The content of ``steps.jsonl``.
 
-    ``at_checkpoint``: number of lines in the part that the checkpoint covers. The arrays have one entry per generation:
-    its row, and a key. The same call of a row always has the same key, so a repeated key is a duplicate.
+    ``at_checkpoint``: number of lines that the checkpoint covers. The arrays have one entry per generation: its row,
+    and a key, which is equal for the same call of a row. A repeated key is therefore a duplicate.
     """
 
     at_checkpoint: int = 0
@@ -153,7 +160,7 @@ class Calls:
         return calls
 
     def is_again(self) -> Numbers:
-        """Return for each line whether it repeats the key of an earlier line."""
+        """Return for each line whether an earlier line has its key."""
         _, firsts = np.unique(np.frombuffer(self.keys, np.int64), return_index=True)
         again = np.ones(len(self.keys), np.bool_)
         again[firsts] = False
@@ -165,7 +172,8 @@ class Calls:
         return rows
 
     def too_few(self, records: Records) -> dict[int, tuple[int, int]]:
-        """Return rows whose newest record counts more generations than the log has: row -> (counted, present)."""
+        """Return the rows whose newest record counts more generations than the log has, as row -> (counted,
+        present)."""
         counted = np.frombuffer(records.generations, np.uint32)[records.newest]
         places = np.flatnonzero(counted)
         rows, n_there = np.unique(

@@ -1,4 +1,4 @@
-"""A short summary of a run's failures: kinds, an example of each, and advice."""
+"""A short summary of a run's failures: each kind with an example and advice."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _LONGEST = 500  # characters of a message
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The rows that failed with one kind of error. ``index``, ``id`` and ``message`` belong to the first of them.
+    """The rows that failed with one kind of error.
 
-    ``may_pass`` is True if a retry without any change may succeed.
+    - ``index``, ``id``, ``message``: of the first of these rows.
+    - ``may_pass``: True if a retry without any change may succeed.
     """
 
     kind: str
@@ -43,7 +44,7 @@ class Failure:
 
 
 def failures_of(log: Path, totals: Totals, job: JobConfig) -> list[Failure]:
-    """Return one ``Failure`` for each kind in ``totals`` (the totals of ``log``), the most frequent first."""
+    """Return one ``Failure`` for each kind of error, the most frequent first. ``totals``: counts over ``log``."""
     by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if rows}
     if not by_kind:
         return []

@@ -1,4 +1,4 @@
-"""The input rows that belong to a run's records, if the input is still available."""
+"""The input rows of a run's records, if the input is still available."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _LONGEST_QUESTION = 1_000
 
 
 class Prompt(NamedTuple):
-    """The prompt of a row, rendered again to show it, or the ``problem`` that prevents this.
+    """The prompt of a row, rendered again to show it.
 
-    ``sources`` are its images; ``clips`` the kind and source of each audio or video clip. ``fields`` are the row's
-    input columns, empty if the row is missing.
+    - ``sources``: its images. ``clips``: the kind and source of each audio or video clip.
+    - ``fields``: the row's input columns; empty if the row is missing.
+    - ``problem``: why the prompt can't be shown, otherwise "".
     """
 
     request: Request | None
@@ -43,8 +44,9 @@ class Prompt(NamedTuple):
 class InputRows:
     """A reader that finds the input row of each record. The records must come in input order.
 
-    ``chosen``: the indexes of the rows that will be requested; None if all may be. ``reach``: which files may be
-    opened; None for any. ``problem`` explains the first missing row.
+    - ``chosen``: indexes of the rows that will be requested; None if any row may be.
+    - ``reach``: which files may be opened; None for any.
+    - ``problem`` (attribute): why the first missing row is missing.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class InputRows:
         yield from read_rows(table, skip=skip, files=files)
 
     def prompt(self, record: Mapping[str, Any]) -> Prompt:
-        """Render the prompt of a record's row again, as the run did, without opening images."""
+        """Render the prompt of a record's row again, as the run did. Images are not opened."""
         row, renderer = self.row(record), self._renderer
         fields = {} if row is None else row.fields
         if self._job.rollout is not None:
@@ -101,7 +103,7 @@ class InputRows:
             return None
 
     def row(self, record: Mapping[str, Any]) -> Row | None:
-        """Return the row of a record, or None if it is missing or was replaced by another row."""
+        """Return the input row of a record; None if it is missing, or if another row is at its index now."""
         name = f"{self._job.input.path}: row {record['index']} (id {record['id']})"
         try:
             while self._next is None or self._next.index < record["index"]:
@@ -123,10 +125,11 @@ class InputRows:
 
 
 class InputColumns:
-    """The input columns that an export adds for the run in ``folder``.
+    """The input columns that an export of the run in ``folder`` adds to its records.
 
-    ``names``: the columns in ``output.keep`` and the columns used by ``[scoring]``. ``problem``: why needed rows could
-    not be read. ``is_local``: the input is, or was, on this machine.
+    - ``names``: the columns in ``output.keep``, and those that ``[scoring]`` uses.
+    - ``problem``: why rows of the input could not be read, if they are needed.
+    - ``is_local``: True if the input is, or was, on this machine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,7 +146,7 @@ class InputColumns:
         return self._rows.problem
 
     def of(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns for a record: kept values first, the rest from the input row."""
+        """Return the columns for a record: values that the record has, otherwise values of its input row."""
         kept: dict[str, Any] = record.get("fields") or {}
         if kept.keys() >= self._wanted or (row := self._rows.row(record)) is None:
             return kept
@@ -151,9 +154,9 @@ class InputColumns:
         return fields | kept
 
     def _all(self, reach: Reach) -> Iterator[str]:
-        """Yield the names of all input columns except images and bytes.
+        """Yield the names of all input columns, except columns of images or bytes.
 
-        For a single table the first row is enough. Other inputs are read to the end.
+        For a single table, only the first row is read. Other inputs are read to the end.
         """
         table, known = reach.job.input, set[str]()
         if table.path is None:
@@ -178,10 +181,11 @@ def with_fields(
     names: set[str],
     reach: Reach | None = None,
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield each record with its row's fields: the kept fields if they include ``names``, else the input row.
+    """Yield each record with its row's fields: the fields in the record if they include ``names``, otherwise the input
+    row.
 
-    The input is read only if needed; ``records`` must be in input order. If its input row is missing, a record keeps
-    only its kept fields when it is a failed record (which is only counted) or when all missing names are in
+    ``records`` must be in input order. The input is read only if needed. If an input row is missing, the fields in the
+    record are used in two cases: the record is a failed one, which is only counted; or all missing names are in
     ``[vars]``.
 
     Raises:
@@ -204,7 +208,7 @@ def with_fields(
 
 
 def _unopened(kind: str, *_: Any) -> Any:
-    """Return an empty placeholder for an image or a clip in a prompt."""
+    """Return an empty placeholder for an image or a clip, so that a prompt is rendered without opening files."""
     return Audio(np.zeros(0, np.float32), 1) if kind in CLIPS else Image.new("RGB", (1, 1))
 
 

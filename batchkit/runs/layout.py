@@ -29,25 +29,28 @@ _OF_SCHEMA = {"string": _TEXT, "integer": "int64", "number": "double", "boolean"
 
 
 class Column(NamedTuple):
-    """The Arrow type of a column (or ``VECTOR``, ``MATRIX``), and the path of keys to its value in a record."""
+    """A column: its Arrow type (or ``VECTOR``, ``MATRIX``), and the path of keys to its value in a record."""
 
     type: str
     keys: tuple[str, ...]
 
 
 class Layout(NamedTuple):
-    """The columns of a table of records by name, in order. ``embedding`` is the type of the vectors."""
+    """The columns of a table of records by name, in order. ``embedding``: the type of the vectors; None without
+    vectors."""
 
     columns: Mapping[str, Column]
     embedding: VectorType | None = None
 
     @classmethod
     def of(cls, folder: Path, fields: Iterable[str] = (), *, vectors: bool = True) -> Layout:
-        """Return the columns: the id, ``fields`` of the input, then the run's results.
+        """Return the columns of a run: the id, ``fields`` of the input, then the run's results.
 
-        The job decides the columns, so every export of a run has the same ones. Columns of parsed answers and of
-        scores also depend on the answers. If a name is already used by another column, it gets the prefix
-        ``fields.``, ``parsed.`` or ``steps.``, repeated until it is free. ``vectors=False`` omits the vectors.
+        The job decides the columns, so every export of a run has the same ones. Only columns of parsed answers and of
+        scores also depend on the answers. If two columns have the same name, one of them gets the prefix ``fields.``,
+        ``parsed.`` or ``steps.``, repeated until its name is free.
+
+        ``vectors``: False leaves the vectors out.
         """
         job, log = job_of_run(folder), folder / RESULTS
         embedding = vector_type(folder, job) if vectors else None
@@ -73,16 +76,16 @@ class Layout(NamedTuple):
 
 
 def free_name(name: str, prefix: str, taken: Container[str]) -> str:
-    """Return ``name`` with the prefix repeated until the name is free."""
+    """Return ``name`` with as many times the ``prefix`` as needed to be in no conflict with ``taken``."""
     while name in taken:
         name = f"{prefix}{name}"
     return name
 
 
 def vector_type(folder: Path, job: JobConfig) -> VectorType | None:
-    """Return the type of the vectors in the newest records, or None if the run has no vectors.
+    """Return the type of the vectors in the newest records; None if the run has no vectors.
 
-    With ``task = "score"``, lines of a batch file may have vectors too.
+    With ``task = "score"``, some lines of a batch file may ask for vectors.
     """
     segments = segments_of(folder) if job.may_have_vectors else []
     if job.task not in WITH_VECTORS and not segments:
@@ -143,7 +146,7 @@ _SCORES = {
 
 
 def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
-    """Return the columns for answer data other than text."""
+    """Return the columns for parts of an answer other than its text."""
     if not job.generates:
         return _pooled_columns(log, job)
     if job.task == "transcribe":
@@ -160,9 +163,9 @@ def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
 
 
 def _pooled_columns(log: Path, job: JobConfig) -> dict[str, Column]:
-    """Return the columns of the job's pooling task and of other tasks in a batch file.
+    """Return the columns for the job's pooling task, and for other tasks that occur in a batch file.
 
-    ``score`` is a list column if a row had a list of documents.
+    ``score`` is a column of lists if a row had a list of documents.
     """
     found: set[str] = set()
     if job.task == "score" or job.may_have_lines:
@@ -177,9 +180,9 @@ def _pooled_columns(log: Path, job: JobConfig) -> dict[str, Column]:
 
 
 def _step_columns(job: JobConfig) -> dict[str, Column]:
-    """Return columns for each of ``[[steps]]``: its text, and its prediction and scores if it is scored.
+    """Return the columns of each of ``[[steps]]``: its text; if it is scored, also its prediction and scores.
 
-    They are null where the step was skipped.
+    They are null in rows for which the step was skipped.
     """
     found = {step.name: Column("string", ("steps", step.name, "text")) for step in job.steps}
     for step in job.steps:
@@ -194,11 +197,10 @@ def _step_columns(job: JobConfig) -> dict[str, Column]:
 
 
 def _parsed_columns(log: Path, job: JobConfig) -> dict[str, str]:
-    """Return the Arrow type of each key of the parsed answers: first the schema's keys, then others in order of
-    appearance.
+    """Return the Arrow type of each key of the parsed answers: keys of the schema first, then others as they occur.
 
     Strings, numbers and booleans keep their type, also in lists. Any other value becomes JSON text. Keys after the
-    first 1,000 have no column.
+    first 1,000 get no column.
     """
     answering = [step for step in job.steps if step.answer and step.name != job.select.step]
     last = job.of_step(answering[-1]) if answering else job
@@ -250,7 +252,7 @@ def _list_of(inner: str, values: list[Any]) -> str:
 
 
 def _common(one: str, other: str) -> str:
-    """Return the type of a column whose values have the types ``one`` and ``other``."""
+    """Return the type of a column that has values of the types ``one`` and ``other``."""
     if one == other or other == _UNKNOWN:
         return one
     if one == _UNKNOWN:

@@ -1,6 +1,7 @@
-"""Limits for readers of a run, which may come from someone else: the files outside its folder that may be opened.
+"""Limits for readers of a run that may come from someone else: which files outside its folder may be opened.
 
-These are files below the folders that the reader names, or that the user's job file uses. Nothing is downloaded.
+Allowed are files below the folders that the reader names; without such folders, below those that the user's job file
+uses. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from batchkit.storage.manifest import place_of_job
 _Loaded = TypeVar("_Loaded")
 ROW_S = 5.0  # time limit for a template, in seconds
 _CLOSED = "/dev/null/closed"  # a root that contains no file
-_NO_NETWORK = "reading a run uses no network"
+_NO_NETWORK = "reading a run downloads nothing; download the file beforehand"
 _MAGIC = re.compile(r"[*?\[]")
 _IN_ARCHIVE = re.compile(r"(?:zip|tar)://[^:]*::(?=/)")
 
 
 class Reach(NamedTuple):
-    """The ``job`` of a run with limits for readers.
+    """The ``job`` of a run, restricted for readers of the run.
 
-    Templates have a short time limit, and only files below one of ``roots`` are opened. ``closed``: why files below its
-    ``media.root`` are not opened, or "" if they are.
+    Templates get a short time limit, and only files below one of ``roots`` are opened. ``closed``: why files below
+    ``media.root`` are not opened; "" if they are.
     """
 
     job: JobConfig
@@ -44,7 +45,7 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, named: Sequence[Path] = ()) -> Reach:
-        """Return the limits for the run in ``folder``. ``named`` folders replace the folders of the user's job file.
+        """Return the limits for the run in ``folder``. ``named``: folders that replace those of the user's job file.
 
         Raises:
             JobError, StoreError: The folder is not a run folder.
@@ -80,15 +81,16 @@ class Reach(NamedTuple):
             self.check(key, path)
 
     def image(self, source: Any, media: MediaTable | None = None) -> Image.Image:
-        """Load an image like ``load_image``. Raise MediaError, also if the file must not be opened."""
+        """Load an image, as ``load_image`` does. Raise MediaError if it can't be loaded or its file must not be
+        opened."""
         return self._opened(source, "image", lambda: load_image(source, media or self.job.media))
 
     def clip(self, source: Any) -> bytes:
-        """Return the bytes of a clip. Raise MediaError, also if the file must not be opened."""
+        """Return the bytes of a clip. Raise MediaError if it can't be read or its file must not be opened."""
         return self._opened(source, "clip", lambda: load_clip_bytes(source, self.job.media))
 
     def still(self, source: Any, side: int) -> Image.Image:
-        """Return a frame of a video. Raise MediaError, also if the file must not be opened."""
+        """Return a frame of a video. Raise MediaError if it can't be read or its file must not be opened."""
         return self._opened(source, "clip", lambda: load_still(source, side, self.job.media))
 
     def _opened(self, source: Any, kind: str, load: Callable[[], _Loaded]) -> _Loaded:
@@ -100,7 +102,7 @@ class Reach(NamedTuple):
             raise MediaError(self.reason(error)) from None
 
     def reason(self, error: RowError) -> str:
-        """Return why a row can't be shown, worded for a reader of the run."""
+        """Return why a row can't be shown, in words for somebody who only reads the run."""
         if isinstance(error, RenderTimeoutError):
             return f"its template takes longer than {ROW_S:g} s"
         text = str(error)
@@ -108,10 +110,10 @@ class Reach(NamedTuple):
 
 
 def _own_roots(folder: Path) -> list[str]:
-    """Return the folder of the job file that created the run, and the folders that this file uses.
+    """Return the folder of the job file that created the run, and the folders that this job file uses.
 
-    The job file counts only if it exists and is outside the run folder. For a run without a job file, return the
-    folder in which the run was started, if the run is in its ``output/NAME``.
+    The job file counts only if it exists and is outside the run folder. For a run without a job file, return the folder
+    in which the run was started, if the run folder is ``output/NAME`` in it.
     """
     if (place := place_of_job(folder)) is None:
         return []
@@ -127,14 +129,17 @@ def _own_roots(folder: Path) -> list[str]:
 
 
 def _folder_of(table: InputTable) -> Iterator[str]:
-    """Yield the input path, or the folder above its glob pattern."""
+    """Yield the input path. For a glob pattern, yield the folder above it."""
     if table.path is not None:
         before, *magic = _MAGIC.split(table.path, maxsplit=1)
         yield str(Path(before + "x").parent) if magic else before
 
 
 def _prompt_files(job: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and path of each file with text for all prompts."""
+    """Yield the key (``prompt.user_file``, …) and path of each text file that the prompts of the job and its steps use.
+
+    A path that is a template is left out.
+    """
     for place, of_step in job.of_each_step():
         prompt = of_step.prompt
         tools = prompt.tools if isinstance(prompt.tools, str) else None

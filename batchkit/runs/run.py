@@ -79,7 +79,7 @@ class Run:
         return status(self.folder)
 
     def verify(self) -> Verification:
-        """Check the run against its checkpoint and its input, like ``batchkit verify``."""
+        """Check the run against its checkpoint and its input, as ``batchkit verify`` does."""
         return verify(self.folder)
 
     def job(self) -> JobConfig:
@@ -118,10 +118,9 @@ class Run:
         return next(scored(found, self.folder))
 
     def steps(self, row: str | int) -> list[dict[str, Any]]:
-        """Return the answers of all generations of a row of ``[[steps]]`` or ``[rollout]``, in the order they
-        ended.
+        """Return all generations of a row of ``[[steps]]`` or ``[rollout]``, in the order in which they ended.
 
-        Empty for a row with a single generation. Raises the same exceptions as ``record``.
+        Empty for a row with a single generation. Raises the exceptions of ``record``.
         """
         return Generations(self.folder).of(self.record(row)["index"])
 
@@ -151,10 +150,10 @@ class Run:
         return table_of(self.folder)
 
     def compare(self, *others: Run | str | os.PathLike[str]) -> Comparison:
-        """Compare this run with other runs of the same rows, like ``batchkit report``.
+        """Compare this run with other runs of the same rows, as ``batchkit report`` does.
 
-        The result has score differences with intervals, and the rows that became better or worse. Without
-        ``others``, compare the values of ``input.cross`` in this run.
+        The result has score differences with intervals, and the rows that became better or worse. Without ``others``,
+        the values of ``input.cross`` in this run are compared.
         """
         runs = [other if isinstance(other, Run) else Run(other) for other in others]
         return compare([self.folder, *(run.folder for run in runs)])
@@ -162,8 +161,11 @@ class Run:
     def to_arrow(self, *, inputs: bool = False) -> pa.Table:
         """Return the newest record of each row as a table, with the columns of ``batchkit export --parquet``.
 
-        ``text`` is the answer. With ``inputs``, the table has one line per input row: its columns first, then the
-        record's columns, null if the row has no record.
+        ``text`` is the answer. By default, the table has one line per record; the input columns are those in
+        ``output.keep``.
+
+        ``inputs``: True gives one line per input row, also for rows without a record, whose record columns are null.
+        All input columns come first, with their own types.
 
         Raises:
             InputError: With ``inputs``: the input changed since the run read it.
@@ -174,17 +176,21 @@ class Run:
             return records_table(self.folder)
         job = self.job()
         if job.input.path is None:
-            raise JobError(f"{self.folder}: its rows came from Python, so they can't be read again")
+            raise JobError(
+                f"{self.folder}: its rows came from Python, so they can't be read again; leave inputs"
+                " out, or use the summary that `process` returned"
+            )
         return joined_table(self.folder, from_job(job))
 
     def to_pandas(self, *, inputs: bool = False) -> pd.DataFrame:
-        """Return ``to_arrow`` as a pandas DataFrame. Integer columns with missing values have type ``Int64``."""
+        """Return the table of ``to_arrow`` as a pandas DataFrame. Integer columns with missing values have type
+        ``Int64``."""
         from batchkit.runs.table import frame_of
 
         return frame_of(self.to_arrow(inputs=inputs))
 
     def to_polars(self, *, inputs: bool = False) -> pl.DataFrame:
-        """Return ``to_arrow`` as a polars DataFrame."""
+        """Return the table of ``to_arrow`` as a polars DataFrame."""
         import polars as pl
 
         return pl.DataFrame(self.to_arrow(inputs=inputs))

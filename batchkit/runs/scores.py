@@ -31,10 +31,11 @@ def table_of(
     media: Sequence[Path] = (),
     visit: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> ScoreTable:
-    """Return the scores by group, and the confusion table if answers are one of several choices.
+    """Return the scores of a run by group. If answers are one of several choices, the table also has the confusion
+    matrix.
 
-    ``job`` decides groups and choices; by default it is the run's job, restricted to files that a reader may open.
-    ``visit`` is called with the newest record of each row, so that one pass over the log serves two readers.
+    - ``job``: decides groups and choices. By default the run's job, restricted to files that a reader may open.
+    - ``visit``: called with the newest record of each row, so that one pass over the log serves two readers.
 
     Raises:
         InputError: The table needs fields that the run did not keep, and the input changed.
@@ -60,7 +61,7 @@ def table_of(
 
 
 def _choices_of(job: JobConfig) -> Sequence[str]:
-    """Return the allowed answers if each row has one reference among them, else an empty tuple."""
+    """Return the possible answers, if every row's reference is one of them; otherwise an empty tuple."""
     if job.scoring.reference is None or job.scoring.rules:
         return ()
     wanted = job.sampling.params().get("structured_outputs")
@@ -85,9 +86,9 @@ def table_of_index(snapshot: Snapshot, group_by: str | None) -> ScoreTable:
 
 
 def is_mixed(folder: Path) -> bool:
-    """Return whether some rows may have been scored with other settings than the rest.
+    """Return whether rows of the run may have been scored with different settings.
 
-    This is the case after a change of ``[scoring]``, until the next complete `run` or `score`.
+    This is so after a change of ``[scoring]``, until the next complete `run` or `score`.
     """
     return read_manifest(folder).scoring is None
 

@@ -1,4 +1,4 @@
-"""The state of a run, found without an engine and without reading the whole log."""
+"""The state of a run. It is found without an engine, and without reading the whole log."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ _RATE_BYTES = 256 * 1024  # bytes at the end of the log: a few hundred records
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of a run. ``total`` is None if its rows can't be counted (rows given from Python).
+    """The state of a run.
 
-    ``generations`` counts generations of rows with several, including rows in progress; tokens then include them
-    too. ``engine_settings``: options that an out-of-memory error has reduced below the job's values.
-    ``engine_events``: the newest twenty log lines about the engine in the last start. ``workers``: the state of each
-    worker in the last start as of the last checkpoint, if there are several.
+    - ``total``: number of rows; None if they can't be counted (rows given from Python).
+    - ``generations``: number of generations, for rows that have several. It includes rows in progress, and so do the
+      tokens.
+    - ``engine_settings``: options that out-of-memory errors have reduced below the job's values.
+    - ``engine_events``: the newest twenty log lines about the engine in the last start.
+    - ``workers``: state of each worker at the last checkpoint of the last start, if there are several.
     """
 
     name: str
@@ -108,9 +110,10 @@ class Status:
 
 
 def status(folder: Path) -> Status:
-    """Return the run's state from the end of the log, the manifest and the lock. Safe during a run.
+    """Return the run's state from its checkpoint, the log after it, the manifest and the lock. Safe while the run
+    works.
 
-    Trusts the checkpoint; ``verify`` checks it against the log.
+    The checkpoint is not checked against the log; ``verify`` does this.
 
     Raises:
         StoreError: The folder is not a run folder, or its log is missing.
@@ -146,7 +149,7 @@ def status(folder: Path) -> Status:
 
 
 class Counts(NamedTuple):
-    """The ``totals`` of a run's log, and the ``steps`` of its generations if rows have several."""
+    """Counts of a run. ``totals``: over its records. ``steps``: over its generations, if rows have several."""
 
     totals: Totals
     steps: Spent
@@ -159,7 +162,7 @@ class Counts(NamedTuple):
 
 
 def counts_of(folder: Path) -> Counts:
-    """Count the run's records. Trusts the checkpoint and reads only the log after it.
+    """Count the run's records. The checkpoint is trusted, and only the log after it is read.
 
     Raises:
         StoreError: The log is missing.
@@ -174,14 +177,14 @@ def counts_of(folder: Path) -> Counts:
 
 
 def pending_rows(total: int | None, totals: Totals, manifest: Manifest) -> int | None:
-    """Return the number of rows without a record, except rows that ``--skip-from`` left to another run."""
+    """Return the number of rows without a record. Rows that ``--skip-from`` left to another run don't count."""
     if total is None:
         return None
     return max(0, total - totals.ok - totals.failed - manifest.skipped_elsewhere)
 
 
 def total_rows(folder: Path, manifest: Manifest) -> int | None:
-    """Return the number of rows, from the manifest if a start has counted them, else by counting now."""
+    """Return the number of rows from the manifest. If no start has counted them, count them now."""
     if manifest.total is not None:
         return manifest.total
     try:
@@ -192,7 +195,7 @@ def total_rows(folder: Path, manifest: Manifest) -> int | None:
 
 
 def _settings(manifest: Manifest) -> dict[str, Any]:
-    """Return the reduced options of ``[engine]``, and of each of ``[engines]`` with its name as prefix."""
+    """Return the reduced options of the engines, by name. Options of ``[engines.NAME]`` have its name as prefix."""
     named = {
         f"engines.{name}.{option}": value
         for name, notes in manifest.engines.items()

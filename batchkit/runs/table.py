@@ -39,9 +39,9 @@ _VECTOR_BYTES = 64 << 20
 
 
 def schema_of(layout: Layout) -> pa.Schema:
-    """Return the schema of every batch of the table.
+    """Return the Arrow schema that every batch of the table has.
 
-    Vectors are fixed-size lists, or plain lists if their lengths differ or are unknown.
+    Vectors are fixed-size lists; if their lengths differ or are unknown, plain lists.
     """
     return pa.schema(
         [
@@ -54,11 +54,12 @@ def schema_of(layout: Layout) -> pa.Schema:
 def read_batches(
     folder: Path, layout: Layout, inputs: InputColumns | None = None
 ) -> Iterator[pa.Table]:
-    """Yield batches with the newest record of each row in input order, with its newest scores and the columns of
-    ``inputs``.
+    """Yield batches with the newest record of each row in input order, with its newest scores.
 
-    A batch has at most 10,000 records, and at most 16 MB of log and 64 MiB of vectors unless it is a single record.
-    Only the current part of the log is in memory.
+    A batch has at most 10,000 records, 16 MB of log and 64 MiB of vectors, unless it is a single record. Only the
+    current part of the log is in memory.
+
+    ``inputs``: columns of the input to add.
 
     Raises:
         StoreError: A record is damaged, or its vector is missing, damaged, or belongs to another row.
@@ -97,10 +98,12 @@ def _complete(records: Sequence[Record], scores: Scores, inputs: InputColumns | 
 def joined_table(folder: Path, source: Input) -> pa.Table:
     """Return a table with one line per row of ``source``, in its order: the row's fields, then its newest record.
 
-    The record's columns are those of ``export --parquet``, null where a row has no record yet. A field with the name
-    of such a column gets the prefix ``fields.``; a field ``id`` that names the rows replaces that column. A field
-    whose values have no common Arrow type becomes text. A field with images is left out. If the rows could be read
-    only once, the table is that of ``export --parquet``.
+    The record's columns are those of ``export --parquet``; they are null if a row has no record.
+
+    - A field with the name of a record column gets the prefix ``fields.``. Only a field ``id`` that identifies the rows
+      replaces the record column.
+    - A field whose values have no common Arrow type becomes text. A field with images is left out.
+    - If the rows could be read only once, the result is the table of ``export --parquet``.
 
     Raises:
         InputError: The input can't be read, or changed since the run read it.
@@ -236,7 +239,8 @@ def _table(folder: Path, layout: Layout, inputs: InputColumns | None = None) -> 
 
 
 def _of_rows(records: pa.Table, rows: Sequence[int]) -> pa.Table:
-    """Return the record of each of ``rows``, or nulls. Both are ordered by row index."""
+    """Return one line of ``records`` for each of ``rows``; nulls for rows without a record. Both are ordered by row
+    index."""
     wanted, known = np.array(rows, np.int64), records["index"].to_numpy()
     if not np.array_equal(wanted, known):
         places = np.searchsorted(known, wanted)
@@ -246,7 +250,7 @@ def _of_rows(records: pa.Table, rows: Sequence[int]) -> pa.Table:
 
 
 def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the columns of the input: for each field its value in every row, None for rows that lack it."""
+    """Return the input's columns by name. A row that lacks a field has None in its column."""
     names = dict.fromkeys(name for fields in rows for name in fields)
     return {str(name): [fields.get(name) for fields in rows] for name in names}
 

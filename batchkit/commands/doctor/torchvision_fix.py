@@ -1,14 +1,14 @@
-"""A fix that makes torchvision importable where its compiled ops can't load. It is part of set-up, not of a run.
+"""A fix that makes torchvision importable where its compiled ops can't be loaded. It is part of set-up, not of a run.
 
-The registry's torchvision is built for CUDA. With a CPU torch its compiled ops don't load, and ``import
-torchvision`` fails with "operator torchvision::nms does not exist". Qwen3-VL's processors then fail too, although
-they need only torchvision's Python part. It is enough to declare the two operators for which torchvision registers
-fakes: ``nms`` then exists, and calling it still fails.
+The registry's torchvision is built for CUDA. With a CPU torch its compiled ops can't be loaded, and
+``import torchvision`` fails with "operator torchvision::nms does not exist". Qwen3-VL's processors then fail too,
+although they need only torchvision's Python part. It is enough to declare the two operators for which torchvision
+registers fakes. ``nms`` then exists, but calling it still fails.
 
-Every process needs this (vLLM inspects models in a subprocess). So ``python -m
-batchkit.commands.doctor.torchvision_fix`` copies this file into the environment, together with a ``.pth`` line that
-installs the hook below when Python starts. The hook imports nothing until torchvision is imported, and does nothing
-if the compiled ops load.
+Every process needs the fix, since vLLM inspects models in a subprocess. So
+``python -m batchkit.commands.doctor.torchvision_fix`` copies this file into the environment, with a ``.pth`` line that
+installs the hook below when Python starts. The hook imports nothing until torchvision is imported, and does nothing if
+the compiled ops can be loaded.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def install_hook() -> None:
 class _TorchvisionFinder:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return torchvision's spec with a loader that declares the missing operators before the import. Other modules:
-        None."""
+        """Return torchvision's spec with a loader that declares the missing operators before the import; None for other
+        modules."""
         if name != "torchvision":
             return None
         spec = PathFinder.find_spec(name)

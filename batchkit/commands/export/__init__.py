@@ -1,6 +1,6 @@
 """Exports: the newest record of each row, in input order, in other file formats.
 
-Every format is written as a stream, to a temporary file that gets its final name when it is complete.
+Every format is written as a stream to a temporary file, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -102,9 +102,13 @@ def export(
     - ``openai``: two files, answers and errors.
     - ``srt``, ``vtt``: a file for each transcript, in a folder.
 
-    ``force`` also replaces an existing file that batchkit did not write. ``say`` reports rows without an answer, and
-    cells of ``csv`` that a spreadsheet would execute. ``lacks`` (default ``say``) reports that the input was removed
-    or changed. If a callback raises, no file is written.
+    Parameters:
+
+    - ``force``: also replace an existing file that batchkit did not write.
+    - ``say``: called with messages about rows without an answer, and about cells of ``csv`` that a spreadsheet would
+      execute.
+    - ``lacks``: called if the input was removed or changed (default: ``say``). If one of these functions raises, no
+      file is written.
 
     Raises:
         JobError: The place is a file that batchkit did not write; ``npy``, but the run has no vectors or they differ
@@ -165,7 +169,7 @@ def _check_suffix(path: Path, format_name: str, usual: str) -> None:
 def write_parquet(
     folder: Path, path: Path, say: Say = print, lacks: Say = print
 ) -> dict[Path, int]:
-    """Write Parquet. The job fixes the schema; a column is there even if it is null in every row."""
+    """Write Parquet. The job decides the columns, so a column exists even if it is null in every row."""
     import pyarrow.parquet as pq
 
     from batchkit.runs.table import read_batches, schema_of
@@ -208,7 +212,7 @@ def _say_what_lacks(inputs: InputColumns, path: Path, say: Say, lacks: Say) -> N
 
 
 def write_jsonl(folder: Path, path: Path, say: Say = print, lacks: Say = print) -> dict[Path, int]:
-    """Write JSONL. A vector is written as numbers, because the record's reference to a vector file is only valid in the
+    """Write JSONL. Vectors are written as numbers, because a record's reference to a vector file is valid only in the
     run folder."""
     vectors, inputs, rows = Vectors(folder), InputColumns(folder), 0
     with exporting(path, folder) as temporary, temporary.open("wb") as file:
@@ -225,14 +229,17 @@ def write_jsonl(folder: Path, path: Path, say: Say = print, lacks: Say = print) 
 def write_csv(
     folder: Path, path: Path, say: Say = print, lacks: Say = print, *, is_safe: bool = False
 ) -> dict[Path, int]:
-    """Write CSV. With ``is_safe``, ``'`` is put before a text that a spreadsheet would run as a formula; numbers are
-    unchanged. See OWASP: https://owasp.org/www-community/attacks/CSV_Injection"""
+    """Write CSV.
+
+    ``is_safe``: put ``'`` before a text that a spreadsheet would run as a formula, but not before numbers. See
+    https://owasp.org/www-community/attacks/CSV_Injection
+    """
     from batchkit.runs.table import read_batches
 
     formulas = 0
 
     def cell(value: Any) -> Any:
-        """Return the value to write in a cell; a list becomes JSON. Count texts that look like formulas."""
+        """Return the text of a cell; a list becomes JSON. Counts texts that look like formulas."""
         nonlocal formulas
         if _is_formula(value):
             formulas += 1
@@ -322,8 +329,10 @@ def _write_offsets(folder: Path, path: Path, ends: Sequence[int]) -> Path:
 
 
 def _write_head(file: BinaryIO, rows: int, kind: VectorType) -> None:
-    """Write the header of the ``.npy`` file. It is written again when ``rows`` is known. Its length stays the same,
-    because numpy reserves space for the digits."""
+    """Write the header of the ``.npy`` file. It is written again when the number of ``rows`` is known.
+
+    Its length stays the same, because numpy reserves space for the digits.
+    """
     head = {
         "descr": np.dtype(kind.dtype).str,
         "fortran_order": False,

@@ -91,8 +91,10 @@ def _needs_lines(folder: Path, job: JobConfig) -> bool:
 def _answer_of(
     record: Mapping[str, Any], line: Mapping[str, Any], vectors: Vectors
 ) -> BatchResponse:
-    """Return a record's answer in the format of its task and endpoint. ``line`` has the ``body`` of the row's batch
-    line if ``_needs_lines``; otherwise it is empty."""
+    """Return a record's answer in the format of its task and endpoint.
+
+    ``line``: has the ``body`` of the row's batch line if ``_needs_lines``; otherwise it is empty.
+    """
     if (place := record.get("embedding")) is not None:
         return _vector(record, vectors) if place.get("tokens") is None else _matrix(record, vectors)
     if record.get("probabilities") is not None:
@@ -156,7 +158,7 @@ def _text(record: Mapping[str, Any]) -> BatchResponse:
 
 
 def _choices_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the choice that ``[select]`` picked or, without a selection, all choices."""
+    """Return all choices of a record; only the selected one if ``[select]`` selected one."""
     kept, selected = record.get("choices") or [record], record.get("selected")
     return [kept[selected]] if selected is not None and len(kept) > 1 else kept
 
@@ -200,7 +202,7 @@ def _finish(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
-    """Return logprobs in the format of ``/v1/completions``: one list per field, with an item for each token."""
+    """Return logprobs in the format of ``/v1/completions``: one list per field, with one entry per token."""
     if tokens is None:
         return None
     made = [_token(token) for token in tokens]
@@ -214,8 +216,10 @@ def _columns(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | Non
 
 
 def _message(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a choice as a message in the format of vLLM's server. Reasoning is in the key ``reasoning``; content is
-    null if there are tool calls and no text."""
+    """Return a choice as a message in the format of vLLM's server, with the reasoning in ``reasoning``.
+
+    The content is null if there are tool calls and no text.
+    """
     text, calls = choice.get("text"), choice.get("tool_calls")
     message = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
     if calls:  # OpenAI's clients reject a call without an id, and some servers send none
@@ -233,7 +237,7 @@ def _token(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a token of the logprobs in OpenAI's format. In the log, a null logprob means -inf, which JSON can't
+    """Return a token of the logprobs in OpenAI's format. A null logprob in the log means -inf, which JSON can't
     store."""
     logprob = token["logprob"]
     return {

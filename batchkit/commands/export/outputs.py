@@ -75,7 +75,9 @@ def _check_writable(path: Path, inputs: Sequence[str]) -> None:
         raise JobError(f"--output {path}: is a folder; give a file in it")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise JobError(f"--output {path}: {folder} is not a folder, or can't be written to")
+        raise JobError(
+            f"--output {path}: {folder} is not a folder, or can't be written to; choose another"
+        )
     if path.exists() and any(Path(file).exists() and path.samefile(file) for file in inputs):
         raise JobError(f"--output {path}: is the input; write to another file")
     if is_foreign(path):
@@ -85,7 +87,7 @@ def _check_writable(path: Path, inputs: Sequence[str]) -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return True if ``path`` is a table that batchkit did not write, judged by its first bytes. Empty files are not
+    """Return True if ``path`` is a file that batchkit did not write, judged by its first bytes. An empty file is not
     foreign."""
     if not path.is_file() or not path.stat().st_size:
         return False

@@ -9,8 +9,10 @@ _CUT_OFF = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 def response_of(record: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the response body for ``choice``, the record's selected answer. It has no id, time and model; the caller
-    adds them. The parameters of the request are in the input line and are not repeated."""
+    """Return the response body for ``choice``, the record's selected answer. The caller adds id, time and model.
+
+    Parameters of the request are not repeated; they are in the input line.
+    """
     cut_off = _CUT_OFF.get(str(choice.get("finish_reason")))
     status = "completed" if cut_off is None else "incomplete"
     return {

@@ -50,8 +50,8 @@ VTT = Export(partial(_write, "vtt"), "subtitles")
 
 
 def _name_of(record: Mapping[str, Any], taken: set[str]) -> str:
-    """Return a file name for the row: its id, with unsafe characters replaced. Add the row's index if the name is in
-    ``taken``."""
+    """Return a file name for the row: its id, with unsafe characters replaced. If it is ``taken``, add the row's
+    index."""
     name = _UNSAFE.sub("_", record["id"]).strip(".")[:_LONGEST_NAME] or "row"
     if name.casefold() in taken:
         name = f"{name}.{record['index']}"

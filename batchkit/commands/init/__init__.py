@@ -38,7 +38,7 @@ class Written(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """The list of kinds of job files. ``purposes``: one line of text for each kind."""
+    """The kinds of job files that ``init`` can write. ``purposes``: one line of text for each kind."""
 
     purposes: dict[str, str]
 

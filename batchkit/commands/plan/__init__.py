@@ -1,4 +1,4 @@
-"""The ``plan`` command: answers a sample of a job's rows, and forecasts the others from it."""
+"""The ``plan`` command: answers a random sample of a job's rows, and forecasts time and cost of the other rows."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _HOUR_S = 3600.0
 class Plan(NamedTuple):
     """A forecast. ``figures`` is the content of ``forecast.json``:
 
+    - ``left``: number of rows without a record.
     - tokens, ``gpu_hours`` and ``price``: for the whole run, including finished rows. ``price`` is None if the job sets
-      no price; ``gpu_hours`` is None without a local GPU, or if it is unknown which GPUs will answer.
-    - ``seconds``: for the next start, without ``load_seconds`` for loading the engine.
-    - ``left``: rows without a record.
-    - ``run``: the time at which the run began; ``starts``: its number of starts until then.
-    - ``of``: a hash of the job, to recognize whether the forecast is for it.
+      no price. ``gpu_hours`` is None without a local GPU, or if it is unknown which GPUs will answer.
+    - ``seconds``: time of the next start, without ``load_seconds`` for loading the engine.
+    - ``run``: when the run folder was created. ``starts``: how many starts the run had when this forecast was made.
+    - ``of``: a hash of the job, which shows whether the forecast is for it.
     """
 
     figures: Mapping[str, Any]
@@ -77,9 +77,9 @@ class Plan(NamedTuple):
 
 
 def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> Plan:
-    """Answer ``rows`` random rows (64 if None) in the job's run, and forecast the remaining rows.
+    """Answer ``rows`` random rows (64 if None) in the job's run, and forecast the rows without a record.
 
-    The prompts of at most ``lengths`` rows are counted.
+    ``lengths``: the maximum number of rows whose prompts are counted.
 
     Raises:
         BatchkitError: The run can't start or stopped, or all rows of the sample failed.
@@ -106,8 +106,10 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
 
 
 def _sampled_indexes(lengths: Lengths, rows: int | None, seed: int) -> list[int]:
-    """Return the indexes of the sampled rows, in random order. ``rows`` None means 64, but at most a quarter of the
-    rows left."""
+    """Return the indexes of the sampled rows, in random order.
+
+    ``rows``: their number. None means 64, but at most a quarter of the rows without a record.
+    """
     n_rows = rows or min(SAMPLED, max(2, lengths.left // 4))
     chosen: list[int] = np.random.default_rng(seed).permutation(lengths.indexes)[:n_rows].tolist()
     return chosen

@@ -1,13 +1,13 @@
 """The forecast of a job, computed from the lengths of its prompts and a sample of its answers.
 
 Answer lengths have a heavy tail: a few rows in a thousand may have most of the tokens, and a sample of 64 rarely has
-one of them. The plain bootstrap is therefore overconfident: its 90 % intervals contained the true value in 72 % to
-89 % of cases (``benchmarks/LOG.md``).
+one of them. Therefore the plain bootstrap is overconfident: its 90 % intervals contained the true value in 72 % to 89 %
+of cases (``benchmarks/LOG.md``).
 
-So the forecast is made many times with random assumptions (replicates). Each replicate weights the sampled rows at
-random, like the Bayesian bootstrap but more unequally. In most replicates, some rows also have answers longer than
-any in the sample: about as many rows as one sampled row stands for. Their lengths come from a Pareto distribution up
-to ``max_tokens``; Hill's estimator finds its index from the longest sampled answers.
+So the forecast is made many times, each time with random assumptions about the answers (a replicate). A replicate
+weights the sampled rows at random, like the Bayesian bootstrap but more unequally. In most replicates, some rows also
+have answers longer than any in the sample: about as many rows as one sampled row represents. Their lengths come from a
+Pareto distribution up to ``max_tokens``; Hill's estimator finds its index from the longest sampled answers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ _QUANTILES = (np.arange(64) + 0.5) / 64
 
 
 class Tail(NamedTuple):
-    """The assumption that a ``share`` of all rows has answers longer than the sample's, with Pareto distributed
-    lengths. ``heaviness`` is 1/α of the distribution; lengths range from ``longest`` to ``most``."""
+    """The assumption that some rows have answers longer than any in the sample, with Pareto distributed lengths.
+
+    - ``share``: their share of all rows.
+    - ``heaviness``: 1/α of the distribution. Lengths range from ``longest`` to ``most``.
+    """
 
     share: float
     heaviness: float
@@ -58,8 +61,10 @@ class Tail(NamedTuple):
 
 
 class Replicate(NamedTuple):
-    """A random assumption about the answers of all rows. A row outside ``tail`` has length ``lengths[i]`` with
-    probability ``weights[i]``."""
+    """A random assumption about the answers of all rows.
+
+    A row outside ``tail`` has length ``lengths[i]`` with probability ``weights[i]``.
+    """
 
     lengths: NDArray[np.float64]
     weights: NDArray[np.float64]
@@ -89,8 +94,10 @@ class Replicate(NamedTuple):
 def replicates(
     lengths: NDArray[np.float64], most: float | None, rng: np.random.Generator
 ) -> Iterator[Replicate]:
-    """Yield ``REPLICATES`` replicates. ``lengths``: lengths of the sampled answers; ``most``: maximum length of an
-    answer."""
+    """Yield ``REPLICATES`` replicates.
+
+    ``lengths``: lengths of the sampled answers. ``most``: maximum length of an answer, or None.
+    """
     n = len(lengths)
     shape = max(_LEAST_SHAPE, (n - 2) / n / _UNEQUAL)
     longest = float(lengths.max())
@@ -146,7 +153,7 @@ NOTHING = Interval(0.0, 0.0, 0.0)
 
 
 class Rest(NamedTuple):
-    """The forecast for the rows without a record, over all engines. ``seconds`` excludes loading."""
+    """The forecast for the rows without a record, over all engines. ``seconds``: without the time for loading."""
 
     prompt_tokens: Interval = NOTHING
     completion_tokens: Interval = NOTHING
@@ -155,8 +162,10 @@ class Rest(NamedTuple):
 
 
 class EngineCount(NamedTuple):
-    """The engines of the job: ``workers`` engines, each with ``running`` concurrent requests. ``in_batches``: the
-    engine finishes one batch before it starts the next (transformers)."""
+    """The engines of the job: ``workers`` engines, each with ``running`` concurrent requests.
+
+    ``in_batches``: True if an engine finishes one batch before it begins the next (transformers).
+    """
 
     workers: int
     running: int
@@ -164,7 +173,7 @@ class EngineCount(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """Prices of a prompt token, a completion token, and a second of all GPUs."""
+    """The prices of a prompt token, of a completion token, and of a second of all GPUs together."""
 
     prompt_token: float
     completion_token: float
@@ -174,7 +183,7 @@ class Prices(NamedTuple):
 def rest_of(
     lengths: Lengths, sample: Sample, engines: EngineCount, prices: Prices, seed: int
 ) -> Rest:
-    """Forecast the remaining rows of the job from the answered ``sample``."""
+    """Return the forecast for the rows without a record, from the answered ``sample``."""
     places = {index: place for place, index in enumerate(lengths.indexes.tolist())}
     sampled = [row for row in sample.rows if row.index in places]
     at = [places[row.index] for row in sampled]
@@ -226,8 +235,11 @@ def _expected_s(wave: Wave, steps: StepTime, engines: EngineCount) -> float:
 
 
 def _spread(steps: StepTime, sample: Sample, engines: EngineCount) -> float:
-    """Return the relative uncertainty of a run's time that is computed from ``steps``. It is the error of the computed
-    times of the sampled waves. It grows if the job's batch is larger than theirs."""
+    """Return how far a forecast time may be off, as a relative error.
+
+    It is the error of the times that ``steps`` predicts for the sample's own waves (rows that ran together). A share is
+    added for each doubling from their batch size to the job's.
+    """
     errors = [
         math.log(max(wave.seconds, _LEAST_S) / max(_expected_s(wave, steps, engines), _LEAST_S))
         for wave in sample.measured
@@ -240,10 +252,10 @@ def _spread(steps: StepTime, sample: Sample, engines: EngineCount) -> float:
 
 
 class _Rest(NamedTuple):
-    """The remaining rows, with everything needed to draw a random forecast for them.
+    """The rows without a record, with everything needed to draw a random forecast for them.
 
-    - ``sizes``: prompt sizes of the remaining rows that were counted; ``sampled_sizes``: the same for the sampled rows.
-    - ``prompt_tokens``: the engine's counts for the sampled rows.
+    - ``sizes``: prompt sizes of those rows that were counted. ``sampled_sizes``: prompt sizes of the sampled rows.
+    - ``prompt_tokens``: the engine's token counts for the sampled rows.
     - ``sequences``: answers per request.
     - ``row_s``: seconds to render a row; ``start_s``: seconds until a new engine is warm.
     - ``spread``: relative variation of the time from one run to the next.
@@ -266,7 +278,7 @@ class _Rest(NamedTuple):
         steps: StepTime,
         rng: np.random.Generator,
     ) -> tuple[float, float, float, float]:
-        """Return random values for the remaining rows: prompt tokens, completion tokens, seconds and price."""
+        """Return one random forecast for these rows: prompt tokens, completion tokens, seconds and price."""
         workers, running = self.engines.workers, self.engines.running
         prompt_tokens = self._prompt_tokens(replicate.weights, rng)
         n_drawn = min(self.n_rows, max(_DRAWN, 8 * running * workers))
@@ -294,8 +306,10 @@ class _Rest(NamedTuple):
         return *found, sum(map(mul, found, self.prices))
 
     def _prompt_tokens(self, weights: NDArray[np.float64], rng: np.random.Generator) -> float:
-        """Return the prompt tokens of the remaining rows: the counted sizes, scaled as the sample's engine counts
-        exceed its sizes."""
+        """Return the prompt tokens of these rows, from their counted sizes.
+
+        The sizes are scaled by the ratio between the engine's counts and the sizes of the sampled rows.
+        """
         per_size = 1.0
         if (self.prompt_tokens != self.sampled_sizes).any():
             counted = float(weights @ self.sampled_sizes)

@@ -1,4 +1,4 @@
-"""The lengths of a job's prompts, counted as in ``validate``, and the share of rows that would fail."""
+"""The lengths of a job's prompts, counted as by ``validate``, and the share of rows that would fail."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _UNTIMED = 64  # the first rows include time for imports and thread start
 class Lengths(NamedTuple):
     """The lengths of a job's prompts.
 
-    - ``rows``: rows of the job; ``left``: rows without a record.
-    - ``counted``: number of these rows that were rendered, chosen at random if not all were.
-    - ``indexes``: counted rows that would reach the engine; ``sizes``: their prompt sizes, in ``unit``: tokens or
+    - ``rows``: number of rows of the job. ``left``: number of rows without a record.
+    - ``counted``: how many of the latter were rendered, chosen at random if not all were.
+    - ``indexes``: rendered rows that would reach the engine. ``sizes``: their prompt sizes in ``unit``: tokens or
       characters, or seconds for recordings.
     - ``is_exact``: True if all sizes are prompt tokens.
     - ``most_tokens``: maximum length of an answer; None if unknown.
-    - ``row_s``: seconds to render and count one row, a lower limit for the run; 0 if unknown.
+    - ``row_s``: seconds to render and count one row, which is a lower limit for the run; 0 if unknown.
     """
 
     rows: int

@@ -1,8 +1,8 @@
-"""The sample of ``plan``: rows that are answered in the job's run, so that they need not run again.
+"""The sample of ``plan``: rows that are answered in the job's run, so that they need not be answered again.
 
-They run on one engine in waves of different concurrency, from which ``throughput.py`` learns how concurrency changes
-speed: a few rows to warm it up, some rows in a small window, and the others in the largest window that they fill.
-With ``run.workers`` there is one wave on one worker.
+They run on one engine in waves of different concurrency: a few rows to warm the engine up, some rows in a small window,
+and the others in the largest window that they fill. ``throughput.py`` learns from the waves how concurrency changes
+speed. With ``run.workers`` there is one wave on one worker.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ _LEAST_USAGE = 0.02  # minimum KV cache usage to estimate how many requests fill
 
 
 class Sample(NamedTuple):
-    """The sampled rows, answered in ``waves``. The first wave warmed up the engine. ``running``: number of concurrent
-    requests of one engine of the job."""
+    """The answered rows of the sample, in ``waves``. The first wave warmed up the engine.
+
+    ``running``: number of concurrent requests of one engine of the job.
+    """
 
     waves: Sequence[Wave] = ()
     load_s: float = 0.0
@@ -44,7 +46,7 @@ class Sample(NamedTuple):
 
     @property
     def measured(self) -> Sequence[Wave]:
-        """The waves without the warm-up wave, unless it is the only one."""
+        """The waves without the first one, which warmed up the engine, unless there is only one."""
         return self.waves[1:] or self.waves
 
     @property
@@ -95,8 +97,10 @@ def waves_of(rows: int, running: int) -> list[tuple[int, int, int]]:
 
 
 def rows_in_kv_cache(folder: Path, starts_before: int) -> int | None:
-    """Return how many of the run's requests fill the KV cache, or None if unknown. Only the starts after the first
-    ``starts_before`` are considered."""
+    """Return how many of the run's requests fill the KV cache; None if unknown.
+
+    ``starts_before``: number of starts of the run to ignore, oldest first.
+    """
     full = [
         line.running / line.kv_cache_usage
         for line in read_metrics(folder)

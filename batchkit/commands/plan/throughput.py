@@ -1,12 +1,12 @@
-"""A model of engine speed: the time of a step, fitted to the rows of a sample.
+"""A model of engine speed: the time of a forward pass ("step" in the names here), fitted to the rows of a sample.
 
-An engine generates one token per step for each running request. A step takes ``step_s``, plus ``sequence_s`` for
-each running request, plus ``prompt_token_s`` for each prompt token it processes. A row also waits ``row_s``. So a
-row of L tokens that ran together with r others on average, while P prompt tokens were processed, took row_s +
-L·(step_s + r·sequence_s) + P·prompt_token_s. The number of running requests follows from the begin and end times of
-the sampled rows.
+In each forward pass, an engine generates one token for each running request. A forward pass takes ``step_s``, plus
+``sequence_s`` for each running request, plus ``prompt_token_s`` for each prompt token that it processes. A row also
+waits ``row_s``. So a row of L tokens that ran together with r others on average, while P prompt tokens were processed,
+took row_s + L·(step_s + r·sequence_s) + P·prompt_token_s. The number of running requests follows from the begin and end
+times of the sampled rows.
 
-The time of a whole job is computed from its steps (``steps_of``) and its tokens.
+The time of a whole job is computed from its number of forward passes (``steps_of``) and its tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _REFITS = 3
 
 class Wave(NamedTuple):
     """Rows that were answered together, at most ``window`` at a time, in a start that took ``took_s`` seconds.
-    ``sequences``: answers per request. ``parts``: the generations of recordings; None for other tasks."""
+
+    - ``sequences``: answers per request.
+    - ``parts``: the generations of recordings; None for other tasks.
+    """
 
     window: int
     rows: Sequence[TimedAnswer]
@@ -57,7 +60,7 @@ class Wave(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """The coefficients of the speed model, in seconds. The module's docstring has the formula."""
+    """The coefficients of the speed model, in seconds. The formula is at the top of this module."""
 
     row_s: float
     step_s: float
@@ -67,8 +70,10 @@ class StepTime(NamedTuple):
     def seconds(
         self, steps: float, tokens: float, prompt_tokens: float, rows: float, running: float
     ) -> float:
-        """Return the time of ``rows`` rows, ``running`` at a time, that need this number of steps and tokens in
-        total."""
+        """Return the time of ``rows`` rows, ``running`` at a time.
+
+        ``steps``, ``tokens``, ``prompt_tokens``: total numbers of forward passes and tokens that they need.
+        """
         return (
             self.row_s * (rows / running + 1)
             + self.step_s * steps
@@ -78,17 +83,19 @@ class StepTime(NamedTuple):
 
 
 class Points(NamedTuple):
-    """The equations to fit: ``parts``, with a row of factors for each measurement, times the coefficients of
-    ``StepTime`` should equal ``seconds``."""
+    """Equations to find the coefficients of ``StepTime``: for each measurement, ``parts`` times the coefficients should
+    equal ``seconds``."""
 
     parts: NDArray[np.float64]
     seconds: NDArray[np.float64]
 
 
 def points_of(waves: Sequence[Wave]) -> Points:
-    """Return one equation for each row of ``waves``. These rows never waited in the engine's queue. A row's concurrency
-    is an average over its steps, and the number of steps in a period depends on the step time that is to be found. So
-    the fit is repeated a few times."""
+    """Return one equation for each row of ``waves``. The rows must not have waited in the engine's queue.
+
+    A row's concurrency is an average over its forward passes. How many there are in a period depends on the
+    coefficients to be found, so the fit is repeated a few times.
+    """
     points = _points(waves, StepTime(0.0, 1.0, 0.0, 0.0))
     for _ in range(_REFITS):
         points = _points(waves, fit(points))
@@ -143,8 +150,10 @@ def fit(points: Points) -> StepTime:
 
 
 def steps_of(lengths: Sequence[float], running: int, *, in_batches: bool = False) -> float:
-    """Return the number of engine steps until answers of these ``lengths`` have ended, with ``running`` at a time. A
-    slot gets the next row when its answer ends or, with ``in_batches``, when all answers of the batch have ended."""
+    """Return the number of forward passes until answers of these ``lengths`` have ended, with ``running`` at a time.
+
+    The next row starts when an answer ends. ``in_batches``: it starts only when all answers of the batch have ended.
+    """
     if in_batches:
         return sum(max(lengths[n : n + running]) for n in range(0, len(lengths), running))
     ends = [0.0] * min(running, len(lengths))

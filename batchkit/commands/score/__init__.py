@@ -59,8 +59,10 @@ def score_run(folder: Path, job: JobConfig | None = None, *, say: Say = print) -
 def finish_scoring(
     folder: Path, job: JobConfig, *, stop: StopRequest, say: Say
 ) -> ScoreTable | None:
-    """Compute the scores that are still missing when a run has ended. Return its score table, or None if the job has no
-    scoring."""
+    """Compute the scores that are still missing when a run has ended.
+
+    Returns the score table, or None if the job has no scoring.
+    """
     if not job.scoring.is_on:
         return None
     if not is_scored(folder, job):
@@ -153,8 +155,8 @@ def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
 def _answers(
     folder: Path, job: JobConfig, names: set[str]
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield each row's newest record, if it is an answer, with those of its fields that are in ``names`` (see
-    ``with_fields``)."""
+    """Yield the newest record of each answered row, with those of the row's fields that are in ``names``
+    (``with_fields``)."""
     ok = (record for record in read_newest(folder / RESULTS) if record["status"] == "ok")
     return with_fields(ok, job, names)
 
@@ -181,8 +183,8 @@ def _may_differ(folder: Path, job: JobConfig) -> bool:
 
 
 def _mark_as_mixed(folder: Path, job: JobConfig) -> None:
-    """Mark the run as scored with mixed settings, before its scores are replaced: this process may be killed
-    meanwhile."""
+    """Mark the run as scored with mixed settings. This is done before its scores are replaced, since that may be
+    interrupted."""
     if _may_differ(folder, job):
         manifest = read_manifest(folder)
         manifest.scoring = None
@@ -216,7 +218,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def job_to_score(folder: Path, named: Path | None, overrides: Sequence[str]) -> JobConfig:
-    """Return the job of the run in ``folder``. If the job file ``named`` is given, its scoring is used.
+    """Return the job with which to score the run in ``folder``.
+
+    ``named``: a job file whose scoring replaces the run's own.
 
     Raises:
         JobError: The scoring does not fit the run's job.
@@ -230,7 +234,7 @@ def job_to_score(folder: Path, named: Path | None, overrides: Sequence[str]) -> 
 
 
 def job_of_rows(named: Path | None, folder: Path | None, overrides: Sequence[str]) -> JobConfig:
-    """Return the job whose input has the rows of the predictions: from the job file ``named``, or of the run in
+    """Return the job whose input has the rows of the predictions: the job file ``named``, or the job of the run in
     ``folder``.
 
     Raises:

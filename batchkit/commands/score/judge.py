@@ -1,11 +1,11 @@
 """The scorer ``judge`` (GPT_EVAL): a second model gives each answer a score.
 
-Judging is an ordinary run that can be resumed and retried. Each of its rows is a question to the judge: the texts
-that the judge's prompt needs for one answer. A hash of these texts is the row's id, so a stored judgement is found
-again even if the answer's row changes.
+Judging is an ordinary run that can be resumed and retried. Each of its rows is a question to the judge: the texts that
+the judge's prompt needs for one answer. The row's id is a hash of these texts, so a stored judgement is found again
+even if the answer's row changes.
 
-Each judge (its model, prompt, and other settings that decide its answers) has a separate run folder, so trying
-another judge does not affect the first.
+Each judge (its model, prompt, and other settings that decide its answers) has a separate run folder. So trying another
+judge does not affect the first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def judge(
 ) -> dict[int, float | None]:
     """Return the judge's score of each answer, from 0 to 1, by row index; None if the judge gave none.
 
-    ``folder`` stores the judgements. The judge is asked only for missing and failed ones.
+    ``folder``: stores the judgements. The judge is asked only for those that are missing or failed.
 
     Raises:
         BatchkitError, Interrupted: The judge's run stopped. The next call resumes it.
@@ -88,8 +88,10 @@ def judge(
 
 
 def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: StopRequest) -> None:
-    """Ask the judge the questions that have no judgement yet, or a failed one. A question keeps its row index in the
-    judge's run."""
+    """Ask the judge the questions that have no judgement, or a failed one.
+
+    A question keeps its row index in the judge's run.
+    """
     known = _records(judging)
     new = count(1 + max((record["index"] for record in known.values()), default=-1))
     rows, attempts = list[Row](), dict[int, int]()
@@ -125,16 +127,21 @@ def _records(judging: JobConfig) -> dict[str, dict[str, Any]]:
 
 
 def names_read(job: JobConfig, table: JudgeTable) -> set[str]:
-    """Return the names that the judge's prompt uses. They are fields of the row, some of ``NAMES``, or names in
-    ``[vars]`` if the row has no such field."""
+    """Return the names that the judge's prompt uses: fields of the row, some of ``NAMES``, or names in ``[vars]``.
+
+    A name in ``[vars]`` is used if the row has no such field.
+    """
     column = table.sampling.sampling_column
     names = names_in(job.model_copy(update={"vars": {}}), table.prompt, ())
     return names | (set() if column is None else {column})
 
 
 def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
-    """Return the job of the judge's run. Its name has the model and a hash of all settings that decide the judgements.
-    It contains only those ``[vars]`` that its prompt uses, so that other variables don't change the hash."""
+    """Return the job of the judge's run. Its name contains the model and a hash of all settings that decide the
+    judgements.
+
+    It has only the ``[vars]`` that its prompt uses, so that other variables don't change the hash.
+    """
     job = resolve_paths(job, Path.cwd())
     read = names_read(job, table)
     made = JobConfig.model_validate(
@@ -180,9 +187,11 @@ def _shown(answer: Answered, names: set[str], known: Mapping[str, Any]) -> dict[
 def judged_by_step(
     job: JobConfig, table: JudgeTable, answers: Sequence[Answered], say: Say
 ) -> dict[int, float | None]:
-    """Return the score of each answer from the step ``table.step`` of its row, by row index. If the step has an
-    extractor, the score is the first number in its prediction. Otherwise it is read from the step's text, like a
-    judge's score."""
+    """Return the score that the row's step ``table.step`` gave each answer, by row index.
+
+    It is the first number in the step's prediction if the step has an extractor. Otherwise it is read from the step's
+    text as from a judge's answer.
+    """
     found: dict[int, float | None] = {}
     name, reading = table.step or "", Scoring(ScoringTable(**_READ), say=say)
     extracts = {step.extract for step in job.steps if step.name == name} - {None, "text"}
@@ -204,8 +213,8 @@ def judged_by_step(
 
 
 def _unless_cut(found: str | None, answer: Mapping[str, Any]) -> str | None:
-    """Return the score ``found``, or None if the answer was cut off right after it, because the number may have had
-    more digits."""
+    """Return the score ``found``. Return None if the answer was cut off right after it, since it may have had more
+    digits."""
     if found is None or answer.get("finish_reason") != "length":
         return found
     return None if (answer.get("text") or "").removesuffix(".").endswith(found) else found

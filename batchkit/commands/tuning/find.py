@@ -37,9 +37,13 @@ class Bottleneck(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result of a search, which a signal may have ended early. ``rows``: rows of the whole job. ``high``: the
-    largest size that could be tried. ``has_flattened``: a larger size gained too little, so the search stopped.
-    ``written``: the job file that received the best size, if any."""
+    """The result of a search. A signal may have ended the search early.
+
+    - ``rows``: number of rows of the whole job.
+    - ``high``: the largest size that could be tried.
+    - ``has_flattened``: True if the search stopped because a larger size gained too little.
+    - ``written``: the job file that received the best size, or None.
+    """
 
     table: SizeTable
     rows: int
@@ -50,7 +54,7 @@ class SearchResult:
 
     @property
     def estimate_s(self) -> float | None:
-        """The estimated seconds for the whole job at the best size, including the engine's load time."""
+        """The estimated seconds for the whole job at the best size, with the time for loading the engine."""
         best = self.table.best
         if best is None:
             return None
@@ -119,17 +123,16 @@ def find_batch_size(
     write_to: Path | None = None,
     say: Say = lambda text: None,
 ) -> SearchResult:
-    """Search batch sizes from ``low`` to ``high``. Each trial uses at most ``rows`` rows and measures at most
-    ``seconds`` seconds.
+    """Search batch sizes from ``low`` to ``high``. A signal ends the search with the results so far.
 
-    A signal ends the search with the results so far. The best size is written only to the job file ``write_to``, and
-    only if the search was complete.
+    - ``rows``, ``seconds``: limits for each trial: how many rows it uses, and how long it measures.
+    - ``write_to``: job file that receives the best size, if the search was complete.
 
     Raises:
         JobError: The job itself is invalid, its input has no rows, or the job file can't be written.
     """
     if low > high:
-        raise JobError(f"--low {low} is over --high {high}")
+        raise JobError(f"--low {low} is over --high {high}; lower the one or raise the other")
     table, has_flattened, written = SizeTable(job, say), False, None
     if write_to is not None:
         check_patch(write_to)
@@ -157,9 +160,10 @@ def search(low: int, high: int, try_size: Callable[[int], Figures | None]) -> bo
     """Double the size from ``low`` until it does not fit, then search between the largest size that fits and the
     smallest that does not.
 
-    ``try_size`` returns None if a size does not fit. No size is tried twice. Return True if a doubling gained less
-    than 3 %; larger sizes may then fit, too. Otherwise the largest size up to ``high`` that fits was tried, if any
-    fits.
+    Returns True if the search stopped because a doubling gained less than 3 %; larger sizes may then fit, too.
+    Otherwise the largest size up to ``high`` that fits was tried. No size is tried twice.
+
+    ``try_size``: measures a size, and returns None if it does not fit.
     """
     fits, size, best = 0, low, 0.0
     while (found := try_size(size)) is not None:
@@ -179,7 +183,7 @@ def search(low: int, high: int, try_size: Callable[[int], Figures | None]) -> bo
 
 
 def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bottleneck:
-    """Return the bottleneck at the ``best`` size. ``lines`` has the measurements of all sizes."""
+    """Return the bottleneck at the ``best`` size. ``lines``: the measurements of all sizes."""
     if best["waits"] is None and not best["typical"]:
         return Bottleneck("unknown", "the engine was not full for long enough to show it")
     waits = best["waits"] or dict.fromkeys(("rendering", "preparing", "kv_cache"), 0.0)
@@ -209,11 +213,12 @@ def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bo
 
 
 def _compute(lines: Sequence[Line], best: Line) -> Bottleneck:
-    """Return the bottleneck of an engine that is busy computing: the steps themselves, the prompts or the answers.
+    """Return the bottleneck of an engine that is busy computing: the forward passes themselves, the prompts or the
+    answers.
 
-    A row takes ``a + b / batch``. ``a`` is the time for its tokens, at any batch size; ``b`` is the time for steps,
-    which all rows of a batch share. If ``b / batch`` is at least half, a larger batch helps. Pooling tasks have no
-    output tokens: all their steps are prefill.
+    A row takes ``a + b / batch``. ``a`` is the time for its tokens, at any batch size. ``b`` is the time for forward
+    passes, which all rows of a batch share. If ``b / batch`` is at least half, a larger batch helps. Pooling tasks have
+    no output tokens: all their forward passes are prefill.
     """
     prompt, output = best["prompt_tokens_per_s"], best["completion_tokens_per_s"]
     if not prompt or output is None:
@@ -232,8 +237,10 @@ def _compute(lines: Sequence[Line], best: Line) -> Bottleneck:
 
 
 def _shared_by_batch(lines: Sequence[Line], best: Line) -> float:
-    """Return the share of a row's time that is for steps, from the rates at ``best`` and at the next clearly smaller
-    size. Return 0 if there is no such size."""
+    """Return the share of a row's time that is for forward passes, which the batch shares; 0 if it can't be computed.
+
+    It is computed from the rates at ``best`` and at the next clearly smaller size.
+    """
     size, best_s = best["batch_size"], 1 / best["rows_per_s"]
     smaller = [
         line for line in lines if line["rows_per_s"] and size >= _LEAST_GROWTH * line["batch_size"]

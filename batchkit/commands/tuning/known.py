@@ -1,4 +1,4 @@
-"""The results of ``tune`` trials, stored beside the run folder: ``<name>.tune.jsonl``, and a chart of them."""
+"""The stored results of ``tune``: ``<name>.tune.jsonl`` beside the run folder, and a chart of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The result of one trial, as in ``tune.jsonl`` and the JSON output.
+    """The result of one trial (measurement), as in ``tune.jsonl`` and the JSON output.
 
     - ``options``: engine options added to the job's; empty for the default.
     - ``low`` to ``high``: 90 % interval of ``rows_per_s``; None if the trial failed.
@@ -49,8 +49,10 @@ class Tried:
 
 
 class Known:
-    """The stored results of earlier trials with the same job, package versions and GPUs. ``gain``: the options that
-    beat the default in the last comparison, and the speedup; None if no options did."""
+    """The stored results of earlier trials with the same job, package versions and GPUs.
+
+    ``gain``: options that beat the default in the last comparison, with the speedup; None if there were none.
+    """
 
     def __init__(self, job: JobConfig) -> None:
         self._path = _path(job)
@@ -114,8 +116,10 @@ _LONGEST = 72  # characters of a label
 
 
 def draw(job: JobConfig, trials: Sequence[Tried], best: Mapping[str, Any]) -> Path:
-    """Write a chart of the trials as an HTML file, and return its path: for each trial a dot for its rate and a bar for
-    the interval, in order. The options ``best`` are highlighted.
+    """Write a chart of the trials as an HTML file, and return its path.
+
+    Each trial has a dot for its rate and a bar for the interval, in the order of the trials. ``best``: options to
+    highlight.
 
     Raises:
         StoreError: The file can't be written.

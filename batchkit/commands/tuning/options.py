@@ -1,4 +1,5 @@
-"""The options that trials change: adding them to a job, choosing which to try next, and writing them to the job file.
+"""The options that trials change: choosing the next one to try, adding it to a job, and writing the best to the job
+file.
 
 A name without a dot is an engine option (``engine.options``). A name with a dot is a key of the job file.
 """
@@ -25,8 +26,11 @@ KEY = f"{_TABLE}.{SIZE}"
 
 
 def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
-    """Return the job with these options added, and without ``run.workers`` unless ``options`` set it. The engine must
-    not shrink its batch when memory runs out, because a trial measures one fixed size."""
+    """Return the job with these options added, and without ``run.workers`` unless ``options`` set it.
+
+    The engine of the returned job does not reduce its batch when memory runs out, because a trial measures one fixed
+    size.
+    """
     of_run = {"workers": None} | {
         name.partition(".")[2]: value for name, value in options.items() if "." in name
     }
@@ -70,7 +74,7 @@ def check_patch(path: Path) -> None:
 
 
 def write_patch(path: Path, options: Mapping[str, Any]) -> None:
-    """Set the options in the job file at ``path``, atomically. Other keys, comments and formatting are unchanged.
+    """Set ``options`` in the job file at ``path``, in one step. Other keys, comments and formatting stay unchanged.
 
     Raises:
         JobError: The file can't be read or written, or these keys can't be changed alone.
@@ -139,9 +143,13 @@ _FIRST_FOR: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class OptionChoice:
-    """An option that ``tune`` tries: a number whose current value is ``walk``, or ``others``, a list of settings to
-    try. In ``others``, None resets an option to the job's value. ``helps``: the bottleneck that the option addresses
-    (``Bottleneck.resource``). ``is_only``: it is tried only at this bottleneck."""
+    """An option that ``tune`` tries.
+
+    - ``walk``: the current value of a number, which is multiplied and divided.
+    - ``others``: a list of settings to try instead. None in it resets an option to the job's value.
+    - ``helps``: the bottleneck that the option addresses (``Bottleneck.resource``).
+    - ``is_only``: True if it is tried only at this bottleneck.
+    """
 
     name: str
     walk: int | None = None
@@ -156,16 +164,19 @@ class OptionChoice:
 
 
 def choices(job: JobConfig, options: Mapping[str, Any]) -> list[OptionChoice]:
-    """Return the options to try: use of the GPUs, the engine's ``options``, and batchkit's own."""
+    """Return the options to try: how GPUs are used, the engine's ``options``, and batchkit's own."""
     found = (_choice(name, value) for name, value in options.items())
     ours = (_choice(f"run.{name}", getattr(job.run, name)) for name in _OF_RUN)
     return [*_of_gpus(job), *found, *ours]
 
 
 def next_of(left: list[OptionChoice], waits_for: str) -> OptionChoice | None:
-    """Remove and return the next option to try from ``left``; None if no option helps. ``waits_for``: the bottleneck of
-    the fastest options so far. The order is: use of the GPUs (which decides how many requests fit), concurrency, then
-    the others."""
+    """Remove the next option to try from ``left`` and return it; None if no option helps.
+
+    The order is: use of the GPUs (which decides how many requests fit), concurrency, then the others.
+
+    ``waits_for``: the bottleneck of the fastest options so far.
+    """
     may = [choice for choice in left if not choice.is_only or choice.helps == waits_for]
     if not may:
         return None

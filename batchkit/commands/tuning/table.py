@@ -25,10 +25,11 @@ _RATES = ("rows_per_s", "prompt_tokens_per_s", "completion_tokens_per_s", "p50_m
 
 
 def line_of(batch_size: int, trials: Sequence[Trial]) -> Line:
-    """Return the JSON of one batch size: medians over its ``trials``. Numbers are None if a trial failed.
+    """Return the results of one batch size as a dict for JSON: medians over its ``trials``. Numbers are None if a trial
+    failed.
 
     - ``spread``: half the difference between the slowest and the fastest round, as a share of the median.
-    - ``typical``: the engine was as busy as in the whole job.
+    - ``typical``: True if the engine was as busy as in the whole job.
     - ``reason``: why an engine died.
     """
     status = next((trial.status for trial in trials if trial.status != OK), OK)
@@ -99,8 +100,10 @@ def _cells(line: Line) -> list[str]:
 
 
 class SizeTable:
-    """The batch sizes of ``job`` measured so far, with their trials. ``signum``: the signal that ended the trials
-    early."""
+    """The batch sizes of ``job`` that were measured, with their trials.
+
+    ``signum``: the signal that ended the measurements early, or None.
+    """
 
     def __init__(self, job: JobConfig, say: Say) -> None:
         self._job, self._say = job, say

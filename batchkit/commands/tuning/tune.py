@@ -46,8 +46,10 @@ _DRAWN = ("temperature", "n", "seed", "top_p", "top_k", "min_p")  # greedy decod
 
 @dataclass(frozen=True, slots=True)
 class DefaultComparison:
-    """The speedup of the best options over the default, measured in turn: the median, lowest and highest of the
-    rounds."""
+    """The speedup of the best options over the default: median, lowest and highest of several rounds.
+
+    In each round, both are measured one after the other.
+    """
 
     ratio: float
     low: float
@@ -163,14 +165,14 @@ def tune(
     write_to: Path | None = None,
     say: Say = lambda text: None,
 ) -> Tuned:
-    """Search for about ``minutes`` minutes. Each trial starts a new engine and measures at most ``seconds`` seconds.
+    """Search for the best engine options for about ``minutes`` minutes.
 
-    Trials are stored in ``<name>.tune.jsonl`` beside the run folder, and the next call reuses them.
-    ``allow_changes``: also try options that change answers, and count the changed answers. A signal ends the search
-    with the results so far.
+    Each trial starts a new engine and measures for at most ``seconds`` seconds. Trials are stored in
+    ``<name>.tune.jsonl`` beside the run folder, and the next call reuses them. A signal ends the search with the
+    results so far.
 
-    The best options are written only to ``write_to``, and only if they beat the default in each of three rounds in
-    which both were measured in turn.
+    - ``allow_changes``: also try options that change answers, and count the changed answers.
+    - ``write_to``: job file that receives the best options, if they beat the default in each of three rounds.
 
     Raises:
         JobError: The job itself is invalid, its input has no rows, or the job file can't be written.
@@ -200,9 +202,11 @@ def tune(
 
 
 class _Search:
-    """A greedy search: changes one option at a time, starting from the fastest options so far. A number is multiplied
-    or divided as long as that makes the job faster; other values are each tried once. Options for another than the
-    current bottleneck are skipped."""
+    """A greedy search that changes one option at a time, starting from the fastest options so far.
+
+    A number is multiplied or divided as long as the job gets faster. Other values are tried once each. Options that
+    address another bottleneck than the current one are skipped.
+    """
 
     def __init__(
         self,
@@ -244,9 +248,12 @@ class _Search:
         return self._tried[words(self._found.best)]
 
     def _walks(self, name: str, value: int, most: int | None) -> None:
-        """Change a number in large steps, then in small ones: far from the optimum, a small step may gain too little to
-        notice. If the KV cache is full, first try as many requests as it held, and never more. If prompts take most of
-        the time, never reduce the number of tokens per step."""
+        """Multiply or divide a number by a large factor, then by a small one. A small factor alone may gain too little
+        to notice.
+
+        If the KV cache is full, first try as many requests as it held, and never more. If prompts take most of the
+        time, never reduce the number of tokens per forward pass.
+        """
         if name == SIZE and self._best.waits_for == "kv-cache" and (held := self._best.running):
             self._takes({name: held})
             self._walk(name, self._found.best.get(name, value), 1 / 2, None)
@@ -260,8 +267,10 @@ class _Search:
     def _walk(
         self, name: str, value: int, factor: float, most: int | None, against: str = ""
     ) -> bool:
-        """Multiply the option's ``value`` by ``factor`` as long as that gains, up to ``most``. With ``against``, stop
-        when this is no longer the bottleneck. Return True if the first step gained."""
+        """Multiply the option's ``value`` by ``factor`` as long as this gains. Return True if the first change gained.
+
+        ``most``: the largest value to try. ``against``: a bottleneck; stop when it is no longer the bottleneck.
+        """
         steps = 0
         while (after := int(value * factor)) >= 1 and (most is None or after <= most):
             if against not in ("", self._best.waits_for) or not self._takes({name: after}):
@@ -270,8 +279,7 @@ class _Search:
         return steps > 0
 
     def _takes(self, change: Options, least: float = LEAST_GAIN) -> bool:
-        """Try the best options with ``change``. If that gains more than ``least``, make them the best options and
-        return True."""
+        """Try the best options with ``change``. If this gains more than ``least``, keep the change and return True."""
         if not self._is_time():
             return False
         options = {n: v for n, v in {**self._found.best, **change}.items() if v is not None}
@@ -283,16 +291,19 @@ class _Search:
         return gain > least
 
     def _is_time(self) -> bool:
-        """Return True if there is time for another trial and the final comparison, judged by the length of earlier
-        trials."""
+        """Return True if there is time for another trial and the final comparison, if they take as long as earlier
+        ones."""
         if len(self._tried) >= _MOST_TRIALS:
             return False
         took = statistics.mean([tried.seconds for tried in self._found.trials] or [self._seconds])
         return time.monotonic() + took * (1 + 2 * _ROUNDS) < self._until
 
     def _try(self, options: Options) -> float:
-        """Return the rate with ``options`` in rows per second, or 0 if the trial failed. Stored results are not
-        measured again. A trial stops early when it is clearly slower than the best options."""
+        """Return the rate with ``options`` in rows per second; 0 if the trial failed. Stored results are not measured
+        again.
+
+        A trial stops early when it is clearly slower than the best options.
+        """
         key = words(options)
         if key not in self._tried:
             best = self._tried.get(words(self._found.best))
@@ -319,7 +330,8 @@ class _Search:
         return tried
 
     def _compare(self) -> None:
-        """Measure the default and the best options in turn, then the best options without each one of them."""
+        """Measure the default and the best options one after the other, then the best options without each one of
+        them."""
         best, ratios, rates = self._found.best, list[float](), list[float]()
         for _ in range(_ROUNDS):
             pair = [self._measured(options) for options in ({}, best)]
