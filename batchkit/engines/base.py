@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from batchkit.types import Completion, Request
 
-# How long an idle engine waits for the next request of a burst, so that all of them start in one step:
+# How long an idle engine waits for the next request of a burst, so that all of them start in one forward pass:
 # much longer than a text prompt takes to arrive and be prepared, shorter than an image takes.
 BURST_GAP_S = 0.003
 

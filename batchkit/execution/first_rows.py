@@ -257,8 +257,8 @@ def blanks_in(rows: Iterable[Row], job: JobConfig) -> Iterator[str]:
 
 
 def _fields_named(job: JobConfig) -> list[tuple[str, str]]:
-    """Return the fields of rows that the job names outside its prompts, as pairs of key and field: ``("output.keep",
-    "title")``."""
+    """Return the fields of rows that the job names outside its prompts, as pairs of key and field:
+    ``("output.keep", "title")``."""
     keep = () if job.output.keep == "*" else job.output.keep
     named = [("output.keep", name) for name in keep]
     for key, table in _scorings(job):

@@ -272,7 +272,9 @@ class Lane:
         if ladder.reductions:
             settings = ", ".join(f"{key} = {value}" for key, value in ladder.overrides.items())
             self._hear(
-                Line(f"an earlier engine ran out of memory; engine settings from then: {settings}")
+                Line(
+                    f"an earlier engine of this run ran out of memory; its reduced settings are used again: {settings}"
+                )
             )
         engine = SupervisedEngine(
             self._job,

@@ -92,13 +92,8 @@ class ProductionBatchProcessor:
         check_secrets(self.job)
         if rollout is not None:
             self.job = with_function(self.job, rollout)
-        is_fixed = self.job.task != "generate" or self.job.rollout or self.job.run.workers
-        if adjust_sampling is not None and is_fixed:
-            raise JobError(
-                'adjust_sampling: works only for task = "generate", without a rollout (its function sets the'
-                " parameters of each generation) and without run.workers (a function is not sent to workers); leave"
-                " it out, or give each row its own parameters (sampling.sampling_column)"
-            )
+        if adjust_sampling is not None and (obstacle := _why_not_adjusted(self.job)):
+            raise JobError(f"adjust_sampling can't be used with {obstacle}")
         self._options = StartOptions(
             fresh=fresh,
             on_change=on_change,
@@ -212,6 +207,16 @@ class ProductionBatchProcessor:
     def _say(self, text: str) -> None:
         if not self._options.quiet:
             print(f"batchkit: {in_python(text)}", file=sys.stderr)
+
+
+def _why_not_adjusted(job: JobConfig) -> str:
+    if job.task != "generate":
+        return f'task = "{job.task}", which samples nothing; leave it out'
+    if job.rollout is not None:
+        return "a rollout; its function passes the sampling parameters of each generation to `generate`"
+    if job.run.workers:
+        return "run.workers; give each row its own parameters (sampling.sampling_column)"
+    return ""
 
 
 def in_python(message: str) -> str:

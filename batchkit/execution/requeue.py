@@ -123,7 +123,10 @@ def finish_requeue(folder: Path) -> str | None:
         sync_folder(folder)
         shutil.rmtree(made)
     except OSError as error:
-        raise StoreError(f"{made}: can't be moved into place: {error.strerror or error}") from error
+        raise StoreError(
+            f"the result of --on-change requeue ({made}) can't be moved into the run folder:"
+            f" {error.strerror or error}; correct this, then run the same command again"
+        ) from error
     return None if aside is None else aside.name
 
 

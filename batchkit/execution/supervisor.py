@@ -276,14 +276,14 @@ class SupervisedEngine:
             self.ladder.restore()
             self._remember()
             raise EngineError(
-                f"the engine died {self._deaths} times without an answer"
-                f" (run.max_engine_restarts); last: {cause}"
+                f"the engine died {self._deaths} times without an answer (run.max_engine_restarts); the last time:"
+                f" {cause}. All finished rows are on disk: correct the cause, then run the same command again"
             )
 
     def _make_smaller(self, fault: Fault, *, alone: bool = False) -> None:
-        step = self.ladder.reduce(self._engine.limits, fault, alone=alone)
-        if step is not None:
-            self._say(f"out of memory ({fault}): next engine with {_shown(step)}")
+        reduction = self.ladder.reduce(self._engine.limits, fault, alone=alone)
+        if reduction is not None:
+            self._say(f"out of memory ({fault}): next engine with {_shown(reduction)}")
 
     def _restart(self) -> None:
         if self._restart_due != _DEATH:
@@ -323,16 +323,16 @@ class SupervisedEngine:
                 if fault.is_unexplained_kill:
                     self._say(f"engine died at load ({fault}): trying once more")
                     continue
-                step = None
+                reduction = None
                 if fault.kind == "oom":
                     limits = error.limits or {**_UNKNOWN_LIMITS, **options}
-                    step = self.ladder.reduce(limits, fault)
-                if step is None:
-                    self.ladder.undo(n_reductions)  # these steps did not help
+                    reduction = self.ladder.reduce(limits, fault)
+                if reduction is None:
+                    self.ladder.undo(n_reductions)  # these reductions did not help
                     self._remember()
                     raise
                 n_reductions += 1
-                self._say(f"out of memory at load ({fault}): next try with {_shown(step)}")
+                self._say(f"out of memory at load ({fault}): next try with {_shown(reduction)}")
                 self._remember()
             else:
                 self._host_gb_at_start = None

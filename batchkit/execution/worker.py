@@ -38,9 +38,11 @@ class EngineFacts(NamedTuple):
 class Worker:
     """Engines that turn rows into log lines.
 
-    Every row comes back once: as its record, or paused. The generations of a row with several are returned before. One
-    thread calls ``fill`` and ``poll`` in turn until ``is_done``. The constructor loads the models of ``engines``
-    (names).
+    Every row is returned once, as its record or as paused. If a row has several generations, each of them is returned
+    before the row's record. One thread calls ``fill`` and ``poll`` in turn until ``is_done``. The constructor loads the
+    models.
+
+    ``engines``: names of the engines to load.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
@@ -110,5 +112,5 @@ class Worker:
         if not isinstance(line, RecordLine):
             self._unwritten.append(completion)
         elif isinstance(line.record, Record) and line.record.unscored and completion.text.strip():
-            self._hear(Line(f"row {line.record.id}: {line.record.unscored}; unscored"))
+            self._hear(Line(f"row {line.record.id} is not scored: {line.record.unscored}"))
         return line

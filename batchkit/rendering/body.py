@@ -233,7 +233,7 @@ def input_of(body: Any) -> tuple[Any, str | None]:
     body = _checked(body)
     found = body.get("messages", body.get("input"))
     if found is None:
-        raise RequestError("body: has neither input nor messages")
+        raise RequestError("body: has neither input nor messages; add one of them")
     if isinstance(found, list) and found and all(isinstance(item, list) for item in found):
         raise _several("conversations" if "messages" in body else "lists", len(found))
     if "messages" in body or _is_chat(found):
@@ -267,7 +267,7 @@ def sides_of(body: Any) -> Sides:
     is_list = isinstance(documents, list)
     found = documents if is_list else [documents]
     if not found:
-        raise RequestError("body: has no documents")
+        raise RequestError("body: has no documents; add at least one")
     return Sides(_content(query), list(map(_content, found)), is_list)
 
 
@@ -326,8 +326,8 @@ def _side(body: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _content(side: Any) -> Any:
-    """Return one side of a pair: as text, or as a list of content parts if it has vLLM's form ``{"content":
-    [parts]}``."""
+    """Return one side of a pair: as text, or as a list of content parts if it has vLLM's form
+    ``{"content": [parts]}``."""
     content = side.get("content") if isinstance(side, Mapping) else side
     if isinstance(content, str) or (isinstance(side, Mapping) and isinstance(content, list)):
         return content

@@ -194,7 +194,10 @@ def _loaded_part(part: Any, load: Load) -> Any:
         return text_part(part["text"])
     if kind := MEDIA_PARTS.get(found if isinstance(found, str) else ""):
         return _with_detail(load(kind, _source_in(part)), part)
-    raise RequestError(f"messages: part {shown(part)}; known types: text, {', '.join(MEDIA_PARTS)}")
+    raise RequestError(
+        f'messages: this part can\'t be used: {shown(part)}; a part needs a "type" (text, {", ".join(MEDIA_PARTS)})'
+        " and its content"
+    )
 
 
 def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:

@@ -335,7 +335,9 @@ class PromptRenderer:
         elif "prompt" in fields:
             text = fields["prompt"]
             if not isinstance(text, str):
-                raise RequestError(f"prompt: found {shown(text)}, expected text")
+                raise RequestError(
+                    f"prompt: found {shown(text)}, expected text; correct the row's field"
+                )
         elif self.templates.files.media:
             text = ""
         else:
@@ -358,8 +360,8 @@ class PromptRenderer:
     def _with_places(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return ``fields`` with a place mark under the name of each kind of clip, such as ``audio``.
 
-        A template writes ``{{ audio }}`` where the clip belongs. A column with such a name is still ``{{ row.audio
-        }}``.
+        A template writes ``{{ audio }}`` where the clip belongs. A column with such a name is still
+        ``{{ row.audio }}``.
         """
         if not self._places or not self._job.prompt.chat:
             return fields

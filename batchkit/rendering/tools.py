@@ -129,7 +129,9 @@ def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> Request
     if tools is None or tools == []:
         if _chosen(choice, None, RequestError, choice_key) in (None, "none", "auto"):
             return RequestTools()
-        raise RequestError(f"{choice_key}: is {shown(choice)}, but the row has no tools")
+        raise RequestError(
+            f"{choice_key}: is {shown(choice)}, but the row has no tools; give it tools, or leave the choice out"
+        )
     try:
         check_tools(tools)
     except ValueError as error:

@@ -153,7 +153,7 @@ class Scoring:
         except Exception as error:
             reason = f"{who} fails: {type(error).__name__}: {error}"
         reasons.append(reason)
-        self._say(f"row {row_id}: {reason}; unscored")
+        self._say(f"row {row_id} is not scored: {reason}")
         return None
 
 

@@ -42,9 +42,9 @@ def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
         is_cut = choice.finish_reason == "length"
         if is_cut and (white := sum(map(str.isspace, choice.text))) > 0.9 * len(choice.text):
             raise InvalidOutputError(
-                f"{white} of its {len(choice.text)} characters are white space, which JSON allows, so"
-                " sampling.max_tokens ended it; with vLLM, set engine.options.structured_outputs_config ="
-                ' { backend = "xgrammar", disable_any_whitespace = true } to forbid it'
+                f"sampling.max_tokens ended the answer before its JSON was complete: {white} of"
+                f" {len(choice.text)} characters are white space; with vLLM, forbid it:"
+                ' engine.options.structured_outputs_config = { backend = "xgrammar", disable_any_whitespace = true }'
             ) from None
         if is_cut:
             raise TruncatedOutputError(

@@ -202,7 +202,9 @@ def _joined(upload: Object, parts: list[Path], digest: str | None, settings: Set
                 with part.open("rb") as source:
                     shutil.copyfileobj(source, file, 1 << 20)
         if digest is not None and _md5(incoming) != digest.lower():
-            raise ApiProblem(400, "md5 does not match the uploaded parts", param="md5")
+            raise ApiProblem(
+                400, "md5 does not match the uploaded parts; upload them again", param="md5"
+            )
         path = take_in(incoming, settings, "file")
     except FileNotFoundError:  # another request has completed or cancelled the upload
         raise missing("Part", upload["id"]) from None

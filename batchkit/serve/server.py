@@ -80,7 +80,9 @@ def held(settings: Settings) -> Iterator[None]:
             " (--folder)"
         ) from None
     except OSError as error:
-        raise JobError(f"{settings.folder}: can't be used: {error.strerror}") from error
+        raise JobError(
+            f"{settings.folder}: can't be used: {error.strerror}; choose another folder (--folder)"
+        ) from error
     try:
         yield
     finally:

@@ -44,7 +44,7 @@ def by_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
     for model in models:
         if taken := found.keys() & model.names:
             raise JobError(
-                f"two models have the name {min(taken)}; request lines need unique model names"
+                f"two models have the name {min(taken)}, but request lines must name one of them; rename one in its job"
             )
         found |= dict.fromkeys(model.names, model)
     return found

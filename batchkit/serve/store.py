@@ -67,6 +67,7 @@ class Store:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self.lock = threading.RLock()  # shared by request handlers, the runner and the lifecycle
         self.changed = threading.Event()
         """An event that is set when the database has changed. The lifecycle waits for it and clears it."""
@@ -76,7 +77,9 @@ class Store:
             self._db.execute("PRAGMA synchronous = FULL")
             self._prepare(path)
         except sqlite3.DatabaseError as error:
-            raise StoreError(f"{path}: can't be opened as a database: {error}") from error
+            raise StoreError(
+                f"{path}: can't be opened as a database: {error}; restore it from a backup, or choose another folder"
+            ) from error
 
     def _prepare(self, path: Path) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -205,7 +208,10 @@ class Store:
             with self.lock:
                 return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise StoreError(f"the server's database can't be read: {error}") from error
+            raise StoreError(
+                f"the server's database {self._path} can't be read: {error}; stop the server, then restore"
+                f" {self._path.name} from a backup"
+            ) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -220,7 +226,10 @@ class Store:
                     if self._db.in_transaction:
                         self._db.execute("ROLLBACK")
         except sqlite3.Error as error:
-            raise StoreError(f"the server's database can't be written: {error}") from error
+            raise StoreError(
+                f"the server's database {self._path} can't be written: {error}; make room on its disk, or check its"
+                " permissions, then start the server again"
+            ) from error
 
 
 def _put(db: sqlite3.Connection, kind: Kind, owner: str, doc: Object) -> None:

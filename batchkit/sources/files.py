@@ -48,7 +48,7 @@ def open_input(
                 raise is_empty(path)
             yield file
     except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file") from error
+        raise InputError(f"{path}: no such file; check input.path") from error
     except IsADirectoryError as error:
         raise is_folder(path) from error
     except OSError as error:
@@ -56,9 +56,9 @@ def open_input(
 
 
 def name_of(path: str) -> str:
-    """Return the part of ``path`` that is the file's name and suffix, without the query of a URL.
+    """Return ``path`` without the query of a URL. Of a chained URL, return the part that names the file.
 
-    A chained URL names the file in its first part: ``zip://a.jsonl`` in ``zip://a.jsonl::s3://b/c.zip``.
+    For example, the result for ``zip://a.jsonl::s3://b/c.zip`` is ``zip://a.jsonl``.
     """
     # Not urlsplit: to it "memory://a.jsonl" is a host, and "#" in a key ends the path.
     if "://" not in path:

@@ -156,7 +156,9 @@ def _listed(folder: str) -> list[dict[str, Any]]:
         os.lstat(f"{folder or '.'}/.")  # fails for a folder that can be listed but not searched
         paths = [*map(str, Path(folder).iterdir())]
     except OSError as error:
-        raise InputError(f"{folder.rstrip('/')}: can't be listed: {error.strerror}") from error
+        raise InputError(
+            f"{folder.rstrip('/')}: can't be listed: {error.strerror}; make it readable, or change input.path"
+        ) from error
     return [{"name": it, "type": "file" if _is_file(it) else "directory"} for it in paths]
 
 

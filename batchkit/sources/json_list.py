@@ -44,7 +44,7 @@ def _parsed(path: str, content: bytes) -> Any:
             raise InputError(
                 f'{path}: has one JSON object per line; set input.format = "jsonl"'
             ) from error
-        raise InputError(f"{path}: broken JSON: {error}") from error
+        raise InputError(f"{path}: broken JSON: {error}; correct the file") from error
     except RecursionError as error:
         raise InputError(f"{path}: {TOO_DEEP}") from error
 

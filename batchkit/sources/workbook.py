@@ -51,7 +51,9 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
         except InputError:
             raise
         except Exception as error:  # openpyxl passes on its parsers' errors: KeyError, ParseError …
-            raise InputError(f"{path}: broken workbook after row {number}: {error}") from error
+            raise InputError(
+                f"{path}: broken workbook after row {number}: {error}; open it in Excel and save it again"
+            ) from error
     if not header:
         names = ", ".join(shown(name) for name in books[0].sheetnames)
         raise InputError(

@@ -35,7 +35,7 @@ _SHARED_BYTES = 64 << 20
 
 
 class RecordLine(NamedTuple):
-    """A record's line for the log, newline included, and the record as msgspec's ``Counted`` to count it.
+    """A record's line for the log, newline included, and those fields of the record that the ledger counts.
 
     ``vector`` (float32 or float16) is written to a segment by the ledger, which adds the vector's position to the line.
     """

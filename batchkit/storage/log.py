@@ -176,7 +176,10 @@ class Log(Generic[Parsed]):
                 raise StoreError(damage)
             self._recover(start, take)
         except OSError as error:
-            raise StoreError(f"{path}: {error.strerror or error}") from error
+            raise StoreError(
+                f"{path}: can't be opened: {error.strerror or error}; make it readable and writable, then run the same"
+                " command again"
+            ) from error
 
     @property
     def end(self) -> int:

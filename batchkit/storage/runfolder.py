@@ -93,7 +93,9 @@ def claim(folder: Path) -> Iterator[Claim]:
                 f" that you may write to{or_copy}"
             ) from error
         place = error.filename or folder
-        raise StoreError(f"{place}: can't be used for a run: {error.strerror}") from error
+        raise StoreError(
+            f"{place}: can't be used for a run: {error.strerror}; set output.dir to another folder"
+        ) from error
     try:
         held.check()
         _sign(folder)

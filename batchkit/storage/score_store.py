@@ -122,7 +122,7 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
         return None
     folder = Path(job.scoring.reference_run)
     if not is_run(folder):
-        raise JobError(f"scoring.reference_run: {folder}: no run there; make that run first")
+        raise JobError(f"scoring.reference_run: {folder}: no run there; run its job first")
     check_log(folder)
     found: dict[str, str | None] = {}
     ids = set[str]()
@@ -149,8 +149,7 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
 
 
 def check_one_row_each(references: Mapping[str, Any], shared_ids: Iterable[str]) -> None:
-    """Refuse ids in ``references`` that several rows share, because the answer may belong to any of these rows. Raises
-    JobError if an id of ``references`` is in ``shared_ids``.
+    """Raise JobError if an id in ``references`` belongs to several rows, because its answer may be for any of them.
 
     ``shared_ids``: ids that several rows have.
     """

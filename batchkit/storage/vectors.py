@@ -1,9 +1,9 @@
 """The vectors of a run: ``vectors/000000.arrow``, ``vectors/000001.arrow``, …
 
 Each file is a segment: an Arrow IPC stream with the columns ``index`` (int64: the vector's row), ``vector`` (a
-fixed-size list of float32 or float16) and ``crc32`` (of the vector's bytes). A record names its vector by ``{"segment",
-"row", "dimensions"}``. A matrix (``task = "token_embed"``) is stored as ``tokens`` vectors, which begin at ``row`` and
-are all in one record batch.
+fixed-size list of float32 or float16) and ``crc32`` (of the vector's bytes). A record names its vector by
+``{"segment", "row", "dimensions"}``. A matrix (``task = "token_embed"``) is stored as ``tokens`` vectors, which begin
+at ``row`` and are all in one record batch.
 
 A record is written once its vector is on disk. Each start writes new segments, because a segment of an earlier start
 may end in a cut-off batch after a kill. No record refers to vectors in a cut-off batch.

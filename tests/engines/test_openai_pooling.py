@@ -208,11 +208,11 @@ def ranked(*items: Any) -> dict[str, Any]:
 NO_ANSWERS: dict[str, dict[str, tuple[Any, str]]] = {
     "embed": {
         "no object": ([1], "Expected `object`, got `array`"),
-        "a chat's answer": ({"choices": []}, "found no list, expected a list of 1"),
+        "a chat's answer": ({"choices": []}, "returned no list of results for 1 inputs"),
         "data that is text": ({"data": "x"}, "got `str` - at `$.data`"),
-        "no vector at all": ({"data": []}, "found a list of 0, expected a list of 1"),
-        "two vectors": ({"data": [{"index": 0}, {"index": 1}]}, "found a list of 2"),
-        "another index": (embedded([1.0], index=3), "found the indexes [3], expected 0 to 0"),
+        "no vector at all": ({"data": []}, "returned 0 results for 1 inputs"),
+        "two vectors": ({"data": [{"index": 0}, {"index": 1}]}, "returned 2 results"),
+        "another index": (embedded([1.0], index=3), "have the indexes [3], expected 0 to 0"),
         "no embedding": ({"data": [{"index": 0}]}, "data[0].embedding: has no numbers"),
         "an empty one": (embedded([]), "data[0].embedding: has no numbers"),
         "an empty text": (embedded(""), "data[0].embedding: has no numbers"),
@@ -232,14 +232,14 @@ NO_ANSWERS: dict[str, dict[str, tuple[Any, str]]] = {
         "a label that is a number": (classified(label=3, probs=[1.0]), "Expected `str | null`"),
     },
     "score": {
-        "too few": (ranked((0, 0.5)), "found a list of 1, expected a list of 2"),
-        "too many": (ranked((0, 1), (1, 1), (2, 1)), "found a list of 3"),
-        "no indexes": (ranked((None, 1), (None, 2)), "found the indexes"),
-        "one index twice": (ranked((1, 0.5), (1, 0.5)), "found the indexes [1]"),
+        "too few": (ranked((0, 0.5)), "returned 1 results for 2 inputs"),
+        "too many": (ranked((0, 1), (1, 1), (2, 1)), "returned 3 results"),
+        "no indexes": (ranked((None, 1), (None, 2)), "have the indexes"),
+        "one index twice": (ranked((1, 0.5), (1, 0.5)), "have the indexes [1]"),
         "an index beyond": (ranked((0, 0.5), (2, 0.5)), "expected 0 to 1"),
         "true for 1": (ranked((0, 0.5), (True, 0.5)), "got `bool`"),
         "text": (ranked((0, "0.5"), (1, 1)), "Expected `float | null`, got `str`"),
-        "nothing": (ranked((0, None), (1, 1)), "a document has no score"),
+        "nothing": (ranked((0, None), (1, 1)), "returned no score for one of the documents"),
     },
 }
 

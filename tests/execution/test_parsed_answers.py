@@ -67,7 +67,7 @@ TRUNCATED = ("TruncatedOutputError", "raise sampling.max_tokens")
         (
             said("{" + " \n" * 31 + " ", finish_reason="length"),
             "",
-            "63 of its 64 characters are white space, which JSON allows, so sampling.max_tokens ended it; with vLLM,",
+            "before its JSON was complete: 63 of 64 characters are white space; with vLLM, forbid it",
         ),
         (said("12", finish_reason="length"), *TRUNCATED),  # it may be a part of a number
     ],

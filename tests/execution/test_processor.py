@@ -86,7 +86,9 @@ def test_no_rows_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     ids=str,
 )
 def test_sampling_is_not_adjusted_where_no_function_could_do_that(tables: dict[str, Any]) -> None:
-    with pytest.raises(JobError, match=r"adjust_sampling: .* without a rollout .* run\.workers"):
+    with pytest.raises(
+        JobError, match=r"adjust_sampling can.t be used with (task|a rollout|run\.workers)"
+    ):
         ProductionBatchProcessor(JobConfig(engine=DRY, **tables), adjust_sampling=dict)
 
 

@@ -396,7 +396,7 @@ def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_togeth
     assert manifest["engine_reductions"] == []
     assert status(RUN).engine_settings == {"engines.judge.max_num_seqs": 4}
     assert (
-        "engine judge: an earlier engine ran out of memory; engine settings from then: max_num_seqs = 4"
+        "engine judge: an earlier engine of this run ran out of memory; its reduced settings are used again: max_num_seqs = 4"
         in log()
     )
     restarts = [start.get("engine_restarts", 0) for start in manifest["starts"]]

@@ -115,7 +115,7 @@ def test_an_engine_that_can_not_be_opened_again_ends_the_run() -> None:
     world = World(dies_at={1: "engine_crash"})
     with closing(world.supervise(max_engine_restarts=3)) as engine:
         world.load_error = StartFailed("the GPU is gone", FAULTS["engine_crash"], {})
-        with pytest.raises(EngineError, match=r"died 4 times .* last: the GPU is gone"):
+        with pytest.raises(EngineError, match=r"died 4 times .* the last time: the GPU is gone"):
             answer_all(engine, requests(0, 8))
     assert set(world.closed_with) == {0}
 

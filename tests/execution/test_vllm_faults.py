@@ -67,11 +67,11 @@ def test_the_next_start_takes_the_safe_setting_unless_the_user_has_changed_it(
     ended = run(OWN, "input.limit=20", over=3)
     assert ended.exit == 0
     assert ended.manifest["starts"][-1].get("engine_restarts", 0) == 0
-    assert "engine settings from then: max_num_seqs = 2" in ended.log
+    assert "its reduced settings are used again: max_num_seqs = 2" in ended.log
     ended = run(OWN, "engine.options.max_num_seqs=1", over=3)
     assert_only_failed(ended, calm, {})
     assert (
-        "engine options have changed: smaller settings that an earlier start needed are not used"
+        "the engine options have changed, so the settings that an earlier start reduced after out of memory are not used"
         in ended.log
     )
     assert "up to 1 requests run at the same time" in ended.log
@@ -136,7 +136,7 @@ def test_poison_rows_in_one_window_are_found_and_not_tried_again(run: Run, calm:
     [
         ("kill", "engine died (engine_crash) with"),
         ("error", "RuntimeError: planted: device-side assert"),
-        ("hang", "the engine ended no step for"),
+        ("hang", "the engine finished no forward pass for"),
     ],
 )
 def test_an_engine_that_dies_once_is_restarted(

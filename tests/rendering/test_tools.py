@@ -201,7 +201,10 @@ def test_a_row_without_tools_is_sent_without(none: Any) -> None:
     request = render({"t": none}, user="x", tools="{{ t }}", tool_choice="auto")
     assert (request.tools, request.tool_choice) == (None, None)
     message = refusal(RowError, {"t": none}, user="x", tools="{{ t }}", tool_choice="required")
-    assert message == "prompt.tool_choice: is 'required', but the row has no tools"
+    assert (
+        message
+        == "prompt.tool_choice: is 'required', but the row has no tools; give it tools, or leave the choice out"
+    )
 
 
 @pytest.mark.parametrize("choice", ["required", "clock", NAMED])

@@ -55,7 +55,9 @@ class Endpoint:
         Raises RequestError if the API lacks a parameter; the message names it."""
         for name in params:
             if name == "prompt_logprobs":
-                raise RequestError("sampling.prompt_logprobs: batchkit does not store them")
+                raise RequestError(
+                    "sampling.prompt_logprobs: batchkit does not store them; leave it out"
+                )
             if name not in cls.parameters:
                 hint = did_you_mean(name, cls.parameters) or f"; it has {', '.join(cls.parameters)}"
                 raise RequestError(

@@ -110,7 +110,7 @@ class Connections:
                 return await self._read(response)
         except TimeoutError:
             raise RowTimeoutError(
-                f"no answer for {timeout_s:.0f} s (run.row_timeout_s = {timeout_s:g})"
+                f"no answer for {timeout_s:.0f} s (run.row_timeout_s = {timeout_s:g}); raise it if answers may take longer"
             ) from None
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
             raise NoAnswer(_text_of(error), Why.DOWN) from error

@@ -196,7 +196,7 @@ def claimed_port(ports: Iterable[int] = ()) -> ClaimedPort:
             claim.close()
         else:
             return ClaimedPort(number, claim)
-    raise EngineError(f"{HOST}: no free port for the server")
+    raise EngineError(f"{HOST}: no free port for the server; end other servers on this machine")
 
 
 def _cause(log: str) -> str:

@@ -141,7 +141,7 @@ class Rerank(_Endpoint):
         items = _in_order(answer.results, n_documents)
         scores = [it.relevance_score for it in items if it.relevance_score is not None]
         if len(scores) < n_documents:
-            raise ShapeError("a document has no score")
+            raise ShapeError("the server returned no score for one of the documents")
         return Pooled(scores=scores)
 
 
@@ -158,13 +158,18 @@ def _in_order(items: list[_Item] | None, count: int) -> list[_Item]:
     """Return the ``count`` entries of a response list, ordered by index. Raises ShapeError if the indexes are not 0 to
     ``count - 1``."""
     if items is None or len(items) != count:
-        found = "no list" if items is None else f"a list of {len(items)}"
-        raise ShapeError(f"found {found}, expected a list of {count}")
+        found = "no list of results" if items is None else f"{len(items)} results"
+        raise ShapeError(
+            f"the server returned {found} for {count} inputs (vectors, classes or scores); the server or its model"
+            " does not fit the task"
+        )
     if count == 1 and items[0].index is None:
         return items
     by_index = {item.index: item for item in items}
     if by_index.keys() != {*range(count)}:
-        raise ShapeError(f"found the indexes {[*by_index][:10]}, expected 0 to {count - 1}")
+        raise ShapeError(
+            f"the server's results have the indexes {[*by_index][:10]}, expected 0 to {count - 1}, each once"
+        )
     return [by_index[place] for place in range(count)]
 
 

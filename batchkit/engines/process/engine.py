@@ -216,7 +216,7 @@ class ProcessEngine:
         stacks = self._stacks()
         self._end(kill=True)
         message = (
-            f"the engine ended no step for {silent_s:.0f} s (run.stall_timeout_s ="
+            f"the engine finished no forward pass for {silent_s:.0f} s (run.stall_timeout_s ="
             f" {self._stall_timeout_s:g}); run.log has the stacks of its threads"
         )
         fault = with_log(Fault("stall", "stall", message), self._printed.printed())

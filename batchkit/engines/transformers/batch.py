@@ -35,7 +35,7 @@ class Batch:
     def __init__(self, answers: Sequence[BatchAnswer], loaded: LoadedModel) -> None:
         self.answers = answers
         self._loaded = loaded
-        self._chosen: Any = None  # the tokens of the last step
+        self._chosen: Any = None  # the tokens chosen after the last forward pass
         self._logits: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tokens: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._generate, name="generate", daemon=True)

@@ -117,10 +117,12 @@ class Sampling(Table):
     @model_validator(mode="after")
     def _coherent(self) -> Sampling:
         if self.n > 1 and self.is_greedy:
-            raise ValueError("n: greedy sampling (temperature = 0) gives the same answer n times")
+            raise ValueError(
+                "n: with temperature = 0, all n answers would be the same; set a temperature above 0, or leave n out"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}"
+                f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}; lower the one or raise the other"
             )
         if self.stop == "":
             raise ValueError("stop: found '', which would end every answer before it begins")

@@ -76,7 +76,7 @@ class TransformersRenderer:
         for token_id in sampling.token_ids:
             if token_id >= self._vocab_size:
                 known = f"the model's vocabulary ends at {self._vocab_size - 1}"
-                raise RequestError(f"sampling: token id {token_id}: {known}")
+                raise RequestError(f"sampling: token id {token_id} is not a token: {known}")
         try:
             text = self._text(request)
             inputs = self._inputs(request, text)
@@ -88,7 +88,9 @@ class TransformersRenderer:
             raise kind(cause(error)) from error
         prompt_tokens = inputs["input_ids"].shape[1]
         if not prompt_tokens:
-            raise RequestError("the prompt is empty")
+            raise RequestError(
+                "the prompt is empty; fill the row's fields, or correct the template"
+            )
         check_length(request, prompt_tokens, self.max_model_len)
         room = self.max_model_len - prompt_tokens
         max_tokens = min(room, sampling.max_tokens or room)

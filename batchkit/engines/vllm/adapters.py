@@ -185,9 +185,11 @@ def _shapes_in(path: Path) -> Shapes:
         with safe_open(path, "np") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise _Unusable(f"{path}: is damaged: {error}") from error
+        raise _Unusable(
+            f"{path}: is damaged: {error}; copy or download the adapter again"
+        ) from error
     if not shapes:
-        raise _Unusable(f"{path}: has no weights")
+        raise _Unusable(f"{path}: has no weights; copy or download the adapter again")
     return shapes
 
 

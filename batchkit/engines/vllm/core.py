@@ -32,7 +32,7 @@ _ITS_OWN = (
 )
 _CAUSE = "BATCHKIT_CORE_DIED"  # variable with the file's name; the core's process inherits it
 _MANY = (
-    512  # concurrent requests: at 1,024 a step's Python takes 13 ms, and sharing the GIL cost 8 %
+    512  # concurrent requests: at 1,024 the Python code of a forward pass takes 13 ms, and sharing the GIL cost 8 %
 )
 _END_S = 5.0
 _LOOK_S = 0.2

@@ -84,8 +84,8 @@ class VllmEngine:
         self._failed = False
         self._death: EngineDied | None = None
         self._done: list[Completion] = []
-        # Finished but not parsed requests. They are parsed while the device works on the next step, because
-        # parsing long reasoning would delay that step by milliseconds.
+        # Finished but not parsed requests. They are parsed while the device runs the next forward pass, because
+        # parsing long reasoning would delay that pass by milliseconds.
         self._ended: list[_Running] = []
         self._running: dict[str, _Running] = {}
         self._aborted: dict[
@@ -303,7 +303,7 @@ class VllmEngine:
             self._complete()
 
     def _refuse(self, prepared: Prepared) -> None:
-        """Handle a request that the engine refused without a reason, which only the core's log has.
+        """Handle a request that vLLM's engine refused. Only the core's log has the reason.
 
         A request with images is prepared again, a few times, because an image may be missing in the engine's cache.
         Otherwise the request fails.

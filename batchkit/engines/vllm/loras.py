@@ -79,7 +79,9 @@ class Loras:
         try:
             return self._answers([adapter.request])[0]
         except Exception as error:  # the adapter's loading runs the model's code
-            raise EngineError(f"{place}: {type(error).__name__}: {error}") from error
+            raise EngineError(
+                f"{place}: vLLM can't load this adapter: {type(error).__name__}: {error}"
+            ) from error
 
     def _base_is_right(self) -> bool:
         """Return whether rows without an adapter get the same answer in a batch with adapters as alone.

@@ -241,7 +241,9 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
     except (msgspec.ValidationError, VLLMValidationError, ValueError, TypeError) as error:
         raise RequestError(f"sampling: {error}") from error
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
-        raise RequestError(f"sampling.seed: found {params.seed}, expected a 64-bit number")
+        raise RequestError(
+            f"sampling.seed: found {params.seed}, expected an integer of at most 64 bits"
+        )
     if params.prompt_logprobs is not None:
         raise RequestError("sampling.prompt_logprobs: batchkit does not store them; leave it out")
     params.output_kind = RequestOutputKind.FINAL_ONLY

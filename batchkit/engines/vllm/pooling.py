@@ -160,7 +160,7 @@ class PoolingRenderer:
     def _check_length(self, request: Request, given: EngineInput) -> None:
         tokens = len(_tokens(given.prompt))
         if not tokens:
-            raise RequestError("the text is empty")
+            raise RequestError("the text is empty; fill the row's fields, or correct the template")
         check_length(request, tokens, self._max_model_len, generates=False)
 
     def _text(self, inputs: Sequence[EngineInput]) -> str:

@@ -117,7 +117,8 @@ class SpeechPrompts:
         rate, most_s = round(self._config.sample_rate), self._config.max_audio_clip_s
         if audio.sample_rate != rate:
             raise MediaError(
-                f"the model expects sound at {rate} Hz, but media.audio_sample_rate is {audio.sample_rate}"
+                f"the model expects sound at {rate} Hz, but media.audio_sample_rate is"
+                f" {audio.sample_rate}; set it to {rate}"
             )
         if most_s is not None and len(audio.samples) > most_s * rate:
             raise MediaError(

@@ -83,7 +83,7 @@ class Stepper:
     def _of_other_process(self, client: Any) -> Any:
         from batchkit.engines.vllm.core import next_outputs
 
-        self._meanwhile()  # the core's process steps by itself, so the device works now
+        self._meanwhile()  # the core's process runs forward passes by itself, so the device works now
         return next_outputs(client)
 
     def _get(self) -> Any:

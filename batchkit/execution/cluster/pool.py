@@ -268,8 +268,8 @@ class RayPool:
             self._give_up(worker, EngineError(cause))
         elif worker.deaths_in_a_row > self._start.job.run.max_engine_restarts:
             message = (
-                f"the worker died {worker.deaths_in_a_row} times without an answer"
-                f" (run.max_engine_restarts); last: {cause}"
+                f"the worker died {worker.deaths_in_a_row} times without an answer (run.max_engine_restarts); the last"
+                f" time: {cause}"
             )
             self._give_up(worker, EngineError(message))
         if not worker.is_given_up:

@@ -180,7 +180,9 @@ def _answer(value: Any) -> tuple[str, Any]:
             " a completion"
         )
     if not text.strip():
-        raise EmptyTextError("the function returned no text, or only white space")
+        raise EmptyTextError(
+            "the function returned no text, or only white space; return the row's answer"
+        )
     return text, parsed
 
 
@@ -242,7 +244,9 @@ class Generate:
         )
         messages = _messages(prompt) if chat else None
         if messages is None and (wanted.tools or not isinstance(prompt, str)):
-            raise RequestError("generate: chat=False is for a text without tools")
+            raise RequestError(
+                "generate: chat=False sends a plain text; leave tools out, or give chat messages"
+            )
         request = Request(
             self._row.row,
             messages,

@@ -60,15 +60,14 @@ class Rollouts:
 
     ``get`` returns requests for an engine, and the outcome of each row as a Completion with ``generations``.
 
-    Rows begin when the engines have room, at most ``rollout.concurrency`` at the same time. With ``[[steps]]``, the
-    limit is 4,096, and 256 for rows that wait for no generation. No row begins while the decoded media in memory exceed
-    ``media.max_memory_bytes``.
-
-    While there are rows to read, requests of rows that already had an answer are returned first, so that rows end soon.
-    Once the input has been read, they are returned last: then the last rows begin early, and the run ends sooner.
-
-    A row is paused if it waits only for engines that are not in ``engines``. It is dropped, and begins again with its
-    recorded generations once its engine is loaded.
+    - **Begin.** Rows begin when the engines have room, at most ``rollout.concurrency`` at the same time. With
+      ``[[steps]]`` the limit is 4,096 rows, of which 256 may wait for no generation. No row begins while the decoded
+      media in memory exceed ``media.max_memory_bytes``.
+    - **Order.** While there are rows to read, requests of rows that already had an answer are returned first, so that
+      rows end soon. Once the input has been read, they are returned last: then the last rows begin early, and the run
+      ends sooner.
+    - **Pause.** A row is paused if it waits only for engines that are not in ``engines``. It is dropped, and begins
+      again with its recorded generations once its engine is loaded.
 
     Threads: the event loop's thread runs the coroutines; ``run.render_threads`` render; the worker's thread calls
     ``get``, ``take_ended``, ``answer`` and ``release``. ``_changed`` guards the state that the event loop and the

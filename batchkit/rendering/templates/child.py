@@ -36,7 +36,8 @@ def _answer(question: bytes) -> Any:
         most, n_bytes = MOST_BYTES + 4 * len(question), len(marshal.dumps(plain))
         if n_bytes > most:
             raise ChildRefusal(
-                "error", f"the template makes {n_bytes:,} bytes; the limit is {most:,}"
+                "error",
+                f"the template makes {n_bytes:,} bytes; the limit is {most:,}; make its text shorter",
             )
         return plain
     except UndefinedError as error:

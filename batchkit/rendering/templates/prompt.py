@@ -135,7 +135,9 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
     found = template.value(names)
     if found is None or (isinstance(found, str | list) and not found):
         kind = template.key.split(".")[1].removesuffix("s").rpartition("_")[2]
-        raise MediaError(f"the row names no {kind}: the template's value is empty")
+        raise MediaError(
+            f"the row names no {kind}: the template's value is empty; fill the row's field, or correct the template"
+        )
     return found if isinstance(found, list) else [found]
 
 
@@ -144,7 +146,9 @@ def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
     value is not a number."""
     found = template.value(names)
     if not isinstance(number := from_json(found), int | float):
-        raise RequestError(f"{template.key}: found {shown(found)}, expected a number")
+        raise RequestError(
+            f"{template.key}: found {shown(found)}, expected a number; correct the row's column or the template"
+        )
     return number
 
 
