@@ -150,7 +150,9 @@ class Manifest(_Part):
     total: int | None  # rows of the input; None until they are counted
     # Rows that --skip-from left to another run, at the last end of a start.
     skipped_elsewhere: int = 0
-    engine_reductions: list[dict[str, Any]]  # options reduced after out-of-memory errors, oldest first
+    engine_reductions: list[
+        dict[str, Any]
+    ]  # options reduced after out-of-memory errors, oldest first
     # Hash of the engine options that ``engine_reductions`` belong to.
     engine_reductions_for: str | None = None
     engines: dict[str, EngineNote] = {}  # the same for ``[engines]``, by name

@@ -31,9 +31,7 @@ _ITS_OWN = (
     "01"  # with "1" vLLM also gives a CPU worker its own process, and its errors lose their type
 )
 _CAUSE = "BATCHKIT_CORE_DIED"  # variable with the file's name; the core's process inherits it
-_MANY = (
-    512  # concurrent requests: at 1,024 the Python code of a forward pass takes 13 ms, and sharing the GIL cost 8 %
-)
+_MANY = 512  # concurrent requests: at 1,024 the Python code of a forward pass takes 13 ms, and sharing the GIL cost 8 %
 _END_S = 5.0
 _LOOK_S = 0.2
 # Maximum length of the temporary folder: vLLM adds 36 characters for a socket, and a socket path may have 107.
