@@ -140,7 +140,7 @@ ROWS = [
     ),
     Mistake(
         "run job.toml --input -",
-        ("-: a resumed run can't read standard input again; save it as a file",),
+        ('input.path = "-": standard input is not supported', "save it as a file"),
     ),
     *(
         Mistake(

@@ -277,7 +277,8 @@ def put(table: Any, parts: list[str], value: Any, origin: str) -> None:
             table = table.setdefault(part, {})
         is_list = isinstance(table, list) and table and all(isinstance(v, dict) for v in table)
         if not isinstance(table, dict) and not is_list:
-            raise JobError(f"{origin}: {'.'.join(parts[: depth + 1])} is a value, not a table")
+            name = ".".join(parts[: depth + 1])
+            raise JobError(f"{origin}: {name} is a single value and has no keys; set {name} itself")
     if isinstance(table, list):
         raise JobError(f"{origin}: {'.'.join(parts)} is a table; name one of its keys")
     table[last] = value
@@ -448,7 +449,8 @@ def _find_input(path: str, base: Path) -> str:
     ``a1``."""
     if path == "-":
         raise JobError(
-            "input.path: -: a resumed run can't read standard input again; save it as a file first"
+            'input.path = "-": standard input is not supported, because a resumed run could not read it again; save it as a'
+            " file, and give that file"
         )
     path = at_home(path)
     if "://" in path:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+from batchkit.config.installation import how_to_install
 from batchkit.config.seams import MODES as SEAM
+from batchkit.errors import JobError
 
 MODES = {
     "official": "batchkit.contrib.realhit.official:OFFICIAL",
@@ -120,14 +122,18 @@ def preload(name: str, mode: str) -> None:
     Raises:
         JobError: A package is not installed.
     """
+    from batchkit.scoring.scorers import check_installed
+
+    check_installed(name)
     if name == "rouge-l":
-        SEAM.load(mode).words("")
+        try:
+            SEAM.load(mode).words("")  # the mode may need a package for its words
+        except ImportError as error:
+            raise JobError(
+                f'scoring.mode = "{mode}": rouge-l needs {error.name}: {how_to_install("overlap")}'
+            ) from error
     elif name == "sacrebleu":
         _bleu(SEAM.load(mode).effective_order)
-    elif name in ("wer", "cer"):
-        from batchkit.scoring.scorers import check_installed
-
-        check_installed()
 
 
 def _fixed(text: str) -> str:

@@ -112,13 +112,18 @@ def reward(prediction: str, reference: str | None, table: ScoringTable) -> float
     return parse_reward(prediction)
 
 
-def check_installed() -> None:
-    """Raise JobError if a package for the scorers wer and cer is missing."""
-    for package in ("jiwer", "transformers"):
-        if find_spec(package) is None:
-            raise JobError(
-                f"scoring.scorers: wer and cer need {package}: {how_to_install('speech')}"
-            )
+_PACKAGES = {  # of each scorer: the modules, and the extra that installs them
+    **dict.fromkeys(("wer", "cer"), (("jiwer", "transformers"), "speech")),
+    "sacrebleu": (("sacrebleu",), "overlap"),
+}
+
+
+def check_installed(name: str) -> None:
+    """Raise JobError if a package for the scorer ``name`` is missing."""
+    modules, extra = _PACKAGES.get(name, ((), ""))
+    for module in modules:
+        if find_spec(module) is None:
+            raise JobError(f"scoring.scorers: {name} needs {module}: {how_to_install(extra)}")
 
 
 def _error_rate(name: str) -> Scorer:
@@ -144,7 +149,6 @@ wer, cer = _error_rate("wer"), _error_rate("cer")
 
 @cache
 def _normaliser(name: str) -> Any:
-    check_installed()
     from transformers.models.whisper.english_normalizer import (
         BasicTextNormalizer,
         EnglishTextNormalizer,

@@ -332,7 +332,7 @@ def test_later_override_wins_and_the_rest_stays() -> None:
             (override, f"--set {override}: write KEY=VALUE")
             for override in ("limit", "=3", "a..b=1", ".a=1", "a.=1", "")
         ),
-        ("engine.kind.x=1", "--set engine.kind.x=1: engine.kind is a value, not a table"),
+        ("engine.kind.x=1", "--set engine.kind.x=1: engine.kind is a single value and has no keys"),
         ("smpling.temperature=0", "smpling: unknown key; did you mean 'sampling'?"),
         ("input.limit=many", 'input.limit: found "many", '),
         ("input=3", "input: found "),
