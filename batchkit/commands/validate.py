@@ -286,8 +286,10 @@ def _of_repeats(repeats: Mapping[int, tuple[int, str]]) -> Iterator[str]:
 
 
 def _noting_repeats(rows: Iterator[Row], repeats: dict[int, tuple[int, str]]) -> Iterator[Row]:
-    """Yield ``rows`` unchanged, and note each row whose id an earlier row has in ``repeats``: row index -> (index of
-    the first row with this id, the id)."""
+    """Yield ``rows`` unchanged. For each row with the id of an earlier row, add an entry to ``repeats``.
+
+    An entry is the row's index -> (index of the first row with this id, the id).
+    """
     first_of: dict[str, int] = {}
     for row in rows:
         if row.error is None and first_of.setdefault(row.id, row.index) != row.index:

@@ -25,7 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SuspectGroup(Generic[T]):
-    """Requests to replay together. ``deaths``: causes of the deaths so far, for a group of one request."""
+    """Requests to replay together, because one of them may kill the engine.
+
+    ``deaths``: why the engine died each time it ran this request alone; empty for larger groups. ``is_quarantined``: an
+    earlier start quarantined the request, so one more death is proof.
+    """
 
     requests: Sequence[T]
     deaths: tuple[str, ...] = ()

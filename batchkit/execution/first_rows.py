@@ -305,13 +305,17 @@ def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
             f"sampling.max_tokens: {wanted} leaves no room for a prompt: engine.options.max_model_len is {most},"
             " for prompt and answer together; an answer ends when both reach it"
         )
-    yield from _of_texts(job, first)
+    yield from _prompt_hints(job, first)
     if (column := job.sampling.sampling_column) is not None:
         yield from _absent("sampling.sampling_column", [column], first)
 
 
-def _of_texts(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each text that probably reaches the model in another form than the user wants."""
+def _prompt_hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a hint for each likely mistake in prompts and answers.
+
+    For example: a literal ``\\n``, a dict or bytes in Python's notation, messages that end with the assistant's turn, a
+    reference that is not among the possible answers. ``first``: the fields of the first row.
+    """
     made = PromptTemplates(job)
     for part in filter(None, (made.system, made.user)):
         if "\\n" in part.source and "\n" not in part.source:

@@ -278,7 +278,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     file, because some rows saw its old content and other rows its new content.
     """
     then, now = dict(then), dict(now)
-    for key in _found_in(then, now):
+    for key in _keys_with_facts(then, now):
         old, new = then.pop(key, {}), now.pop(key, {})
         names = [name for name in old if name in new and CHANGING in (old[name], new[name])]
         new = {**new, **dict.fromkeys(names, f"not one content ({CHANGING})")}
@@ -300,13 +300,16 @@ def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     commits.
     """
     known: dict[str, Any] = known_of(dict(now), dict(then))
-    found = {key: {**then.get(key, {}), **now.get(key, {})} for key in _found_in(then, now)}
+    found = {key: {**then.get(key, {}), **now.get(key, {})} for key in _keys_with_facts(then, now)}
     return known | {key: names for key, names in found.items() if names}
 
 
-def _found_in(*identities: Mapping[str, Any]) -> set[str]:
-    """Return the keys of ``identities`` whose value holds facts of loaded models by name (``_FOUND``), such as hub
-    commits."""
+def _keys_with_facts(*identities: Mapping[str, Any]) -> set[str]:
+    """Return the keys in any of ``identities`` that are listed in ``_FOUND``, also those of ``[engines]`` and steps.
+
+    The value of such a key is a dict of facts by name: a model's hub commit, the hash of a prompt file. Identities are
+    compared and merged name by name there.
+    """
     return {key for found in identities for key in found if home_of(key) in _FOUND}
 
 

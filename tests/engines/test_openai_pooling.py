@@ -239,7 +239,7 @@ NO_ANSWERS: dict[str, dict[str, tuple[Any, str]]] = {
         "an index beyond": (ranked((0, 0.5), (2, 0.5)), "expected 0 to 1"),
         "true for 1": (ranked((0, 0.5), (True, 0.5)), "got `bool`"),
         "text": (ranked((0, "0.5"), (1, 1)), "Expected `float | null`, got `str`"),
-        "nothing": (ranked((0, None), (1, 1)), "returned no score for one of the documents"),
+        "nothing": (ranked((0, None), (1, 1)), "found 1 scores for 2 documents"),
     },
 }
 

@@ -125,14 +125,17 @@ class Figures:
 
 
 class Measurement:
-    """The measurement of a running trial, which has ``at_once`` concurrent rows of ``total``.
+    """The answers of a running trial, and the decision when it may stop.
 
-    It takes at most ``seconds`` seconds to fill the engine, and as long with the engine full. It ends earlier when
+    The trial runs ``at_once`` of its ``total`` rows at a time. It may take ``seconds`` to fill the engine, and
+    ``seconds`` more with the engine full. With the engine full, it stops earlier if
 
-    - the engine was full for 5 s and answered 32 rows and 4 per concurrent row, or
-    - after one second and half as many rows, even the upper end of the rate's interval is below ``least``.
+    - 5 s have passed and N = max(32, 4 × ``at_once``) rows were answered, or
+    - 1 s has passed, N / 2 rows were answered, and the confidence interval of the rate is wholly below ``least`` rows
+      per second.
 
-    ``first``: the rows that are submitted first.
+    ``first``: indexes of the rows that are submitted first. The engine counts as full once nearly all of them have
+    finished.
     """
 
     def __init__(

@@ -161,8 +161,8 @@ class EngineTable(Table):
                 )
         if self.base_url is not None and not _is_base_url(self.base_url):
             raise ValueError(
-                "base_url: expected http(s)://host[:port]/path; put a key into the environment"
-                " (api_key_env)"
+                "base_url: expected http(s)://host[:port]/path without a query or a password; if it contained the API"
+                " key, put the key into the environment variable that api_key_env names"
             )
         return self
 

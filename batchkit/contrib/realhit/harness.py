@@ -28,9 +28,10 @@ _ANSWERS = ("prediction", *_PREDICTIONS, "answer", "text", "response", "Response
 
 
 def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
-    """Write results_<time>.json and checkpoint.json, as RealHiTBench's harness does, into a folder.
+    """Write the answered rows of the run in ``folder`` as RealHiTBench's harness does: results_<time>.json, and
+    checkpoint.json beside it. Return the number of rows in each file.
 
-    ``path`` is the results file if it ends in .json, otherwise the folder.
+    ``path``: the results file if it ends in .json, otherwise the folder for both files.
 
     Raises:
         InputError: Required fields were not kept and are no longer in the input.

@@ -141,7 +141,7 @@ class Rerank(_Endpoint):
         items = _in_order(answer.results, n_documents)
         scores = [it.relevance_score for it in items if it.relevance_score is not None]
         if len(scores) < n_documents:
-            raise ShapeError("the server returned no score for one of the documents")
+            raise ShapeError(f"found {len(scores)} scores for {n_documents} documents")
         return Pooled(scores=scores)
 
 

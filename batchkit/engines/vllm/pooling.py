@@ -196,7 +196,10 @@ class PoolingRenderer:
         per label (some reward models).
         """
         if not len(matrix):
-            raise RequestError("the model gave numbers for none of the prompt's tokens")
+            raise RequestError(
+                f'task = "{self._task}": the model returned no result for any token of this prompt; check that the prompt is'
+                " not empty"
+            )
         entities, offsets = None, prompt.get("prompt_token_offsets") or ()
         if self._task == "token_classify" and matrix.shape == (len(offsets), len(self._tags)):
             places = [

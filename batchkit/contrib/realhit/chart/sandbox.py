@@ -103,7 +103,7 @@ class Sandbox:
         """
         for _ in range(2):
             with contextlib.suppress(Gone):
-                return _outcome(self._ended(run, self._started()), self._timeout_s)
+                return _outcome(self._run_in_fork(run, self._started()), self._timeout_s)
         return ProgramOutcome([], "the sandbox's server process died or hung twice while it ran")
 
     def close(self) -> None:
@@ -120,15 +120,18 @@ class Sandbox:
                 server = server_of(_HANDLER, "drawing charts")
             except EngineError as error:
                 raise _refusal(str(error)) from error
-            ended = self._ended(ProgramRun(), server)
+            ended = self._run_in_fork(ProgramRun(), server)
             if ended.returncode != 0 or ended.written != CONFINED:
                 reason = ended.written.removeprefix(CONFINED)
                 raise _refusal(reason or f"confining a process ended in {ended}")
             self._server = server
             return server
 
-    def _ended(self, run: ProgramRun, server: Server) -> _Ended:
-        """Run ``run`` in its own process, and remove its files. Raises Gone if the server process dies."""
+    def _run_in_fork(self, run: ProgramRun, server: Server) -> _Ended:
+        """Draw one chart in a new process forked from ``server``, in a temporary folder that is removed afterwards.
+
+        Return how the process ended. Raises Gone if the server process dies.
+        """
         home = Path(tempfile.mkdtemp(dir=server.folder))
         try:
             (home / SCRATCH).mkdir()
