@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 READERS = ("show", "report", "verify", "status")
 NOT_OPENED = "not opened: the job file of this run is not here"
-NOT_FETCHED = "not fetched: reading a run uses no network"
+NOT_FETCHED = "not fetched: reading a run downloads nothing"
 PARTS = ("/rows", "/rows/0", "/prompts?rows=0,1", "/about")
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

@@ -252,8 +252,8 @@ def test_a_page_is_never_written_over_a_log_nor_made_of_another_folder(
 ) -> None:
     before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     for path in (run / "results.jsonl", run / "manifest.json", tmp_path / "page.txt"):
-        for runs in ([run], [run, run]):
-            done = batchkit("report", *runs, "--output", path)
+        for command in (["report", run], ["compare", run, run]):
+            done = batchkit(*command, "--output", path)
             assert done.exit_code == 1
             assert "a report is a web page" in done.stderr
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before

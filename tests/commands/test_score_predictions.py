@@ -111,7 +111,7 @@ def test_a_reference_column_in_an_export_of_ours_is_not_the_prediction(
     rows = [{"id": "q1", "say": "1 + 1?", "answer": "right"}]
     base = {"output": {"keep": ["answer"]}}
     folder = run(job(tmp_path, rows, scoring={}, **base))
-    export(folder, format_name)
+    export(folder, Target(format_name))
     scoring = {"extract": "text", "scorers": ["em"], "reference": "answer"}
     made = job(tmp_path, rows, scoring=scoring, **base)
     found, _ = score_predictions(made, folder / f"results.{format_name}", quiet)

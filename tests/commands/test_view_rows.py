@@ -331,4 +331,4 @@ media.allow_urls = ["127.0.0.1"]
     assert here.status_code == 200
     assert there.status_code == 404
     for problem in (there.json()["error"], file["pictures"][1]["problem"]):
-        assert "reading a run uses no network" in problem
+        assert "reading a run downloads nothing" in problem

@@ -144,7 +144,7 @@ def test_a_chat_template_that_ignores_tools_is_named(
 
 
 def test_a_batch_line_that_forces_a_call_fails_where_nothing_enforces_it(text_model: Path) -> None:
-    with pytest.raises(RequestError, match="tool_choice: only vLLM's grammars"):
+    with pytest.raises(RequestError, match="tool_choice: transformers can't force"):
         open_preflight(make_job(text_model)).render(_request(tool_choice="required"))
 
 

@@ -263,7 +263,7 @@ def test_an_adapter_that_vllm_refuses_is_named_before_the_first_row(
     job([{"q": "tea", "adapter": "good"}], engine={"loras": {"good": str(good), "bad": str(bad)}})
     done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
     assert done.returncode == 1
-    assert f"engine.loras.bad: {bad}: ValueError: " in done.stderr
+    assert f"engine.loras.bad: {bad}: vLLM can't load this adapter: ValueError: " in done.stderr
     assert words in done.stderr
     assert not (tmp_path / "output/run/results.jsonl").read_text()
 
